@@ -1,0 +1,1 @@
+"""Protocols, specs, rollouts, generators, run folders and conformance checks: what every floor above shares."""

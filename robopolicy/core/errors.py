@@ -1,0 +1,57 @@
+"""Errors that say what is wrong, where, and the way out."""
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+
+class RobopolicyError(Exception):
+    """Base of every error this project raises on purpose; the command line prints its text without a traceback."""
+
+
+class ConfigError(RobopolicyError):
+    """A configuration names something unknown or contradicts itself."""
+
+
+class SpecError(RobopolicyError):
+    """An observation or action does not have the keys, shape or dtype that a spec promises."""
+
+
+class DataError(RobopolicyError):
+    """A dataset is missing, incomplete or inconsistent."""
+
+
+class CheckpointError(RobopolicyError):
+    """A checkpoint is missing, corrupt or of another kind than asked for."""
+
+
+class NonFiniteError(RobopolicyError):
+    """A NaN or infinity appeared; the text names the quantity and the rows."""
+
+
+class StorageError(RobopolicyError):
+    """A file could not be written (disk full, folder not writable)."""
+
+
+class ServingError(RobopolicyError):
+    """A server could not start or a client could not reach it."""
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the nearest of `choices`, else the list of them."""
+    known = sorted(str(choice) for choice in choices)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if near:
+        return f" Did you mean '{near[0]}'?"
+    return f" Known: {', '.join(known)}." if known else ""
+
+
+def require_extra(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency, or raise a `ConfigError` that names the extra which brings it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module + ".").startswith(error.name + "."):
+            raise
+        raise ConfigError(f"'{module}' is not installed. Install it with: pip install 'robopolicy[{extra}]'") from error

@@ -1,0 +1,34 @@
+"""Progress bars for anything that takes longer than two seconds; silent when nobody watches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+console = Console(stderr=True)
+
+
+class Advance(Protocol):
+    """Call after each piece of work, with a short note such as 'loss 0.12'."""
+
+    def __call__(self, steps: int = 1, note: str = "") -> None: ...
+
+
+@contextmanager
+def progress(label: str, total: int) -> Iterator[Advance]:
+    """Show a bar for `total` pieces of work on a terminal; elsewhere (pipes, CI) draw nothing."""
+    if not console.is_terminal:
+        yield lambda steps=1, note="": None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(label, total=total, note="")
+        yield lambda steps=1, note="": bar.update(task, advance=steps, note=note)

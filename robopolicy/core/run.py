@@ -1,0 +1,95 @@
+"""A run folder that explains itself: `runs/<verb>/<name>/<seed>/{config.yaml, versions.json, metrics.jsonl, ...}`."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from robopolicy.core.errors import DataError
+from robopolicy.core.storage import storage_errors, write_atomic, write_json
+
+_PACKAGES = ("robopolicy", "torch", "numpy", "mujoco", "diffusers", "gymnasium", "lerobot", "hydra-core")
+
+
+class RunFolder:
+    """The folder of one run. Metrics are appended line by line, so a kill loses at most the line being written."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        with storage_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the policy (or world model) that the run produces lives."""
+        return self.path / "checkpoint"
+
+    @property
+    def resume_point(self) -> Path:
+        """Where the trainer keeps what it needs to go on after a kill."""
+        return self.path / "resume"
+
+    def describe(self, config_yaml: str, seed: int) -> None:
+        """Write the composed config, the versions and the command that started the run."""
+        write_atomic(self.path / "config.yaml", config_yaml)
+        write_json(self.path / "versions.json", {"seed": seed, "command": sys.argv, **versions()})
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append one JSON line to metrics.jsonl; every value must be a JSON value."""
+        line = json.dumps(record, allow_nan=False) + "\n"
+        with storage_errors(self.path / "metrics.jsonl"), open(self.path / "metrics.jsonl", "a") as file:
+            file.write(line)
+            file.flush()
+
+    def rewind(self, key: str, last: int) -> None:
+        """Drop metric lines whose `key` exceeds `last`: what a killed run logged after its last checkpoint."""
+        kept = [record for record in self.metrics() if record.get(key, last) <= last]
+        write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Read metrics.jsonl; a half-written last line (killed run) is ignored, any other bad line raises."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return []
+        records, lines = [], path.read_text().splitlines()
+        for number, line in enumerate(lines, start=1):
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                if number == len(lines):
+                    break
+                raise DataError(f"{path} line {number} is not JSON: {error}.") from error
+        return records
+
+
+def versions() -> dict[str, Any]:
+    """Return the versions, machine and commit that a number depends on."""
+    found = {name: importlib.metadata.version(name) for name in _PACKAGES if _installed(name)}
+    return {
+        "packages": found,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor_count": os.cpu_count(),
+        "commit": _commit(),
+    }
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None

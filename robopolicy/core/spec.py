@@ -1,0 +1,160 @@
+"""What a world shows and accepts, and what a policy needs: fields with shape, dtype, unit and range.
+
+Observation keys are LeRobot's: `observation.state` (the robot itself), `observation.environment_state` (objects, goals),
+`observation.images.<camera>` (uint8, height x width x 3) and `task` (the instruction).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.errors import NonFiniteError, SpecError, did_you_mean
+
+STATE = "observation.state"
+ENVIRONMENT_STATE = "observation.environment_state"
+IMAGE_PREFIX = "observation.images."
+TASK = "task"
+
+Observation = dict[str, np.ndarray]
+"""Key -> array [B, H, *field.shape] (H frames of history, oldest first); `task` -> str array [B]."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of an observation or an action, without its leading axes.
+
+    shape: of one frame, e.g. (7,) or (64, 64, 3); dtype: numpy's name; low, high: range, a number or one per element;
+    unit: SI text such as "m, rad"; names: one per element for vectors.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    low: float | tuple[float, ...] = -np.inf
+    high: float | tuple[float, ...] = np.inf
+    unit: str = ""
+    names: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of elements in one frame."""
+        return int(np.prod(self.shape))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Field":
+        """Rebuild from `to_json`."""
+
+        def bound(value: Any) -> float | tuple[float, ...]:
+            return tuple(value) if isinstance(value, (list, tuple)) else float(value)
+
+        return Field(
+            tuple(data["shape"]),
+            data["dtype"],
+            bound(data["low"]),
+            bound(data["high"]),
+            data["unit"],
+            tuple(data["names"]),
+        )
+
+
+@dataclass(frozen=True)
+class WorldSpec:
+    """Everything a policy, trainer or evaluator may know about a world.
+
+    observation: fields by LeRobot key (one frame each); action: one control step [A]; fps: control steps per second;
+    horizon: control steps until the time limit; history: H frames in every observation; rewards: names of the reward
+    terms, already scaled, whose sum is the reward; instructions: the natural-language tasks it may set;
+    success: the success criterion in words; terminate_on_success: whether success ends the episode.
+    """
+
+    name: str
+    observation: Mapping[str, Field]
+    action: Field
+    fps: float
+    horizon: int
+    history: int = 1
+    rewards: tuple[str, ...] = ("reward",)
+    instructions: tuple[str, ...] = ("",)
+    success: str = ""
+    terminate_on_success: bool = True
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Names of the cameras whose images are part of the observation."""
+        return tuple(key.removeprefix(IMAGE_PREFIX) for key in self.observation if key.startswith(IMAGE_PREFIX))
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """What a policy reads and writes.
+
+    observation: the fields it needs, by key; action: one control step; history: H frames; chunk: C control steps it
+    executes per decision; prediction: P >= C control steps it predicts; units: K units scored per decision;
+    fps: control rate it was trained at.
+    """
+
+    observation: Mapping[str, Field]
+    action: Field
+    history: int
+    chunk: int
+    prediction: int
+    units: int
+    fps: float
+    instructions: tuple[str, ...] = field(default=("",))
+
+
+def validate_observation(
+    observation: Mapping[str, Any], fields: Mapping[str, Field], batch: int | None = None, history: int | None = None
+) -> None:
+    """Raise `SpecError` or `NonFiniteError` unless `observation` has every field, [B, H, *shape], finite.
+
+    Works on numpy arrays and torch tensors; keys beyond `fields` are allowed (a policy reads what it needs).
+    """
+    for key, spec in fields.items():
+        if key not in observation:
+            kind = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if key.startswith(IMAGE_PREFIX) else f"field '{key}'"
+            raise SpecError(
+                f"The observation has no {kind} (key '{key}'); it has: {', '.join(sorted(observation))}."
+                f"{did_you_mean(key, observation)} Rename the key or add the {kind.split()[0]} to the world."
+            )
+        value = observation[key]
+        shape = tuple(value.shape)
+        expected = (batch if batch is not None else "B", history if history is not None else "H", *spec.shape)
+        good = len(shape) == len(expected) and all(
+            isinstance(want, str) or want == have for want, have in zip(expected, shape, strict=True)
+        )
+        if not good:
+            raise SpecError(
+                f"'{key}' has shape {shape}, expected {list(expected)} (batch, history, {list(spec.shape)})."
+            )
+        if not spec.dtype.startswith(("uint", "int", "bool")):
+            check_finite(key, value)
+
+
+def check_finite(name: str, value: Any) -> None:
+    """Raise `NonFiniteError` naming the rows (first axis) where `value` (numpy or torch) is NaN or infinite."""
+    finite = np.isfinite(value) if isinstance(value, np.ndarray) else value.isfinite()
+    if bool(finite.all()):
+        return
+    rows = (~finite).reshape(finite.shape[0], -1).any(1).nonzero() if finite.ndim else ()
+    first = [int(row) for row in (rows[0] if isinstance(rows, tuple) else rows.flatten())][:5]
+    raise NonFiniteError(
+        f"'{name}' is not finite in row(s) {first}: check the sensor, normaliser or policy that made it."
+    )
+
+
+def validate_actions(actions: np.ndarray, spec: Field, batch: int) -> None:
+    """Raise unless `actions` is [batch, C >= 1, *spec.shape] and finite: a non-finite action must never reach a world."""
+    if actions.ndim != 2 + len(spec.shape) or actions.shape[0] != batch or actions.shape[2:] != tuple(spec.shape):
+        raise SpecError(
+            f"Actions have shape {tuple(actions.shape)}, expected [{batch}, C, {', '.join(map(str, spec.shape))}] "
+            f"(rows, chunk steps, action dimensions{': ' + ', '.join(spec.names) if spec.names else ''})."
+        )
+    if actions.shape[1] < 1:
+        raise SpecError("An action chunk needs at least one step; got zero.")
+    check_finite("actions", actions)

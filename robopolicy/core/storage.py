@@ -1,0 +1,144 @@
+"""Files that are either whole or absent: atomic writes, and nested tensors as safetensors + JSON (nothing is pickled)."""
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from robopolicy.core.errors import CheckpointError, StorageError
+
+Tree = Mapping[str, Any]
+"""Nested mappings with string keys whose leaves are tensors or JSON values."""
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn operating-system write failures under `path` into a `StorageError` that names the way out."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise StorageError(f"Could not write {path}: {error}. Free some space or choose another folder.") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(
+                f"No space left while writing {path}. Free some space, then run again: it resumes."
+            ) from error
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            raise StorageError(f"{path} is not writable. Choose another folder with run.root=FOLDER.") from error
+        raise
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write `data` to `path` through a temporary file in the same folder: a crash leaves the old file or the new one."""
+    path = Path(path)
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically; NaN and infinity are refused (they are not JSON)."""
+    write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON, or raise `CheckpointError` naming the file."""
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist. Is this the folder you meant?") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
+
+
+def write_folder_atomic(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Let `fill` write into a temporary sibling, then swap it in for `folder`: a crash leaves the old one or the new one.
+
+    A crash between the two renames leaves `folder.old`; `recover_folder` (called by the readers) puts it back.
+    """
+    folder = Path(folder)
+    with storage_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        try:
+            temporary.chmod(0o755)
+            fill(temporary)
+            old = folder.with_name(folder.name + ".old")
+            if folder.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                os.rename(folder, old)
+            os.rename(temporary, folder)
+            shutil.rmtree(old, ignore_errors=True)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def recover_folder(folder: Path) -> Path:
+    """Return `folder`, first putting back the copy that a crash in `write_folder_atomic` may have left beside it."""
+    folder = Path(folder)
+    old = folder.with_name(folder.name + ".old")
+    if not folder.exists() and old.exists():
+        os.rename(old, folder)
+    return folder
+
+
+def save_tree(folder: Path, name: str, tree: Tree) -> None:
+    """Write `tree` into `folder` as `<name>.safetensors` and `<name>.json`."""
+    tensors: dict[str, Tensor] = {}
+
+    def split(node: Any, path: str) -> Any:
+        if isinstance(node, Tensor):
+            tensors[path] = node.detach().cpu().contiguous().clone()
+            return {"__tensor__": path}
+        if isinstance(node, Mapping):
+            return {str(key): split(value, f"{path}/{key}" if path else str(key)) for key, value in node.items()}
+        return node
+
+    skeleton = split(tree, "")
+    with storage_errors(folder):
+        save_file(tensors, Path(folder) / f"{name}.safetensors")
+        write_json(Path(folder) / f"{name}.json", skeleton)
+
+
+def load_tree(folder: Path, name: str, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Read what `save_tree` wrote, or raise `CheckpointError` naming the file that is missing or corrupt."""
+    tensors = load_tensors(Path(folder) / f"{name}.safetensors", device)
+
+    def join(node: Any) -> Any:
+        if isinstance(node, dict):
+            if set(node) == {"__tensor__"}:
+                return tensors[node["__tensor__"]]
+            return {key: join(value) for key, value in node.items()}
+        return node
+
+    return join(read_json(Path(folder) / f"{name}.json"))
+
+
+def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Read a safetensors file, or raise `CheckpointError` naming it."""
+    if not Path(path).is_file():
+        raise CheckpointError(f"{path} does not exist. A checkpoint folder holds config.json and safetensors files.")
+    try:
+        return load_file(path, device=str(device))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error

@@ -1,0 +1,1 @@
+"""Physics worlds: a native batched MuJoCo engine, our manipulation tasks, and adapters to outside suites."""

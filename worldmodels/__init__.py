@@ -1,0 +1,1 @@
+"""Learned worlds: models that predict what actions lead to, wrapped as a `World`."""
