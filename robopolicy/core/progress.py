@@ -13,7 +13,9 @@ console = Console(stderr=True)
 class Advance(Protocol):
     """Call after each piece of work, with a short note such as 'loss 0.12'."""
 
-    def __call__(self, steps: int = 1, note: str = "") -> None: ...
+    def __call__(self, steps: int = 1, note: str = "") -> None:
+        """Move the bar on by `steps`."""
+        ...
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def numpy_generator(seed: int, name: str) -> np.random.Generator:
 
 
 def episode_seeds(seed: int, name: str, count: int) -> np.ndarray:
-    """Return `count` distinct-with-certainty episode seeds [count] int64: equal names and seeds pair two evaluations."""
+    """Return `count` distinct episode seeds [count] int64; equal names and seeds pair two evaluations."""
     start = derive(seed, name) >> 1
     return start + np.arange(count, dtype=np.int64)
 

@@ -1,0 +1,43 @@
+# Two commands do everything: `make demo` runs the main job, `make test` passes the tests. Both set themselves up.
+PYTHON ?= $(shell for name in python3.12 python3.13 python3 python; do \
+	$$name -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$name && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test slow lint clean
+
+demo: $(VENV)/.core  ## collect, train, fine-tune, judge, serve and drive; ends with a report
+	$(BIN)/robopolicy demo $(ARGS)
+
+test: $(VENV)/.dev  ## floors, style and every test but the slow ones
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow" $(ARGS)
+
+slow: $(VENV)/.dev  ## the learning runs that take minutes
+	$(BIN)/pytest -m slow $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+$(VENV)/bin/uv:
+	@test -n "$(PYTHON)" || { echo "Python 3.12 or 3.13 was not found. Install it, or run: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+
+$(VENV)/.core: $(VENV)/bin/uv pyproject.toml
+	$(BIN)/uv pip install --quiet --python $(VENV) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/bin/uv pyproject.toml
+	$(BIN)/uv pip install --quiet --python $(VENV) --editable '.[dev,metaworld,robotics]'
+	@touch $@ $(VENV)/.core
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,131 @@
+"""Configurations are frozen dataclasses: turn one into plain values, and plain values strictly back into one."""
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from robopolicy.core.errors import ConfigError, did_you_mean
+
+Structure = TypeVar("Structure")
+
+
+def to_plain(value: Any) -> Any:
+    """Return `value` with dataclasses as dictionaries, enums and paths as text and tuples as lists: JSON and YAML ready."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: to_plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def from_plain(kind: type[Structure], data: Mapping[str, Any], where: str = "") -> Structure:
+    """Build the dataclass `kind` from plain values; missing keys take the defaults.
+
+    Raises ConfigError on an unknown key (with the nearest name), a missing one, or a value of the wrong type, naming the
+    full path of the key. `where` is the path of this section.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"'{where}' is a section with keys, not {data!r}.")
+    known = {item.name: item for item in fields(cast(Any, kind)) if item.init}
+    for key in data:
+        if key not in known:
+            place = f" in '{where}'" if where else ""
+            raise ConfigError(
+                f"Unknown configuration key '{_join(where, str(key))}'{place}.{did_you_mean(str(key), known)}"
+            )
+    hints = typing.get_type_hints(kind)
+    values = {key: _convert(hints[key], data[key], _join(where, key)) for key in known if key in data}
+    for key, item in known.items():
+        if key not in values and item.default is MISSING and item.default_factory is MISSING:
+            raise ConfigError(f"'{_join(where, key)}' is required: add {_join(where, key)}=VALUE.")
+    try:
+        return kind(**values)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"In section '{where or kind.__name__}': {error}") from error
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(arguments, value, where)
+    if value is None:
+        raise ConfigError(f"'{where}' needs a value ({_name(hint)}), not null.")
+    if is_dataclass(hint):
+        return from_plain(cast(type, hint), value, where)
+    if origin is tuple or origin is list:
+        return _convert_sequence(origin, arguments, value, where)
+    if origin in (dict, Mapping, types.MappingProxyType) or hint in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"'{where}' is a mapping, not {value!r}.")
+        item = arguments[1] if arguments else Any
+        return {str(key): _convert(item, element, _join(where, str(key))) for key, element in value.items()}
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise ConfigError(f"'{where}' is {value!r}.{did_you_mean(str(value), map(str, arguments))}")
+        return value
+    return _convert_scalar(hint, value, where)
+
+
+def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in arguments:
+        return None
+    choices = [item for item in arguments if item is not type(None)]
+    for choice in choices[:-1]:
+        try:
+            return _convert(choice, value, where)
+        except ConfigError:
+            continue
+    return _convert(choices[-1], value, where)
+
+
+def _convert_sequence(origin: Any, arguments: tuple[Any, ...], value: Any, where: str) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"'{where}' is a list, not {value!r}: write {where}=[A,B].")
+    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        if len(arguments) != len(value):
+            raise ConfigError(f"'{where}' needs {len(arguments)} values, got {len(value)}.")
+        hints = arguments
+    else:
+        hints = (arguments[0] if arguments else Any,) * len(value)
+    return origin(
+        _convert(hint, item, f"{where}[{i}]") for i, (hint, item) in enumerate(zip(hints, value, strict=True))
+    )
+
+
+def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        members = [member.value for member in hint]
+        if isinstance(value, hint):
+            return value
+        if value not in members:
+            raise ConfigError(f"'{where}' cannot be {value!r}.{did_you_mean(str(value), map(str, members))}")
+        return hint(value)
+    if hint is Path and isinstance(value, (str, Path)):
+        return Path(value)
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise ConfigError(f"'{where}' needs a value of type {_name(hint)}, got {value!r}.")
+
+
+def _name(hint: Any) -> str:
+    return getattr(hint, "__name__", str(hint))

@@ -1,0 +1,6 @@
+"""Test settings: offline, software rendering, one thread a worker, shapes checked by jaxtyping where annotated."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MUJOCO_GL", "egl")
