@@ -37,7 +37,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Differentiable scores of recorded decisions: logp, entropy [N, K]; extras by name, e.g. mean, std [N, K, P, A]."""
+    """Differentiable scores of recorded decisions: logp, entropy [N, K]; extras by name, e.g. mean [N, K, P, A]."""
 
     logp: Tensor
     entropy: Tensor

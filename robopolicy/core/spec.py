@@ -1,7 +1,7 @@
 """What a world shows and accepts, and what a policy needs: fields with shape, dtype, unit and range.
 
-Observation keys are LeRobot's: `observation.state` (the robot itself), `observation.environment_state` (objects, goals),
-`observation.images.<camera>` (uint8, height x width x 3) and `task` (the instruction).
+Observation keys are LeRobot's: `observation.state` (the robot itself), `observation.environment_state` (objects,
+goals), `observation.images.<camera>` (uint8, height x width x 3) and `task` (the instruction).
 """
 
 from collections.abc import Mapping
@@ -141,15 +141,13 @@ def check_finite(name: str, value: Any) -> None:
     finite = np.isfinite(value) if isinstance(value, np.ndarray) else value.isfinite()
     if bool(finite.all()):
         return
-    rows = (~finite).reshape(finite.shape[0], -1).any(1).nonzero() if finite.ndim else ()
-    first = [int(row) for row in (rows[0] if isinstance(rows, tuple) else rows.flatten())][:5]
-    raise NonFiniteError(
-        f"'{name}' is not finite in row(s) {first}: check the sensor, normaliser or policy that made it."
-    )
+    bad: Any = (~finite).reshape(finite.shape[0] if finite.ndim else 1, -1).any(1)
+    first = [row for row, is_bad in enumerate(bad.tolist()) if is_bad][:5]
+    raise NonFiniteError(f"'{name}' is not finite in row(s) {first}: check the sensor or policy that made it.")
 
 
 def validate_actions(actions: np.ndarray, spec: Field, batch: int) -> None:
-    """Raise unless `actions` is [batch, C >= 1, *spec.shape] and finite: a non-finite action must never reach a world."""
+    """Raise unless `actions` is [batch, C >= 1, *spec.shape] and finite: a bad action must never reach a world."""
     if actions.ndim != 2 + len(spec.shape) or actions.shape[0] != batch or actions.shape[2:] != tuple(spec.shape):
         raise SpecError(
             f"Actions have shape {tuple(actions.shape)}, expected [{batch}, C, {', '.join(map(str, spec.shape))}] "

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: atomic writes, and nested tensors as safetensors + JSON (nothing is pickled)."""
+"""Files that are either whole or absent: atomic writes, nested tensors as safetensors + JSON (no pickles)."""
 
 import errno
 import json
@@ -30,16 +30,14 @@ def storage_errors(path: Path) -> Iterator[None]:
         raise StorageError(f"Could not write {path}: {error}. Free some space or choose another folder.") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(
-                f"No space left while writing {path}. Free some space, then run again: it resumes."
-            ) from error
+            raise StorageError(f"No space left while writing {path}. Free some, run again: it resumes.") from error
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             raise StorageError(f"{path} is not writable. Choose another folder with run.root=FOLDER.") from error
         raise
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write `data` to `path` through a temporary file in the same folder: a crash leaves the old file or the new one."""
+    """Write `data` to `path` through a temporary file in the same folder: a crash leaves the old or the new one."""
     path = Path(path)
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +69,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_folder_atomic(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write into a temporary sibling, then swap it in for `folder`: a crash leaves the old one or the new one.
+    """Let `fill` write a temporary sibling, then swap it in: a crash leaves the old folder or the new one.
 
     A crash between the two renames leaves `folder.old`; `recover_folder` (called by the readers) puts it back.
     """

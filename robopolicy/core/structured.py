@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from robopolicy.core.errors import ConfigError, did_you_mean
 
-Structure = TypeVar("Structure")
-
 
 def to_plain(value: Any) -> Any:
-    """Return `value` with dataclasses as dictionaries, enums and paths as text and tuples as lists: JSON and YAML ready."""
+    """Return `value` with dataclasses as dictionaries, enums and paths as text, tuples as lists: JSON ready."""
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
@@ -26,11 +24,11 @@ def to_plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def from_plain(kind: type[Structure], data: Mapping[str, Any], where: str = "") -> Structure:
+def from_plain[Structure](kind: type[Structure], data: Mapping[str, Any], where: str = "") -> Structure:
     """Build the dataclass `kind` from plain values; missing keys take the defaults.
 
-    Raises ConfigError on an unknown key (with the nearest name), a missing one, or a value of the wrong type, naming the
-    full path of the key. `where` is the path of this section.
+    Raises ConfigError on an unknown key (with the nearest name), a missing one, or a value of the wrong type, naming
+    the full path of the key. `where` is the path of this section.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"'{where}' is a section with keys, not {data!r}.")
