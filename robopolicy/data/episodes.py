@@ -1,0 +1,336 @@
+"""`Episodes`: demonstrations or rollouts in memory, from which policies and world models draw their batches.
+
+An episode of L actions has L + 1 observation frames: the last frame is what the last action led to, so every action has
+a next observation and a time limit can bootstrap. Frames of all episodes lie one after the other. Axes: E episode,
+N = sum(L) step, F = N + E observation frame, A action dimension, H history frame, P predicted step, M batch row.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import DataError, did_you_mean
+from robopolicy.core.policy import TensorObservation
+from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, TASK, Field
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """Single steps for world models: state, next_state [n, S]; action [n, A]; reward [n]; terminated, success [n] bool.
+
+    state is `observation.state` followed by `observation.environment_state`; terminated: the task ended with this step
+    (a time limit does not count); success: the episode has succeeded by the end of this step; episode: [n] int64.
+    reward, terminated and success are None where the data does not say.
+    """
+
+    state: Tensor
+    action: Tensor
+    next_state: Tensor
+    reward: Tensor | None
+    terminated: Tensor | None
+    success: Tensor | None
+    episode: Tensor
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Whole episodes, one after the other.
+
+    observation_fields: one frame each, by LeRobot key; observation: key -> [F, *shape] (float32, images uint8 height x
+    width x 3); actions: [N, A] in world units; lengths: [E] int64, actions per episode; tasks: instruction of each
+    episode; rewards: term -> [N]; step_success: [N] bool, the episode has succeeded by the end of this step;
+    terminated: [E] bool, the task ended (False: time limit); seeds: [E] int64; final_known: [E] bool, False where the
+    data lacks the observation after the last action (the last frame then repeats the one before). fps: steps per
+    second. Optional entries are None where a dataset does not say.
+    """
+
+    observation_fields: Mapping[str, Field]
+    action_field: Field
+    fps: float
+    observation: Mapping[str, Tensor]
+    actions: Tensor
+    lengths: Tensor
+    tasks: tuple[str, ...]
+    rewards: Mapping[str, Tensor] | None = None
+    step_success: Tensor | None = None
+    terminated: Tensor | None = None
+    seeds: Tensor | None = None
+    final_known: Tensor | None = None
+
+    def __post_init__(self):
+        steps, count = int(self.lengths.sum()), len(self.lengths)
+        expected: dict[str, tuple[Any, int]] = {
+            "actions": (self.actions, steps),
+            "tasks": (self.tasks, count),
+            "step_success": (self.step_success, steps),
+            "terminated": (self.terminated, count),
+            "seeds": (self.seeds, count),
+            "final_known": (self.final_known, count),
+            **{f"reward '{name}'": (values, steps) for name, values in (self.rewards or {}).items()},
+            **{f"'{key}'": (values, steps + count) for key, values in self.observation.items()},
+        }
+        for name, (values, size) in expected.items():
+            if values is not None and len(values) != size:
+                raise DataError(f"{name} has {len(values)} entries, {count} episodes of {steps} steps need {size}.")
+        if count and int(self.lengths.min()) < 1:
+            raise DataError("An episode needs at least one action; drop the empty ones.")
+        if set(self.observation) != set(self.observation_fields):
+            raise DataError(
+                f"Observations are {sorted(self.observation)} but the fields say {sorted(self.observation_fields)}."
+            )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def step_count(self) -> int:
+        """Number of actions N."""
+        return len(self.actions)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.actions.device
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Names of the recorded cameras."""
+        return tuple(key.removeprefix(IMAGE_PREFIX) for key in self.observation if key.startswith(IMAGE_PREFIX))
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """[E] int64: index into `actions` of each episode's first action."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    @cached_property
+    def frame_starts(self) -> Tensor:
+        """[E] int64: index into the observations of each episode's first frame."""
+        return self.starts + torch.arange(len(self), device=self.device)
+
+    @cached_property
+    def episode_of_step(self) -> Tensor:
+        """[N] int64: the episode that each action belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self), device=self.device), self.lengths)
+
+    @property
+    def reward(self) -> Tensor | None:
+        """[N]: sum of the reward terms."""
+        return None if self.rewards is None else torch.stack(list(self.rewards.values())).sum(0)
+
+    @property
+    def success(self) -> Tensor | None:
+        """[E] bool: the episode succeeded."""
+        return None if self.step_success is None else self.step_success[self.starts + self.lengths - 1]
+
+    @property
+    def returns(self) -> Tensor | None:
+        """[E]: sum of the rewards of each episode."""
+        reward = self.reward
+        if reward is None:
+            return None
+        return torch.zeros(len(self), device=self.device).index_add(0, self.episode_of_step, reward)
+
+    def to(self, device: torch.device | str) -> "Episodes":
+        """Move every tensor."""
+        changed: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                changed[item.name] = value.to(device)
+            elif item.name in ("observation", "rewards") and value is not None:
+                changed[item.name] = {key: tensor.to(device) for key, tensor in value.items()}
+        return replace(self, **changed)
+
+    def select(self, index: Tensor | Sequence[int] | None) -> "Episodes":
+        """Keep episodes by index [n] or boolean mask [E], in the order given, e.g. `select(episodes.success)`; None raises."""
+        if index is None:
+            raise DataError("Nothing to select by: does the data record success at all?")
+        chosen = torch.as_tensor(index, device=self.device)
+        if chosen.dtype == torch.bool:
+            if len(chosen) != len(self):
+                raise DataError(f"The mask has {len(chosen)} entries for {len(self)} episodes.")
+            chosen = chosen.nonzero().squeeze(1)
+        chosen = chosen.long()
+        steps = _ranges(self.starts[chosen], self.lengths[chosen])
+        frames = _ranges(self.frame_starts[chosen], self.lengths[chosen] + 1)
+        per_episode = {
+            name: None if (value := getattr(self, name)) is None else value[chosen]
+            for name in ("terminated", "seeds", "final_known")
+        }
+        return replace(
+            self,
+            observation={key: value[frames] for key, value in self.observation.items()},
+            actions=self.actions[steps],
+            lengths=self.lengths[chosen],
+            tasks=tuple(self.tasks[i] for i in chosen.tolist()),
+            rewards=None if self.rewards is None else {name: value[steps] for name, value in self.rewards.items()},
+            step_success=None if self.step_success is None else self.step_success[steps],
+            **per_episode,
+        )
+
+    @staticmethod
+    def concatenate(parts: Sequence["Episodes"]) -> "Episodes":
+        """Join episodes of the same fields and fps; what one part does not know is None in the whole.
+
+        Raises DataError where shapes, observation keys or control rates differ.
+        """
+        if not parts:
+            raise DataError("There are no episodes to join.")
+        first = parts[0]
+        for part in parts[1:]:
+            _require_alike(first, part)
+
+        def joined(name: str) -> Tensor | None:
+            values = [getattr(part, name) for part in parts]
+            return None if any(value is None for value in values) else torch.cat(values)
+
+        terms = None if any(part.rewards is None for part in parts) else set(first.rewards or {})
+        if terms is not None and any(set(part.rewards or {}) != terms for part in parts):
+            parts = [replace(part, rewards={"reward": part.reward}) for part in parts]
+        names = None if terms is None else list(parts[0].rewards or {})
+        known = [part.final_known if part.final_known is not None else _true(part) for part in parts]
+        return replace(
+            first,
+            observation={key: torch.cat([part.observation[key] for part in parts]) for key in first.observation},
+            actions=torch.cat([part.actions for part in parts]),
+            lengths=torch.cat([part.lengths for part in parts]),
+            tasks=tuple(task for part in parts for task in part.tasks),
+            rewards=None
+            if names is None
+            else {name: torch.cat([(part.rewards or {})[name] for part in parts]) for name in names},
+            step_success=joined("step_success"),
+            terminated=joined("terminated"),
+            seeds=joined("seeds"),
+            final_known=torch.cat(known),
+        )
+
+    def statistics(self) -> dict[str, dict[str, Tensor]]:
+        """Return min, max, mean and std, each [*shape], of every non-image observation and of "action".
+
+        Frames that only repeat because the final observation is unknown are left out.
+        """
+        frames = torch.ones(self.step_count + len(self), dtype=torch.bool, device=self.device)
+        if self.final_known is not None:
+            frames[(self.frame_starts + self.lengths)[~self.final_known]] = False
+        values = {key: value[frames] for key, value in self.observation.items() if not key.startswith(IMAGE_PREFIX)}
+        return {
+            key: {
+                "min": value.amin(0),
+                "max": value.amax(0),
+                "mean": value.mean(0),
+                "std": value.std(0, correction=0),
+            }
+            for key, value in {**values, "action": self.actions}.items()
+        }
+
+    def sampler(
+        self,
+        history: int,
+        prediction: int,
+        batch_size: int,
+        generator: torch.Generator,
+        keys: Sequence[str] | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Yield policy batches for ever; steps are drawn uniformly, with replacement, and `generator` is all the state.
+
+        A batch is {"observation": {key: [M, H, *shape], "task": list of M}, "actions": [M, P, A], "action_valid":
+        [M, P] bool}: the current frame is the last of the history (padded by repeating the episode's first frame), the
+        first action is the one taken there (padded by repeating the last, action_valid False). keys: the observations
+        to gather, None for all and the task. Raises DataError on an unknown key.
+        """
+        chosen = self._known_keys(keys)
+        with_task = keys is None or TASK in keys
+        if history < 1 or prediction < 1 or batch_size < 1:
+            raise DataError("history, prediction and batch_size are at least 1.")
+        if not self.step_count:
+            raise DataError("There are no steps to sample from: the selection of episodes is empty.")
+        return self._batches(history, prediction, batch_size, generator, chosen, with_task)
+
+    def windows(
+        self, steps: Tensor, history: int, prediction: int, keys: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """Gather the batch of `sampler` for the given step indices [M]."""
+        episode = self.episode_of_step[steps]
+        back = torch.arange(1 - history, 1, device=self.device)
+        ahead = torch.arange(prediction, device=self.device)
+        frames = torch.maximum((steps + episode)[:, None] + back, self.frame_starts[episode][:, None])
+        targets = steps[:, None] + ahead
+        last = (self.starts + self.lengths - 1)[episode][:, None]
+        observation: TensorObservation = {key: self.observation[key][frames] for key in self._known_keys(keys)}
+        if keys is None or TASK in keys:
+            observation[TASK] = [self.tasks[index] for index in episode.tolist()]
+        return {
+            "observation": observation,
+            "actions": self.actions[torch.minimum(targets, last)],
+            "action_valid": targets <= last,
+        }
+
+    def transitions(self) -> Transitions:
+        """Return every step whose next observation is known, in order of time."""
+        keys = [key for key in (STATE, ENVIRONMENT_STATE) if key in self.observation]
+        if not keys:
+            raise DataError(f"Transitions need '{STATE}' or '{ENVIRONMENT_STATE}'; these episodes have only images.")
+        states = torch.cat([self.observation[key] for key in keys], -1)
+        steps = torch.arange(self.step_count, device=self.device)
+        episode, last = self.episode_of_step, torch.zeros(self.step_count, dtype=torch.bool, device=self.device)
+        last[self.starts + self.lengths - 1] = True
+        if self.final_known is not None:
+            steps = steps[~(last & ~self.final_known[episode])]
+        episode, frames = episode[steps], steps + episode[steps]
+        reward = self.reward
+        return Transitions(
+            state=states[frames],
+            action=self.actions[steps],
+            next_state=states[frames + 1],
+            reward=None if reward is None else reward[steps],
+            terminated=None if self.terminated is None else last[steps] & self.terminated[episode],
+            success=None if self.step_success is None else self.step_success[steps],
+            episode=episode,
+        )
+
+    def _known_keys(self, keys: Sequence[str] | None) -> list[str]:
+        chosen = list(self.observation) if keys is None else [key for key in keys if key != TASK]
+        for key in chosen:
+            if key not in self.observation:
+                raise DataError(f"The episodes have no '{key}'.{did_you_mean(key, self.observation)}")
+        return chosen
+
+    def _batches(
+        self,
+        history: int,
+        prediction: int,
+        batch_size: int,
+        generator: torch.Generator,
+        keys: list[str],
+        with_task: bool,
+    ) -> Iterator[dict[str, Any]]:
+        chosen = [*keys, TASK] if with_task else keys
+        while True:
+            steps = torch.randint(self.step_count, (batch_size,), generator=generator, device=generator.device)
+            yield self.windows(steps.to(self.device), history, prediction, chosen)
+
+
+def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Return the indices start, ..., start + length - 1 of every range, one after the other."""
+    offsets = lengths.cumsum(0) - lengths
+    within = torch.arange(int(lengths.sum()), device=starts.device) - torch.repeat_interleave(offsets, lengths)
+    return torch.repeat_interleave(starts, lengths) + within
+
+
+def _true(part: Episodes) -> Tensor:
+    return torch.ones(len(part), dtype=torch.bool, device=part.device)
+
+
+def _require_alike(first: Episodes, other: Episodes) -> None:
+    shapes = {key: field.shape for key, field in first.observation_fields.items()}
+    others = {key: field.shape for key, field in other.observation_fields.items()}
+    if shapes != others:
+        raise DataError(f"Episodes with different observations cannot be joined: {shapes} and {others}.")
+    if first.action_field.shape != other.action_field.shape:
+        raise DataError(f"Actions differ in shape: {first.action_field.shape} and {other.action_field.shape}.")
+    if first.fps != other.fps:
+        raise DataError(f"Control rates differ: {first.fps} and {other.fps} steps per second.")
