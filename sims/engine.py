@@ -1,0 +1,414 @@
+"""`MujocoWorld`: a batch of one task's episodes on MuJoCo's native rollout threads.
+
+One call of `step` is one native rollout over the rows that still run; observations, rewards, success and endings are
+vectorised over rows and chunk steps. No Python runs per world per step (rendering, when asked for, is per frame).
+
+Models must disable the solver's warm start and MuJoCo's automatic reset: then (qpos, qvel, activation, control) is the
+whole state, a chunk of C steps equals C chunks of one step bitwise, and a diverged row is reported instead of silently
+put back to its start.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import mujoco
+import numpy as np
+from mujoco.rollout import Rollout
+
+from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_you_mean
+from robopolicy.core.randomness import numpy_generator, uniforms
+from robopolicy.core.resources import resource
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSpec, validate_actions
+from robopolicy.core.world import Rows, Snapshot, Step
+from sims.render import FrameRenderer
+from sims.task import Markers, Readings, Task
+
+REWARDS = ("progress", "success")
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Where time, qpos, qvel and activation lie in MuJoCo's full physics state of `size` numbers."""
+
+    size: int
+    qpos: slice
+    qvel: slice
+    activation: slice
+
+
+def state_layout(model: mujoco.MjModel) -> StateLayout:
+    """Return the layout of `model`'s full physics state: time, qpos, qvel, activation."""
+    size = mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_FULLPHYSICS.value)
+    qvel, activation = 1 + model.nq, 1 + model.nq + model.nv
+    if size != activation + model.na:
+        raise ConfigError(
+            "The model has plugin state or actuator delays, which the engine does not support: remove them."
+        )
+    return StateLayout(size, slice(1, qvel), slice(qvel, activation), slice(activation, size))
+
+
+def load_model(task: Task) -> mujoco.MjModel:
+    """Compile the task's MJCF and check what the engine relies on."""
+    path = resource("assets", task.model)
+    if not path.is_file():
+        raise ConfigError(f"Task '{task.name}' names the model {path}, which does not exist.")
+    model = mujoco.MjModel.from_xml_path(str(path))
+    for flag in (mujoco.mjtDisableBit.mjDSBL_WARMSTART, mujoco.mjtDisableBit.mjDSBL_AUTORESET):
+        if not model.opt.disableflags & flag.value:
+            raise ConfigError(
+                f"{path}: the engine needs <option><flag warmstart='disable' autoreset='disable'/></option>, so that "
+                "the saved state is the whole state and a diverged row is noticed."
+            )
+    if abs(task.fps * task.substeps * model.opt.timestep - 1.0) > 1e-9:
+        raise ConfigError(
+            f"Task '{task.name}': {task.fps} control steps/s x {task.substeps} substeps x {model.opt.timestep} s is "
+            "not one second. Make the timestep 1 / (fps x substeps)."
+        )
+    return model
+
+
+def usable_threads() -> int:
+    """Number of CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class MujocoWorld:
+    """World, Snapshots and Renders for a `Task`.
+
+    batch_size: rows B; seed: of the generator that draws episode seeds when `reset` is given none; history: H frames;
+    cameras: whose images (image_size x image_size) are part of the observation; threads: native threads, default one
+    per usable core; terminate_on_success: False lets an episode run on to its time limit.
+    `reset` options: "uniforms" [R, task.uniforms], the start's random numbers instead of those a seed gives.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        history: int = 1,
+        cameras: Sequence[str] = (),
+        image_size: int = 64,
+        threads: int | None = None,
+        terminate_on_success: bool = True,
+    ):
+        if batch_size < 1 or history < 1:
+            raise ConfigError(f"A world needs batch_size >= 1 and history >= 1; got {batch_size} and {history}.")
+        for camera in cameras:
+            if camera not in task.cameras:
+                raise ConfigError(f"Task '{task.name}' has no camera '{camera}'.{did_you_mean(camera, task.cameras)}")
+        self.task = task
+        self.model = load_model(task)
+        self._layout = state_layout(self.model)
+        self._batch_size, self._history, self._image_size = batch_size, history, image_size
+        image = Field((image_size, image_size, 3), "uint8", 0, 255)
+        self._spec = WorldSpec(
+            name=task.name,
+            observation={**task.observation, **{IMAGE_PREFIX + camera: image for camera in cameras}},
+            action=task.action,
+            fps=task.fps,
+            horizon=task.horizon,
+            history=history,
+            rewards=REWARDS,
+            instructions=task.instructions,
+            success=task.success_text,
+            terminate_on_success=terminate_on_success,
+        )
+        self._generator = numpy_generator(seed, f"sims/{task.name}/episode_seeds")
+        self.threads = min(threads if threads is not None else usable_threads(), batch_size)
+        self._pool: Rollout | None = Rollout(nthread=self.threads if self.threads > 1 else 0)
+        self._data = [mujoco.MjData(self.model) for _ in range(max(1, self.threads))]
+        self._models = [self.model] * batch_size
+        self._sensors = {
+            self.model.sensor(index).name: slice(
+                self.model.sensor_adr[index], self.model.sensor_adr[index] + self.model.sensor_dim[index]
+            )
+            for index in range(self.model.nsensor)
+        }
+        self._renderer = FrameRenderer(self.model)
+        self._arrays: dict[str, np.ndarray] | None = None
+
+    @property
+    def spec(self) -> WorldSpec:
+        """Fields, ranges, rates and texts."""
+        return self._spec
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows B."""
+        return self._batch_size
+
+    # -- episodes ------------------------------------------------------------------------------------------------
+
+    def reset(
+        self, rows: Rows = None, seeds: Sequence[int] | np.ndarray | None = None, options: Mapping | None = None
+    ) -> Observation:
+        """Start new episodes in `rows`; the first reset must cover every row. Returns all rows' observation."""
+        index = self._rows(rows)
+        options = dict(options or {})
+        numbers = options.pop("uniforms", None)
+        if options:
+            unknown = next(iter(options))
+            raise ConfigError(f"Unknown reset option '{unknown}'.{did_you_mean(unknown, ['uniforms'])}")
+        if seeds is None:
+            seeds = self._generator.integers(0, 2**62, size=len(index))
+        seeds = np.asarray(seeds, dtype=np.int64)
+        if seeds.shape != (len(index),):
+            raise SpecError(f"reset got {len(index)} row(s) but seeds of shape {seeds.shape}: give one seed per row.")
+        if numbers is None:
+            numbers = uniforms(seeds, self.task.uniforms)
+        numbers = np.asarray(numbers, dtype=np.float64)
+        if numbers.shape != (len(index), self.task.uniforms):
+            raise SpecError(f"uniforms have shape {numbers.shape}, expected [{len(index)}, {self.task.uniforms}].")
+        fresh = self._start(numbers)
+        if self._arrays is None:
+            if len(index) != self._batch_size:
+                raise SpecError("The first reset must start every row: call reset() before reset(rows).")
+            self._arrays = {name: np.empty_like(value) for name, value in fresh.items()}
+        for name, value in fresh.items():
+            self._arrays[name][index] = value
+        return self._observation()
+
+    def _start(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the arrays of freshly started rows."""
+        model, layout, count = self.model, self._layout, len(numbers)
+        start = self.task.start(numbers)
+        state = np.zeros((count, layout.size))
+        state[:, layout.qpos] = start.qpos
+        if start.qvel is not None:
+            state[:, layout.qvel] = start.qvel
+        if start.activation is not None:
+            state[:, layout.activation] = start.activation
+        control = np.zeros((count, model.nu)) if start.control is None else np.array(start.control, dtype=np.float64)
+        goal = np.array(start.goal, dtype=np.float64).reshape(count, -1)
+        instruction = np.zeros(count, dtype=np.int64)
+        if start.instruction is not None:
+            instruction[:] = start.instruction
+        sensors = np.zeros((count, 1, model.nsensordata))
+        if model.nsensordata:  # the first physics step evaluates its sensors at the state it starts from
+            _, sensors = self._simulate(state, control[:, None])
+        observed = self._observe(state[:, None], control[:, None], goal, sensors)
+        images = self._images(state, goal)
+        fresh = {
+            "state": state,
+            "control": control,
+            "goal": goal,
+            "instruction": instruction,
+            "steps": np.zeros(count, dtype=np.int64),
+            "success": np.zeros(count, dtype=bool),
+            "terminated": np.zeros(count, dtype=bool),
+            "truncated": np.zeros(count, dtype=bool),
+        }
+        for key, value in {**observed, **{key: image[:, None] for key, image in images.items()}}.items():
+            fresh[f"history/{key}"] = np.repeat(value, self._history, axis=1)
+        return fresh
+
+    def step(self, actions: np.ndarray) -> Step:
+        """Run a chunk [B, C, A] in the rows that have not ended; never resets."""
+        arrays = self._started()
+        actions = np.asarray(actions, dtype=np.float64)
+        validate_actions(actions, self.task.action, self._batch_size)
+        chunk = actions.shape[1]
+        running = np.flatnonzero(~(arrays["terminated"] | arrays["truncated"]))
+        trace = {key: np.repeat(arrays[f"history/{key}"][:, -1:], chunk, axis=1) for key in self.task.observation}
+        rewards = {name: np.zeros((self._batch_size, chunk)) for name in REWARDS}
+        valid = np.zeros((self._batch_size, chunk), dtype=bool)
+        if len(running):
+            low, high = np.asarray(self.task.action.low), np.asarray(self.task.action.high)
+            self._advance(running, np.clip(actions[running], low, high), trace, rewards, valid)
+        return Step(
+            observation=self._observation(),
+            trace=trace,
+            rewards=rewards,
+            valid=valid,
+            terminated=arrays["terminated"].copy(),
+            truncated=arrays["truncated"].copy(),
+            success=arrays["success"].copy(),
+        )
+
+    def _advance(
+        self,
+        rows: np.ndarray,
+        actions: np.ndarray,
+        trace: dict[str, np.ndarray],
+        rewards: dict[str, np.ndarray],
+        valid: np.ndarray,
+    ) -> None:
+        """Simulate `rows` for a chunk and write what happened into the step's and the world's arrays."""
+        arrays, task, chunk = self._started(), self.task, actions.shape[1]
+        take = slice(None) if len(rows) == self._batch_size else rows
+        before, goal = arrays["state"][take], arrays["goal"][take]
+        control = task.control(actions, arrays["control"][take])
+        states, sensors = self._simulate(before, np.repeat(control, task.substeps, axis=1))
+        last = slice(task.substeps - 1, None, task.substeps)
+        states = np.ascontiguousarray(states[:, last])
+        self._check(rows, before, states)
+        observed = self._observe(states, control, goal, np.ascontiguousarray(sensors[:, last]))
+
+        path = {key: np.concatenate([arrays[f"history/{key}"][take], value], axis=1) for key, value in observed.items()}
+        newest = {key: np.ascontiguousarray(value[:, self._history - 1 :]) for key, value in path.items()}
+        potential = task.potential(newest).astype(np.float64)
+        latched = arrays["success"][take, None] | np.logical_or.accumulate(task.succeeded(observed), axis=1)
+        first = latched & ~np.concatenate([arrays["success"][take, None], latched[:, :-1]], axis=1)
+        count = arrays["steps"][take, None] + np.arange(1, chunk + 1)
+        ends = (first & self._spec.terminate_on_success) | (count >= task.horizon)
+        length = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, chunk)
+        live = np.arange(chunk) < length[:, None]
+        final = (np.arange(len(rows)), length - 1)
+
+        valid[take] = live
+        rewards["progress"][take] = np.diff(potential, axis=1) * live
+        rewards["success"][take] = (first & live).astype(np.float64)
+        held = np.minimum(np.arange(chunk), (length - 1)[:, None])
+        window = length[:, None] + np.arange(self._history)
+        images = self._image_history(take, states, goal, window)
+        for key, value in observed.items():
+            trace[key][take] = np.take_along_axis(value, held[..., None], axis=1)
+            arrays[f"history/{key}"][take] = np.take_along_axis(path[key], window[..., None], axis=1)
+        for key, value in images.items():
+            arrays[f"history/{key}"][take] = value
+        arrays["state"][take] = states[final]
+        arrays["control"][take] = control[final]
+        arrays["steps"][take] = count[final]
+        arrays["success"][take] = latched[final]
+        arrays["terminated"][take] = latched[final] & self._spec.terminate_on_success
+        arrays["truncated"][take] = (count[final] >= task.horizon) & ~arrays["terminated"][take]
+
+    # -- physics and observation ---------------------------------------------------------------------------------
+
+    def _simulate(self, state: np.ndarray, control: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Roll [R, nstate] through controls [R, n, nu]; returns states [R, n, nstate], sensors [R, n, S]."""
+        if self._pool is None:
+            raise ConfigError("This world is closed: make a new one.")
+        count, steps = control.shape[:2]
+        states = np.empty((count, steps, self._layout.size))
+        sensors = np.empty((count, steps, self.model.nsensordata))
+        self._pool.rollout(
+            self._models[:count],
+            self._data,
+            np.ascontiguousarray(state),
+            np.ascontiguousarray(control),
+            skip_checks=True,
+            nstep=steps,
+            state=states,
+            sensordata=sensors,
+        )
+        return states, sensors
+
+    def _check(self, rows: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
+        """Raise if MuJoCo stopped a row (it then repeats the last state, so its clock is late) or gave a non-number."""
+        elapsed = after[:, -1, 0] - before[:, 0]
+        bad = ~np.isfinite(after).all(axis=(1, 2)) | ~(elapsed > (after.shape[1] - 0.5) / self.task.fps)
+        if bad.any():
+            raise NonFiniteError(
+                f"The physics of '{self.task.name}' diverged in row(s) {rows[bad][:5].tolist()}: reset them, and use a "
+                "smaller timestep or softer actuators if it happens again."
+            )
+
+    def _observe(
+        self, states: np.ndarray, control: np.ndarray, goal: np.ndarray, sensors: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Turn states [R, C, nstate] and sensors [R, C, nsensordata] into observation arrays [R, C, n]."""
+        layout = self._layout
+        readings = Readings(
+            qpos=np.ascontiguousarray(states[..., layout.qpos]),
+            qvel=np.ascontiguousarray(states[..., layout.qvel]),
+            activation=np.ascontiguousarray(states[..., layout.activation]),
+            control=control,
+            goal=np.repeat(goal[:, None], states.shape[1], axis=1),
+            sensors={name: np.ascontiguousarray(sensors[..., part]) for name, part in self._sensors.items()},
+        )
+        observed = self.task.observe(readings)
+        for key, field in self.task.observation.items():
+            if key not in observed or observed[key].shape != (*states.shape[:2], *field.shape):
+                got = observed[key].shape if key in observed else "nothing"
+                raise SpecError(f"Task '{self.task.name}' observed {got} for '{key}', expected [..., *{field.shape}].")
+        return {key: observed[key].astype(field.dtype) for key, field in self.task.observation.items()}
+
+    def _images(self, states: np.ndarray, goal: np.ndarray) -> dict[str, np.ndarray]:
+        """Render every observation camera for states [R, nstate]; returns {} at once without cameras."""
+        size = self._image_size
+        return {IMAGE_PREFIX + camera: self._frames(states, goal, camera, size, size) for camera in self._spec.cameras}
+
+    def _image_history(
+        self, take: slice | np.ndarray, states: np.ndarray, goal: np.ndarray, window: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Return the image histories [R, H, ...] at the end of a chunk, rendering only frames that will be seen."""
+        histories: dict[str, np.ndarray] = {}
+        for camera in self._spec.cameras:
+            key, size = f"history/{IMAGE_PREFIX}{camera}", self._image_size
+            old = self._started()[key][take]
+            new = np.empty_like(old)
+            row, slot = np.nonzero(window >= self._history)
+            step = window[row, slot] - self._history
+            new[row, slot] = self._frames(states[row, step], goal[row], camera, size, size)
+            row, slot = np.nonzero(window < self._history)
+            new[row, slot] = old[row, window[row, slot]]
+            histories[IMAGE_PREFIX + camera] = new
+        return histories
+
+    def _frames(self, states: np.ndarray, goal: np.ndarray, camera: str, height: int, width: int) -> np.ndarray:
+        qpos = states[:, self._layout.qpos]
+        markers: Markers | None = self.task.markers(goal) if self.task.markers else None
+        return self._renderer.frames(qpos, markers, camera, height, width)
+
+    def _observation(self) -> Observation:
+        """Return a copy of every row's history, [B, H, ...], and the instructions [B]."""
+        arrays = self._started()
+        observation = {key: arrays[f"history/{key}"].copy() for key in self._spec.observation}
+        observation[TASK] = np.asarray(self._spec.instructions)[arrays["instruction"]]
+        return observation
+
+    # -- snapshots and pictures ----------------------------------------------------------------------------------
+
+    def snapshot(self, rows: Rows = None) -> Snapshot:
+        """Copy the full state of `rows`: physics, control, goal, counters, flags and history."""
+        index = self._rows(rows)
+        return Snapshot({name: value[index] for name, value in self._started().items()})
+
+    def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
+        """Overwrite `rows` with `snapshot`, taken from this or a like world; returns all rows' observation."""
+        arrays, index = self._started(), self._rows(rows)
+        if len(snapshot) != len(index):
+            raise SpecError(f"The snapshot has {len(snapshot)} row(s) but {len(index)} are to be restored.")
+        for name, value in arrays.items():
+            if name not in snapshot.arrays or snapshot.arrays[name].shape[1:] != value.shape[1:]:
+                raise SpecError(
+                    f"The snapshot does not fit this world ('{name}'): task, history and cameras must agree."
+                )
+        for name, value in arrays.items():
+            value[index] = snapshot.arrays[name]
+        return self._observation()
+
+    def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> np.ndarray:
+        """Return uint8 images [R, height, width, 3]; camera None is the task's first."""
+        arrays, index = self._started(), self._rows(rows)
+        camera = self.task.cameras[0] if camera is None else camera
+        if camera not in self.task.cameras:
+            raise ConfigError(
+                f"Task '{self.task.name}' has no camera '{camera}'.{did_you_mean(camera, self.task.cameras)}"
+            )
+        return self._frames(arrays["state"][index], arrays["goal"][index], camera, height, width)
+
+    def close(self) -> None:
+        """Free threads and render contexts; closing twice is harmless."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        self._renderer.close()
+
+    def _started(self) -> dict[str, np.ndarray]:
+        if self._arrays is None:
+            raise SpecError("The world has not been started: call reset() first.")
+        return self._arrays
+
+    def _rows(self, rows: Rows) -> np.ndarray:
+        """Return row indices [R], checked."""
+        if rows is None:
+            return np.arange(self._batch_size)
+        index = np.asarray(rows, dtype=np.int64).reshape(-1)
+        if len(index) and (index.min() < 0 or index.max() >= self._batch_size or len(np.unique(index)) != len(index)):
+            raise SpecError(f"Rows {index.tolist()} must be distinct and lie in 0..{self._batch_size - 1}.")
+        return index

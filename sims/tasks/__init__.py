@@ -1,0 +1,1 @@
+"""Our manipulation tasks: one file each, which defines one `Task`."""

@@ -1,0 +1,133 @@
+"""Push-cube: a round pusher moves a cube onto a goal disc on a table seen from above.
+
+The table resists like a viscous film (joint damping), so the cube stops when it is not pushed: smooth, cheap and close
+to quasi-static pushing.
+"""
+
+import numpy as np
+
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, Observation
+from robopolicy.core.world import Rows
+from sims.task import Arrays, Markers, Readings, Start, Task, flat_quaternion, newest, scale, vector_field
+
+SPEED = 0.4  # m/s of the pusher at full action
+TOLERANCE = 0.03  # m
+CONTACT = 0.055  # m from the cube's centre to the pusher's when they touch flat on
+
+
+def start(uniforms: np.ndarray) -> Start:
+    """Cube within 0.16 m of the centre per axis, goal 0.12 to 0.26 m from it, pusher anywhere but on the cube."""
+    cube = scale(uniforms[:, 0:2], -0.14, 0.14)
+    distance, angle = scale(uniforms[:, 2], 0.10, 0.22), scale(uniforms[:, 3], -np.pi, np.pi)
+    offset = distance[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
+    goal = cube + np.where(np.abs(cube + offset) <= 0.22, offset, -offset)
+    yaw = scale(uniforms[:, 4], -np.pi / 4, np.pi / 4)
+    around, gap = scale(uniforms[:, 5], -np.pi, np.pi), scale(uniforms[:, 6], 0.08, 0.16)
+    pusher = cube + gap[:, None] * np.stack([np.cos(around), np.sin(around)], axis=-1)
+    return Start(qpos=np.concatenate([cube, yaw[:, None], pusher], axis=1), goal=goal, activation=pusher)
+
+
+def control(actions: np.ndarray, previous: np.ndarray) -> np.ndarray:
+    """Actions are velocities of the pusher's target as a share of full speed."""
+    return SPEED * actions
+
+
+def observe(readings: Readings) -> dict[str, np.ndarray]:
+    """Pusher: position, velocity, target ahead of it. Environment: cube pose and velocity, goal, two offsets."""
+    cube, yaw, pusher = readings.qpos[..., 0:2], readings.qpos[..., 2:3], readings.qpos[..., 3:5]
+    state = [pusher, readings.qvel[..., 3:5], readings.activation - pusher]
+    environment = [
+        cube,
+        np.cos(yaw),
+        np.sin(yaw),
+        readings.qvel[..., 0:3],
+        readings.goal,
+        cube - pusher,
+        readings.goal - cube,
+    ]
+    return {STATE: np.concatenate(state, axis=-1), ENVIRONMENT_STATE: np.concatenate(environment, axis=-1)}
+
+
+def potential(observation: Arrays) -> np.ndarray:
+    """Ten per metre that the cube nears the goal, plus two per metre that the pusher nears the cube."""
+    environment = observation[ENVIRONMENT_STATE]
+    return -10.0 * _length(environment[..., 11:13]) - 2.0 * np.maximum(_length(environment[..., 9:11]), CONTACT)
+
+
+def succeeded(observation: Arrays) -> np.ndarray:
+    """The cube's centre is within the tolerance of the goal."""
+    return _length(observation[ENVIRONMENT_STATE][..., 11:13]) < TOLERANCE
+
+
+def markers(goal: np.ndarray) -> Markers:
+    """The goal disc lies at the goal."""
+    position = np.concatenate([goal, np.zeros_like(goal[:, :1])], axis=1)[:, None]
+    return Markers(position, flat_quaternion(np.zeros(position.shape[:2])))
+
+
+class PushCubeExpert:
+    """Goes round the cube to the side opposite the goal, then pushes along the line to the goal."""
+
+    def reset(self, rows: Rows = None) -> None:
+        """Nothing is remembered."""
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Return actions [B, 2]."""
+        state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
+        target = state[:, 0:2] + state[:, 4:6]
+        cube, to_goal = environment[:, 0:2], environment[:, 11:13]
+        distance = _length(to_goal)[:, None]
+        forward = to_goal / np.maximum(distance, 1e-6)
+        sideways = np.stack([-forward[:, 1], forward[:, 0]], axis=-1)
+        relative = target - cube
+        along = (relative * forward).sum(axis=1, keepdims=True)
+        across = (relative * sideways).sum(axis=1, keepdims=True)
+        # Pushing: stay behind the centre, steering against the lateral error, and slow down near the goal.
+        push = forward * np.minimum(0.6, 8.0 * distance + 0.15) - sideways * np.clip(12.0 * across, -0.5, 0.5)
+        # Going round: head for a point behind the cube; while still beside or ahead of it, keep clear of its corners.
+        clear = 0.085
+        side = np.where(across >= 0, 1.0, -1.0)
+        waypoint = (
+            cube - forward * np.where(along > -0.02, 0.0, clear) + sideways * np.where(along > -0.02, side * clear, 0.0)
+        )
+        waypoint = np.where(
+            (along > -0.02) & (np.abs(across) > 0.07), cube - forward * clear + sideways * side * 0.075, waypoint
+        )
+        approach = 6.0 * (waypoint - target)
+        behind = (along < -0.04) & (np.abs(across) < 0.02)
+        return np.clip(np.where(behind, push, approach), -1.0, 1.0)
+
+
+def _length(vector: np.ndarray) -> np.ndarray:
+    return np.sqrt(vector[..., 0] ** 2 + vector[..., 1] ** 2)
+
+
+def task() -> Task:
+    """Return the push-cube task."""
+    return Task(
+        name="push_cube",
+        model="planar/push_cube.xml",
+        instructions=("push the cube onto the green disc",),
+        success_text=f"The cube's centre is within {100 * TOLERANCE:.0f} cm of the goal's.",
+        fps=10,
+        substeps=10,
+        horizon=80,
+        cameras=("top", "front"),
+        action=Field((2,), low=-1.0, high=1.0, unit="share of 0.4 m/s", names=("velocity_x", "velocity_y")),
+        observation={
+            STATE: vector_field("x y velocity_x velocity_y target_x target_y", "m, m/s"),
+            ENVIRONMENT_STATE: vector_field(
+                "cube_x cube_y cube_cos cube_sin cube_velocity_x cube_velocity_y cube_spin goal_x goal_y "
+                "pusher_to_cube_x pusher_to_cube_y cube_to_goal_x cube_to_goal_y",
+                "m, m/s, rad/s",
+            ),
+        },
+        uniforms=7,
+        start=start,
+        control=control,
+        observe=observe,
+        potential=potential,
+        succeeded=succeeded,
+        expert=PushCubeExpert,
+        markers=markers,
+    )
