@@ -1,0 +1,148 @@
+"""Intervals for success rates: Wilson, paired differences on the same seeds, and the bootstrap.
+
+Every number that this project prints about success carries one of these; two policies are compared on the same seeds,
+so the comparison is paired. Axes: E episode.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from robopolicy.core.errors import DataError
+
+
+def wilson(successes: int, episodes: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the Wilson score interval (low, high) of a success rate.
+
+    Raises DataError without episodes or with more successes than episodes. Source: Wilson 1927, eq. 3.
+    """
+    if episodes < 1 or not 0 <= successes <= episodes:
+        raise DataError(f"{successes} successes in {episodes} episodes is not a success rate: evaluate some episodes.")
+    _check_confidence(confidence)
+    z = float(stats.norm.ppf(0.5 + confidence / 2))
+    rate = successes / episodes
+    scale = 1 + z**2 / episodes
+    centre = (rate + z**2 / (2 * episodes)) / scale
+    half = z * np.sqrt(rate * (1 - rate) / episodes + z**2 / (4 * episodes**2)) / scale
+    low = 0.0 if successes == 0 else float(centre - half)
+    high = 1.0 if successes == episodes else float(centre + half)
+    return low, high
+
+
+@dataclass(frozen=True)
+class PairedComparison:
+    """Two policies on the same episodes.
+
+    base, tuned: success rates; difference: tuned - base, with its interval (low, high); improved, worsened: episodes
+    that only the tuned or only the base policy solved; p_value: exact McNemar, two-sided.
+    """
+
+    episodes: int
+    base: float
+    tuned: float
+    difference: float
+    low: float
+    high: float
+    improved: int
+    worsened: int
+    p_value: float
+    confidence: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return asdict(self)
+
+
+def compare_paired(base: np.ndarray, tuned: np.ndarray, confidence: float = 0.95) -> PairedComparison:
+    """Compare two success vectors [E] bool whose entries belong to the same seeds.
+
+    The p-value is McNemar's exact test on the discordant episodes. The interval of the difference is Newcombe's score
+    interval for paired proportions (Newcombe 1998, Statistics in Medicine 17:2635, method 10), which never leaves
+    [-1, 1] and stays sensible when one policy never fails. Raises DataError when the vectors do not pair.
+    """
+    base, tuned = np.asarray(base, dtype=bool), np.asarray(tuned, dtype=bool)
+    if base.ndim != 1 or base.shape != tuned.shape or base.size == 0:
+        raise DataError(
+            f"Success vectors of shape {base.shape} and {tuned.shape} do not pair: evaluate both on the same seeds."
+        )
+    both, neither = int((base & tuned).sum()), int((~base & ~tuned).sum())
+    improved, worsened = int((~base & tuned).sum()), int((base & ~tuned).sum())
+    episodes = base.size
+    discordant = improved + worsened
+    p_value = 1.0 if discordant == 0 else float(stats.binomtest(improved, discordant, 0.5).pvalue)
+    low, high = _newcombe(both, improved, worsened, neither, confidence)
+    return PairedComparison(
+        episodes=episodes,
+        base=float(base.mean()),
+        tuned=float(tuned.mean()),
+        difference=(improved - worsened) / episodes,
+        low=low,
+        high=high,
+        improved=improved,
+        worsened=worsened,
+        p_value=p_value,
+        confidence=confidence,
+    )
+
+
+def bootstrap_interval(
+    values: np.ndarray,
+    statistic: Callable[[np.ndarray], float],
+    generator: np.random.Generator,
+    *,
+    resamples: int = 2000,
+    confidence: float = 0.95,
+) -> tuple[float, float]:
+    """Return the percentile bootstrap interval (low, high) of `statistic` over the first axis of `values` [n, ...].
+
+    Resamples on which the statistic is undefined (NaN, for example a correlation of a constant) are left out; DataError
+    when that leaves fewer than half. Source: Efron 1979.
+    """
+    values = np.asarray(values)
+    if len(values) < 2:
+        raise DataError(f"A bootstrap needs at least two values, got {len(values)}.")
+    index = generator.integers(len(values), size=(resamples, len(values)))
+    return percentile_interval(np.array([statistic(values[row]) for row in index]), confidence)
+
+
+def percentile_interval(replicates: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the central `confidence` range (low, high) of bootstrap replicates [n], leaving out undefined ones.
+
+    Raises DataError when fewer than half of the replicates are defined.
+    """
+    _check_confidence(confidence)
+    defined = replicates[np.isfinite(replicates)]
+    if 2 * len(defined) < len(replicates) or len(defined) == 0:
+        raise DataError(
+            f"The statistic is undefined on {len(replicates) - len(defined)} of {len(replicates)} resamples."
+        )
+    low, high = np.quantile(defined, [0.5 - confidence / 2, 0.5 + confidence / 2])
+    return float(low), float(high)
+
+
+def _newcombe(both: int, improved: int, worsened: int, neither: int, confidence: float) -> tuple[float, float]:
+    episodes = both + improved + worsened + neither
+    tuned, base = (both + improved) / episodes, (both + worsened) / episodes
+    tuned_low, tuned_high = wilson(both + improved, episodes, confidence)
+    base_low, base_high = wilson(both + worsened, episodes, confidence)
+    margins = (both + improved) * (worsened + neither) * (both + worsened) * (improved + neither)
+    agreement = both * neither - improved * worsened
+    if agreement > 0:
+        agreement = max(agreement - episodes / 2, 0.0)
+    correlation = 0.0 if margins == 0 else agreement / np.sqrt(margins)
+
+    def width(one: float, other: float) -> float:
+        return float(np.sqrt(max(one**2 - 2 * correlation * one * other + other**2, 0.0)))
+
+    difference = tuned - base
+    low = difference - width(tuned - tuned_low, base_high - base)
+    high = difference + width(tuned_high - tuned, base - base_low)
+    return max(low, -1.0), min(high, 1.0)
+
+
+def _check_confidence(confidence: float) -> None:
+    if not 0 < confidence < 1:
+        raise DataError(f"confidence is {confidence}; it lies between 0 and 1, for example 0.95.")

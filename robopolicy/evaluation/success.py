@@ -1,0 +1,157 @@
+"""How often a policy succeeds: seeded episodes in any world, with a Wilson interval, and paired comparisons.
+
+Reproducible first, fast second: seeds are played in fixed waves (see `waves`), so the same seeds, batch size and noise
+seed give the same outcomes bit for bit. A policy that draws no noise, and any controller, gives outcomes that do not
+depend on the batch size either; a policy that draws noise meets other draws in another batch size, never other starts.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.policy import Policy
+from robopolicy.core.progress import progress
+from robopolicy.core.world import Controller, World
+from robopolicy.evaluation.intervals import PairedComparison, compare_paired, wilson
+from robopolicy.evaluation.waves import Actor, play_wave, waves
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Outcomes of E episodes, in the caller's order of seeds.
+
+    success [E] bool; returns [E] sums of reward; lengths [E] control steps; cut [E] bool: imagination was stopped
+    before the episode's end (a failure unless it had succeeded); seconds: wall time; steps: control steps executed.
+    """
+
+    world: str
+    seeds: np.ndarray
+    success: np.ndarray
+    returns: np.ndarray
+    lengths: np.ndarray
+    cut: np.ndarray
+    deterministic: bool
+    seconds: float
+    steps: int
+    confidence: float = 0.95
+
+    @property
+    def episodes(self) -> int:
+        """Number of episodes E."""
+        return len(self.seeds)
+
+    @property
+    def successes(self) -> int:
+        """Number of successful episodes."""
+        return int(self.success.sum())
+
+    @property
+    def success_rate(self) -> float:
+        """Fraction of successful episodes."""
+        return self.successes / self.episodes
+
+    @cached_property
+    def interval(self) -> tuple[float, float]:
+        """Wilson interval (low, high) of the success rate."""
+        return wilson(self.successes, self.episodes, self.confidence)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures without the per-episode lists, for a metrics line."""
+        low, high = self.interval
+        return {
+            "world": self.world,
+            "episodes": self.episodes,
+            "successes": self.successes,
+            "success_rate": self.success_rate,
+            "low": low,
+            "high": high,
+            "confidence": self.confidence,
+            "return_mean": float(self.returns.mean()),
+            "length_mean": float(self.lengths.mean()),
+            "cut": int(self.cut.sum()),
+            "deterministic": self.deterministic,
+            "seconds": self.seconds,
+            "steps": self.steps,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary: the summary and the outcome of every episode."""
+        per_episode = {name: getattr(self, name).tolist() for name in ("seeds", "success", "returns", "lengths", "cut")}
+        return {**self.summary(), "per_episode": per_episode}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "EvaluationResult":
+        """Rebuild from `to_json`."""
+        episodes = data["per_episode"]
+        return EvaluationResult(
+            world=data["world"],
+            seeds=np.asarray(episodes["seeds"], dtype=np.int64),
+            success=np.asarray(episodes["success"], dtype=bool),
+            returns=np.asarray(episodes["returns"], dtype=np.float64),
+            lengths=np.asarray(episodes["lengths"], dtype=np.int64),
+            cut=np.asarray(episodes["cut"], dtype=bool),
+            deterministic=data["deterministic"],
+            seconds=data["seconds"],
+            steps=data["steps"],
+            confidence=data["confidence"],
+        )
+
+
+def evaluate_policy(
+    world: World,
+    policy: Policy | Controller,
+    seeds: Sequence[int] | np.ndarray,
+    *,
+    deterministic: bool = True,
+    generator_seed: int = 0,
+    device: torch.device | str = "cpu",
+    confidence: float = 0.95,
+    label: str = "evaluate",
+) -> EvaluationResult:
+    """Play one episode per seed [E] and return every outcome.
+
+    deterministic: act without exploration noise (a denoising policy's initial noise remains, drawn from
+    `generator_seed`); device: where the policy computes; label: text of the progress bar. Raises ConfigError for no or
+    repeated seeds, SpecError when the policy and the world do not fit.
+    """
+    seeds = np.asarray(seeds, dtype=np.int64)
+    if seeds.ndim != 1 or len(seeds) == 0:
+        raise ConfigError("Evaluation needs at least one seed: ask for episodes=1 or more.")
+    if len(np.unique(seeds)) != len(seeds):
+        raise ConfigError("Evaluation seeds repeat: repeated episodes are not independent, use distinct seeds.")
+    actor = Actor(policy, deterministic=deterministic, device=device)
+    success, cut = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
+    returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
+    start = time.perf_counter()
+    with progress(label, len(seeds)) as advance:
+        for index in waves(seeds, world.batch_size):
+            wave = play_wave(world, actor, seeds[index], generator_seed)
+            success[index], returns[index] = wave.success, wave.returns
+            lengths[index], cut[index] = wave.lengths, wave.cut
+            advance(len(index))
+    return EvaluationResult(
+        world=world.spec.name,
+        seeds=seeds,
+        success=success,
+        returns=returns,
+        lengths=lengths,
+        cut=cut,
+        deterministic=deterministic,
+        seconds=time.perf_counter() - start,
+        steps=int(lengths.sum()),
+        confidence=confidence,
+    )
+
+
+def compare(base: EvaluationResult, tuned: EvaluationResult) -> PairedComparison:
+    """Compare two policies episode by episode, paired by seed; DataError unless both played the same seeds."""
+    if not np.array_equal(np.sort(base.seeds), np.sort(tuned.seeds)):
+        raise DataError("The two evaluations played different seeds: evaluate both with the same seed and episodes.")
+    first, second = np.argsort(base.seeds), np.argsort(tuned.seeds)
+    return compare_paired(base.success[first], tuned.success[second], base.confidence)
