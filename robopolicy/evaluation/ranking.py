@@ -1,0 +1,249 @@
+"""How well a world model ranks policies: its scores against the simulator's (or the robot's), with their uncertainty.
+
+The unit is an independently trained policy, not a checkpoint of one run: checkpoints of one run share their mistakes
+and make any model look good. Axes: k policy, E episode.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from robopolicy.core.errors import DataError
+from robopolicy.evaluation.intervals import percentile_interval
+from robopolicy.evaluation.success import EvaluationResult
+
+
+def pearson(real: np.ndarray, model: np.ndarray) -> float:
+    """Return the linear correlation of two score vectors [k]; NaN when either is constant."""
+    real, model = _pair(real, model)
+    if np.ptp(real) == 0 or np.ptp(model) == 0:
+        return math.nan
+    real, model = real - real.mean(), model - model.mean()
+    return float(np.clip(real @ model / np.sqrt((real @ real) * (model @ model)), -1.0, 1.0))
+
+
+def spearman(real: np.ndarray, model: np.ndarray) -> float:
+    """Return the correlation of ranks (ties share the mean rank); NaN when either vector [k] is constant."""
+    real, model = _pair(real, model)
+    return pearson(stats.rankdata(real), stats.rankdata(model))
+
+
+def kendall(real: np.ndarray, model: np.ndarray) -> float:
+    """Return Kendall's tau-b (concordant minus discordant pairs, corrected for ties); NaN when a vector is constant."""
+    real, model = _pair(real, model)
+    first, second = np.sign(real[:, None] - real), np.sign(model[:, None] - model)
+    pairs = np.sqrt((first**2).sum() * (second**2).sum())
+    return math.nan if pairs == 0 else float((first * second).sum() / pairs)
+
+
+def mmrv(*, real: np.ndarray, model: np.ndarray) -> float:
+    """Return the mean maximum rank violation: the real success lost, on average, by trusting the model's order.
+
+    For each policy i the largest |R_i - R_j| over the policies j that the model orders wrongly, averaged over i; 0 is a
+    perfect order. Not symmetric in its arguments. Source: Li et al. 2024, SIMPLER, section 4.
+    """
+    real, model = _pair(real, model)
+    violated = (model[:, None] > model) != (real[:, None] > real)
+    return float((np.abs(real[:, None] - real) * violated).max(axis=1).mean())
+
+
+def mean_absolute_error(real: np.ndarray, model: np.ndarray) -> float:
+    """Return mean |S - R| over policies."""
+    real, model = _pair(real, model)
+    return float(np.abs(model - real).mean())
+
+
+def bias(real: np.ndarray, model: np.ndarray) -> float:
+    """Return mean (S - R) over policies: positive when the model flatters."""
+    real, model = _pair(real, model)
+    return float((model - real).mean())
+
+
+STATISTICS: Mapping[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "pearson": pearson,
+    "spearman": spearman,
+    "kendall": kendall,
+    "mmrv": lambda real, model: mmrv(real=real, model=model),
+    "mean_absolute_error": mean_absolute_error,
+    "bias": bias,
+}
+"""Name -> function of (real [k], model [k])."""
+
+
+def permutation_floor(policies: int) -> float:
+    """Return the smallest p-value that any ranking of `policies` can reach by permutation, 1/k!."""
+    return 1 / math.factorial(policies)
+
+
+def permutation_p_value(
+    real: np.ndarray, model: np.ndarray, generator: np.random.Generator, draws: int = 20_000
+) -> float:
+    """Return how often a random pairing correlates (Pearson) at least as well: exact up to 8 policies, else sampled."""
+    real, model = _pair(real, model)
+    if np.ptp(real) == 0 or np.ptp(model) == 0:
+        return 1.0
+    count = len(real)
+    if count <= 8:
+        orders = np.array(list(itertools.permutations(range(count))))
+    else:
+        orders = np.vstack([np.arange(count), generator.permuted(np.tile(np.arange(count), (draws, 1)), axis=1)])
+    products = model[orders] @ (real - real.mean())
+    return float((products >= products[0] - 1e-12).mean())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A statistic with two bootstrap intervals (low, high), None where the resamples leave it undefined.
+
+    policies: had other policies been trained; episodes: had the same policies played other episodes.
+    """
+
+    value: float | None
+    policies: tuple[float, float] | None
+    episodes: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class RankingResult:
+    """Policies scored twice. real, model: success rates by policy name, with Wilson intervals (low, high)."""
+
+    real: Mapping[str, float]
+    model: Mapping[str, float]
+    real_intervals: Mapping[str, tuple[float, float]]
+    model_intervals: Mapping[str, tuple[float, float]]
+    statistics: Mapping[str, Estimate]
+    permutation_p_value: float
+    permutation_floor: float
+    episodes: tuple[int, int]
+    confidence: float
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary, policies in order of real success."""
+        names = sorted(self.real, key=lambda name: self.real[name])
+        policies = [
+            {
+                "name": name,
+                "real": self.real[name],
+                "real_interval": list(self.real_intervals[name]),
+                "model": self.model[name],
+                "model_interval": list(self.model_intervals[name]),
+            }
+            for name in names
+        ]
+        statistics = {
+            name: {
+                "value": estimate.value,
+                "interval_over_policies": None if estimate.policies is None else list(estimate.policies),
+                "interval_over_episodes": None if estimate.episodes is None else list(estimate.episodes),
+            }
+            for name, estimate in self.statistics.items()
+        }
+        return {
+            "policies": policies,
+            "statistics": statistics,
+            "permutation_p_value": self.permutation_p_value,
+            "permutation_floor": self.permutation_floor,
+            "episodes": {"real": self.episodes[0], "model": self.episodes[1]},
+            "confidence": self.confidence,
+            "warnings": list(self.warnings),
+        }
+
+
+def rank(
+    *,
+    real: Mapping[str, EvaluationResult],
+    model: Mapping[str, EvaluationResult],
+    generator: np.random.Generator,
+    resamples: int = 2000,
+    confidence: float = 0.95,
+) -> RankingResult:
+    """Score a world model as a judge of policies.
+
+    real, model: the same policies evaluated in the simulator (or on the robot) and in the world model. Intervals are
+    percentile bootstraps over policies and over episodes (jointly by seed where the policies share their seeds, so that
+    a hard start is hard for all). Raises DataError for fewer than three policies or different names.
+    """
+    if set(real) != set(model):
+        raise DataError(f"Policies differ: simulator has {sorted(real)}, world model has {sorted(model)}.")
+    if len(real) < 3:
+        raise DataError(f"Ranking needs at least three policies (better six), got {len(real)}.")
+    names = list(real)
+    scores = np.array([[results[name].success_rate for name in names] for results in (real, model)])
+    over_policies = generator.integers(len(names), size=(resamples, len(names)))
+    over_episodes = np.stack(
+        [_resampled_rates([results[name] for name in names], generator, resamples) for results in (real, model)], 1
+    )
+    statistics: dict[str, Estimate] = {}
+    warnings = _warnings(scores)
+    for name, function in STATISTICS.items():
+        value = function(*scores)
+        by_policy = np.array([function(*scores[:, row]) for row in over_policies])
+        by_episode = np.array([function(*pair) for pair in over_episodes])
+        statistics[name] = Estimate(
+            value if math.isfinite(value) else None,
+            _interval(by_policy, confidence),
+            _interval(by_episode, confidence),
+        )
+        if statistics[name].value is None:
+            warnings.append(f"{name} is undefined: all policies have the same score in one of the two worlds.")
+    return RankingResult(
+        real={name: real[name].success_rate for name in names},
+        model={name: model[name].success_rate for name in names},
+        real_intervals={name: real[name].interval for name in names},
+        model_intervals={name: model[name].interval for name in names},
+        statistics=statistics,
+        permutation_p_value=permutation_p_value(*scores, generator),
+        permutation_floor=permutation_floor(len(names)),
+        episodes=(min(result.episodes for result in real.values()), min(result.episodes for result in model.values())),
+        confidence=confidence,
+        warnings=tuple(warnings),
+    )
+
+
+def _warnings(scores: np.ndarray) -> list[str]:
+    policies = scores.shape[1]
+    warnings = []
+    if policies < 6:
+        floor = permutation_floor(policies)
+        warnings.append(
+            f"Only {policies} policies: even a perfect order has a permutation p-value of 1/{policies}! = {floor:.3f}. "
+            "Rank at least six independently trained policies."
+        )
+    spread = float(np.ptp(scores[0]))
+    if spread < 0.5:
+        warnings.append(
+            f"The policies' real success spans only {spread:.0%}: correlations say little. Add weaker or stronger ones."
+        )
+    return warnings
+
+
+def _resampled_rates(results: list[EvaluationResult], generator: np.random.Generator, resamples: int) -> np.ndarray:
+    """Return success rates under resampled episodes, [resamples, k]."""
+    shared = all(np.array_equal(np.sort(result.seeds), np.sort(results[0].seeds)) for result in results)
+    if not shared:
+        rates = [generator.binomial(r.episodes, r.success_rate, size=resamples) / r.episodes for r in results]
+        return np.stack(rates, axis=1)
+    success = np.stack([result.success[np.argsort(result.seeds)] for result in results]).astype(np.float64)
+    counts = generator.multinomial(success.shape[1], np.full(success.shape[1], 1 / success.shape[1]), size=resamples)
+    return counts @ success.T / success.shape[1]
+
+
+def _interval(replicates: np.ndarray, confidence: float) -> tuple[float, float] | None:
+    if 2 * np.isfinite(replicates).sum() < len(replicates):
+        return None
+    return percentile_interval(replicates, confidence)
+
+
+def _pair(real: np.ndarray, model: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    real, model = np.asarray(real, dtype=np.float64), np.asarray(model, dtype=np.float64)
+    if real.ndim != 1 or real.shape != model.shape or len(real) < 2:
+        raise DataError(
+            f"Scores of shape {real.shape} and {model.shape} do not pair: one number per policy, two or more."
+        )
+    return real, model
