@@ -146,7 +146,7 @@ class Episodes:
         return replace(self, **changed)
 
     def select(self, index: Tensor | Sequence[int] | None) -> "Episodes":
-        """Keep episodes by index [n] or boolean mask [E], in the order given, e.g. `select(episodes.success)`; None raises."""
+        """Keep episodes by index [n] or boolean mask [E], in the order given: `select(episodes.success)`."""
         if index is None:
             raise DataError("Nothing to select by: does the data record success at all?")
         chosen = torch.as_tensor(index, device=self.device)
