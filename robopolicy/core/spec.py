@@ -42,15 +42,22 @@ class Field:
         return int(np.prod(self.shape))
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary."""
-        return asdict(self)
+        """Return a JSON-ready dictionary; infinite bounds become the texts "inf" and "-inf"."""
+
+        def plain(value: float) -> float | str:
+            return float(value) if np.isfinite(value) else str(float(value))
+
+        def bound(value: float | tuple[float, ...]) -> Any:
+            return [plain(item) for item in value] if isinstance(value, tuple) else plain(value)
+
+        return {**asdict(self), "low": bound(self.low), "high": bound(self.high)}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Field":
         """Rebuild from `to_json`."""
 
         def bound(value: Any) -> float | tuple[float, ...]:
-            return tuple(value) if isinstance(value, (list, tuple)) else float(value)
+            return tuple(float(item) for item in value) if isinstance(value, (list, tuple)) else float(value)
 
         return Field(
             tuple(data["shape"]),
