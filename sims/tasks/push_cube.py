@@ -12,17 +12,17 @@ from sims.task import Arrays, Markers, Readings, Start, Task, flat_quaternion, n
 
 SPEED = 0.4  # m/s of the pusher at full action
 TOLERANCE = 0.03  # m
-CONTACT = 0.055  # m from the cube's centre to the pusher's when they touch flat on
+CONTACT = 0.065  # m from the cube's centre to the pusher's when they touch flat on
 
 
 def start(uniforms: np.ndarray) -> Start:
-    """Cube within 0.16 m of the centre per axis, goal 0.12 to 0.26 m from it, pusher anywhere but on the cube."""
-    cube = scale(uniforms[:, 0:2], -0.14, 0.14)
-    distance, angle = scale(uniforms[:, 2], 0.10, 0.22), scale(uniforms[:, 3], -np.pi, np.pi)
+    """Cube near the centre, goal 0.10 to 0.20 m from it, pusher anywhere around the cube."""
+    cube = scale(uniforms[:, 0:2], -0.12, 0.12)
+    distance, angle = scale(uniforms[:, 2], 0.10, 0.20), scale(uniforms[:, 3], -np.pi, np.pi)
     offset = distance[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
-    goal = cube + np.where(np.abs(cube + offset) <= 0.22, offset, -offset)
+    goal = cube + np.where(np.abs(cube + offset) <= 0.20, offset, -offset)
     yaw = scale(uniforms[:, 4], -np.pi / 4, np.pi / 4)
-    around, gap = scale(uniforms[:, 5], -np.pi, np.pi), scale(uniforms[:, 6], 0.08, 0.16)
+    around, gap = scale(uniforms[:, 5], -np.pi, np.pi), scale(uniforms[:, 6], 0.09, 0.15)
     pusher = cube + gap[:, None] * np.stack([np.cos(around), np.sin(around)], axis=-1)
     return Start(qpos=np.concatenate([cube, yaw[:, None], pusher], axis=1), goal=goal, activation=pusher)
 
@@ -85,16 +85,16 @@ class PushCubeExpert:
         # Pushing: stay behind the centre, steering against the lateral error, and slow down near the goal.
         push = forward * np.minimum(0.6, 8.0 * distance + 0.15) - sideways * np.clip(12.0 * across, -0.5, 0.5)
         # Going round: head for a point behind the cube; while still beside or ahead of it, keep clear of its corners.
-        clear = 0.085
+        clear = 0.10
         side = np.where(across >= 0, 1.0, -1.0)
         waypoint = (
             cube - forward * np.where(along > -0.02, 0.0, clear) + sideways * np.where(along > -0.02, side * clear, 0.0)
         )
         waypoint = np.where(
-            (along > -0.02) & (np.abs(across) > 0.07), cube - forward * clear + sideways * side * 0.075, waypoint
+            (along > -0.02) & (np.abs(across) > 0.085), cube - forward * clear + sideways * side * 0.09, waypoint
         )
         approach = 6.0 * (waypoint - target)
-        behind = (along < -0.04) & (np.abs(across) < 0.02)
+        behind = (along < -0.05) & (np.abs(across) < 0.02)
         return np.clip(np.where(behind, push, approach), -1.0, 1.0)
 
 
