@@ -4,8 +4,8 @@ Observation keys are LeRobot's: `observation.state` (the robot itself), `observa
 goals), `observation.images.<camera>` (uint8, height x width x 3) and `task` (the instruction).
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,7 @@ class WorldSpec:
     @property
     def cameras(self) -> tuple[str, ...]:
         """Names of the cameras whose images are part of the observation."""
-        return tuple(key.removeprefix(IMAGE_PREFIX) for key in self.observation if key.startswith(IMAGE_PREFIX))
+        return _cameras(self.observation)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,16 @@ class PolicySpec:
     prediction: int
     units: int
     fps: float
-    instructions: tuple[str, ...] = field(default=("",))
+    instructions: tuple[str, ...] = ("",)
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Names of the cameras it looks through."""
+        return _cameras(self.observation)
+
+
+def _cameras(keys: Iterable[str]) -> tuple[str, ...]:
+    return tuple(key.removeprefix(IMAGE_PREFIX) for key in keys if key.startswith(IMAGE_PREFIX))
 
 
 def validate_observation(
