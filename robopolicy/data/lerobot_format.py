@@ -1,0 +1,208 @@
+"""Writing episodes as LeRobotDataset v3, through lerobot's own writer, so that every LeRobot tool reads them.
+
+Columns beside the observations and `action`: `next.reward` and one `next.reward.<term>` per term, `next.success`,
+`next.done` (last step of the episode), `next.terminated` (the task ended there; False at a time limit) and
+`episode_seed`. LeRobot stores no observation after the last action: those frames, and what a `Field` says beyond a
+shape, lie in `meta/robopolicy/`, which LeRobot ignores. `lerobot_reading` holds the way back.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.progress import progress
+from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.core.storage import save_tree, write_folder_atomic
+from robopolicy.data.episodes import Episodes
+from robopolicy.data.lerobot_reading import SIDECAR, read_dataset, read_information
+
+__all__ = ["read_dataset", "write_dataset"]
+
+
+def write_dataset(
+    episodes: Episodes,
+    folder: Path,
+    *,
+    images: Literal["video", "png"] = "video",
+    existing: Literal["refuse", "append", "replace"] = "refuse",
+) -> None:
+    """Write `episodes` to `folder` as LeRobotDataset v3; a crash leaves the old folder or the new one.
+
+    images: "video" (AV1, lossy, small) or "png" (exact); existing: what to do with a dataset that is already there.
+    LeRobot keeps whole numbers of frames per second: a fractional rate is rounded there and exact in the side table.
+    Raises DataError (folder taken, other columns than the existing dataset's), StorageError (disk full, not writable).
+    """
+    folder = Path(folder)
+    if not len(episodes):
+        raise DataError(f"There are no episodes to write to {folder}: every one was left out or none was recorded.")
+    if images not in ("video", "png"):
+        raise ConfigError(f"images is 'video' or 'png', not {images!r}.")
+    taken = folder.exists() and any(folder.iterdir())
+    if taken and existing == "refuse":
+        raise DataError(f"{folder} already holds something: append to it, replace it, or choose another folder.")
+    features = _features(episodes, images)
+    before: Episodes | None = None
+    if taken and existing == "append":
+        _require_same_columns(folder, features, round(episodes.fps))
+        before = read_dataset(folder, cameras=())
+    write_folder_atomic(folder, lambda target: _fill(target, episodes, features, folder if before else None))
+
+
+def _fill(target: Path, episodes: Episodes, features: dict[str, Any], before: Path | None) -> None:
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    target.rmdir()
+    longest = int(episodes.lengths.max())
+    options: dict[str, Any] = {
+        "repo_id": f"local/{target.name.strip('.')}",
+        "root": target,
+        "video_backend": "pyav",
+        "streaming_encoding": True,
+        "encoder_queue_maxsize": longest + 1,
+    }
+    if before is None:
+        dataset = LeRobotDataset.create(
+            fps=max(1, round(episodes.fps)), features=features, metadata_buffer_size=1000, **options
+        )
+    else:
+        shutil.copytree(before, target)
+        dataset = LeRobotDataset.resume(**options)
+    with _quiet_encoder(), progress("writing episodes", len(episodes)) as advance:
+        for episode in range(len(episodes)):
+            _save_episode(dataset, episodes, episode, features)
+            advance()
+        dataset.finalize()
+    _save_sidecar(target, episodes, before)
+
+
+def _save_episode(dataset: Any, episodes: Episodes, episode: int, features: Mapping[str, Any]) -> None:
+    length, start = int(episodes.lengths[episode]), int(episodes.starts[episode])
+    columns = _columns(episodes, episode, start, length)
+    cameras = [key for key, feature in features.items() if feature["dtype"] in ("image", "video")]
+    if not cameras:
+        steps = np.arange(length)
+        own = {"frame_index": steps, "timestamp": (steps / dataset.fps).astype(np.float32), "index": steps}
+        own |= {"task_index": np.zeros(length, np.int64), "size": length}
+        own |= {"episode_index": dataset.num_episodes, "task": [episodes.tasks[episode]] * length}
+        dataset.save_episode(episode_data={**columns, **own})
+        return
+    for step in range(length):
+        dataset.add_frame({**{key: value[step] for key, value in columns.items()}, "task": episodes.tasks[episode]})
+    dataset.save_episode()
+
+
+def _columns(episodes: Episodes, episode: int, start: int, length: int) -> dict[str, np.ndarray]:
+    """Return the columns of one episode, each [L, *shape]."""
+    first = int(episodes.frame_starts[episode])
+    columns = {key: value[first : first + length] for key, value in episodes.observation.items()}
+    columns["action"] = episodes.actions[start : start + length]
+    done = torch.zeros(length, 1, dtype=torch.bool)
+    done[-1] = True
+    columns["next.done"] = done
+    reward = episodes.reward
+    if reward is not None and episodes.rewards is not None:
+        columns["next.reward"] = reward[start : start + length, None]
+        for name, values in episodes.rewards.items():
+            columns[f"next.reward.{name}"] = values[start : start + length, None]
+    if episodes.step_success is not None:
+        columns["next.success"] = episodes.step_success[start : start + length, None]
+    if episodes.terminated is not None:
+        columns["next.terminated"] = done & episodes.terminated[episode].cpu()
+    if episodes.seeds is not None:
+        columns["episode_seed"] = episodes.seeds[episode].repeat(length, 1)
+    return {key: value.cpu().numpy() for key, value in columns.items()}
+
+
+def _features(episodes: Episodes, images: str) -> dict[str, Any]:
+    features: dict[str, Any] = {}
+    for key, field in episodes.observation_fields.items():
+        if key.startswith(IMAGE_PREFIX):
+            dtype = "video" if images == "video" else "image"
+            features[key] = {"dtype": dtype, "shape": field.shape, "names": ["height", "width", "channels"]}
+        else:
+            features[key] = _vector(field.shape, field.names)
+    features["action"] = _vector(episodes.action_field.shape, episodes.action_field.names)
+    features["next.done"] = _scalar("bool")
+    if episodes.rewards is not None:
+        features["next.reward"] = _scalar("float32")
+        features |= {f"next.reward.{name}": _scalar("float32") for name in episodes.rewards}
+    if episodes.step_success is not None:
+        features["next.success"] = _scalar("bool")
+    if episodes.terminated is not None:
+        features["next.terminated"] = _scalar("bool")
+    if episodes.seeds is not None:
+        features["episode_seed"] = _scalar("int64")
+    return features
+
+
+def _vector(shape: tuple[int, ...], names: tuple[str, ...]) -> dict[str, Any]:
+    return {"dtype": "float32", "shape": tuple(shape), "names": list(names) or None}
+
+
+def _scalar(dtype: str) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": (1,), "names": None}
+
+
+def _require_same_columns(folder: Path, features: Mapping[str, Any], fps: int) -> None:
+    information = read_information(folder)
+    own = {"timestamp", "frame_index", "episode_index", "index", "task_index"}
+    there = {key: tuple(value["shape"]) for key, value in information["features"].items() if key not in own}
+    here = {key: tuple(value["shape"]) for key, value in features.items()}
+    if there != here:
+        different = sorted(key for key in set(there) | set(here) if there.get(key) != here.get(key))
+        raise DataError(f"{folder} has other columns than the episodes to append: {', '.join(different)} differ.")
+    if information["fps"] != fps:
+        raise DataError(f"{folder} was recorded at {information['fps']} frames per second, the new episodes at {fps}.")
+
+
+def _save_sidecar(target: Path, episodes: Episodes, before: Path | None) -> None:
+    """Store the observation after the last action of each episode, and the fields."""
+    final = episodes.frame_starts + episodes.lengths
+    known = episodes.final_known
+    tree: dict[str, Any] = {
+        "final": {key: value[final].cpu() for key, value in episodes.observation.items()},
+        "lengths": episodes.lengths.cpu(),
+        "final_known": (torch.ones(len(episodes), dtype=torch.bool) if known is None else known).cpu(),
+    }
+    if before is not None:
+        earlier = read_dataset(before)
+        tree = _joined(earlier, tree)
+    tree["fps"] = episodes.fps
+    tree["observation_fields"] = {key: field.to_json() for key, field in episodes.observation_fields.items()}
+    tree["action_field"] = episodes.action_field.to_json()
+    folder = target / SIDECAR
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tree(folder, "episodes", tree)
+
+
+def _joined(earlier: Episodes, tree: Mapping[str, Any]) -> dict[str, Any]:
+    final = earlier.frame_starts + earlier.lengths
+    observation: Mapping[str, Tensor] = tree["final"]
+    known = torch.ones(len(earlier), dtype=torch.bool) if earlier.final_known is None else earlier.final_known
+    return {
+        "final": {key: torch.cat([earlier.observation[key][final], value]) for key, value in observation.items()},
+        "lengths": torch.cat([earlier.lengths, tree["lengths"]]),
+        "final_known": torch.cat([known, tree["final_known"]]),
+    }
+
+
+@contextmanager
+def _quiet_encoder() -> Iterator[None]:
+    """Keep the AV1 encoder's banner, one per episode, off the terminal; SVT-AV1 reads its level from SVT_LOG."""
+    previous = os.environ.get("SVT_LOG")
+    os.environ["SVT_LOG"] = "1"
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ["SVT_LOG"]
+        else:
+            os.environ["SVT_LOG"] = previous

@@ -1,0 +1,307 @@
+"""Reading LeRobotDataset v3 folders into memory, straight from parquet and mp4: no import of lerobot, no row loop.
+
+Reads what `lerobot_format.write_dataset` wrote and what others recorded with LeRobot: success, reward, seed and the
+final observation may be missing (None, or `final_known` False). Only `observation.*` columns of numbers and images and
+`action` are read; images come back as uint8, height x width x 3.
+"""
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import CheckpointError, DataError, did_you_mean
+from robopolicy.core.spec import IMAGE_PREFIX, Field
+from robopolicy.core.storage import load_tree, recover_folder
+from robopolicy.data.episodes import Episodes
+
+SIDECAR = "meta/robopolicy"
+"""Folder inside a dataset with what LeRobot's format has no place for."""
+
+
+def read_dataset(folder: Path, episodes: Sequence[int] | None = None, cameras: Sequence[str] | None = None) -> Episodes:
+    """Read `folder` into memory: the chosen `episodes` (None: all) and `cameras` (None: all, (): no images).
+
+    Raises DataError: folder missing, not a dataset, written by an older LeRobot, never finalised, episode or camera
+    absent, damaged file.
+    """
+    folder = recover_folder(Path(folder))
+    information = read_information(folder)
+    image_keys = _image_keys(information, cameras, folder)
+    table = _read_table(folder, information, image_keys)
+    chosen = _chosen_episodes(folder, table, episodes)
+    rows = np.isin(table["episode_index"], chosen)
+    order = np.lexsort((table["frame_index"][rows], table["episode_index"][rows]))
+    columns = {key: values[rows][order] for key, values in table.items()}
+    lengths = np.unique_counts(columns["episode_index"]).counts
+    for key in image_keys:
+        if information["features"][key]["dtype"] == "video":
+            columns[key] = _read_videos(folder, information, key, chosen, lengths)
+        else:
+            columns[key] = np.stack([_decode_image(item) for item in columns[key]])
+    sidecar = _read_sidecar(folder)
+    selected = sorted(set(chosen.tolist()))
+    return _assemble(folder, information, columns, lengths, sidecar, selected, image_keys)
+
+
+def read_information(folder: Path) -> dict[str, Any]:
+    """Read and check `meta/info.json`: fps, features, totals. Raises DataError as `read_dataset`."""
+    path = Path(folder) / "meta" / "info.json"
+    if not Path(folder).is_dir():
+        raise DataError(f"{folder} does not exist. Collect demonstrations into it first, or correct the path.")
+    if not path.is_file():
+        raise DataError(f"{folder} is not a LeRobotDataset: it has no meta/info.json.")
+    try:
+        information = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is damaged ({error}). Restore the dataset from a copy.") from error
+    version = str(information.get("codebase_version", "unknown"))
+    if not version.startswith("v3."):
+        raise DataError(
+            f"{folder} has LeRobotDataset format {version}, this reads v3. Convert it with: "
+            f"python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=..."
+        )
+    if not information.get("total_episodes"):
+        raise DataError(f"{folder} holds no finished episode: its recording stopped early. Record it again.")
+    return information
+
+
+def _read_table(folder: Path, information: Mapping[str, Any], image_keys: list[str]) -> dict[str, np.ndarray]:
+    """Read every data file's numeric columns [N, *shape] and image columns [N] (encoded)."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    paths = sorted((folder / "data").glob("*/*.parquet"))
+    wanted = [
+        key
+        for key, feature in information["features"].items()
+        if (feature["dtype"] in _NUMERIC and (key.startswith(("observation.", "next.")) or key in (*_OWN, "action")))
+        or (feature["dtype"] == "image" and key in image_keys)
+    ]
+    if "action" not in wanted:
+        raise DataError(f"{folder} has no 'action' column; it has: {', '.join(information['features'])}.")
+    try:
+        tables = [pq.read_table(path, columns=wanted) for path in paths]
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(
+            f"{folder} has a data file without its end ({error}): the recording was never finalised or the copy is "
+            f"incomplete. Record it again, or call finalize() in the program that wrote it."
+        ) from error
+    table = pa.concat_tables(tables) if tables else None
+    if table is None or table.num_rows != information["total_frames"]:
+        found = 0 if table is None else table.num_rows
+        raise DataError(
+            f"{folder} promises {information['total_frames']} frames but its data files hold {found}: the recording "
+            f"was never finalised or the copy is incomplete."
+        )
+    return {key: _column(table.column(key), key, information["features"][key]) for key in wanted}
+
+
+_NUMERIC = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+_OWN = ("episode_index", "frame_index", "task_index", "episode_seed")
+
+
+def _column(column: Any, key: str, feature: Mapping[str, Any]) -> np.ndarray:
+    if feature["dtype"] == "image":
+        return column.to_numpy(zero_copy_only=False)
+    array, count = column.combine_chunks(), len(column)
+    while hasattr(array, "storage"):
+        array = array.storage
+    while hasattr(array.type, "value_type"):
+        array = array.flatten()
+    values = array.to_numpy(zero_copy_only=False)
+    return values.reshape(count) if key in _OWN else values.reshape(count, *feature["shape"])
+
+
+def _chosen_episodes(folder: Path, table: Mapping[str, np.ndarray], episodes: Sequence[int] | None) -> np.ndarray:
+    present = np.unique(table["episode_index"])
+    if episodes is None:
+        return present
+    absent = sorted(set(episodes) - set(present.tolist()))
+    if absent:
+        raise DataError(f"{folder} has no episode {absent[:5]}; it holds {present[0]} to {present[-1]}.")
+    if not len(episodes):
+        raise DataError("No episode was asked for: leave `episodes` out to read them all.")
+    return np.unique(np.asarray(episodes, dtype=np.int64))
+
+
+def _image_keys(information: Mapping[str, Any], cameras: Sequence[str] | None, folder: Path) -> list[str]:
+    keys = [
+        key
+        for key, feature in information["features"].items()
+        if feature["dtype"] in ("image", "video") and key.startswith("observation.")
+    ]
+    if cameras is None:
+        return keys
+    names = {key.removeprefix(IMAGE_PREFIX).removeprefix("observation."): key for key in keys}
+    for camera in cameras:
+        if camera not in names:
+            raise DataError(f"{folder} has no camera '{camera}'.{did_you_mean(camera, names)}")
+    return [names[camera] for camera in cameras]
+
+
+def _decode_image(item: Mapping[str, Any]) -> np.ndarray:
+    from PIL import Image
+
+    source = io.BytesIO(item["bytes"]) if item["bytes"] is not None else item["path"]
+    with Image.open(source) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def _read_videos(
+    folder: Path, information: Mapping[str, Any], key: str, chosen: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """Decode the frames of the chosen episodes, uint8 [n, height, width, 3], each video file once from its start."""
+    import pyarrow.parquet as pq
+
+    names = [f"videos/{key}/{name}" for name in ("chunk_index", "file_index", "from_timestamp")]
+    paths = sorted((folder / "meta" / "episodes").glob("*/*.parquet"))
+    rows = [row for path in paths for row in pq.read_table(path, columns=["episode_index", *names]).to_pylist()]
+    places = {row["episode_index"]: tuple(row[name] for name in names) for row in rows}
+    wanted: dict[Path, list[tuple[int, int, int]]] = {}
+    offset = 0
+    for episode, length in zip(chosen.tolist(), lengths.tolist(), strict=True):
+        chunk, file, start = places[episode]
+        path = folder / information["video_path"].format(video_key=key, chunk_index=chunk, file_index=file)
+        wanted.setdefault(path, []).append((round(start * information["fps"]), offset, length))
+        offset += length
+    frames: np.ndarray | None = None
+    for path, pieces in wanted.items():
+        target = {first + step: position + step for first, position, length in pieces for step in range(length)}
+        seen = 0
+        for index, frame in enumerate(_decode_video(path, max(target))):
+            if index in target:
+                if frames is None:
+                    frames = np.empty((offset, *frame.shape), dtype=np.uint8)
+                frames[target[index]] = frame
+                seen += 1
+        if seen != len(target):
+            raise DataError(f"{path} ends early: {len(target) - seen} frames are missing. Restore it from a copy.")
+    assert frames is not None
+    return frames
+
+
+def _decode_video(path: Path, last: int) -> Iterator[np.ndarray]:
+    import av
+    from av.error import FFmpegError
+
+    try:
+        with av.open(str(path)) as container:
+            for index, frame in enumerate(container.decode(video=0)):
+                yield frame.to_ndarray(format="rgb24")
+                if index >= last:
+                    return
+    except (FFmpegError, FileNotFoundError) as error:
+        raise DataError(f"{path} is missing or damaged ({error}). Restore the dataset from a copy.") from error
+
+
+def _read_sidecar(folder: Path) -> dict[str, Any] | None:
+    if not (folder / SIDECAR / "episodes.json").is_file():
+        return None
+    try:
+        return load_tree(folder / SIDECAR, "episodes")
+    except CheckpointError as error:
+        raise DataError(
+            f"{error} Delete {folder / SIDECAR} to read the dataset without its final observations."
+        ) from error
+
+
+def _assemble(
+    folder: Path,
+    information: Mapping[str, Any],
+    columns: Mapping[str, np.ndarray],
+    lengths: np.ndarray,
+    sidecar: Mapping[str, Any] | None,
+    selected: list[int],
+    image_keys: list[str],
+) -> Episodes:
+    features = information["features"]
+    keys = [key for key in features if key.startswith("observation.") and key in columns]
+    count, ends = len(lengths), np.cumsum(lengths)
+    final: Mapping[str, Tensor] = {}
+    if sidecar is not None:
+        total = information["total_episodes"]
+        recorded = sidecar["lengths"]
+        if len(recorded) != total or recorded[selected].tolist() != lengths.tolist():
+            raise DataError(
+                f"{folder} was edited by another program: {SIDECAR} describes other episodes. Delete that folder to "
+                f"read the dataset without its final observations."
+            )
+        final = {key: value[selected] for key, value in sidecar["final"].items()}
+    observation = {}
+    for key in keys:
+        values = torch.from_numpy(np.ascontiguousarray(columns[key]))
+        values = values if key in image_keys else values.float()
+        ending = final[key] if key in final else values[ends - 1]
+        observation[key] = _interleave(values, ending, torch.from_numpy(lengths))
+    first = ends - lengths
+    rewards = {
+        key.removeprefix("next.reward."): _flat(columns[key]).float()
+        for key in columns
+        if key.startswith("next.reward.")
+    }
+    if not rewards and "next.reward" in columns:
+        rewards = {"reward": _flat(columns["next.reward"]).float()}
+    known = torch.zeros(count, dtype=torch.bool) if sidecar is None else sidecar["final_known"][selected]
+    return Episodes(
+        observation_fields={
+            key: Field.from_json(sidecar["observation_fields"][key])
+            if sidecar is not None and key in sidecar["observation_fields"]
+            else _field(features[key], columns[key].shape[1:] if key in image_keys else None)
+            for key in keys
+        },
+        action_field=_field(features["action"]) if sidecar is None else Field.from_json(sidecar["action_field"]),
+        fps=float(information["fps"] if sidecar is None else sidecar["fps"]),
+        observation=observation,
+        actions=torch.from_numpy(np.ascontiguousarray(columns["action"])).float(),
+        lengths=torch.from_numpy(lengths.astype(np.int64)),
+        tasks=_tasks(folder, columns["task_index"][first]),
+        rewards=rewards or None,
+        step_success=_flat(columns["next.success"]).bool() if "next.success" in columns else None,
+        terminated=_flat(columns["next.terminated"])[ends - 1].bool() if "next.terminated" in columns else None,
+        seeds=_flat(columns["episode_seed"])[first] if "episode_seed" in columns else None,
+        final_known=known,
+    )
+
+
+def _interleave(values: Tensor, ending: Tensor, lengths: Tensor) -> Tensor:
+    """Put row e of `ending` [E, ...] behind episode e of `values` [N, ...]."""
+    frames = torch.empty((len(values) + len(lengths), *values.shape[1:]), dtype=values.dtype)
+    episode = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    frames[torch.arange(len(values)) + episode] = values
+    frames[lengths.cumsum(0) + torch.arange(len(lengths))] = ending
+    return frames
+
+
+def _flat(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values).reshape(len(values)))
+
+
+def _field(feature: Mapping[str, Any], image_shape: tuple[int, ...] | None = None) -> Field:
+    if image_shape is not None:
+        return Field(image_shape, "uint8", 0.0, 255.0)
+    shape, names = tuple(feature["shape"]), feature.get("names")
+    if isinstance(names, Mapping) and len(names) == 1:
+        names = next(iter(names.values()))
+    if isinstance(names, list) and len(names) == shape[0] and all(isinstance(name, str) for name in names):
+        return Field(shape, names=tuple(names))
+    return Field(shape)
+
+
+def _tasks(folder: Path, index: np.ndarray) -> tuple[str, ...]:
+    import pyarrow.parquet as pq
+
+    path = folder / "meta" / "tasks.parquet"
+    if not path.is_file():
+        raise DataError(f"{path} is missing: the copy of the dataset is incomplete.")
+    columns = pq.read_table(path).to_pydict()
+    texts = columns.get("task", columns.get("__index_level_0__"))
+    if texts is None:
+        raise DataError(f"{path} has no column 'task'; it has: {', '.join(columns)}.")
+    names = dict(zip(columns["task_index"], texts, strict=True))
+    return tuple(names[item] for item in index.tolist())
