@@ -1,0 +1,82 @@
+"""Denoisers: three networks with one call, `(x [..., P, A], time [...], condition [..., D]) -> [..., P, A]`.
+
+The leading axes broadcast, so K units of one observation share its features: x [N, K, P, A], time [K] and condition
+[N, 1, D]. What depends on time or condition alone is computed by `encode_time` and `encode_condition`, once a chain;
+`denoise` is the step that is repeated. There is no dropout and no batch norm anywhere, so acting, scoring and averaged
+weights agree exactly.
+"""
+
+import math
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.errors import ConfigError
+
+
+class DenoiserKind(Enum):
+    """Residual MLP (small chunks, fastest), transformer, or 1-D convolutional U-Net (long chunks)."""
+
+    MLP = "mlp"
+    TRANSFORMER = "transformer"
+    UNET = "unet"
+
+
+class Denoiser(Protocol):
+    """What the three networks share; E and F are sizes of their own."""
+
+    def encode_time(self, time: Tensor) -> Tensor:
+        """Features [..., E] of times [...] in [0, 1]."""
+        ...
+
+    def encode_condition(self, condition: Tensor) -> Tensor:
+        """Features [..., F] of conditions [..., D]."""
+        ...
+
+    def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor) -> Tensor:
+        """Predict [..., P, A] from latents [..., P, A]; the features broadcast against its leading axes."""
+        ...
+
+    def __call__(self, x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        """`denoise` with both features computed here."""
+        ...
+
+
+class TimeEmbedding(nn.Module):
+    """Fourier features of times in [0, 1], from 1/4 to 16 periods over the range, then one hidden layer."""
+
+    frequencies: Tensor
+
+    def __init__(self, size: int, count: int = 16, hidden: int = 64):
+        super().__init__()
+        self.register_buffer("frequencies", 2 * math.pi * torch.logspace(-2, 4, count, base=2.0), persistent=False)
+        self.layers = nn.Sequential(nn.Linear(2 * count, hidden), nn.SiLU(), nn.Linear(hidden, size))
+
+    def forward(self, time: Tensor) -> Tensor:
+        """Return [..., size] for times [...]."""
+        angles = time[..., None] * self.frequencies
+        return self.layers(torch.cat([angles.sin(), angles.cos()], -1))
+
+
+def make_denoiser(
+    kind: DenoiserKind, prediction_steps: int, action_size: int, condition_size: int, width: int, depth: int, heads: int
+) -> Denoiser:
+    """Build a denoiser of chunks [P, A] = [prediction_steps, action_size] under conditions of `condition_size`.
+
+    depth: hidden layers (MLP), blocks (transformer) or resolutions (U-Net); heads: of the transformer only.
+    """
+    if min(prediction_steps, action_size, condition_size, width, depth, heads) < 1:
+        raise ConfigError("Denoiser sizes must be at least 1.")
+    if kind is DenoiserKind.MLP:
+        from robopolicy.nn.residual_mlp import ResidualMLP
+
+        return ResidualMLP(prediction_steps, action_size, condition_size, width, depth)
+    if kind is DenoiserKind.TRANSFORMER:
+        from robopolicy.nn.transformer import TransformerDenoiser
+
+        return TransformerDenoiser(prediction_steps, action_size, condition_size, width, depth, heads)
+    from robopolicy.nn.unet import UNetDenoiser
+
+    return UNetDenoiser(prediction_steps, action_size, condition_size, width, depth)

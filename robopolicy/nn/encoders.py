@@ -1,0 +1,137 @@
+"""Encoders: observations with history [N, H, ...] become one condition vector [N, D]."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional
+
+from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.policy import TensorObservation
+from robopolicy.core.spec import IMAGE_PREFIX, Field
+from robopolicy.nn.normalizer import NormalizationMode, Normalizer
+
+
+@dataclass(frozen=True)
+class ImageEncoderConfig:
+    """A small convolutional encoder, one a camera, made for images of about 64 pixels.
+
+    features: size of each frame's vector; channels: of the three convolutions; frozen: never trained;
+    random_shift: pixels of augmentation in training losses (DrQ, arXiv:2107.09645), 0 for none.
+    """
+
+    features: int = 64
+    channels: tuple[int, int, int] = (32, 64, 64)
+    frozen: bool = False
+    random_shift: int = 0
+
+
+class ImageEncoder(nn.Module):
+    """Convolutions with group norm, then a spatial softmax (Levine 2016): expected feature positions, then a layer."""
+
+    def __init__(self, config: ImageEncoderConfig):
+        super().__init__()
+        sizes = (3, *config.channels)
+        layers: list[nn.Module] = []
+        for index, (size_in, size_out) in enumerate(itertools.pairwise(sizes)):
+            if size_out % 8:
+                raise ConfigError(f"image.channels has {size_out}; group norm needs multiples of 8.")
+            stride = 2 if index < 2 else 1
+            layers += [nn.Conv2d(size_in, size_out, 3, stride, 1), nn.GroupNorm(8, size_out), nn.SiLU()]
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(2 * sizes[-1], config.features)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return [N, features] of uint8 images [N, height, width, 3]."""
+        pixels = rearrange(images, "n h w c -> n c h w").float() / 127.5 - 1
+        maps = self.layers(pixels)
+        height, width = maps.shape[-2:]
+        weights = maps.flatten(2).softmax(-1)
+        row = torch.linspace(-1, 1, height, device=maps.device)
+        column = torch.linspace(-1, 1, width, device=maps.device)
+        grid = torch.stack(torch.meshgrid(row, column, indexing="ij"), -1).reshape(-1, 2)
+        return self.head((weights @ grid).flatten(1))
+
+
+class ObservationEncoder(nn.Module):
+    """Concatenates normalised vectors and encoded camera frames of H history frames into conditions [N, D].
+
+    fields: what is read, by key, in this order; vectors are normalised per element (fit `normalizers`) and bounded by
+    +-`bound` so that a state far from the data cannot blow up the network. Every camera frame is encoded once.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Field],
+        history: int,
+        normalization: NormalizationMode = NormalizationMode.MIN_MAX,
+        image: ImageEncoderConfig | None = None,
+        bound: float = 10.0,
+    ):
+        super().__init__()
+        image = image or ImageEncoderConfig()
+        self.keys = tuple(fields)
+        self.bound = bound
+        self.random_shift = image.random_shift
+        self.frozen_images = image.frozen
+        self.normalizers = nn.ModuleDict()
+        self.cameras = nn.ModuleDict()
+        self.dimension = 0
+        for key, spec in fields.items():
+            if key.startswith(IMAGE_PREFIX):
+                self.cameras[module_name(key)] = ImageEncoder(image).requires_grad_(not image.frozen)
+                self.dimension += history * image.features
+            else:
+                self.normalizers[module_name(key)] = Normalizer(spec.shape, normalization)
+                self.dimension += history * spec.size
+        if not self.dimension:
+            raise ConfigError("The policy reads nothing: name at least one observation key.")
+
+    def normalizer(self, key: str) -> Normalizer:
+        """The normaliser of a vector field."""
+        module = self.normalizers[module_name(key)]
+        assert isinstance(module, Normalizer)
+        return module
+
+    def forward(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Tensor:
+        """Return conditions [N, D]; a generator turns on the random shift of images (training losses only)."""
+        parts: list[Tensor] = []
+        for key in self.keys:
+            value = observation[key]
+            assert isinstance(value, Tensor)
+            name = module_name(key)
+            if name in self.normalizers:
+                normalized = self.normalizers[name](value.float())
+                parts.append(normalized.clamp(-self.bound, self.bound).flatten(1))
+            else:
+                parts.append(self._encode_camera(key, value, generator))
+        return torch.cat(parts, -1)
+
+    def _encode_camera(self, key: str, value: Tensor, generator: torch.Generator | None) -> Tensor:
+        if value.dtype != torch.uint8:
+            raise SpecError(f"'{key}' is {value.dtype}; images are uint8, [B, H, height, width, 3].")
+        frames = rearrange(value, "n t h w c -> (n t) h w c")
+        if generator is not None and self.random_shift:
+            frames = shift_images(frames, self.random_shift, generator)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen_images):
+            features = self.cameras[module_name(key)](frames)
+        return rearrange(features, "(n t) f -> n (t f)", n=value.shape[0])
+
+
+def module_name(key: str) -> str:
+    """Return an observation key as a module name (which cannot hold dots)."""
+    return key.replace(".", "/")
+
+
+def shift_images(images: Tensor, pixels: int, generator: torch.Generator) -> Tensor:
+    """Shift each image [N, height, width, 3] by up to +-`pixels`, repeating the border."""
+    count, height, width, _ = images.shape
+    padded = functional.pad(rearrange(images, "n h w c -> n c h w").float(), (pixels,) * 4, mode="replicate")
+    shift = torch.randint(0, 2 * pixels + 1, (count, 2), generator=generator, device=generator.device).to(images.device)
+    rows = shift[:, :1] + torch.arange(height, device=images.device)
+    columns = shift[:, 1:] + torch.arange(width, device=images.device)
+    index = torch.arange(count, device=images.device)[:, None, None]
+    return rearrange(padded, "n c h w -> n h w c")[index, rows[:, :, None], columns[:, None, :]].to(images.dtype)

@@ -1,0 +1,70 @@
+"""Affine normalisation fitted on data; it is a module, so it travels inside the checkpoint that needs it."""
+
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.errors import DataError
+from robopolicy.core.spec import check_finite
+
+CONSTANT_SCALE = 1e-4
+"""A dimension whose scale is below this is constant: it is centred, never divided by nearly nothing."""
+
+
+class NormalizationMode(Enum):
+    """mean_std: zero mean, unit deviation; min_max: the data's range becomes [-1, 1]; identity: untouched."""
+
+    MEAN_STD = "mean_std"
+    MIN_MAX = "min_max"
+    IDENTITY = "identity"
+
+
+class Normalizer(nn.Module):
+    """Maps x [..., *shape] to (x - offset) / scale per element, and back with `inverse`.
+
+    Before `fit` it is the identity.
+    """
+
+    offset: Tensor
+    scale: Tensor
+
+    def __init__(self, shape: tuple[int, ...], mode: NormalizationMode = NormalizationMode.MIN_MAX):
+        super().__init__()
+        self.shape = tuple(shape)
+        self.mode = NormalizationMode(mode)
+        self.register_buffer("offset", torch.zeros(self.shape))
+        self.register_buffer("scale", torch.ones(self.shape))
+
+    @torch.no_grad()
+    def fit(self, values: Tensor) -> "Normalizer":
+        """Fit on values [..., *shape] (all leading axes are samples) and return itself.
+
+        Raises DataError when there is no sample or another shape, NonFiniteError on NaN or infinity.
+        """
+        rank = len(self.shape)
+        if tuple(values.shape[values.ndim - rank :]) != self.shape or values.ndim <= rank or values.numel() == 0:
+            raise DataError(
+                f"A normaliser of elements shaped {list(self.shape)} cannot be fitted on values shaped "
+                f"{list(values.shape)}: pass at least one sample, [samples, {', '.join(map(str, self.shape))}]."
+            )
+        samples = values.reshape(-1, *self.shape).to(self.offset.device, torch.float64)
+        check_finite("normaliser data", samples)
+        if self.mode is NormalizationMode.MIN_MAX:
+            low, high = samples.amin(0), samples.amax(0)
+            offset, scale = (high + low) / 2, (high - low) / 2
+        elif self.mode is NormalizationMode.MEAN_STD:
+            offset, scale = samples.mean(0), samples.std(0, correction=0)
+        else:
+            return self
+        self.offset.copy_(offset)
+        self.scale.copy_(torch.where(scale < CONSTANT_SCALE, torch.ones_like(scale), scale))
+        return self
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Normalise values [..., *shape]."""
+        return (values - self.offset) / self.scale
+
+    def inverse(self, normalized: Tensor) -> Tensor:
+        """Return to the data's units."""
+        return normalized * self.scale + self.offset

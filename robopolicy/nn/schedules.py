@@ -1,0 +1,273 @@
+"""Noise schedules: ONE transition samples and scores a denoising or flow step, so the two can never disagree.
+
+Time convention: 0 = data, 1 = noise. Units are the sampling steps, counted from the noisiest (unit 0) to the cleanest
+(unit K-1). Every step of DDPM, DDIM(eta), rectified flow and flow-SDE has the same affine form
+
+    clean = clip(a x + b prediction),   mean = c clean + d x,   std
+
+so a schedule is a table of (a, b, c, d, std) with one row a unit, and training is an affine form as well.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.errors import ConfigError
+
+
+class Prediction(Enum):
+    """What the denoiser predicts: the noise, the clean sample or the velocity (diffusion's v, flow's noise - data)."""
+
+    EPSILON = "epsilon"
+    SAMPLE = "sample"
+    VELOCITY = "velocity"
+
+
+class Spacing(Enum):
+    """Which training steps are sampled: trailing starts at the noisiest one, leading ends at the cleanest one."""
+
+    TRAILING = "trailing"
+    LEADING = "leading"
+
+
+class FlowNoise(Enum):
+    """ode: none; sde: Flow-GRPO's marginal-preserving noise; constant: ReinFlow's bounded noise on every step."""
+
+    ODE = "ode"
+    SDE = "sde"
+    CONSTANT = "constant"
+
+
+@dataclass(frozen=True)
+class Normal:
+    """An elementwise Gaussian; std broadcasts against mean, and std = 0 means a step that is no choice (no density)."""
+
+    mean: Tensor
+    std: Tensor
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Return mean + std * noise for standard normal `noise`."""
+        return self.mean + self.std * noise
+
+    def log_prob(self, value: Tensor, min_std: float = 0.0) -> Tensor:
+        """Return the elementwise log-density of `value`, with std raised to `min_std`; zero where std = 0."""
+        dense = self.std > 0
+        std = torch.where(dense, self.std.clamp_min(min_std), torch.ones_like(self.std))
+        constant = std.log() + 0.5 * math.log(2 * math.pi)
+        return ((value - self.mean) / std).square().mul(-0.5).sub(constant) * dense
+
+    def entropy(self, min_std: float = 0.0) -> Tensor:
+        """Return the elementwise entropy, shaped like std; zero where std = 0."""
+        dense = self.std > 0
+        std = torch.where(dense, self.std.clamp_min(min_std), torch.ones_like(self.std))
+        return (std.log() + 0.5 * math.log(2 * math.pi * math.e)) * dense
+
+
+class NoiseSchedule(nn.Module):
+    """The shared affine form of a schedule with K units; made by `DiffusionSchedule` and `FlowSchedule`.
+
+    times [K]: the denoiser's time input in (0, 1]; density [K] bool: units with std > 0.
+    table, deterministic_table: [K, 5] rows (a, b, c, d, std). clip: bound on the clean estimate, None for no bound.
+    """
+
+    times: Tensor
+    density: Tensor
+    table: Tensor
+    deterministic_table: Tensor
+
+    def __init__(self, times: Tensor, table: Tensor, deterministic_table: Tensor, clip: float | None):
+        super().__init__()
+        self.clip = clip
+        self.register_buffer("times", times.float(), persistent=False)
+        self.register_buffer("table", table.float(), persistent=False)
+        self.register_buffer("deterministic_table", deterministic_table.float(), persistent=False)
+        self.register_buffer("density", self.table[:, 4] > 0, persistent=False)
+
+    @property
+    def units(self) -> int:
+        """Number of sampling steps K."""
+        return len(self.times)
+
+    def transition(
+        self, x: Tensor, prediction: Tensor, unit: Tensor | slice | int, *, deterministic: bool = False
+    ) -> Normal:
+        """Return the Gaussian of the next latent given x, prediction [..., P, A] and the units' indices.
+
+        unit: an index, a slice, or indices that broadcast against the leading axes of x. deterministic: the noise-free
+        sampler on the same grid (DDIM with eta 0, or the flow's ODE), std 0.
+        """
+        table = self.deterministic_table if deterministic else self.table
+        a, b, c, d, std = table[unit][..., None, None].unbind(-3)
+        clean = a * x + b * prediction
+        if self.clip is not None:
+            clean = clean.clamp(-self.clip, self.clip)
+        return Normal(c * clean + d * x, std)
+
+    def clean_estimate(self, x: Tensor, prediction: Tensor, unit: Tensor | slice | int) -> Tensor:
+        """Return the estimate of the clean sample, [..., P, A], before it is clipped."""
+        a, b = self.table[unit][..., None, None].unbind(-3)[:2]
+        return a * x + b * prediction
+
+
+class DiffusionSchedule(NoiseSchedule):
+    """DDPM (Ho 2020) and DDIM (Song 2021) with alphas and timesteps from diffusers' DDIMScheduler.
+
+    training_steps T: the grid the denoiser is trained on; sampling_steps K <= T: the units; eta 1 with K = T is DDPM's
+    ancestral sampling, eta 0 is DDIM. The noise is always re-derived from the clipped clean estimate (diffusers'
+    use_clipped_model_output), which makes DDPM and DDIM(eta = 1) one formula. min_std: floor of the exploration noise
+    (DPPO: .1 while acting and scoring); the deterministic sampler has no floor.
+    """
+
+    alphas: Tensor
+
+    def __init__(
+        self,
+        training_steps: int = 100,
+        sampling_steps: int = 10,
+        prediction: Prediction = Prediction.EPSILON,
+        *,
+        eta: float = 1.0,
+        min_std: float = 0.0,
+        clip: float | None = 1.0,
+        spacing: Spacing = Spacing.TRAILING,
+        beta_schedule: str = "squaredcos_cap_v2",
+    ):
+        from diffusers.schedulers.scheduling_ddim import DDIMScheduler  # 4 s to import: only diffusion pays
+
+        if not 1 <= sampling_steps <= training_steps:
+            raise ConfigError(
+                f"{sampling_steps} sampling steps do not fit {training_steps} training steps: choose 1 to that many."
+            )
+        if not 0.0 <= eta <= 1.0:
+            raise ConfigError(f"eta is {eta}; it goes from 0 (DDIM) to 1 (DDPM).")
+        scheduler = DDIMScheduler(training_steps, beta_schedule=beta_schedule, timestep_spacing=spacing.value)
+        scheduler.set_timesteps(sampling_steps)
+        alphas = scheduler.alphas_cumprod.double()
+        steps = scheduler.timesteps.long()
+        tables = [_diffusion_table(alphas, steps, prediction, value) for value in (eta, 0.0)]
+        tables[0][:, 4] = tables[0][:, 4].clamp_min(min_std)
+        super().__init__((steps + 1).double() / training_steps, tables[0], tables[1], clip)
+        self.prediction = prediction
+        self.training_steps = training_steps
+        self.register_buffer("alphas", alphas.float(), persistent=False)
+
+    def levels(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw training noise levels [count]: uniform step indices in [0, T)."""
+        return torch.randint(self.training_steps, (count,), generator=generator, device=generator.device)
+
+    def level_times(self, level: Tensor) -> Tensor:
+        """Return the denoiser's time input [count] in (0, 1] of step indices."""
+        return (level + 1).to(self.times.dtype) / self.training_steps
+
+    def corrupt(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """Return sqrt(alpha) clean + sqrt(1 - alpha) noise, [N, P, A]."""
+        alpha = self.alphas[level][:, None, None]
+        return alpha.sqrt() * clean + (1 - alpha).sqrt() * noise
+
+    def target(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """Return what the denoiser has to predict, [N, P, A]."""
+        if self.prediction is Prediction.EPSILON:
+            return noise
+        if self.prediction is Prediction.SAMPLE:
+            return clean
+        alpha = self.alphas[level][:, None, None]
+        return alpha.sqrt() * noise - (1 - alpha).sqrt() * clean
+
+
+def _diffusion_table(alphas: Tensor, steps: Tensor, prediction: Prediction, eta: float) -> Tensor:
+    """Rows (a, b, c, d, std) of formulas 12 and 16 of DDIM (arXiv:2010.02502), fp64, [K, 5]."""
+    alpha = alphas[steps]
+    previous = torch.cat([alpha[1:], torch.ones(1, dtype=alpha.dtype)])
+    signal, noise = alpha.sqrt(), (1 - alpha).sqrt()
+    std = eta * ((1 - previous) / (1 - alpha) * (1 - alpha / previous)).clamp_min(0).sqrt()
+    direction = (1 - previous - std.square()).clamp_min(0).sqrt()
+    if prediction is Prediction.EPSILON:
+        a, b = 1 / signal, -noise / signal
+    elif prediction is Prediction.SAMPLE:
+        a, b = torch.zeros_like(signal), torch.ones_like(signal)
+    else:
+        a, b = signal, -noise
+    return torch.stack([a, b, previous.sqrt() - direction * signal / noise, direction / noise, std], -1)
+
+
+class FlowSchedule(NoiseSchedule):
+    """Rectified flow x_t = (1 - t) data + t noise, velocity = noise - data, K equal steps from t = 1 to 0.
+
+    noise: ODE; SDE (Flow-GRPO, arXiv:2505.05470): sigma_t = level * sqrt(t / (1 - t)), with the singular t = 1 taking
+    the next grid value; its last step is the noise-free one (at t = 0 sigma vanishes), so it has no density and is
+    masked out; CONSTANT (after ReinFlow, arXiv:2505.22094, with a fixed instead of a learned level): std = level within
+    `bounds` on every step. min_std: floor of the exploration noise where there is any.
+    clip: bound on the clean estimate x - t v (not in the papers; None turns it off).
+    """
+
+    def __init__(
+        self,
+        sampling_steps: int = 10,
+        *,
+        noise: FlowNoise = FlowNoise.CONSTANT,
+        level: float = 0.1,
+        bounds: tuple[float, float] = (0.05, 0.24),
+        min_std: float = 0.0,
+        clip: float | None = 1.0,
+    ):
+        if sampling_steps < 1:
+            raise ConfigError(f"A flow needs at least one sampling step, got {sampling_steps}.")
+        time = torch.arange(sampling_steps, 0, -1, dtype=torch.float64) / sampling_steps
+        step = 1 / sampling_steps
+        ode = _flow_table(time, step, torch.zeros_like(time))
+        table = ode.clone()
+        if noise is FlowNoise.SDE:
+            safe = torch.where(time < 1, time, time - step)
+            sigma = level * (safe / (1 - safe)).sqrt()
+            sigma[-1] = 0.0
+            table = _flow_table(time, step, sigma)
+            table[:-1, 4] = table[:-1, 4].clamp_min(min_std)
+        elif noise is FlowNoise.CONSTANT:
+            table[:, 4] = max(min(max(level, bounds[0]), bounds[1]), min_std)
+        super().__init__(time, table, ode, clip)
+
+    def levels(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw training noise levels [count]: times uniform in [0, 1)."""
+        return torch.rand(count, generator=generator, device=generator.device)
+
+    def level_times(self, level: Tensor) -> Tensor:
+        """Return the denoiser's time input: the level itself."""
+        return level
+
+    def corrupt(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """Return (1 - t) clean + t noise, [N, P, A]."""
+        time = level[:, None, None]
+        return (1 - time) * clean + time * noise
+
+    def target(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """Return the velocity noise - clean, [N, P, A]."""
+        return noise - clean
+
+
+def _flow_table(time: Tensor, step: float, sigma: Tensor) -> Tensor:
+    """Rows (a, b, c, d, std) of one Euler-Maruyama step of length `step` towards t = 0, fp64, [K, 5].
+
+    mean = x - step (v + sigma^2 / (2 t) (x + (1 - t) v)), std = sigma sqrt(step), with v = (x - clean) / t.
+    """
+    drift = sigma.square() / (2 * time)
+    velocity = step * (1 + drift * (1 - time)) / time
+    return torch.stack(
+        [torch.ones_like(time), -time, velocity, 1 - step * drift - velocity, sigma * math.sqrt(step)], -1
+    )
+
+
+def truncated_noise(shape: tuple[int, ...], limit: float | None, generator: torch.Generator) -> Tensor:
+    """Draw standard normal noise truncated to [-limit, limit] (None: not truncated), on the generator's device.
+
+    Truncation, unlike clamping, leaves the Gaussian's density inside the limit up to a constant factor, which cancels
+    in every probability ratio: scores stay honest.
+    """
+    device = generator.device
+    if limit is None:
+        return torch.randn(shape, generator=generator, device=device)
+    mass = math.erf(limit / math.sqrt(2))
+    uniform = torch.rand(shape, generator=generator, device=device, dtype=torch.float64)
+    return (math.sqrt(2) * torch.erfinv((2 * uniform - 1) * mass)).float().clamp_(-limit, limit)

@@ -1,0 +1,107 @@
+"""Every choice that makes a denoising policy, with its default."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.nn.denoisers import DenoiserKind
+from robopolicy.nn.encoders import ImageEncoderConfig
+from robopolicy.nn.normalizer import NormalizationMode
+from robopolicy.nn.schedules import DiffusionSchedule, FlowNoise, FlowSchedule, Prediction, Spacing
+
+
+class PolicyKind(Enum):
+    """Diffusion (DDPM, DDIM) or rectified flow."""
+
+    DIFFUSION = "diffusion"
+    FLOW = "flow"
+
+
+class LogpReduction(Enum):
+    """How a unit's log-probability is reduced over the executed chunk steps and action dimensions."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
+@dataclass(frozen=True)
+class DenoisingPolicyConfig:
+    """A diffusion or flow policy over action chunks.
+
+    observation_keys: what it reads, () for everything the world shows; history: H frames; chunk: C executed steps;
+    prediction_steps: P >= C predicted steps.
+    Denoiser: width; depth is hidden layers (mlp), blocks (transformer) or resolutions (unet); heads of the transformer.
+    Chain: denoising_steps: training grid T of the diffusion; sampling_steps: K units of a chain; prediction (diffusion
+    only; a flow predicts the velocity); eta: 1 samples like DDPM, 0 like DDIM; clip: bound on the clean estimate in
+    normalised actions, null for none; flow_noise, flow_noise_level, flow_noise_bounds: see `FlowSchedule`.
+    Exploration and scores: min_sampling_std: floor of each step's noise, in normalised actions; min_logprob_std: the
+    same floor in log-probabilities; noise_clip: noise is truncated to this many standard deviations; logp_clamp: bounds
+    on each element's log-density (clamping zeroes gradients: how often is in the extras); logp_reduction over the
+    executed C x A elements: state it beside any clip range.
+    """
+
+    kind: PolicyKind = PolicyKind.DIFFUSION
+    observation_keys: tuple[str, ...] = ()
+    history: int = 1
+    chunk: int = 4
+    prediction_steps: int = 4
+    denoiser: DenoiserKind = DenoiserKind.MLP
+    width: int = 256
+    depth: int = 3
+    heads: int = 4
+    image: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
+    prediction: Prediction = Prediction.EPSILON
+    denoising_steps: int = 100
+    sampling_steps: int = 10
+    spacing: Spacing = Spacing.TRAILING
+    eta: float = 1.0
+    clip: float | None = 1.0
+    flow_noise: FlowNoise = FlowNoise.CONSTANT
+    flow_noise_level: float = 0.1
+    flow_noise_bounds: tuple[float, float] = (0.05, 0.24)
+    min_sampling_std: float = 0.1
+    min_logprob_std: float = 0.1
+    noise_clip: float | None = 3.0
+    logp_clamp: tuple[float, float] | None = (-5.0, 2.0)
+    logp_reduction: LogpReduction = LogpReduction.MEAN
+    state_normalization: NormalizationMode = NormalizationMode.MIN_MAX
+    action_normalization: NormalizationMode = NormalizationMode.MIN_MAX
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunk <= self.prediction_steps:
+            raise ConfigError(
+                f"chunk is {self.chunk} and prediction_steps {self.prediction_steps}: a policy executes at least one "
+                "step and no more than it predicts."
+            )
+        if self.history < 1:
+            raise ConfigError(f"history is {self.history}: a policy reads at least one frame.")
+        if min(self.min_sampling_std, self.min_logprob_std) < 0:
+            raise ConfigError("min_sampling_std and min_logprob_std cannot be negative.")
+        for name in ("clip", "noise_clip"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} is {value}: give a positive bound, or null for none.")
+        if self.logp_clamp is not None and self.logp_clamp[0] >= self.logp_clamp[1]:
+            raise ConfigError(f"logp_clamp is {self.logp_clamp}: the lower bound comes first.")
+
+
+def make_schedule(config: DenoisingPolicyConfig) -> DiffusionSchedule | FlowSchedule:
+    """Build the noise schedule that the configuration describes."""
+    if config.kind is PolicyKind.FLOW:
+        return FlowSchedule(
+            config.sampling_steps,
+            noise=config.flow_noise,
+            level=config.flow_noise_level,
+            bounds=config.flow_noise_bounds,
+            min_std=config.min_sampling_std,
+            clip=config.clip,
+        )
+    return DiffusionSchedule(
+        config.denoising_steps,
+        config.sampling_steps,
+        config.prediction,
+        eta=config.eta,
+        min_std=config.min_sampling_std,
+        clip=config.clip,
+        spacing=config.spacing,
+    )
