@@ -53,6 +53,7 @@ class DenoisingPolicyConfig:
     prediction: Prediction = Prediction.EPSILON
     denoising_steps: int = 100
     sampling_steps: int = 10
+    finetuned_units: int | None = None
     spacing: Spacing = Spacing.TRAILING
     eta: float = 1.0
     clip: float | None = 1.0
@@ -72,6 +73,10 @@ class DenoisingPolicyConfig:
             raise ConfigError(
                 f"chunk is {self.chunk} and prediction_steps {self.prediction_steps}: a policy executes at least one "
                 "step and no more than it predicts."
+            )
+        if self.finetuned_units is not None and not 1 <= self.finetuned_units <= self.sampling_steps:
+            raise ConfigError(
+                f"finetuned_units is {self.finetuned_units}: choose 1 to sampling_steps, {self.sampling_steps}."
             )
         if self.history < 1:
             raise ConfigError(f"history is {self.history}: a policy reads at least one frame.")

@@ -197,15 +197,22 @@ class DenoisingPolicy(nn.Module):
             normalizer.fit(values[key])
 
     def prepare_finetuning(self, units: int | None = None, *, train_encoder: bool = True) -> None:
-        """Freeze a base copy, which runs the first K - K' steps; only the last K' = `units` (None: all) are trained.
+        """Freeze a base copy, which runs the first K - K' steps; only the last K' = `units` are trained.
 
-        train_encoder False freezes the encoders too. Raises ConfigError when K' does not fit, when no unit among the
-        last K' has a density (an ODE, or K' = 1 of flow-SDE noise), or when called twice.
+        units: None for config.finetuned_units (else half of K); train_encoder False freezes the encoders too. A policy
+        that is prepared already, such as a loaded fine-tuned one, goes on with its own base and units.
+        Raises ConfigError when K' does not fit, when it differs from what the policy was prepared for, or when no unit
+        among the last K' has a density (an ODE, or K' = 1 of flow-SDE noise).
         """
         total = self.schedule.units
-        count = total if units is None else units
         if self.base is not None:
-            raise ConfigError("This policy is being fine-tuned already; load the base policy to start over.")
+            if units not in (None, self.finetuned_units):
+                raise ConfigError(
+                    f"This policy is being fine-tuned in its last {self.finetuned_units} steps, not {units}: load the "
+                    "base policy to start over."
+                )
+            return
+        count = units if units is not None else self.config.finetuned_units or (total + 1) // 2
         if not 1 <= count <= total:
             raise ConfigError(f"{count} fine-tuned units do not fit a chain of {total}: choose 1 to {total}.")
         if not bool(self.schedule.density[total - count :].any()):

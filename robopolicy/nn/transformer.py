@@ -1,0 +1,93 @@
+"""A transformer denoiser over the steps of a chunk, conditioned through adaptive layer norm (DiT, arXiv:2212.09748)."""
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.nn.denoisers import TimeEmbedding
+
+_PARTS = 6
+"""Modulations per block: shift, scale and gate of attention, and of the feed-forward layer."""
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm self-attention and feed-forward, both modulated by [N, 6, width]."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.attention_in = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width))
+
+    def forward(self, tokens: Tensor, modulation: Tensor) -> Tensor:
+        """Return tokens [N, P, width]."""
+        shift, scale, gate, shift_forward, scale_forward, gate_forward = modulation[:, :, None].unbind(1)
+        hidden = torch.addcmul(shift, self.norm(tokens), 1 + scale)
+        query, key, value = rearrange(self.attention_in(hidden), "n p (s h d) -> s n h p d", s=3, h=self.heads)
+        mixed = rearrange(functional.scaled_dot_product_attention(query, key, value), "n h p d -> n p (h d)")
+        tokens = torch.addcmul(tokens, gate, self.attention_out(mixed))
+        hidden = torch.addcmul(shift_forward, self.norm(tokens), 1 + scale_forward)
+        return torch.addcmul(tokens, gate_forward, self.feed_forward(hidden))
+
+
+class TransformerDenoiser(nn.Module):
+    """One token per chunk step; time and condition enter as modulations, each projected once a chain.
+
+    Deviation from DiT: the modulation is linear in SiLU(time) and in SiLU(condition) apart, so the time's part is a
+    table over the K steps and the condition's part is computed once for all of them. No dropout.
+    """
+
+    def __init__(
+        self,
+        prediction_steps: int,
+        action_size: int,
+        condition_size: int,
+        width: int = 256,
+        depth: int = 4,
+        heads: int = 4,
+    ):
+        super().__init__()
+        if width % heads:
+            raise ConfigError(f"width {width} is not a multiple of heads {heads}: choose one that is.")
+        self.width, self.depth = width, depth
+        modulation = (_PARTS * depth + 2) * width
+        self.time = nn.Sequential(TimeEmbedding(width), nn.SiLU(), nn.Linear(width, modulation))
+        self.condition = nn.Sequential(
+            nn.Linear(condition_size, width),
+            nn.SiLU(),
+            nn.Linear(width, width),
+            nn.SiLU(),
+            nn.Linear(width, modulation),
+        )
+        self.embedding = nn.Linear(action_size, width)
+        self.position = nn.Parameter(torch.randn(prediction_steps, width) * 0.02)
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.head = nn.Linear(width, action_size)
+
+    def encode_time(self, time: Tensor) -> Tensor:
+        """Return the time's part of all modulations, [..., (6 depth + 2) width]."""
+        return self.time(time)
+
+    def encode_condition(self, condition: Tensor) -> Tensor:
+        """Return the condition's part of all modulations, [..., (6 depth + 2) width]."""
+        return self.condition(condition)
+
+    def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor) -> Tensor:
+        """Predict [..., P, A]."""
+        leading = x.shape[:-2]
+        modulation = (time_features + condition_features).expand(*leading, -1)
+        modulation = modulation.reshape(-1, _PARTS * self.depth + 2, self.width)
+        tokens = self.embedding(x.reshape(-1, *x.shape[-2:])) + self.position
+        for index, block in enumerate(self.blocks):
+            tokens = block(tokens, modulation[:, _PARTS * index : _PARTS * (index + 1)])
+        shift, scale = modulation[:, -2:, None].unbind(1)
+        return self.head(torch.addcmul(shift, self.norm(tokens), 1 + scale)).view(x.shape)
+
+    def forward(self, x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        """Predict [..., P, A] for latents x [..., P, A], times [...], conditions [..., D]."""
+        return self.denoise(x, self.encode_time(time), self.encode_condition(condition))
