@@ -1,0 +1,129 @@
+"""Playing a policy in a world: streams of decisions that go on over episode ends and come back as `Rollouts`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import SpecError
+from robopolicy.core.policy import Decision, Policy, to_tensors
+from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.spec import TASK, Observation, check_finite, validate_observation
+from robopolicy.core.world import Step, World
+
+
+@dataclass
+class Streams:
+    """Where B streams stand between two calls of `play`.
+
+    observation: the world's current one, [B, H, ...]; seed, name: root of the episode seeds; episodes: how many
+    episodes were started, so the next fresh seed is number `episodes` of that root; returns: [B] float64, sum of the
+    rewards of the running episodes.
+    """
+
+    observation: Observation
+    seed: int
+    name: str
+    episodes: int
+    returns: np.ndarray
+
+
+def start_streams(world: World, policy: Policy, seed: int, name: str = "collect") -> Streams:
+    """Reset every row with fresh seeds that depend on (seed, name) alone."""
+    rows = world.batch_size
+    policy.reset()
+    return Streams(world.reset(seeds=episode_seeds(seed, name, rows)), seed, name, rows, np.zeros(rows))
+
+
+@torch.no_grad()
+def play(
+    world: World,
+    policy: Policy,
+    decisions: int,
+    generator: torch.Generator,
+    streams: Streams,
+    *,
+    deterministic: bool = False,
+) -> Rollouts:
+    """Let `policy` decide `decisions` times in every row and return [B, T] of it; `streams` is moved on in place.
+
+    Ended rows are reset with fresh seeds; `next_observation` is taken before that reset. extras: `task` [B, T], the
+    index into the world's instructions; `episode_return` [B, T], rewards since the episode's start; `uncertainty`
+    [B, T, C] where the world gives one. Raises NonFiniteError,
+    before anything reaches the world, when an observation, action or log-probability is not finite.
+    """
+    columns: list[dict] = []
+    for _ in range(decisions):
+        validate_observation(streams.observation, policy.spec.observation, world.batch_size, policy.spec.history)
+        before = to_tensors(streams.observation, generator.device)
+        decision = policy.act(before, generator, deterministic=deterministic)
+        check_finite("actions", decision.actions)
+        check_finite("log-probabilities", decision.logp)
+        step = world.step(decision.actions.cpu().numpy())
+        for name, reward in step.rewards.items():
+            check_finite(f"reward '{name}'", reward)
+        after = to_tensors(step.observation, generator.device)
+        column = _column(before, after, decision, step, world.spec.instructions, generator.device)
+        streams.observation, streams.returns = step.observation, streams.returns + step.reward.sum(-1)
+        column["extras"]["episode_return"] = torch.tensor(streams.returns, dtype=torch.float32).to(generator.device)
+        columns.append(column)
+        _restart(world, policy, streams, step.ended)
+    return Rollouts(**_stack(columns))
+
+
+def _restart(world: World, policy: Policy, streams: Streams, ended: np.ndarray) -> None:
+    rows = np.flatnonzero(ended)
+    if not len(rows):
+        return
+    seeds = episode_seeds(streams.seed, streams.name, streams.episodes + len(rows))[streams.episodes :]
+    streams.observation = world.reset(rows=rows, seeds=seeds)
+    streams.episodes += len(rows)
+    streams.returns[rows] = 0.0
+    policy.reset(rows)
+
+
+def _column(
+    before: Mapping, after: Mapping, decision: Decision, step: Step, instructions: tuple[str, ...], device: torch.device
+) -> dict:
+    def tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.as_tensor(np.asarray(array), dtype=dtype).to(device).clone()
+
+    horizon_end = np.zeros_like(step.terminated) if step.horizon_end is None else step.horizon_end
+    extras: dict[str, Tensor] = {}
+    if TASK in before:
+        extras["task"] = torch.tensor([_instruction(text, instructions) for text in before[TASK]], device=device)
+    if step.uncertainty is not None:
+        extras["uncertainty"] = tensor(step.uncertainty, torch.float32)
+    return {
+        "observation": {key: value for key, value in before.items() if key != TASK},
+        "next_observation": {key: value for key, value in after.items() if key != TASK},
+        "units": dict(decision.units),
+        "actions": decision.actions,
+        "logp_behaviour": decision.logp,
+        "mask": decision.mask,
+        "rewards": {name: tensor(reward, torch.float32) for name, reward in step.rewards.items()},
+        "valid": tensor(step.valid, torch.bool),
+        "terminated": tensor(step.terminated, torch.bool),
+        "truncated": tensor(step.truncated, torch.bool),
+        "horizon_end": tensor(horizon_end, torch.bool),
+        "success": tensor(step.success, torch.bool),
+        "extras": extras,
+    }
+
+
+def _instruction(text: str, instructions: tuple[str, ...]) -> int:
+    if text not in instructions:
+        raise SpecError(f"The world set the task '{text}', which is not among its spec's instructions {instructions}.")
+    return instructions.index(text)
+
+
+def _stack(columns: list[dict]) -> dict:
+    """Stack equal trees of tensors along a new time axis (axis 1)."""
+    stacked: dict = {}
+    for key, value in columns[0].items():
+        parts = [column[key] for column in columns]
+        stacked[key] = _stack(parts) if isinstance(value, dict) else torch.stack(parts, dim=1)
+    return stacked

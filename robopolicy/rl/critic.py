@@ -1,0 +1,75 @@
+"""The critic V(observation): an encoder that makes features, and an MLP with Mish on top."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import Field
+from robopolicy.nn.normalizer import NormalizationMode, Normalizer
+
+
+class StateFeatures(nn.Module):
+    """Standardises the vector fields of an observation and concatenates them with their history: -> [N, features].
+
+    fields: which keys to read, images excluded (a critic may see more of the state than the policy does). Standardised
+    values are limited to +-10, so a state never seen at `fit` cannot blow up the critic.
+    """
+
+    def __init__(self, fields: Mapping[str, Field], history: int):
+        super().__init__()
+        self.keys = [key for key, field in fields.items() if len(field.shape) == 1]
+        if not self.keys:
+            raise ConfigError(
+                f"A state critic needs a vector field, but the observation has only {', '.join(fields) or 'nothing'}: "
+                "give the critic an image encoder, or add the state to the world's observation."
+            )
+        self.normalizers = nn.ModuleList(Normalizer(fields[key].shape, NormalizationMode.MEAN_STD) for key in self.keys)
+        self.features = history * sum(fields[key].size for key in self.keys)
+
+    def fit(self, observation: Mapping[str, Any]) -> None:
+        """Fit the standardisation on an observation [..., *shape] of many rows."""
+        for key, normalizer in zip(self.keys, self.normalizers, strict=True):
+            normalizer.fit(observation[key])  # type: ignore[operator]
+
+    def forward(self, observation: Mapping[str, Any]) -> Tensor:
+        """Return features [N, features] of an observation [N, H, *shape]."""
+        pairs = zip(self.keys, self.normalizers, strict=True)
+        parts = [normalizer(observation[key]).clamp(-10, 10).flatten(1) for key, normalizer in pairs]
+        return torch.cat(parts, dim=-1)
+
+
+class Critic(nn.Module):
+    """V(observation) in units of scaled rewards, [N].
+
+    encoder: observation -> [N, features] (`StateFeatures`, or an image encoder); depth hidden layers of `width` with
+    Mish (DPPO: 256 x 3). The last layer starts at zero, so the first values are 0.
+    """
+
+    def __init__(self, encoder: nn.Module, features: int, width: int = 256, depth: int = 2):
+        super().__init__()
+        self.encoder = encoder
+        layers: list[nn.Module] = []
+        for size in [features] + [width] * (depth - 1):
+            layers += [nn.Linear(size, width), nn.Mish()]
+        head = nn.Linear(width, 1)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        self.layers = nn.Sequential(*layers, head)
+
+    def fit(self, observation: Mapping[str, Any]) -> None:
+        """Fit the encoder's standardisation, if it has one, on an observation [..., *shape]; once, before any value."""
+        if isinstance(self.encoder, StateFeatures):
+            self.encoder.fit(observation)
+
+    def forward(self, observation: Mapping[str, Any]) -> Tensor:
+        """Return values [N]."""
+        return self.layers(self.encoder(observation)).squeeze(-1)
+
+
+def state_critic(fields: Mapping[str, Field], history: int, width: int = 256, depth: int = 2) -> Critic:
+    """Return a critic over the vector fields of a world's observation."""
+    encoder = StateFeatures(fields, history)
+    return Critic(encoder, encoder.features, width, depth)

@@ -1,0 +1,204 @@
+"""The one regression loop: policies (BC), world models, critics and heads all train through it."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.progress import progress
+from robopolicy.core.randomness import Generators
+from robopolicy.core.run import RunFolder
+from robopolicy.core.structured import to_plain
+from robopolicy.training.state import (
+    adamw,
+    clip_gradients,
+    load_trainer,
+    optimiser_tree,
+    require_finite,
+    require_same_config,
+    restore_optimiser,
+    save_trainer,
+    set_learning_rate,
+)
+
+
+class Regressor(Protocol):
+    """Anything trained by regression; also an nn.Module."""
+
+    def loss(self, batch: Any, generator: torch.Generator) -> Mapping[str, Tensor]:
+        """Return named losses, one value per row [N] (or [B, T]); the sum of their means is minimised."""
+        ...
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """Regression defaults.
+
+    learning_rate rises linearly over `warmup` steps, then falls along a cosine to `final_rate` times itself; gradients
+    are clipped to a global norm of gradient_clip; ema_decay 0 switches the moving average off.
+    """
+
+    steps: int = 4000
+    learning_rate: float = 1e-3
+    final_rate: float = 0.01
+    warmup: int = 100
+    weight_decay: float = 1e-6
+    gradient_clip: float = 1.0
+    ema_decay: float = 0.995
+    ema_power: float = 0.75
+    log_every: int = 100
+    checkpoint_every: int = 1000
+
+    def __post_init__(self):
+        if self.steps < 1 or self.log_every < 1 or self.checkpoint_every < 1:
+            raise ConfigError("steps, log_every and checkpoint_every must be at least 1.")
+        if not 0 <= self.ema_decay < 1:
+            raise ConfigError(f"ema_decay is {self.ema_decay}; it must be in [0, 1), where 0 switches it off.")
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """steps done in total; the last logged mean of each loss; seconds spent in this call."""
+
+    steps: int
+    losses: Mapping[str, float]
+    seconds: float
+
+
+def learning_rate_at(step: int, config: FitConfig) -> float:
+    """Return the rate of update number `step` (from 0): linear warm-up, then a cosine (Loshchilov and Hutter 2017)."""
+    if step < config.warmup:
+        return config.learning_rate * (step + 1) / config.warmup
+    share = (step - config.warmup) / max(1, config.steps - config.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+    return config.learning_rate * (config.final_rate + (1 - config.final_rate) * cosine)
+
+
+def ema_decay_at(step: int, config: FitConfig) -> float:
+    """Return the averaging weight after update number `step`: min(decay, 1 - (1 + step)^-power), 0 at first.
+
+    The warm-up of Diffusion Policy's and diffusers' EMA, which forgets the random initialisation.
+    """
+    return min(config.ema_decay, 1 - (1 + step) ** -config.ema_power)
+
+
+def fit(
+    model: Any,
+    batches: Iterator[Any],
+    config: FitConfig,
+    generators: Generators,
+    *,
+    run: RunFolder | None = None,
+    label: str = "train",
+    evaluate: Callable[[], Mapping[str, float]] | None = None,
+) -> FitResult:
+    """Minimise `model.loss` over `batches`; at the end the model holds the moving average of its weights.
+
+    model: an nn.Module that is a `Regressor`, on its final device. batches: drawn from generators of `generators` and
+    without any other state, so that a run killed at any point and started again ends bit for bit in the same place.
+    run: where metrics and the resume point go; None keeps nothing. evaluate: called at every log step with the averaged
+    weights in place; its figures are logged. Raises NonFiniteError naming the step of a bad loss or gradient.
+    """
+    return _Fit(model, config, generators, run).run(batches, label, evaluate)
+
+
+class _Fit:
+    """The state of one regression run."""
+
+    def __init__(self, model: Any, config: FitConfig, generators: Generators, run: RunFolder | None):
+        self.model, self.config, self.generators, self.run_folder = model, config, generators, run
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimiser = adamw(self.parameters, config.learning_rate, config.weight_decay)
+        self.average = [parameter.detach().clone() for parameter in self.parameters]
+        self.step = 0
+        self.losses: dict[str, float] = {}
+        self._resume()
+
+    def run(self, batches: Iterator[Any], label: str, evaluate: Callable[[], Mapping[str, float]] | None) -> FitResult:
+        started = time.perf_counter()
+        self.model.train()
+        history: list[dict[str, Tensor]] = []
+        with progress(label, self.config.steps) as advance:
+            advance(self.step)
+            for _ in range(self.step, self.config.steps):
+                history.append(self._update(next(batches)))
+                done = self.step == self.config.steps
+                if self.step % self.config.log_every == 0 or done:
+                    self._log(history, evaluate)
+                    history = []
+                advance(note=" ".join(f"{name} {value:.4g}" for name, value in self.losses.items()))
+                if self.step % self.config.checkpoint_every == 0 or done:
+                    self._save()
+        self._exchange()
+        self.model.eval()
+        return FitResult(self.step, self.losses, time.perf_counter() - started)
+
+    def _update(self, batch: Any) -> dict[str, Tensor]:
+        where = f"training step {self.step}"
+        means = {name: value.mean() for name, value in self.model.loss(batch, self.generators["loss"]).items()}
+        total = torch.stack(list(means.values())).sum()
+        require_finite("the loss", total.detach(), where)
+        self.optimiser.zero_grad(set_to_none=True)
+        total.backward()
+        clip_gradients(self.parameters, self.config.gradient_clip, where)
+        set_learning_rate(self.optimiser, learning_rate_at(self.step, self.config))
+        self.optimiser.step()
+        with torch.no_grad():
+            weight = 1 - ema_decay_at(self.step, self.config)
+            for average, parameter in zip(self.average, self.parameters, strict=True):
+                average.lerp_(parameter, weight)
+        self.step += 1
+        return {name: value.detach() for name, value in means.items()}
+
+    def _log(self, history: list[dict[str, Tensor]], evaluate: Callable[[], Mapping[str, float]] | None) -> None:
+        self.losses = {name: float(torch.stack([row[name] for row in history]).mean()) for name in history[0]}
+        extra: dict[str, float] = {}
+        if evaluate is not None:
+            self._exchange()
+            self.model.eval()
+            extra = dict(evaluate())
+            self.model.train()
+            self._exchange()
+        if self.run_folder is not None:
+            rate = learning_rate_at(self.step - 1, self.config)
+            self.run_folder.log({"step": self.step, "learning_rate": rate, **self.losses, **extra})
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Swap the weights with their moving average."""
+        for parameter, average in zip(self.parameters, self.average, strict=True):
+            kept = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(kept)
+
+    def _save(self) -> None:
+        if self.run_folder is None:
+            return
+        tree = {
+            "step": self.step,
+            "config": to_plain(self.config),
+            "losses": self.losses,
+            "model": self.model.state_dict(),
+            "average": {str(number): value for number, value in enumerate(self.average)},
+            "optimiser": optimiser_tree(self.optimiser),
+            "generators": self.generators.state(),
+        }
+        save_trainer(self.run_folder.resume_point, tree)
+
+    def _resume(self) -> None:
+        tree = None if self.run_folder is None else load_trainer(self.run_folder.resume_point)
+        if tree is None or self.run_folder is None:
+            return
+        require_same_config(tree["config"], to_plain(self.config), may_change=("log_every", "checkpoint_every"))
+        self.step, self.losses = tree["step"], tree["losses"]
+        self.model.load_state_dict(tree["model"])
+        for number, average in enumerate(self.average):
+            average.copy_(tree["average"][str(number)])
+        restore_optimiser(self.optimiser, tree["optimiser"])
+        self.generators.restore(tree["generators"])
+        self.run_folder.rewind("step", self.step)

@@ -1,0 +1,42 @@
+"""Behaviour cloning: fit a policy to the action chunks of episodes."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.randomness import Generators
+from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import PolicySpec
+from robopolicy.data.episodes import Episodes
+from robopolicy.training.fit import FitConfig, FitResult, fit
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """Behaviour-cloning defaults; seed roots the generators of the batches and of the noise."""
+
+    seed: int = 0
+    batch_size: int = 256
+    fit: FitConfig = field(default_factory=FitConfig)
+
+    def __post_init__(self):
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1.")
+
+
+def pretrain(policy: Any, episodes: Episodes, config: PretrainConfig, run: RunFolder | None = None) -> FitResult:
+    """Fit `policy`, an nn.Module with `loss` and `spec`, to `episodes` and save it to the run's checkpoint folder.
+
+    A run that was killed goes on from its resume point and ends bit for bit in the same place. The policy ends in
+    evaluation mode, with averaged weights.
+    """
+    spec: PolicySpec = policy.spec
+    device = next(policy.parameters()).device
+    generators = Generators(config.seed, device)
+    batches = episodes.to(device).sampler(
+        spec.history, spec.prediction, config.batch_size, generators["batches"], keys=list(spec.observation)
+    )
+    result = fit(policy, batches, config.fit, generators, run=run, label="Behaviour cloning")
+    if run is not None:
+        policy.save(run.checkpoint)
+    return result
