@@ -1,0 +1,116 @@
+"""The six-joint arm of the tabletop tasks: kinematics in closed form, Cartesian control, and what it reports of itself.
+
+The arm has the joint names, limits and proportions of the SO-101 (TheRobotStudio); assets/arm/arm.xml holds the body.
+While it works the hand points straight down, so four joints place the tip and wrist_roll turns the hand. Positions are
+metres in the table's frame (x away from the base, y to its left, z up), angles radians. "..." is any leading axes.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from robopolicy.core.spec import Field
+from sims.task import Readings, scale, vector_field
+
+JOINTS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
+JOINT_LOW = np.array([-1.92, -1.745, -1.69, -1.658, -2.74, -0.1745])
+JOINT_HIGH = np.array([1.92, 1.745, 1.69, 1.658, 2.84, 1.745])
+
+SHOULDER_OFFSET, SHOULDER_HEIGHT = 0.03, 0.14
+"""Where the shoulder_lift axis lies: outward from the pan axis and above the table."""
+UPPER_ARM, FOREARM, HAND = 0.155, 0.16, 0.14
+"""Distances from shoulder_lift to elbow_flex to wrist_flex to the tip."""
+
+TIP_LOW = np.array([0.13, -0.15, 0.014])
+TIP_HIGH = np.array([0.26, 0.15, 0.10])
+"""The box that tip targets are clipped to; every point of it can be reached with the hand pointing down."""
+
+GRIPPER_CLOSED, GRIPPER_OPEN = 0.0, 0.95
+"""Gripper joint targets of the gripper action -1 and 1; `GRIPPER_HOLDS` is the joint angle around a 4 cm cube."""
+GRIPPER_HOLDS = 0.45
+
+TIP_STEP = 0.02
+"""Largest move of the tip target along each axis in one control step."""
+
+ACTION = Field(
+    (4,),
+    low=-1.0,
+    high=1.0,
+    unit=f"x, y, z: 1 moves the tip target by {TIP_STEP} m; gripper: -1 closed, 1 open",
+    names=("x", "y", "z", "gripper"),
+)
+
+STATE_FIELD = vector_field(
+    " ".join(f"{joint}_{kind}" for kind in ("position", "velocity") for joint in JOINTS)
+    + " tip_x tip_y tip_z tip_target_x tip_target_y tip_target_z gripper_target",
+    "rad, rad/s, m, m, rad",
+)
+_TARGET_GRID = 9  # decimals: targets lie on a nanometre grid, so that reading them back from joint targets is exact
+
+
+def tip_position(joints: np.ndarray) -> np.ndarray:
+    """Return where the tip is, [..., >= 4 joints] -> [..., 3]; exact for every configuration."""
+    pan, lift, elbow, wrist = (joints[..., index] for index in range(4))
+    forearm = lift + elbow
+    hand = forearm + wrist
+    reach = SHOULDER_OFFSET + UPPER_ARM * np.sin(lift) + FOREARM * np.cos(forearm) + HAND * np.cos(hand)
+    height = SHOULDER_HEIGHT + UPPER_ARM * np.cos(lift) - FOREARM * np.sin(forearm) - HAND * np.sin(hand)
+    return np.stack([reach * np.cos(pan), reach * np.sin(pan), height], axis=-1)
+
+
+def joint_targets(tip: np.ndarray, yaw: np.ndarray | float = 0.0) -> np.ndarray:
+    """Return the five joint angles that put the tip at `tip` with the hand pointing down, [..., 3] -> [..., 5].
+
+    yaw: [...] rotation of the hand about the vertical; 0 opens the jaws along y. Points beyond reach are approached as
+    far as the arm stretches; every point inside TIP_LOW..TIP_HIGH is within reach. Two links in closed form, elbow up.
+    """
+    x, y, z = tip[..., 0], tip[..., 1], tip[..., 2]
+    pan = np.arctan2(y, x)
+    outward = np.hypot(x, y) - SHOULDER_OFFSET
+    upward = z + HAND - SHOULDER_HEIGHT
+    cosine = (outward**2 + upward**2 - UPPER_ARM**2 - FOREARM**2) / (2 * UPPER_ARM * FOREARM)
+    fold = np.arccos(np.clip(cosine, -1.0, 1.0))
+    lift = np.arctan2(outward, upward) - np.arctan2(FOREARM * np.sin(fold), UPPER_ARM + FOREARM * np.cos(fold))
+    elbow = fold - np.pi / 2
+    return np.stack([pan, lift, elbow, np.pi / 2 - lift - elbow, pan - yaw], axis=-1)
+
+
+def control(actions: np.ndarray, previous: np.ndarray) -> np.ndarray:
+    """Turn tip moves and gripper openings into joint targets: actions [R, C, 4], previous [R, 6] -> [R, C, 6].
+
+    Moves add up from the tip target in force (not from the measured tip) and are clipped to the workspace box, so a
+    whole chunk is known before it runs. `joint_targets` gives the targets of a policy that speaks joint angles.
+    """
+    tip = np.round(tip_position(previous), _TARGET_GRID)
+    targets = np.empty((*actions.shape[:2], 3))
+    for step in range(actions.shape[1]):
+        tip = np.round(np.clip(tip + TIP_STEP * actions[:, step, :3], TIP_LOW, TIP_HIGH), _TARGET_GRID)
+        targets[:, step] = tip
+    gripper = scale((actions[..., 3:] + 1) / 2, GRIPPER_CLOSED, GRIPPER_OPEN)
+    return np.concatenate([joint_targets(targets), gripper], axis=-1)
+
+
+def resting_joints(tip: np.ndarray) -> np.ndarray:
+    """Return the joints of an arm that waits at `tip` with an open gripper, [..., 3] -> [..., 6]."""
+    gripper = np.full((*tip.shape[:-1], 1), GRIPPER_OPEN)
+    return np.concatenate([joint_targets(np.round(tip, _TARGET_GRID)), gripper], axis=-1)
+
+
+def proprioception(readings: Readings) -> np.ndarray:
+    """Return `observation.state`, [..., 19]: joint positions and velocities, tip, tip target, gripper target."""
+    joints, targets = readings.qpos[..., :6], readings.control
+    return np.concatenate(
+        [joints, readings.qvel[..., :6], tip_position(joints), tip_position(targets), targets[..., 5:6]], axis=-1
+    )
+
+
+def parts(state: np.ndarray) -> Mapping[str, np.ndarray]:
+    """Name the parts of `observation.state`: joints, velocities, tip, tip_target (vectors), gripper, gripper_target."""
+    return {
+        "joints": state[..., :6],
+        "velocities": state[..., 6:12],
+        "gripper": state[..., 5],
+        "tip": state[..., 12:15],
+        "tip_target": state[..., 15:18],
+        "gripper_target": state[..., 18],
+    }

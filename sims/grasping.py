@@ -1,0 +1,134 @@
+"""What the tasks that carry a cube share: how a cube is observed, what counts as progress, and the scripted expert.
+
+The first 21 numbers of their environment state are the same, see `CUBE_NAMES`; "goal" is where the cube's centre is to
+come to rest. Positions are metres in the table's frame; "..." is any leading axes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation
+from robopolicy.core.world import Rows
+from sims.arm import GRIPPER_HOLDS, GRIPPER_OPEN, TIP_STEP, parts
+from sims.task import Arrays, newest
+
+CUBE_HALF = 0.02
+"""Half the edge of every cube."""
+
+CUBE_NAMES = (
+    "cube_x cube_y cube_z cube_r11 cube_r21 cube_r31 cube_r12 cube_r22 cube_r32 "
+    "cube_velocity_x cube_velocity_y cube_velocity_z cube_spin_x cube_spin_y cube_spin_z "
+    "tip_to_cube_x tip_to_cube_y tip_to_cube_z cube_to_goal_x cube_to_goal_y cube_to_goal_z"
+)
+
+HELD_WITHIN = 0.012
+"""The cube's centre is this near the tip, in metres, when the jaws hold it."""
+RELEASED = GRIPPER_HOLDS + 0.15
+"""Gripper angle beyond which the jaws let go of a cube."""
+
+
+def rotation_columns(quaternion: np.ndarray) -> np.ndarray:
+    """Return the first two columns of the rotation matrix, [..., 4] (w first) -> [..., 6] (Zhou et al. 2019)."""
+    w, x, y, z = (quaternion[..., index] for index in range(4))
+    first = [1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)]
+    second = [2 * (x * y - w * z), 1 - 2 * (x * x + z * z), 2 * (y * z + w * x)]
+    return np.stack([*first, *second], axis=-1)
+
+
+def cube_features(pose: np.ndarray, velocity: np.ndarray, tip: np.ndarray, goal: np.ndarray) -> list[np.ndarray]:
+    """Return the parts named by CUBE_NAMES; pose [..., 7], velocity [..., 6], tip and goal [..., 3]."""
+    cube = pose[..., :3]
+    return [cube, rotation_columns(pose[..., 3:7]), velocity, cube - tip, goal - cube]
+
+
+def placing_potential(observation: Arrays, lift: float) -> np.ndarray:
+    """Return progress from 0 to 4.5: near the cube, close on it, lift it by `lift` metres, carry it, let it go.
+
+    At the goal the first two are kept however the hand moves away, so letting go costs nothing.
+    """
+    state, environment = observation[STATE], observation[ENVIRONMENT_STATE]
+    gripper = parts(state)["gripper"]
+    reach = np.maximum(length(environment[..., 15:18]) - HELD_WITHIN, 0.0)
+    distance = length(environment[..., 18:21])
+    raised = np.clip((environment[..., 2] - CUBE_HALF) / lift, 0.0, 1.0)
+    closed = np.clip(1.0 - np.abs(gripper - GRIPPER_HOLDS) / (GRIPPER_OPEN - GRIPPER_HOLDS), 0.0, 1.0)
+    placed = np.clip((0.04 - distance) / 0.03, 0.0, 1.0)
+    opened = np.clip((gripper - GRIPPER_HOLDS) / (RELEASED - GRIPPER_HOLDS), 0.0, 1.0)
+    near = 1.0 - np.tanh(reach / 0.1)
+    grasped = np.clip(1.0 - reach / 0.02, 0.0, 1.0) * closed
+    carried = raised * (1.0 - np.tanh(distance / 0.1))
+    return (
+        0.5 * np.maximum(near, placed)
+        + 0.5 * np.maximum(grasped, placed)
+        + raised
+        + 2.0 * carried
+        + 0.5 * placed * opened
+    )
+
+
+def cube_rests_at_goal(observation: Arrays, tolerance: float) -> np.ndarray:
+    """Tell, [...] bool, whether the cube lies within `tolerance` of the goal, at its height, still and let go."""
+    state, environment = observation[STATE], observation[ENVIRONMENT_STATE]
+    offset = environment[..., 18:21]
+    there = (length(offset[..., :2]) < tolerance) & (np.abs(offset[..., 2]) < 0.008)
+    still = length(environment[..., 9:12]) < 0.05
+    return there & still & (parts(state)["gripper"] > RELEASED)
+
+
+def length(vector: np.ndarray) -> np.ndarray:
+    """Euclidean length over the last axis."""
+    return np.sqrt((vector * vector).sum(axis=-1))
+
+
+@dataclass(frozen=True)
+class PlaceExpert:
+    """Picks the cube up and puts it at the goal; it looks only at the present, so it recovers from any disturbance.
+
+    carry_height: of the tip while the cube travels; precision: horizontal error at which it starts to lower the cube.
+    """
+
+    carry_height: float
+    precision: float = 0.006
+
+    def reset(self, rows: Rows = None) -> None:
+        """Nothing is remembered."""
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Return actions [B, 4]."""
+        state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
+        arm = parts(state)
+        cube, to_cube, to_goal = environment[:, 0:3], environment[:, 15:18], environment[:, 18:21]
+        between = (
+            (np.abs(to_cube[:, 0]) < 0.015)
+            & (to_cube[:, 1] > -0.014)
+            & (to_cube[:, 1] < 0.018)
+            & (np.abs(to_cube[:, 2]) < 0.015)
+        )
+        placed = (length(to_goal[:, :2]) < 1.5 * self.precision) & (np.abs(to_goal[:, 2]) < 0.006)
+        held = between & (arm["gripper"] < GRIPPER_HOLDS + 0.06) & ~placed
+        tip = np.where(held[:, None], self._carry(arm["tip"], cube, to_goal), _approach(arm["tip"], cube))
+        tip = np.where((between & ~held)[:, None], arm["tip_target"], tip)
+        let_go = placed & (arm["gripper"] > RELEASED)
+        tip[:, 2] = np.where(placed, np.where(let_go, self.carry_height, arm["tip_target"][:, 2]), tip[:, 2])
+        tip[:, :2] = np.where(placed[:, None], arm["tip_target"][:, :2], tip[:, :2])
+        move = np.clip((tip - arm["tip_target"]) / TIP_STEP, -1.0, 1.0)
+        gripper = np.where(between & ~placed, -1.0, 1.0)
+        return np.concatenate([move, gripper[:, None]], axis=1)
+
+    def _carry(self, tip: np.ndarray, cube: np.ndarray, to_goal: np.ndarray) -> np.ndarray:
+        """Up, across once the cube is clear of what it will be put on, then down."""
+        target = tip + to_goal
+        above = length(to_goal[:, :2]) < self.precision
+        clear = to_goal[:, 2] < -0.006
+        target[:, :2] = np.where((clear | above)[:, None], target[:, :2], tip[:, :2])
+        target[:, 2] = np.where(above, target[:, 2] - 0.001, self.carry_height)
+        return target
+
+
+def _approach(tip: np.ndarray, cube: np.ndarray) -> np.ndarray:
+    """Hover over the cube with clearance for the fixed jaw, then go down."""
+    target = cube - np.array([0.0, 0.008, 0.0])
+    aside = length(target[:, :2] - tip[:, :2]) > 0.008
+    target[:, 2] += np.where(aside, 0.055, 0.0)
+    return target

@@ -1,0 +1,87 @@
+"""Arm reach: a six-joint arm brings its tip to a point in the air."""
+
+import numpy as np
+
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation
+from robopolicy.core.world import Rows
+from sims import arm
+from sims.task import Arrays, Markers, Readings, Start, Task, flat_quaternion, newest, scale, vector_field
+
+TOLERANCE = 0.015  # m
+
+
+def start(uniforms: np.ndarray) -> Start:
+    """Tip near the middle, goal to one of its sides, at least 4 cm away."""
+    tip = scale(uniforms[:, 0:3], [0.16, -0.03, 0.04], [0.23, 0.03, 0.09])
+    goal = scale(uniforms[:, 3:6], [0.14, 0.07, 0.03], [0.25, 0.14, 0.095])
+    goal[:, 1] *= np.where(uniforms[:, 6] < 0.5, -1.0, 1.0)
+    joints = arm.resting_joints(tip)
+    return Start(qpos=joints, goal=goal, control=joints)
+
+
+def observe(readings: Readings) -> dict[str, np.ndarray]:
+    """The arm's own state; the goal and the way from the tip to it."""
+    offset = readings.goal - arm.tip_position(readings.qpos)
+    environment = np.concatenate([readings.goal, offset], axis=-1)
+    return {STATE: arm.proprioception(readings), ENVIRONMENT_STATE: environment}
+
+
+def potential(observation: Arrays) -> np.ndarray:
+    """Ten per metre that the tip nears the goal."""
+    return -10.0 * _distance(observation)
+
+
+def succeeded(observation: Arrays) -> np.ndarray:
+    """The tip is within the tolerance of the goal."""
+    return _distance(observation) < TOLERANCE
+
+
+def markers(goal: np.ndarray) -> Markers:
+    """The ball floats at the goal."""
+    position = goal[:, None]
+    return Markers(position, flat_quaternion(np.zeros(position.shape[:2])))
+
+
+class ArmReachExpert:
+    """Moves the tip target straight to the goal."""
+
+    def reset(self, rows: Rows = None) -> None:
+        """Nothing is remembered."""
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Return actions [B, 4]; the gripper closes, as the goal is a point."""
+        target = arm.parts(newest(observation, STATE))["tip_target"]
+        move = np.clip((newest(observation, ENVIRONMENT_STATE)[:, :3] - target) / arm.TIP_STEP, -1.0, 1.0)
+        return np.concatenate([move, np.full((len(move), 1), -1.0)], axis=1)
+
+
+def _distance(observation: Arrays) -> np.ndarray:
+    offset = observation[ENVIRONMENT_STATE][..., 3:6]
+    return np.sqrt((offset * offset).sum(axis=-1))
+
+
+def task() -> Task:
+    """Return the arm-reach task."""
+    return Task(
+        name="arm_reach",
+        model="arm/arm_reach.xml",
+        instructions=("move the gripper to the green ball",),
+        success_text=f"The gripper's tip is within {100 * TOLERANCE:.1f} cm of the ball's centre.",
+        fps=10,
+        substeps=10,
+        horizon=40,
+        cameras=("front", "top", "wrist"),
+        action=arm.ACTION,
+        observation={
+            STATE: arm.STATE_FIELD,
+            ENVIRONMENT_STATE: vector_field("goal_x goal_y goal_z tip_to_goal_x tip_to_goal_y tip_to_goal_z", "m"),
+        },
+        uniforms=7,
+        start=start,
+        control=arm.control,
+        observe=observe,
+        potential=potential,
+        succeeded=succeeded,
+        expert=ArmReachExpert,
+        markers=markers,
+    )

@@ -1,0 +1,80 @@
+"""Stack: a six-joint arm puts the red cube on top of the blue one."""
+
+import numpy as np
+
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from sims import arm, grasping
+from sims.task import Arrays, Readings, Start, Task, flat_quaternion, scale, vector_field
+
+EDGE = 2 * grasping.CUBE_HALF
+TOLERANCE = 0.018  # m
+
+
+def start(uniforms: np.ndarray) -> Start:
+    """Red cube to the right, blue cube to the left, both slightly turned; tip above the middle."""
+    tip = scale(uniforms[:, 0:3], [0.17, -0.03, 0.08], [0.23, 0.03, 0.10])
+    cube = scale(uniforms[:, 3:5], [0.15, -0.12], [0.24, -0.06])
+    lower = scale(uniforms[:, 5:7], [0.15, 0.03], [0.24, 0.10])
+    yaw, lower_yaw = scale(uniforms[:, 7], -0.25, 0.25), scale(uniforms[:, 8], -0.25, 0.25)
+    height = np.full((len(uniforms), 1), grasping.CUBE_HALF)
+    joints = arm.resting_joints(tip)
+    poses = [cube, height, flat_quaternion(yaw), lower, height, flat_quaternion(lower_yaw)]
+    return Start(
+        qpos=np.concatenate([joints, *poses], axis=1),
+        goal=np.empty((len(uniforms), 0)),
+        control=joints,
+    )
+
+
+def observe(readings: Readings) -> dict[str, np.ndarray]:
+    """The arm's own state; the red cube's pose, velocity and two offsets; the blue cube's pose, velocity."""
+    tip = arm.tip_position(readings.qpos)
+    lower = readings.qpos[..., 13:20]
+    goal = lower[..., :3] + np.array([0.0, 0.0, EDGE])
+    cube = grasping.cube_features(readings.qpos[..., 6:13], readings.qvel[..., 6:12], tip, goal)
+    other = [lower[..., :3], grasping.rotation_columns(lower[..., 3:]), readings.qvel[..., 12:18]]
+    return {STATE: arm.proprioception(readings), ENVIRONMENT_STATE: np.concatenate([*cube, *other], axis=-1)}
+
+
+def potential(observation: Arrays) -> np.ndarray:
+    """Reach, grasp, lift by one cube, carry, let go; see `placing_potential`."""
+    return grasping.placing_potential(observation, EDGE)
+
+
+def succeeded(observation: Arrays) -> np.ndarray:
+    """The red cube rests on the blue one and the jaws are open."""
+    return grasping.cube_rests_at_goal(observation, TOLERANCE)
+
+
+def task() -> Task:
+    """Return the stacking task."""
+    return Task(
+        name="stack",
+        model="arm/stack.xml",
+        instructions=("stack the red cube on the blue cube",),
+        success_text=(
+            f"The red cube lies on the blue one, centres within {100 * TOLERANCE:.1f} cm horizontally, slower than "
+            "5 cm/s, and the gripper has let go."
+        ),
+        fps=10,
+        substeps=10,
+        horizon=60,
+        cameras=("front", "top", "wrist"),
+        action=arm.ACTION,
+        observation={
+            STATE: arm.STATE_FIELD,
+            ENVIRONMENT_STATE: vector_field(
+                grasping.CUBE_NAMES
+                + " lower_x lower_y lower_z lower_r11 lower_r21 lower_r31 lower_r12 lower_r22 lower_r32 "
+                "lower_velocity_x lower_velocity_y lower_velocity_z lower_spin_x lower_spin_y lower_spin_z",
+                "m, 1, m/s, rad/s",
+            ),
+        },
+        uniforms=9,
+        start=start,
+        control=arm.control,
+        observe=observe,
+        potential=potential,
+        succeeded=succeeded,
+        expert=lambda: grasping.PlaceExpert(carry_height=0.095, precision=0.004),
+    )
