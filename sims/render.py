@@ -15,7 +15,8 @@ class FrameRenderer:
 
     def __init__(self, model: mujoco.MjModel):
         self._model = model
-        self._model.vis.quality.offsamples = 0
+        quality = model.vis.quality
+        quality.offsamples, quality.numslices, quality.numstacks, quality.numquads = 0, 20, 10, 1
         self._data = mujoco.MjData(model)
         self._renderers: dict[tuple[int, int], mujoco.Renderer] = {}
         self._option = mujoco.MjvOption()

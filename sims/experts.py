@@ -1,0 +1,87 @@
+"""Demonstrations of graded quality: a scripted expert whose actions are disturbed by a stated amount."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.randomness import numpy_generator
+from robopolicy.core.spec import Field, Observation
+from robopolicy.core.world import Controller, Rows
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How an expert is disturbed.
+
+    gaussian: standard deviation of white noise on every action, as a share of half the action range; random: share of
+    control steps spent in spells of a uniformly random action; hold: control steps of one spell.
+    """
+
+    gaussian: float = 0.0
+    random: float = 0.0
+    hold: int = 5
+
+    def __post_init__(self) -> None:
+        if self.gaussian < 0 or not 0 <= self.random < 1 or self.hold < 1:
+            raise ConfigError(f"Noise needs gaussian >= 0, 0 <= random < 1 and hold >= 1; got {self}.")
+
+
+NOISE_LEVELS: dict[str, Noise] = {
+    "none": Noise(),
+    "low": Noise(gaussian=0.15),
+    "medium": Noise(gaussian=0.3, random=0.3),
+    "high": Noise(gaussian=0.5, random=0.7),
+    "random": Noise(gaussian=0.5, random=0.98),
+}
+"""Levels by name, from the pure expert down to nearly random behaviour."""
+
+
+def noise_level(name: str) -> Noise:
+    """Return one of NOISE_LEVELS by name."""
+    if name not in NOISE_LEVELS:
+        raise ConfigError(f"There is no noise level '{name}'.{did_you_mean(name, NOISE_LEVELS)}")
+    return NOISE_LEVELS[name]
+
+
+class NoisyController:
+    """A controller whose actions are disturbed by `noise` (a Noise, or the gaussian share alone) and clipped to range.
+
+    action_field: the world's action, whose bounds must be finite; seed: of its own generator, so equal seeds repeat the
+    same disturbances for the same number of rows.
+    """
+
+    def __init__(self, controller: Controller, noise: Noise | float, seed: int, action_field: Field):
+        self._controller = controller
+        self._noise = noise if isinstance(noise, Noise) else Noise(gaussian=float(noise))
+        self._low = np.broadcast_to(np.asarray(action_field.low, dtype=np.float64), action_field.shape)
+        self._high = np.broadcast_to(np.asarray(action_field.high, dtype=np.float64), action_field.shape)
+        if not (np.isfinite(self._low).all() and np.isfinite(self._high).all()):
+            raise ConfigError("A noisy controller needs an action field with finite bounds: set low and high.")
+        self._generator = numpy_generator(seed, "sims/noisy_controller")
+        self._spell: np.ndarray | None = None
+        self._held: np.ndarray | None = None
+
+    def reset(self, rows: Rows = None) -> None:
+        """End the spells of `rows` and reset the controller under it."""
+        self._controller.reset(rows)
+        if self._spell is not None:
+            self._spell[slice(None) if rows is None else np.asarray(rows)] = 0
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Return disturbed actions [B, A]."""
+        actions = self._controller.act(observation)
+        count, noise, draw = len(actions), self._noise, self._generator
+        if self._spell is None or self._held is None or len(self._spell) != count:
+            self._spell, self._held = np.zeros(count, dtype=np.int64), np.zeros_like(actions, dtype=np.float64)
+        noisy = actions + noise.gaussian * 0.5 * (self._high - self._low) * draw.standard_normal(actions.shape)
+        chances = draw.random(count)
+        fresh = self._low + (self._high - self._low) * draw.random(actions.shape)
+        # A free row starts a spell with the chance that makes `random` the long-run share of steps in spells.
+        chance = noise.random / (noise.random + noise.hold * (1.0 - noise.random))
+        begin = (self._spell == 0) & (chances < chance)
+        self._held = np.where(begin[:, None], fresh, self._held)
+        self._spell = np.where(begin, noise.hold, self._spell)
+        noisy = np.where(self._spell[:, None] > 0, self._held, noisy)
+        self._spell = np.maximum(self._spell - 1, 0)
+        return np.clip(noisy, self._low, self._high)
