@@ -12,10 +12,12 @@ UPPER, FORE = 0.13, 0.11  # m, link lengths
 
 
 def start(uniforms: np.ndarray) -> Start:
-    """Any shoulder angle, a bent elbow, a goal the arm can reach without stretching or folding fully."""
+    """Any shoulder angle, a bent elbow, a goal within reach that is seen from the base in another direction."""
     side = np.where(uniforms[:, 0] < 0.5, -1.0, 1.0)
     joints = np.stack([scale(uniforms[:, 1], -np.pi, np.pi), side * scale(uniforms[:, 2], 0.5, 2.2)], axis=-1)
-    radius, angle = scale(uniforms[:, 3], 0.09, 0.22), scale(uniforms[:, 4], -np.pi, np.pi)
+    radius = scale(uniforms[:, 3], 0.09, 0.22)
+    tip = joints[:, 0] + np.arctan2(FORE * np.sin(joints[:, 1]), UPPER + FORE * np.cos(joints[:, 1]))
+    angle = tip + scale(uniforms[:, 4], 0.4, 2 * np.pi - 0.4)
     goal = radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
     return Start(qpos=joints, goal=goal, activation=joints)
 

@@ -1,0 +1,388 @@
+"""`check_world`: the promises of the `World` protocol, tested from outside; every world's tests call it.
+
+A failure is an `AssertionError` whose text names the world and the broken promise. The checks know nothing about how a
+world is made, so they serve simulators, learned worlds and a newcomer's adapter alike.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from robopolicy.core.errors import NonFiniteError, RobopolicyError, SpecError
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSpec, validate_observation
+from robopolicy.core.world import Renders, Snapshots, Step, World
+
+MakeWorld = Callable[[int], World]
+"""Batch size -> a new, not yet reset world."""
+
+
+def check_world(
+    make_world: MakeWorld,
+    *,
+    batch_size: int = 4,
+    chunk: int = 3,
+    deterministic: bool = True,
+    snapshots: bool = True,
+    renders: bool = True,
+    tolerance: float = 0.0,
+    first_seed: int = 1000,
+) -> None:
+    """Check every promise of `World`, and of `Snapshots` and `Renders` where asked for.
+
+    deterministic: the same seeds and actions give the same episode (False for worlds that sample their dynamics);
+    snapshots, renders: whether the world claims these protocols; tolerance: allowed absolute difference between equal
+    episodes run in other rows, batches or chunkings (0 is bitwise; a learned world needs about 1e-5);
+    first_seed: episode seeds count up from it. Raises AssertionError naming the broken promise.
+    """
+    if batch_size < 3 or chunk < 2:
+        raise ValueError("check_world needs batch_size >= 3 and chunk >= 2 to tell rows and steps apart.")
+    seeds = first_seed + np.arange(batch_size)
+    check_starts(make_world, seeds, tolerance)
+    check_partial_reset(make_world, seeds, chunk, deterministic, tolerance)
+    check_episode(make_world, seeds, chunk)
+    check_bad_actions(make_world, seeds, chunk, deterministic, tolerance)
+    if deterministic:
+        check_repeats(make_world, seeds, chunk, tolerance)
+        check_chunks(make_world, seeds, chunk, tolerance)
+    if snapshots:
+        check_snapshots(make_world, seeds, chunk, deterministic, tolerance)
+    if renders:
+        check_render(make_world, seeds)
+
+
+def check_starts(make_world: MakeWorld, seeds: np.ndarray, tolerance: float) -> None:
+    """A start is well formed and a function of its seed alone: not of row, batch size or what happened before."""
+    world = make_world(len(seeds))
+    spec = world.spec
+    promise(world, world.batch_size == len(seeds), f"batch_size is {world.batch_size}, not the {len(seeds)} asked for")
+    given = world.reset(seeds=seeds)
+    start = copy(given)
+    check_observation(world, start)
+    again = world.reset(seeds=seeds[::-1])
+    check_same(world, start, given, "a returned observation is never written to again", 0.0)
+    reverse = {key: value[::-1] for key, value in again.items()}
+    check_same(world, start, reverse, "a start depends on its seed alone, not on its row", tolerance)
+    world.step(sample_actions(spec, len(seeds), 2, 0))
+    repeated = world.reset(seeds=seeds)
+    check_same(world, start, repeated, "a start depends on its seed alone, not on earlier episodes", tolerance)
+    free, other = world.reset(), world.reset()
+    check_observation(world, free)
+    numeric = [key for key in spec.observation if not key.startswith(IMAGE_PREFIX)]
+    varied = any(not np.array_equal(free[key], other[key]) for key in numeric)
+    promise(world, varied, "reset without seeds draws new starts each time")
+    world.close()
+    alone = make_world(1)
+    one = alone.reset(seeds=seeds[1:2])
+    expected = {key: value[1:2] for key, value in start.items()}
+    check_same(alone, expected, one, "a start depends on its seed alone, not on the batch size", tolerance)
+    alone.close()
+
+
+def check_partial_reset(
+    make_world: MakeWorld, seeds: np.ndarray, chunk: int, deterministic: bool, tolerance: float
+) -> None:
+    """reset(rows) starts these rows and touches no others, now or later."""
+    world, twin = make_world(len(seeds)), make_world(len(seeds))
+    actions = sample_actions(world.spec, len(seeds), chunk, 1)
+    for one in (twin, world):
+        one.reset(seeds=seeds)
+        step = one.step(actions)
+    before = copy(step.observation)
+    after = world.reset(rows=[1], seeds=seeds[:1])
+    check_observation(world, after)
+    others = np.arange(len(seeds)) != 1
+    check_same(world, take(before, others), take(after, others), "reset(rows) leaves other rows alone", tolerance)
+    fresh = make_world(1)
+    start = fresh.reset(seeds=seeds[:1])
+    check_same(world, start, take(after, ~others), "reset(rows) starts the rows it is given", tolerance)
+    fresh.close()
+    if deterministic:
+        actions = sample_actions(world.spec, len(seeds), chunk, 2)
+        mine, its = world.step(actions), twin.step(actions)
+        text = "reset(rows) does not change the future of other rows"
+        check_same_step(world, its, mine, text, tolerance, rows=others)
+    world.close()
+    twin.close()
+
+
+def check_episode(make_world: MakeWorld, seeds: np.ndarray, chunk: int) -> None:
+    """Play to the end: shapes, endings, latched success, the time limit exactly at the horizon, frozen ended rows."""
+    world = make_world(len(seeds))
+    spec, count = world.spec, np.zeros(len(seeds), dtype=np.int64)
+    observation = world.reset(seeds=seeds)
+    ended, success = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
+    for index in range(-(-spec.horizon // chunk)):
+        step = world.step(sample_actions(spec, len(seeds), chunk, 100 + index))
+        check_step(world, step, len(seeds), chunk)
+        promise(world, not step.valid[ended].any(), "an ended row has no valid step: step never resets")
+        promise(world, bool((step.success | ~success).all()), "success, once reached, stays until the reset")
+        count += step.valid.sum(axis=1)
+        check_endings(world, step, count, ended, chunk)
+        check_same(world, take(observation, ended), take(step.observation, ended), "an ended row is frozen", 0.0)
+        observation, ended, success = copy(step.observation), step.ended, step.success
+    promise(world, bool(ended.all()), f"every row has ended after the horizon of {spec.horizon} control steps")
+    last = world.step(sample_actions(spec, len(seeds), chunk, 99))
+    check_step(world, last, len(seeds), chunk)
+    promise(world, not last.valid.any(), "an ended row has no valid step: step never resets")
+    flags = [(last.terminated, step.terminated), (last.truncated, step.truncated), (last.success, step.success)]
+    promise(world, all(np.array_equal(a, b) for a, b in flags), "an ended row keeps its flags")
+    check_same(world, observation, last.observation, "an ended row is frozen", 0.0)
+    world.close()
+
+
+def check_endings(world: World, step: Step, count: np.ndarray, before: np.ndarray, chunk: int) -> None:
+    """terminated, truncated and success are apart and agree with the number of control steps [B] so far."""
+    spec, ended = world.spec, step.ended
+    promise(world, not (step.terminated & step.truncated).any(), "a row is not both terminated and truncated")
+    promise(world, bool((count <= spec.horizon).all()), f"no episode exceeds the horizon of {spec.horizon}")
+    promise(world, bool((count[step.truncated] == spec.horizon).all()), "truncation comes exactly at the horizon")
+    promise(world, bool(ended[count == spec.horizon].all()), "a row at the horizon has ended")
+    short = (step.valid.sum(axis=1) < chunk) & ~before
+    promise(world, bool(ended[short].all()), "a chunk is cut short only where the row ended")
+    if spec.terminate_on_success:
+        promise(world, bool(ended[step.success].all()), "success ends the episode (terminate_on_success)")
+        promise(world, not (step.success & step.truncated).any(), "an episode that succeeds is not truncated")
+
+
+def check_step(world: World, step: Step, batch: int, chunk: int) -> None:
+    """Every array of a `Step` has its shape, dtype and meaning."""
+    spec = world.spec
+    check_observation(world, step.observation)
+    flags = {"terminated": step.terminated, "truncated": step.truncated, "success": step.success}
+    if step.horizon_end is not None:
+        flags["horizon_end"] = step.horizon_end
+    for name, flag in flags.items():
+        good = flag.shape == (batch,) and flag.dtype == np.bool_
+        promise(world, good, f"Step.{name} is bool [B], not {flag.dtype} {list(flag.shape)}")
+    valid = step.valid
+    promise(world, valid.shape == (batch, chunk) and valid.dtype == np.bool_, "Step.valid is bool [B, C]")
+    promise(world, not (valid[:, 1:] & ~valid[:, :-1]).any(), "valid steps come first in a chunk")
+    promise(world, tuple(step.rewards) == spec.rewards, f"rewards are named {spec.rewards}, not {tuple(step.rewards)}")
+    for name, reward in step.rewards.items():
+        good = reward.shape == (batch, chunk) and bool(np.isfinite(reward).all())
+        promise(world, good, f"reward '{name}' is finite [B, C]")
+        promise(world, not reward[~valid].any(), f"reward '{name}' is zero where not valid")
+    fields = {key: field for key, field in spec.observation.items() if not key.startswith(IMAGE_PREFIX)}
+    promise(world, set(fields) <= set(step.trace), "Step.trace has every field that is not an image")
+    final = np.maximum(valid.sum(axis=1) - 1, 0)
+    for key, field in fields.items():
+        trace = step.trace[key]
+        promise(world, trace.shape == (batch, chunk, *field.shape), f"the trace of '{key}' is [B, C, ...]")
+        played = valid.any(axis=1)
+        at_end = trace[np.arange(batch), final][played]
+        same = np.array_equal(at_end, step.observation[key][played, -1])
+        promise(world, same, f"the observation of '{key}' is the one at the end of the chunk, before any reset")
+
+
+def check_observation(world: World, observation: Observation) -> None:
+    """Every field of the spec is there with its shape [B, H, ...] and dtype; `task` is text [B] from the spec."""
+    spec = world.spec
+    try:
+        validate_observation(observation, spec.observation, batch=world.batch_size, history=spec.history)
+    except RobopolicyError as error:
+        promise(world, False, f"observations fit the spec: {error}")
+    for key, field in spec.observation.items():
+        got = str(observation[key].dtype)
+        promise(world, got == field.dtype, f"'{key}' has the spec's dtype {field.dtype}, not {got}")
+    promise(world, TASK in observation, f"the observation has the instruction under '{TASK}'")
+    task = np.asarray(observation[TASK])
+    promise(world, task.shape == (world.batch_size,), f"'{TASK}' is one text per row")
+    unknown = {str(text) for text in task} - set(spec.instructions)
+    promise(world, not unknown, f"'{TASK}' is one of the spec's instructions, not {sorted(unknown)}")
+
+
+def check_bad_actions(
+    make_world: MakeWorld, seeds: np.ndarray, chunk: int, deterministic: bool, tolerance: float
+) -> None:
+    """Wrong shapes and non-finite actions are refused without touching the world; values out of range are clipped."""
+    world, batch = make_world(len(seeds)), len(seeds)
+    world.reset(seeds=seeds)
+    good = sample_actions(world.spec, batch, chunk, 3)
+    wrong = {
+        "no chunk axis": good[:, 0],
+        "too few rows": good[:-1],
+        "too many action dimensions": np.concatenate([good, good], axis=-1),
+        "an empty chunk": good[:, :0],
+    }
+    for name, actions in wrong.items():
+        expect_error(world, actions, SpecError, f"actions with {name}")
+    for name, value in {"NaN": np.nan, "infinity": np.inf}.items():
+        actions = good.copy()
+        actions[1, -1, 0] = value
+        expect_error(world, actions, NonFiniteError, f"actions with {name}")
+    low, high = action_bounds(world.spec.action)
+    beyond = good + 3.0 * np.where(np.arange(chunk)[:, None] % 2, high - low, low - high)
+    bounded = bool(np.isfinite(world.spec.action.low).all() and np.isfinite(world.spec.action.high).all())
+    if deterministic:
+        twin = make_world(batch)
+        twin.reset(seeds=seeds)
+        check_same_step(world, twin.step(good), world.step(good), "refused actions leave no trace", tolerance)
+        if bounded:
+            text = "actions out of range are clipped to it"
+            check_same_step(world, twin.step(np.clip(beyond, low, high)), world.step(beyond), text, tolerance)
+        twin.close()
+    world.close()
+
+
+def check_repeats(make_world: MakeWorld, seeds: np.ndarray, chunk: int, tolerance: float) -> None:
+    """The same seeds and actions give the same episode, in any row."""
+    world, twin = make_world(len(seeds)), make_world(len(seeds))
+    world.reset(seeds=seeds)
+    twin.reset(seeds=seeds[::-1])
+    for index in range(3):
+        actions = sample_actions(world.spec, len(seeds), chunk, 10 + index)
+        mine, its = world.step(actions), twin.step(actions[::-1].copy())
+        text = "the same seed and actions give the same episode in any row"
+        check_same_step(world, mine, reorder(its, np.arange(len(seeds))[::-1]), text, tolerance)
+    world.close()
+    twin.close()
+
+
+def check_chunks(make_world: MakeWorld, seeds: np.ndarray, chunk: int, tolerance: float) -> None:
+    """A chunk of C steps equals C chunks of one step, to the end of the episode."""
+    world, single = make_world(len(seeds)), make_world(len(seeds))
+    world.reset(seeds=seeds)
+    single.reset(seeds=seeds)
+    text = "a chunk of C steps equals C single steps"
+    for index in range(-(-world.spec.horizon // chunk)):
+        actions = sample_actions(world.spec, len(seeds), chunk, 20 + index)
+        step = world.step(actions)
+        ones = [single.step(actions[:, c : c + 1]) for c in range(chunk)]
+        joined = Step(
+            observation=ones[-1].observation,
+            trace={key: np.concatenate([one.trace[key] for one in ones], axis=1) for key in step.trace},
+            rewards={name: np.concatenate([one.rewards[name] for one in ones], axis=1) for name in step.rewards},
+            valid=np.concatenate([one.valid for one in ones], axis=1),
+            terminated=ones[-1].terminated,
+            truncated=ones[-1].truncated,
+            success=ones[-1].success,
+        )
+        check_same_step(world, joined, step, text, tolerance)
+    world.close()
+    single.close()
+
+
+def check_snapshots(
+    make_world: MakeWorld, seeds: np.ndarray, chunk: int, deterministic: bool, tolerance: float
+) -> None:
+    """A restored row shows and repeats what it did, also in another row; rows not restored are left alone."""
+    world, batch = make_world(len(seeds)), len(seeds)
+    if not isinstance(world, Snapshots):
+        promise(world, False, "it has snapshot and restore (or pass snapshots=False)")
+        return
+    world.reset(seeds=seeds)
+    seen = copy(world.step(sample_actions(world.spec, batch, chunk, 30)).observation)
+    saved = world.snapshot()
+    promise(world, len(saved) == batch, "a snapshot of all rows has B rows")
+    actions = [
+        np.repeat(sample_actions(world.spec, 1, chunk, 200 + index), batch, axis=0)
+        for index in range(-(-world.spec.horizon // chunk))
+    ]
+    first = [world.step(each) for each in actions]
+    world.reset(seeds=seeds + batch)
+    check_same(world, seen, world.restore(saved), "restore shows the observation of the snapshot", 0.0)
+    if deterministic:
+        for before, each in zip(first, actions, strict=True):
+            check_same_step(world, before, world.step(each), "a restored row repeats its future", tolerance)
+    zero = np.zeros(batch, dtype=np.int64)
+    branched = world.restore(saved.take(zero))
+    check_same(world, take(seen, zero), branched, "a snapshot can be restored into several rows", 0.0)
+    if deterministic:
+        text = "branches of one snapshot with the same actions are equal"
+        check_same_step(world, reorder(first[0], zero), world.step(actions[0]), text, tolerance)
+    world.restore(saved)
+    world.restore(saved.take([0]), rows=[batch - 1])
+    mixed = np.concatenate([np.arange(batch - 1), [0]])
+    part = world.snapshot(rows=[batch - 1])
+    promise(world, len(part) == 1, "a snapshot of one row has one row")
+    observation = world.restore(part, rows=[batch - 1])
+    check_same(world, take(seen, mixed), observation, "restore(rows) touches only these rows", 0.0)
+    world.close()
+
+
+def check_render(make_world: MakeWorld, seeds: np.ndarray) -> None:
+    """Pictures are uint8 [R, height, width, 3] of the rows asked for."""
+    world = make_world(len(seeds))
+    if not isinstance(world, Renders):
+        promise(world, False, "it has render (or pass renders=False)")
+        return
+    world.reset(seeds=seeds)
+    every, some = world.render(), world.render(rows=[1], height=48, width=64)
+    good = every.shape == (len(seeds), 240, 240, 3) and every.dtype == np.uint8
+    promise(world, good, f"render() is uint8 [B, 240, 240, 3], not {every.dtype} {list(every.shape)}")
+    good = some.shape == (1, 48, 64, 3) and some.dtype == np.uint8
+    promise(world, good, f"render(rows, height, width) is uint8 [R, height, width, 3], not {list(some.shape)}")
+    world.close()
+
+
+def sample_actions(spec: WorldSpec, batch: int, chunk: int, seed: int) -> np.ndarray:
+    """Return uniform actions [batch, chunk, A] within the spec's bounds (-1 to 1 where it has none)."""
+    low, high = action_bounds(spec.action)
+    return low + (high - low) * np.random.default_rng(seed).random((batch, chunk, *spec.action.shape))
+
+
+def action_bounds(action: Field) -> tuple[np.ndarray, np.ndarray]:
+    """Return low and high of one control step, -1 and 1 where the field is unbounded."""
+    low, high = np.broadcast_to(action.low, action.shape), np.broadcast_to(action.high, action.shape)
+    return np.where(np.isfinite(low), low, -1.0), np.where(np.isfinite(high), high, 1.0)
+
+
+def expect_error(world: World, actions: np.ndarray, error: type[RobopolicyError], what: str) -> None:
+    """`step` must raise `error`."""
+    try:
+        world.step(actions)
+    except error:
+        return
+    promise(world, False, f"{what} raise {error.__name__}")
+
+
+def check_same_step(
+    world: World, expected: Step, got: Step, text: str, tolerance: float, rows: np.ndarray | None = None
+) -> None:
+    """Compare everything in two steps, on `rows` (a mask [B]) or all."""
+    rows = np.ones(len(expected.valid), dtype=bool) if rows is None else rows
+    check_same(world, take(expected.observation, rows), take(got.observation, rows), text, tolerance)
+    check_same(world, take(expected.trace, rows), take(got.trace, rows), text, tolerance)
+    check_same(world, take(dict(expected.rewards), rows), take(dict(got.rewards), rows), text, tolerance)
+    for name in ("valid", "terminated", "truncated", "success"):
+        same = np.array_equal(getattr(expected, name)[rows], getattr(got, name)[rows])
+        promise(world, same, f"{text} ('{name}' differs)")
+
+
+def check_same(world: World, expected: Observation, got: Observation, text: str, tolerance: float) -> None:
+    """Compare two dictionaries of arrays; text and integers exactly, floats within `tolerance`."""
+    for key, value in expected.items():
+        if value.dtype.kind == "f" and tolerance > 0:
+            worst = float(np.abs(np.asarray(value, np.float64) - got[key]).max(initial=0.0))
+            promise(world, worst <= tolerance, f"{text} ('{key}' differs by {worst:.3g})")
+        else:
+            promise(world, np.array_equal(value, got[key]), f"{text} ('{key}' differs)")
+
+
+def promise(world: World, kept: bool, text: str) -> None:
+    """Raise AssertionError unless the promise is kept."""
+    if not kept:
+        raise AssertionError(f"World '{world.spec.name}' ({type(world).__name__}) breaks a promise: {text}.")
+
+
+def copy(observation: Observation) -> Observation:
+    """Copy every array."""
+    return {key: np.array(value) for key, value in observation.items()}
+
+
+def take(observation: Observation, rows: np.ndarray) -> Observation:
+    """Select rows of every array."""
+    return {key: np.asarray(value)[rows] for key, value in observation.items()}
+
+
+def reorder(step: Step, rows: np.ndarray) -> Step:
+    """Select rows of every array in a step."""
+    return Step(
+        observation=take(step.observation, rows),
+        trace=take(step.trace, rows),
+        rewards=take(dict(step.rewards), rows),
+        valid=step.valid[rows],
+        terminated=step.terminated[rows],
+        truncated=step.truncated[rows],
+        success=step.success[rows],
+    )
