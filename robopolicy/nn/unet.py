@@ -21,8 +21,8 @@ class UNetDenoiser(nn.Module):
         factor = 2 ** (depth - 1)
         if prediction_steps % factor:
             raise ConfigError(
-                f"A U-Net of depth {depth} halves the chunk {depth - 1} times: prediction_steps {prediction_steps} must "
-                f"be a multiple of {factor}; use a smaller depth or another chunk."
+                f"A U-Net of depth {depth} halves the chunk {depth - 1} times: prediction_steps must be a multiple of "
+                f"{factor}, not {prediction_steps}. Use a smaller depth or another chunk."
             )
         if width % 8:
             raise ConfigError(f"The U-Net's group norm needs a width that is a multiple of 8, not {width}.")
