@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
@@ -33,6 +34,7 @@ class PolicyClient:
         self.timeout, self.patience, self.session = timeout, patience, session
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
         self._connection: ClientConnection | None = None
+        self._stack = ExitStack()
         self.metadata: dict[str, Any] = {}
         self._open()
 
@@ -46,9 +48,8 @@ class PolicyClient:
 
     def close(self) -> None:
         """Close the connection; the next `infer` would open it again."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._connection = None
+        self._stack.close()
 
     def __enter__(self) -> "PolicyClient":
         return self
@@ -86,16 +87,18 @@ class PolicyClient:
         return unpack(message)
 
     def _open(self) -> ClientConnection:
+        self.close()
         deadline = time.monotonic() + self.patience
         while True:
             try:
-                self._connection = connect(
+                opening = connect(
                     self.address,
                     compression=None,
                     max_size=None,
                     additional_headers=self._headers,
                     open_timeout=self.timeout,
                 )
+                self._connection = self._stack.enter_context(opening)
                 break
             except InvalidStatus as error:
                 if error.response.status_code == 401:

@@ -37,10 +37,10 @@ def drive(
 
     rate: control steps per second in real time, 0 for as fast as possible; prefetch: ask for the next chunk this many
     steps before the current one ends (the robot goes on meanwhile, the answer's first steps are then skipped).
-    Returns episodes, successes, steps, requests, wall_seconds, rate, prefetch, deadline_misses (control steps that were
-    ready too late) and latency_ms {p50, p90, p99, max} of the requests. Every request carries the history the policy
-    wants, taken at the control rate. Raises SpecError, ConfigError, ServingError (world and policy do not fit) and
-    NonFiniteError (an action that must not reach a robot).
+    Returns episodes, successes, steps, requests, wall_seconds, rate, prefetch, deadline_misses (control steps that
+    came more than a tenth of a period late) and latency_ms {p50, p90, p99, max} of the requests. Every request carries
+    the history the policy wants, taken at the control rate. Raises SpecError, ConfigError, ServingError (world and
+    policy do not fit) and NonFiniteError (an action that must not reach a robot).
     """
     seeds = np.asarray(seeds, dtype=np.int64)
     _check(world, client.metadata, prefetch)
@@ -81,15 +81,17 @@ class _Clock:
     def __init__(self, rate: float):
         self.period = 1.0 / rate if rate > 0 else 0.0
         self.misses = 0
-        self._next = 0.0
+        self._next: float | None = None
 
     def start(self) -> None:
-        """Begin an episode now."""
-        self._next = time.perf_counter()
+        """Begin an episode: its first control step is due whenever it is ready."""
+        self._next = None
 
     def wait(self) -> None:
         """Sleep until the next control step is due, or count it as late."""
         now = time.perf_counter()
+        if self._next is None:
+            self._next = now
         if self.period and now > self._next + 0.1 * self.period:
             self.misses += 1
             self._next = now
@@ -135,7 +137,7 @@ class _Robots:
             for row in running.nonzero()[0]:
                 self._look(plans[row], observation, row)
             for row in running.nonzero()[0]:
-                actions[row, 0] = self._act(plans[row], observation, row)
+                actions[row, 0] = self._act(plans[row])
             clock.wait()
             step = self.world.step(actions)
             observation, steps = step.observation, steps + int(step.valid[:count].sum())
@@ -153,11 +155,10 @@ class _Robots:
         if plan.request is None and left <= self.prefetch:
             plan.request, plan.skipped = self._thread.submit(self._ask, self._message(plan, observation, row)), 0
 
-    def _act(self, plan: _Plan, observation: Observation, row: int) -> np.ndarray:
+    def _act(self, plan: _Plan) -> np.ndarray:
         """Return the robot's next action, waiting for the server only when nothing is left to do."""
         if plan.position >= len(plan.actions):
-            if plan.request is None:
-                plan.request, plan.skipped = self._thread.submit(self._ask, self._message(plan, observation, row)), 0
+            assert plan.request is not None
             plan.actions, plan.position, plan.request = plan.request.result(), plan.skipped, None
             if plan.position >= len(plan.actions):
                 raise ConfigError(f"prefetch={self.prefetch} leaves nothing of chunks of {len(plan.actions)} steps.")

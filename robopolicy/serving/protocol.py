@@ -35,7 +35,7 @@ def pack(message: Mapping[str, Any]) -> bytes:
 def unpack(data: bytes) -> Any:
     """Decode what `pack` or openpi's client wrote; arrays are read-only views. Raises SpecError on anything else."""
     try:
-        return msgpack.unpackb(data, object_hook=_decode, max_buffer_size=len(data))
+        return msgpack.unpackb(data, object_hook=_decode)
     except SpecError:
         raise
     except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:

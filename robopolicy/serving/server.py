@@ -128,6 +128,7 @@ class PolicyServer:
                 process_request=self._process_request,
                 ping_interval=settings.keepalive,
                 ping_timeout=settings.keepalive,
+                close_timeout=settings.keepalive,
             )
         except OSError as error:
             raise ServingError(

@@ -1,0 +1,79 @@
+"""Policies with a visible answer, and the process that serves them; imported by the spawned process too."""
+
+import asyncio
+import time
+
+import torch
+
+from robopolicy.core.policy import Decision
+from robopolicy.core.spec import STATE, Field, PolicySpec
+from robopolicy.serving.server import PolicyServer, ServerSettings, serve
+
+FRONT = "observation.images.front"
+KEY = "secret"
+KEEPALIVE = 0.4
+
+
+class Echo:
+    """Answers [newest state, oldest state, mean of the newest picture, batch size] as a chunk of four one-D actions.
+
+    State -1 makes it raise, -2 answer NaN; `pause` seconds pass in every call with a state of at least 5.
+    """
+
+    def __init__(self, pause: float = 0.0):
+        self.pause = pause
+        fields = {STATE: Field((2,)), FRONT: Field((4, 6, 3), "uint8", 0, 255)}
+        self.spec = PolicySpec(fields, Field((1,)), 2, 4, 4, 1, 10.0, ("push the cube",))
+
+    def act(self, observation, generator, *, deterministic=False):
+        state = observation[STATE]
+        rows = len(state)
+        if (state[:, -1, 0] == -1).any():
+            raise RuntimeError("the policy exploded")
+        if (state[:, -1, 0] >= 5).any():
+            time.sleep(self.pause)
+        picture = observation[FRONT][:, -1].float().mean((1, 2, 3))
+        words = torch.tensor([float(len(text)) for text in observation["task"]])
+        actions = torch.stack([state[:, -1, 0], state[:, 0, 0], picture, torch.full((rows,), float(rows))], 1)
+        actions[:, 2] += 1000 * words
+        actions[state[:, -1, 0] == -2] = torch.nan
+        return Decision(actions[..., None], {}, torch.zeros(rows, 1), torch.ones(rows, 1, dtype=torch.bool))
+
+    def evaluate(self, observation, units): ...
+
+    def reset(self, rows=None): ...
+
+    def save(self, folder): ...
+
+
+def run_servers(pipe) -> None:
+    """Serve a quick policy, the same behind a key, and a slow one; send their ports; stop when told."""
+
+    async def main() -> None:
+        stop, ports = asyncio.Event(), {}
+        servers = {
+            "open": PolicyServer(Echo(), ServerSettings(port=0)),
+            "locked": PolicyServer(Echo(), ServerSettings(port=0, api_key=KEY)),
+            "slow": PolicyServer(Echo(pause=1.5), ServerSettings(port=0, keepalive=KEEPALIVE)),
+        }
+
+        def ready(name, port):
+            ports[name] = port
+            if len(ports) == len(servers):
+                pipe.send(ports)
+
+        def told() -> None:
+            pipe.recv()
+            stop.set()
+
+        asyncio.get_running_loop().add_reader(pipe.fileno(), told)
+        tasks = [server.run(stop, lambda port, name=name: ready(name, port)) for name, server in servers.items()]
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+
+
+def run_serve(pipe, port: int) -> None:
+    """Serve until a signal comes, then report a clean end."""
+    serve(Echo(pause=0.3), port=port, on_ready=pipe.send)
+    pipe.send("stopped")

@@ -1,0 +1,87 @@
+"""The simulated robot: histories at the control rate, prefetching, deadlines, refusals."""
+
+import time
+
+import numpy as np
+import pytest
+
+from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
+from robopolicy.core.spec import STATE, TASK, Field, WorldSpec
+from robopolicy.core.world import Step
+from robopolicy.serving.drive import drive
+
+
+class Counter:
+    """State counts control steps; success if every action equals the state it was meant for; 9 steps an episode."""
+
+    def __init__(self, batch_size=1):
+        self.spec = WorldSpec("counter", {STATE: Field((1,))}, Field((1,)), 10.0, 9)
+        self.batch_size = batch_size
+        self.count, self.right = np.zeros(batch_size), np.ones(batch_size, bool)
+
+    def _observe(self):
+        return {STATE: self.count[:, None, None].astype(np.float32), TASK: np.array(["count"] * self.batch_size)}
+
+    def reset(self, rows=None, seeds=None, options=None):
+        self.count[:], self.right[:] = 0, True
+        return self._observe()
+
+    def step(self, actions):
+        live = self.count < 9
+        self.right &= ~live | (actions[:, 0, 0] == self.count)
+        self.count += live
+        over = self.count >= 9
+        return Step(self._observe(), {}, {}, live[:, None], over, np.zeros_like(over), over & self.right)
+
+    def close(self):
+        pass
+
+
+class Forecaster:
+    """Answers the next five states; checks that it is shown three consecutive frames."""
+
+    def __init__(self, delay=0.0, bad=False):
+        fields = {STATE: Field((1,)).to_json()}
+        self.metadata = {"observation": fields, "history": 3, "chunk": 5, "action": Field((1,)).to_json()}
+        self.delay, self.bad, self.seen = delay, bad, []
+
+    def infer(self, observation):
+        time.sleep(self.delay)
+        frames = observation[STATE][:, 0]
+        assert observation[TASK] == "count"
+        assert frames.tolist() == [max(0, frames[-1] - 2), max(0, frames[-1] - 1), frames[-1]]
+        self.seen.append(int(frames[-1]))
+        return {"actions": (frames[-1] + np.arange(5.0))[:, None] * (np.nan if self.bad else 1.0)}
+
+
+@pytest.mark.parametrize(("prefetch", "seen"), [(0, [0, 5]), (2, [0, 3, 6])])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_actions_arrive_for_the_frame_they_were_made_for(prefetch, seen, rows):
+    client = Forecaster()
+    result = drive(Counter(rows), client, np.arange(4), prefetch=prefetch)
+    assert (result["episodes"], result["successes"], result["steps"]) == (4, 4, 36)
+    assert sorted(set(client.seen)) == seen
+    assert result["requests"] == 4 * len(seen)
+    assert set(result["latency_ms"]) == {"p50", "p90", "p99", "max"}
+
+
+def test_slow_answers_miss_deadlines_but_lose_no_action():
+    late = drive(Counter(), Forecaster(delay=0.05), [1], rate=50.0)
+    hidden = drive(Counter(), Forecaster(delay=0.05), [1], rate=50.0, prefetch=4)
+    assert late["deadline_misses"] >= 1
+    assert late["successes"] == hidden["successes"] == 1
+    assert late["wall_seconds"] > 9 / 50
+
+
+def test_what_does_not_fit_is_refused():
+    class Blind(Counter):
+        def __init__(self):
+            super().__init__()
+            self.spec = WorldSpec("blind", {"observation.states": Field((1,))}, Field((1,)), 10.0, 9)
+
+    with pytest.raises(SpecError, match=r"needs 'observation\.state'.*Did you mean"):
+        drive(Blind(), Forecaster(), [1])
+    with pytest.raises(ConfigError, match="prefetch is between 0 and 4"):
+        drive(Counter(), Forecaster(), [1], prefetch=5)
+    with pytest.raises(NonFiniteError):
+        drive(Counter(), Forecaster(bad=True), [1])
