@@ -40,6 +40,7 @@ class ResidualMLP(nn.Module):
             context.reshape(-1, context.shape[-1]), flat.reshape(-1, flat.shape[-1]), self.latent.weight.T
         )
         for layer in self.hidden:
+            assert isinstance(layer, nn.Linear)
             rows = torch.addmm(rows, self.activation(rows), layer.weight.T)
         return self.head(self.activation(rows)).view(x.shape)
 
