@@ -286,6 +286,11 @@ class _Finetuning:
         config = self.config
         batch, clip, credit = self._choose_units(batch)
         logp = self.policy.evaluate(batch.observation, batch.units).logp
+        if logp.shape != batch.logp.shape:
+            raise ConfigError(
+                f"The policy scored {logp.shape[1]} units where {batch.logp.shape[1]} were asked for: it cannot score "
+                "a choice of units, so set scored_units=0."
+            )
         require_finite("the log-probability", torch.where(batch.mask, logp.detach(), 0.0), self._where)
         ratios = log_ratios(logp, batch.logp, batch.mask, config.log_ratio_clamp, config.ratio_level)
         whole = len(self.clip) / logp.shape[1]

@@ -37,7 +37,7 @@ class BanditWorld:
         return self.observe()
 
     def observe(self) -> dict:
-        observation = {STATE: self.context[:, None].astype(np.float32) + 10.0 * (self.time[:, None, None] > 0)}
+        observation = {STATE: self.context[:, None].astype(np.float32)}
         if self.with_task:
             names = np.array(self.spec.instructions)
             observation[TASK] = names[(self.context[:, 0] > 0).astype(int)]
@@ -75,6 +75,7 @@ class ChainPolicy(nn.Module):
                 layer.bias.zero_()
         self.poison = False
         self.offset = 0.0
+        self.chooses_units = True
 
     def trainable_parameters(self):
         return iter(self.parameters())
@@ -109,6 +110,8 @@ class ChainPolicy(nn.Module):
             for unit in range(self.spec.units)
         ]
         stacked = torch.stack(logp, 1) + self.offset
+        if "unit" in units and self.chooses_units:
+            stacked = stacked.gather(1, units["unit"])
         return Evaluation(stacked, torch.zeros_like(stacked))
 
     def loss(self, batch: dict, generator: torch.Generator) -> dict[str, Tensor]:

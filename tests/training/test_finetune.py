@@ -1,0 +1,202 @@
+"""PPO over units: it improves a bandit, only with true advantages, and refuses what would ruin a policy."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
+
+from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError
+from robopolicy.core.run import RunFolder
+from robopolicy.rl.critic import Critic, state_critic
+from robopolicy.rl.ratios import RatioLevel
+from robopolicy.training import finetune as module
+from robopolicy.training.experience import Experience
+from robopolicy.training.finetune import FinetuneConfig, FinetuneResult, finetune
+
+CONFIG = FinetuneConfig(
+    iterations=40,
+    decisions=4,
+    epochs=4,
+    minibatch=128,
+    actor_rate=5e-3,
+    clip=0.1,
+    clip_base=0.1,
+    target_kl=0.1,
+    discount=0.9,
+    evaluate_every=0,
+)
+
+
+def _critic() -> Critic:
+    torch.manual_seed(0)
+    return state_critic(FIELDS, 1, width=16)
+
+
+def _tune(config: FinetuneConfig, folder: Path | None = None, policy: ChainPolicy | None = None, **options):
+    policy = policy or ChainPolicy()
+    world = options.pop("world", None) or BanditWorld(64)
+    result: FinetuneResult = finetune(
+        policy, _critic(), world, config, None if folder is None else RunFolder(folder), **options
+    )
+    return policy, result
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"ratio_level": RatioLevel.DECISION_MEAN},
+        {"scored_units": 1},
+        {"bc_weight": 0.001},
+    ],
+    ids=["unit ratios", "one ratio a decision", "random units", "with a BC term"],
+)
+def test_a_denoising_bandit_improves(changes: dict):
+    before = mean_reward(ChainPolicy(), True)["reward"]
+    policy, _ = _tune(replace(CONFIG, **changes))
+    after = mean_reward(policy, True)["reward"]
+    assert before < -0.3
+    assert after > before / 4
+
+
+def test_shuffled_advantages_do_not_improve(monkeypatch: pytest.MonkeyPatch):
+    true_score = module.score
+    generator = torch.Generator().manual_seed(0)
+
+    def shuffled(*arguments, **options) -> Experience:
+        experience = true_score(*arguments, **options)
+        order = torch.randperm(len(experience), generator=generator)
+        return replace(experience, advantages=experience.advantages[order])
+
+    monkeypatch.setattr(module, "score", shuffled)
+    policy, _ = _tune(CONFIG)
+    before, after = mean_reward(ChainPolicy(), True)["reward"], mean_reward(policy, True)["reward"]
+    assert after < before / 1.5
+
+
+def test_a_strong_bc_term_holds_the_policy_at_its_base():
+    free, _ = _tune(replace(CONFIG, iterations=20))
+    held, _ = _tune(replace(CONFIG, iterations=20, bc_weight=10.0))
+    start = ChainPolicy()
+    moved = [(policy.first.weight - start.first.weight).norm() for policy in (free, held)]
+    assert mean_reward(held, True)["reward"] < mean_reward(free, True)["reward"] - 0.1, moved
+
+
+def test_critic_warmup_leaves_the_policy_alone_but_not_the_critic(tmp_path: Path):
+    policy, _ = _tune(replace(CONFIG, iterations=2, critic_warmup=2), tmp_path)
+    assert torch.equal(policy.first.weight, ChainPolicy().first.weight)
+    records = RunFolder(tmp_path).metrics()
+    assert records[-1]["actor_steps"] == 0
+    assert records[-1]["value_loss"] < records[0]["value_loss"]
+
+
+def test_the_kl_target_stops_the_epochs(tmp_path: Path):
+    _tune(replace(CONFIG, iterations=3, target_kl=1e-4), tmp_path)
+    record = RunFolder(tmp_path).metrics()[-1]
+    assert record["kl_stop"] == 1
+    assert record["actor_steps"] < 8
+
+
+def test_metrics_and_folders(tmp_path: Path):
+    policy, result = _tune(replace(CONFIG, iterations=4, evaluate_every=2), tmp_path, evaluate=mean_reward)
+    records = RunFolder(tmp_path).metrics()
+    assert [record["iteration"] for record in records] == [1, 2, 3, 4]
+    assert result.env_steps == records[-1]["env_steps"] == 4 * 64 * 4
+    names = {"success", "return", "kl", "clip_fraction", "explained_variance", "seconds_collect", "seconds_update"}
+    assert names <= set(records[-1])
+    assert "deterministic_success" in records[1]
+    assert "stochastic_reward" in records[3]
+    assert "deterministic_success" not in records[2]
+    for folder in ("base", "last", "checkpoint"):
+        assert (tmp_path / folder / "model.safetensors").exists()
+    assert torch.equal(ChainPolicy(seed=8).load(tmp_path / "base").first.weight, ChainPolicy().first.weight)
+    assert torch.equal(ChainPolicy(seed=8).load(tmp_path / "checkpoint").first.weight, policy.first.weight)
+
+
+def test_the_best_policy_is_kept_apart_from_the_last(tmp_path: Path):
+    successes = iter([0.9, 0.5, 0.1])
+    calls: list[bool] = []
+
+    def evaluate(policy, deterministic: bool) -> dict[str, float]:
+        calls.append(deterministic)
+        return {"success": next(successes) if deterministic else 0.0}
+
+    policy, result = _tune(replace(CONFIG, iterations=3, evaluate_every=1), tmp_path, evaluate=evaluate)
+    assert calls == [True, False] * 3
+    assert result.best["iteration"] == 1
+    best, last = (ChainPolicy().load(tmp_path / name) for name in ("checkpoint", "last"))
+    assert torch.equal(best.first.weight, policy.first.weight)
+    assert not torch.equal(best.first.weight, last.first.weight)
+
+
+def test_it_stops_at_the_target(tmp_path: Path):
+    config = replace(CONFIG, evaluate_every=5, target_success=0.5)
+    _, result = _tune(config, tmp_path, evaluate=mean_reward)
+    assert result.reached_target
+    assert result.iterations < CONFIG.iterations
+    assert result.best["deterministic_success"] >= 0.5
+
+
+def test_chunks_cut_by_the_end_of_an_episode_and_tasks_are_handled():
+    _, result = _tune(
+        replace(CONFIG, iterations=2), policy=ChainPolicy(chunk=3), world=BanditWorld(8, horizon=4, with_task=True)
+    )
+    assert result.env_steps == 2 * 8 * (3 + 1 + 3 + 1)
+
+
+def test_a_policy_that_scores_itself_differently_is_refused():
+    policy = ChainPolicy()
+    policy.offset = 1e-3
+    with pytest.raises(RuntimeError, match="scores its own decisions differently"):
+        _tune(CONFIG, policy=policy)
+
+
+def test_random_units_need_a_policy_that_can_score_them():
+    policy = ChainPolicy()
+    policy.chooses_units = False
+    with pytest.raises(ConfigError, match="scored_units=0"):
+        _tune(replace(CONFIG, scored_units=1), policy=policy)
+
+
+def test_a_non_finite_action_is_named_and_never_sent():
+    policy, world = ChainPolicy(), BanditWorld(8)
+    policy.poison = True
+    with pytest.raises(NonFiniteError, match=r"actions.*fine-tuning iteration 1"):
+        _tune(CONFIG, policy=policy, world=world)
+    assert world.calls == 0
+
+
+def test_a_non_finite_gradient_never_becomes_a_weight(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "ppo", lambda log_ratio, *rest: torch.full_like(log_ratio, torch.nan))
+    policy = ChainPolicy()
+    with pytest.raises(NonFiniteError, match="policy loss is not finite at fine-tuning iteration 2"):
+        _tune(CONFIG, policy=policy)
+    assert torch.equal(policy.first.weight, ChainPolicy().first.weight)
+
+
+def test_non_finite_values_are_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "value_loss", lambda *rest: torch.tensor(torch.nan, requires_grad=True))
+    with pytest.raises(NonFiniteError, match="value loss is not finite at fine-tuning iteration 1"):
+        _tune(CONFIG)
+
+
+def test_bad_configurations_are_refused():
+    for changes in ({"iterations": 0}, {"discount": 1.5}, {"clip": 0.0}, {"gae_lambda": -1.0}):
+        with pytest.raises(ConfigError):
+            replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize("file", ["trainer.json", "trainer.safetensors"])
+def test_a_corrupt_resume_point_is_an_error_not_a_fresh_start(tmp_path: Path, file: str):
+    _tune(replace(CONFIG, iterations=1), tmp_path)
+    (tmp_path / "resume" / file).write_bytes(b"{")
+    with pytest.raises(CheckpointError, match="corrupt"):
+        _tune(replace(CONFIG, iterations=1), tmp_path)
+
+
+def test_a_resumed_run_must_have_the_same_configuration(tmp_path: Path):
+    _tune(replace(CONFIG, iterations=1), tmp_path)
+    with pytest.raises(ConfigError, match=r"actor_rate was 0\.005, now 0\.1"):
+        _tune(replace(CONFIG, iterations=1, actor_rate=0.1), tmp_path)

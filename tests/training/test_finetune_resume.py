@@ -1,0 +1,58 @@
+"""A run killed with SIGKILL and started again ends byte for byte where an unbroken run ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from robopolicy.core.run import RunFolder
+
+SCRIPT = """
+import os, signal, sys
+import torch
+from pathlib import Path
+from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
+from robopolicy.core.run import RunFolder
+from robopolicy.rl.critic import state_critic
+from robopolicy.training.finetune import FinetuneConfig, finetune
+
+torch.set_num_threads(1)
+folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
+
+class MortalWorld(BanditWorld):
+    def step(self, actions):
+        if self.calls + 1 == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(actions)
+
+torch.manual_seed(0)
+critic = state_critic(FIELDS, 1, width=8)
+config = FinetuneConfig(seed=4, iterations=7, decisions=3, epochs=2, minibatch=32, scored_units=1, bc_weight=0.01,
+                        discount=0.9, checkpoint_every=2, evaluate_every=3)
+finetune(ChainPolicy(), critic, MortalWorld(16, horizon=5), config, RunFolder(folder), evaluate=mean_reward)
+"""
+
+
+def _run(folder: Path, kill_at: int = 0) -> int:
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(kill_at)]
+    return subprocess.run(command, env=environment, timeout=120, check=False).returncode
+
+
+def test_kill_and_resume_end_in_the_same_place(tmp_path: Path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert _run(whole) == 0
+    assert _run(broken, kill_at=11) == -9  # in iteration 4, after the checkpoint of iteration 2
+    assert _run(broken) == 0
+    files = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
+    assert files == [path.relative_to(broken) for path in sorted(broken.rglob("*")) if path.is_file()]
+    for file in files:
+        if file.name != "metrics.jsonl":
+            assert (whole / file).read_bytes() == (broken / file).read_bytes(), file
+    timeless = [
+        [{key: value for key, value in record.items() if not key.startswith("seconds")} for record in records]
+        for records in (RunFolder(whole).metrics(), RunFolder(broken).metrics())
+    ]
+    assert timeless[0] == timeless[1]
+    assert [record["iteration"] for record in timeless[0]] == list(range(1, 8))
