@@ -7,6 +7,8 @@ Models must disable the solver's warm start and MuJoCo's automatic reset: then (
 whole state, a chunk of C steps equals C chunks of one step bitwise, and a diverged row is reported instead of silently
 put back to its start.
 """
+# pyright: reportAttributeAccessIssue=false
+# (MuJoCo's compiled classes have no type stubs.)
 
 import os
 from collections.abc import Mapping, Sequence

@@ -2,6 +2,8 @@
 
 The same settings serve data collection, training and evaluation, so that a policy never sees another style of picture.
 """
+# pyright: reportAttributeAccessIssue=false
+# (MuJoCo's compiled classes have no type stubs.)
 
 import mujoco
 import numpy as np
@@ -49,7 +51,8 @@ class FrameRenderer:
             except Exception as error:
                 raise ConfigError(
                     f"MuJoCo could not open a graphics context ({error}). On a machine without a display, install EGL "
-                    "(Debian and Ubuntu: apt-get install libegl1 libgl1) or OSMesa and set MUJOCO_GL=egl or osmesa."
+                    "(Debian and Ubuntu: apt-get install libegl1 libgl1) or OSMesa, set MUJOCO_GL=egl or osmesa, and "
+                    "import robopolicy or sims before mujoco."
                 ) from error
         return self._renderers[size]
 

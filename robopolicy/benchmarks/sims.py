@@ -1,0 +1,310 @@
+"""`robopolicy bench sims`: the native engine against pure physics, gymnasium's vector environments and Meta-World.
+
+Every arm runs in one process (gymnasium's AsyncVectorEnv has workers of its own), interleaved round-robin, and reports
+control steps per second: median, minimum and interquartile range over the rounds.
+"""
+
+import math
+import multiprocessing
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import gymnasium
+import mujoco
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from mujoco.rollout import Rollout
+from rich.console import Console
+from rich.table import Table
+
+from robopolicy.core.errors import ConfigError, require_extra
+from robopolicy.core.progress import progress
+from robopolicy.core.randomness import uniforms
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from sims.engine import MujocoWorld, load_model, usable_threads
+from sims.registry import load_task
+from sims.tasks import push_cube
+
+STEPS = 8192
+"""Control steps of one run of a native arm, at most one episode per row; vector environments run an eighth."""
+
+Arm = Callable[[], float]
+"""Runs for a fraction of a second and returns control steps per second."""
+
+
+class PushCubeEnv(gymnasium.Env):
+    """Push-cube as a lean gymnasium environment: the same scene, observation and rewards, one world, plain floats.
+
+    This is what a careful user would write by hand; the tests hold it equal to the native engine.
+    """
+
+    def __init__(self) -> None:
+        self.task = load_task("push_cube")
+        self.model = load_model(self.task)
+        self.data = mujoco.MjData(self.model)
+        self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
+        sizes = {key: field.shape for key, field in self.task.observation.items()}
+        self.observation_space = gymnasium.spaces.Dict(
+            {key: gymnasium.spaces.Box(-np.inf, np.inf, shape, np.float32) for key, shape in sizes.items()}
+        )
+        self._goal, self._potential, self._steps = (0.0, 0.0), 0.0, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
+        """Start the episode of `seed`, or of one drawn from the environment's own generator."""
+        super().reset(seed=seed)
+        episode = seed if seed is not None else int(self.np_random.integers(2**62))
+        start = self.task.start(uniforms(np.asarray([episode]), self.task.uniforms))
+        mujoco.mj_resetData(self.model, self.data)
+        self.data.qpos[:] = start.qpos[0]
+        self.data.act[:] = start.qpos[0, 3:5]
+        self._goal, self._steps = (float(start.goal[0, 0]), float(start.goal[0, 1])), 0
+        observation, self._potential, _ = self._look()
+        return observation, {}
+
+    def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
+        """Run one control step."""
+        self.data.ctrl[0] = push_cube.SPEED * min(max(float(action[0]), -1.0), 1.0)
+        self.data.ctrl[1] = push_cube.SPEED * min(max(float(action[1]), -1.0), 1.0)
+        mujoco.mj_step(self.model, self.data, self.task.substeps)
+        self._steps += 1
+        observation, potential, distance = self._look()
+        success = distance < push_cube.TOLERANCE
+        reward = potential - self._potential + float(success)
+        self._potential = potential
+        return observation, reward, success, not success and self._steps >= self.task.horizon, {"is_success": success}
+
+    def _look(self) -> tuple[dict[str, np.ndarray], float, float]:
+        """Return the observation, the potential and the cube's distance to the goal."""
+        x, y, yaw, px, py = self.data.qpos.tolist()
+        vx, vy, spin, pvx, pvy = self.data.qvel.tolist()
+        tx, ty = self.data.act.tolist()
+        gx, gy = self._goal
+        cosine, sine = math.cos(yaw), math.sin(yaw)
+        state = np.array((px, py, pvx, pvy, tx - px, ty - py), dtype=np.float32)
+        environment = np.array(
+            (x, y, cosine, sine, vx, vy, spin, gx, gy, x - px, y - py, gx - x, gy - y), dtype=np.float32
+        )
+        distance = math.hypot(gx - x, gy - y)
+        potential = -10.0 * distance - 2.0 * max(math.hypot(x - px, y - py), push_cube.CONTACT)
+        return {STATE: state, ENVIRONMENT_STATE: environment}, potential, distance
+
+
+def rate(steps: int, run: Callable[[], Any]) -> float:
+    """Time `run` and return `steps` per second."""
+    begin = time.perf_counter()
+    run()
+    return steps / (time.perf_counter() - begin)
+
+
+def native_arm(name: str, batch: int, chunk: int, threads: int) -> Arm:
+    """The engine with random actions, resets included."""
+    task = load_task(name)
+    world = MujocoWorld(task, batch, threads=threads, terminate_on_success=False)
+    count = max(1, min(task.horizon, STEPS // batch) // chunk)
+    actions = np.random.default_rng(0).uniform(-1, 1, (count, batch, chunk, *task.action.shape))
+    seeds = np.arange(batch)
+
+    def run() -> None:
+        world.reset(seeds=seeds)
+        for each in actions:
+            world.step(each)
+
+    return lambda: rate(count * batch * chunk, run)
+
+
+def physics_arm(name: str, batch: int, chunk: int, threads: int) -> Arm:
+    """The same model, threads, states and controls through `mujoco.rollout` alone: no observation, reward or reset."""
+    task = load_task(name)
+    world = MujocoWorld(task, batch, threads=1)
+    world.reset(seeds=np.arange(batch))
+    arrays, model = world.snapshot().arrays, world.model
+    count = max(1, min(task.horizon, STEPS // batch) // chunk)
+    actions = np.random.default_rng(0).uniform(-1, 1, (count, batch, chunk, *task.action.shape))
+    controls, previous = [], arrays["control"]
+    for each in actions:
+        control = task.control(each, previous)
+        previous = control[:, -1]
+        controls.append(np.repeat(control, task.substeps, axis=1))
+    states = np.empty((batch, chunk * task.substeps, arrays["state"].shape[1]))
+    sensors = np.empty((batch, chunk * task.substeps, model.nsensordata))
+    pool, data = Rollout(nthread=threads if threads > 1 else 0), [mujoco.MjData(model) for _ in range(threads)]
+    models = [model] * batch
+
+    def run() -> None:
+        state = arrays["state"]
+        for control in controls:
+            pool.rollout(
+                models,
+                data,
+                state,
+                control,
+                skip_checks=True,
+                nstep=control.shape[1],
+                state=states,
+                sensordata=sensors,
+            )
+            state = states[:, -1].copy()
+
+    return lambda: rate(count * batch * chunk, run)
+
+
+def gymnasium_arm(envs: SyncVectorEnv | AsyncVectorEnv, steps: int) -> Arm:
+    """A gymnasium vector environment with random actions; it resets ended environments itself."""
+    actions = np.random.default_rng(0).uniform(-1, 1, (steps, envs.num_envs, 2)).astype(np.float32)
+    envs.reset(seed=0)
+
+    def run() -> None:
+        for each in actions:
+            envs.step(each)
+
+    return lambda: rate(steps * envs.num_envs, run)
+
+
+def metaworld_arms() -> tuple[Arm, Arm]:
+    """Meta-World's own push-v3 environment, and the physics inside it alone."""
+    metaworld = require_extra("metaworld", "metaworld")
+    suite = metaworld.MT1("push-v3", seed=0)
+    env = suite.train_classes["push-v3"]()
+    env.set_task(suite.train_tasks[0])
+    steps = 200
+    actions = np.random.default_rng(0).uniform(-1, 1, (steps, 4))
+
+    def run() -> None:
+        for each in actions:
+            env.step(each)
+
+    def own() -> float:
+        env.reset()
+        return rate(steps, run)
+
+    def physics() -> float:
+        env.reset()
+        return rate(steps, lambda: mujoco.mj_step(env.model, env.data, env.frame_skip * steps))
+
+    return own, physics
+
+
+def render_arm(name: str, size: int = 64, frames: int = 200) -> Arm:
+    """Frames per second of the task's default camera on the calling thread."""
+    world = MujocoWorld(load_task(name), frames, threads=1)
+    world.reset(seeds=np.arange(frames))
+    return lambda: rate(frames, lambda: world.render(height=size, width=size))
+
+
+def benchmark_sims(
+    rounds: int = 13,
+    batch_size: int = 256,
+    chunk: int = 8,
+    threads: int | None = None,
+    tasks: Sequence[str] = ("push_cube", "push_t", "pick_place"),
+    like_metaworld: str = "arm_reach",
+    gymnasium_envs: Sequence[int] = (4, 16),
+    show: bool = True,
+) -> dict[str, Any]:
+    """Measure every arm `rounds` times, interleaved, and return figures, ratios, bars and versions.
+
+    like_metaworld: our task whose physics per control step costs about as much as Meta-World's push-v3 (both costs are
+    reported); gymnasium_envs: sizes of the vector environments, the fastest of which counts.
+    """
+    if rounds < 1:
+        raise ConfigError("A benchmark needs at least one round.")
+    threads = threads or usable_threads()
+    vectors = [SyncVectorEnv([PushCubeEnv] * n) for n in gymnasium_envs]
+    multiprocessing.set_forkserver_preload(["robopolicy.benchmarks.sims"])
+    workers = [AsyncVectorEnv([PushCubeEnv] * n, context="forkserver") for n in gymnasium_envs]
+    arms: dict[str, Arm] = {}
+    for name in dict.fromkeys((*tasks, like_metaworld)):
+        arms[f"{name}: native engine"] = native_arm(name, batch_size, chunk, threads)
+        arms[f"{name}: pure physics"] = physics_arm(name, batch_size, chunk, threads)
+    arms["push_cube: native engine, single steps"] = native_arm("push_cube", batch_size, 1, threads)
+    for env in vectors:
+        arms[f"push_cube: gymnasium SyncVectorEnv x{env.num_envs}"] = gymnasium_arm(env, STEPS // 8 // env.num_envs)
+    for env in workers:
+        arms[f"push_cube: gymnasium AsyncVectorEnv x{env.num_envs}"] = gymnasium_arm(env, STEPS // 8 // env.num_envs)
+    arms["metaworld push-v3: its own environment"], arms["metaworld push-v3: physics alone"] = metaworld_arms()
+    arms[f"{like_metaworld}: pure physics, one thread"] = physics_arm(like_metaworld, 32, chunk, 1)
+    for name in dict.fromkeys((*tasks, like_metaworld)):
+        arms[f"{name}: frames/s at 64 px"] = render_arm(name)
+    try:
+        samples = measure(arms, rounds)
+    finally:
+        for env in (*vectors, *workers):
+            env.close()
+    result = report(samples, tasks, like_metaworld)
+    result["settings"] |= {"rounds": rounds, "batch_size": batch_size, "chunk": chunk, "threads": threads}
+    if show:
+        print_table(result)
+    return result
+
+
+def measure(arms: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
+    """Run every arm once to warm up, then round-robin; returns rates by arm."""
+    samples: dict[str, list[float]] = {name: [] for name in arms}
+    with progress("bench sims", (rounds + 1) * len(arms)) as advance:
+        for index in range(rounds + 1):
+            for name, arm in arms.items():
+                value = arm()
+                if index:
+                    samples[name].append(value)
+                advance(note=name)
+    return samples
+
+
+def report(samples: dict[str, list[float]], tasks: Sequence[str], like_metaworld: str) -> dict[str, Any]:
+    """Summarise rates; ratios are medians of the ratios within a round, so that a load on the machine cancels out."""
+    figures = {}
+    for name, values in samples.items():
+        low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+        figures[name] = {"median": middle, "min": min(values), "iqr": high - low}
+
+    def ratio(first: str, second: str) -> float:
+        return statistics.median(a / b for a, b in zip(samples[first], samples[second], strict=True))
+
+    def best(kind: str) -> str:
+        return max((name for name in samples if kind in name), key=lambda name: figures[name]["median"])
+
+    native = "push_cube: native engine"
+    ratios = {
+        f"{name}: native engine / pure physics": ratio(f"{name}: native engine", f"{name}: pure physics")
+        for name in dict.fromkeys((*tasks, like_metaworld))
+    }
+    ratios |= {
+        "native engine / SyncVectorEnv": ratio(native, best("SyncVectorEnv")),
+        "native engine / AsyncVectorEnv": ratio(native, best("AsyncVectorEnv")),
+        "native engine / Meta-World": ratio(
+            f"{like_metaworld}: native engine", "metaworld push-v3: its own environment"
+        ),
+        "physics cost, ours / Meta-World": ratio(
+            "metaworld push-v3: physics alone", f"{like_metaworld}: pure physics, one thread"
+        ),
+    }
+    frames = min(row["median"] for name, row in figures.items() if "frames/s" in name)
+    bars = {
+        "at least 85 % of pure physics (push_cube)": ratios["push_cube: native engine / pure physics"] >= 0.85,
+        "faster than SyncVectorEnv": ratios["native engine / SyncVectorEnv"] > 1.0,
+        "faster than AsyncVectorEnv": ratios["native engine / AsyncVectorEnv"] > 1.0,
+        "at least 8 x Meta-World": ratios["native engine / Meta-World"] >= 8.0,
+        "at least 1000 frames/s at 64 px": frames >= 1000.0,
+    }
+    packages = ("mujoco", "numpy", "gymnasium", "metaworld")
+    settings = {"python": platform.python_version(), "machine": platform.machine()}
+    settings |= {name: version(name) for name in packages}
+    return {"figures": figures, "ratios": ratios, "bars": bars, "settings": settings}
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """Print figures, ratios and bars."""
+    console = Console()
+    table = Table("arm", "median /s", "minimum /s", "IQR /s", title="Simulation: control steps (or frames) per second")
+    for name, row in result["figures"].items():
+        table.add_row(name, *(f"{row[key]:,.0f}" for key in ("median", "min", "iqr")))
+    console.print(table)
+    for name, value in result["ratios"].items():
+        console.print(f"{name}: {value:.2f}")
+    for name, met in result["bars"].items():
+        console.print(f"[{'green' if met else 'red'}]{'met' if met else 'MISSED'}[/]  {name}")
+    console.print(", ".join(f"{name} {value}" for name, value in result["settings"].items()))
