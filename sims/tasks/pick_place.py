@@ -15,10 +15,10 @@ TOLERANCE = 0.03  # m
 
 def start(uniforms: np.ndarray) -> Start:
     """Cube on the table in front of the arm and slightly turned, goal on the shelf, tip above the middle."""
-    tip = scale(uniforms[:, 0:3], [0.17, -0.03, 0.08], [0.23, 0.03, 0.10])
-    cube = scale(uniforms[:, 3:5], [0.15, -0.12], [0.24, -0.02])
-    yaw = scale(uniforms[:, 5], -0.25, 0.25)
-    goal = scale(uniforms[:, 6:8], [0.15, 0.105], [0.24, 0.135])
+    tip = scale(uniforms[:, 0:3], [0.16, -0.06, 0.07], [0.24, 0.06, 0.10])
+    cube = scale(uniforms[:, 3:5], [0.14, -0.14], [0.25, -0.015])
+    yaw = scale(uniforms[:, 5], -0.4, 0.4)
+    goal = scale(uniforms[:, 6:8], [0.14, 0.10], [0.255, 0.14])
     height = np.full((len(uniforms), 1), grasping.CUBE_HALF)
     joints = arm.resting_joints(tip)
     return Start(

@@ -12,10 +12,10 @@ TOLERANCE = 0.018  # m
 
 def start(uniforms: np.ndarray) -> Start:
     """Red cube to the right, blue cube to the left, both slightly turned; tip above the middle."""
-    tip = scale(uniforms[:, 0:3], [0.17, -0.03, 0.08], [0.23, 0.03, 0.10])
-    cube = scale(uniforms[:, 3:5], [0.15, -0.12], [0.24, -0.06])
-    lower = scale(uniforms[:, 5:7], [0.15, 0.03], [0.24, 0.10])
-    yaw, lower_yaw = scale(uniforms[:, 7], -0.25, 0.25), scale(uniforms[:, 8], -0.25, 0.25)
+    tip = scale(uniforms[:, 0:3], [0.16, -0.05, 0.08], [0.24, 0.05, 0.10])
+    cube = scale(uniforms[:, 3:5], [0.145, -0.13], [0.245, -0.06])
+    lower = scale(uniforms[:, 5:7], [0.145, 0.03], [0.245, 0.11])
+    yaw, lower_yaw = scale(uniforms[:, 7], -0.4, 0.4), scale(uniforms[:, 8], -0.4, 0.4)
     height = np.full((len(uniforms), 1), grasping.CUBE_HALF)
     joints = arm.resting_joints(tip)
     poses = [cube, height, flat_quaternion(yaw), lower, height, flat_quaternion(lower_yaw)]
