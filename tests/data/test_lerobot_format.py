@@ -85,7 +85,7 @@ def test_video_round_trip_keeps_every_frame_in_its_place(tmp_path):
     episodes = moving_episodes()
     write_dataset(episodes, tmp_path / "video")
     back = read_dataset(tmp_path / "video")
-    assert_equal(episodes, back, image_tolerance=7)
+    assert_equal(episodes, back, image_tolerance=3)
     chosen = read_dataset(tmp_path / "video", episodes=[2])
     assert torch.equal(chosen.observation[FRONT], back.select([2]).observation[FRONT])
 
