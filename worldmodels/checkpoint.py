@@ -1,0 +1,83 @@
+"""Saving and loading world models: config.json says what it is, safetensors hold the weights; nothing is pickled."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from robopolicy.core.errors import CheckpointError, did_you_mean
+from robopolicy.core.spec import Field, WorldSpec
+from robopolicy.core.storage import (
+    load_tensors,
+    read_json,
+    recover_folder,
+    storage_errors,
+    write_folder_atomic,
+    write_json,
+)
+from robopolicy.core.structured import from_plain, to_plain
+from worldmodels.ensemble import EnsembleConfig, EnsembleModel
+from worldmodels.structure import StateStructure
+
+FORMAT = 1
+KIND = "world_model/ensemble"
+
+
+def save_world_model(model: EnsembleModel, folder: Path) -> None:
+    """Write `model` to `folder`, atomically."""
+    from safetensors.torch import save_file
+
+    description = {
+        "kind": KIND,
+        "format": FORMAT,
+        "config": to_plain(model.config),
+        "spec": _spec_to_json(model.spec),
+        "success_bonus": model.success_bonus,
+    }
+
+    def fill(inside: Path) -> None:
+        weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+        with storage_errors(inside):
+            save_file(weights, inside / "model.safetensors")
+            write_json(inside / "config.json", description)
+
+    write_folder_atomic(folder, fill)
+
+
+def load_world_model(folder: Path, device: torch.device | str = "cpu") -> EnsembleModel:
+    """Load a world model, or raise CheckpointError: missing, corrupt, another kind, or weights that do not fit."""
+    folder = recover_folder(Path(folder))
+    description = read_json(folder / "config.json")
+    kind = description.get("kind") if isinstance(description, Mapping) else None
+    if kind != KIND:
+        raise CheckpointError(f"{folder} holds '{kind}', not a world model.{did_you_mean(str(kind), [KIND])}")
+    if description["format"] != FORMAT:
+        raise CheckpointError(
+            f"{folder} has format {description['format']}, this version reads {FORMAT}: upgrade robopolicy."
+        )
+    weights = load_tensors(folder / "model.safetensors", device)
+    prefix = "structure_"
+    parts = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    try:
+        spec = _spec_from_json(description["spec"])
+        config = from_plain(EnsembleConfig, description["config"])
+        model = EnsembleModel(config, spec, StateStructure(**parts), description["success_bonus"])
+        model.load_state_dict(weights, strict=True)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{folder} does not fit together: {error}. Restore it from a copy or train again."
+        ) from error
+    return model.to(device).eval()
+
+
+def _spec_to_json(spec: WorldSpec) -> dict[str, Any]:
+    fields = {key: field.to_json() for key, field in spec.observation.items()}
+    others = {key: value for key, value in spec.__dict__.items() if key not in ("observation", "action")}
+    return {**to_plain(others), "observation": fields, "action": spec.action.to_json()}
+
+
+def _spec_from_json(data: Mapping[str, Any]) -> WorldSpec:
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    fields = {key: Field.from_json(value) for key, value in data["observation"].items()}
+    return WorldSpec(**{**values, "observation": fields, "action": Field.from_json(data["action"])})

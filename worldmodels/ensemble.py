@@ -1,0 +1,309 @@
+"""An ensemble of Gaussian dynamics models, with learned reward and success heads (PETS, Chua 2018; MOPO, Yu 2020).
+
+All members are one batched tensor. Each predicts mean and variance of the change of the free state elements; each
+imagined step uses a random member. Uncertainty is the disagreement of the members' means. Deviations from MOPO: rewards
+and success come from heads on (state, next state) instead of extra outputs, so that the goal's edge stays sharp;
+members differ by initial weights and by bootstrap weights; all of them are elites.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from einops import rearrange
+from scipy.special import ndtri
+from torch import Tensor, nn
+from torch.nn import functional
+
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.randomness import uniforms
+from robopolicy.core.spec import WorldSpec, check_finite
+from worldmodels.protocol import Imagined, Latent
+from worldmodels.structure import StateStructure, find_structure
+
+BOUND = 10.0
+"""Standardised inputs are limited to this, so a state far from the data cannot blow up the networks."""
+
+
+@dataclass(frozen=True)
+class EnsembleConfig:
+    """Ensemble defaults.
+
+    members, width, depth: of the dynamics networks; head_width: of the reward and success heads; sample: draw from the
+    predicted Gaussian (False: follow the mean of the random member); min_logvar, max_logvar: initial soft bounds of the
+    log-variance; positive_share: share of successful steps in a batch of the success head.
+    """
+
+    members: int = 5
+    width: int = 256
+    depth: int = 3
+    head_width: int = 192
+    batch_size: int = 256
+    sample: bool = True
+    min_logvar: float = -10.0
+    max_logvar: float = 0.5
+    positive_share: float = 0.25
+
+    def __post_init__(self) -> None:
+        if min(self.members, self.width, self.depth, self.batch_size) < 1:
+            raise ConfigError("members, width, depth and batch_size must be at least 1.")
+
+
+@dataclass(frozen=True)
+class TransitionData:
+    """Single control steps for training.
+
+    state, next_state: [N, S], the world's non-image fields one after the other; action: [N, A]; reward: [N], without
+    the success bonus; success, terminated: [N] bool after the step; episode: [N], so that whole episodes are held out.
+    """
+
+    state: Tensor
+    action: Tensor
+    next_state: Tensor
+    reward: Tensor
+    success: Tensor
+    terminated: Tensor
+    episode: Tensor
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+    def __post_init__(self) -> None:
+        for name in ("state", "action", "next_state", "reward"):
+            check_finite(f"transitions: {name}", getattr(self, name))
+
+    def take(self, index: Tensor) -> "TransitionData":
+        """Select steps."""
+        return TransitionData(*(value[index] for value in self.__dict__.values()))
+
+    def split(self, share: float, generator: torch.Generator) -> tuple["TransitionData", "TransitionData"]:
+        """Hold out a share of the episodes: (training, validation)."""
+        episodes = self.episode.unique()
+        order = torch.randperm(len(episodes), generator=generator)
+        held = torch.isin(self.episode, episodes[order[: max(1, round(share * len(episodes)))]])
+        if bool(held.all()):
+            raise DataError("A world model needs at least two episodes: one to learn from, one to be tested on.")
+        return self.take((~held).nonzero()[:, 0]), self.take(held.nonzero()[:, 0])
+
+
+class Members(nn.Module):
+    """M multilayer perceptrons as one batched tensor: [M, N, inputs] -> [M, N, outputs]."""
+
+    def __init__(self, members: int, inputs: int, width: int, depth: int, outputs: int):
+        super().__init__()
+        sizes = [inputs] + [width] * depth + [outputs]
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for before, after in pairwise(sizes):
+            self.weights.append(nn.Parameter(torch.randn(members, before, after) / before**0.5))
+            self.biases.append(nn.Parameter(torch.zeros(members, 1, after)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run every member on its own batch."""
+        last = len(self.weights) - 1
+        for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = torch.baddbmm(bias, x, weight)
+            x = x if layer == last else functional.silu(x)
+        return x
+
+
+class EnsembleModel(nn.Module):
+    """A `WorldModel` over the non-image fields of `spec`; make one with `build_ensemble` or `load_world_model`.
+
+    success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
+    """
+
+    def __init__(
+        self,
+        config: EnsembleConfig,
+        spec: WorldSpec,
+        structure: StateStructure,
+        success_bonus: float,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.config, self.success_bonus = config, success_bonus
+        self._spec = replace(spec, rewards=("progress", "success"), history=1)
+        for name, value in structure.__dict__.items():
+            self.register_buffer(f"structure_{name}", value)
+        self.sizes = [field.size for field in spec.observation.values()]
+        states, actions, free = sum(self.sizes), spec.action.size, len(structure.free)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.dynamics = Members(config.members, states + actions, config.width, config.depth, 2 * free)
+            self.reward_head = Members(1, 2 * states + actions, config.head_width, 2, 1)
+            self.success_head = Members(1, states, config.head_width, 2, 1)
+        self.max_logvar = nn.Parameter(torch.full((free,), config.max_logvar))
+        self.min_logvar = nn.Parameter(torch.full((free,), config.min_logvar))
+        for name, size in (("state", states), ("action", actions), ("delta", free), ("reward", 1), ("change", states)):
+            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            self.register_buffer(f"{name}_std", torch.ones(size))
+        self.register_buffer("success_threshold", torch.zeros(()))
+
+    @property
+    def spec(self) -> WorldSpec:
+        """The world that is imitated, with the reward terms that are predicted."""
+        return self._spec
+
+    @property
+    def structure(self) -> StateStructure:
+        """What the elements of the state are."""
+        return StateStructure(*(getattr(self, f"structure_{item.name}") for item in fields(StateStructure)))
+
+    @torch.no_grad()
+    def fit_statistics(self, data: TransitionData) -> None:
+        """Fit the standardisation of inputs and targets."""
+        change = data.next_state - data.state
+        values = {
+            "state": data.state,
+            "action": data.action,
+            "delta": change[:, self.structure.free],
+            "reward": data.reward[:, None],
+            "change": change,
+        }
+        for name, value in values.items():
+            getattr(self, f"{name}_mean").copy_(value.mean(0))
+            getattr(self, f"{name}_std").copy_(value.std(0, correction=0).clamp_min(1e-6))
+
+    def predict(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return standardised mean and log-variance [M, N, F] of the free elements' change."""
+        x = torch.cat([self._standard("state", state), self._standard("action", action)], -1)
+        mean, logvar = self.dynamics(x).chunk(2, -1)
+        logvar = self.max_logvar - functional.softplus(self.max_logvar - logvar)
+        return mean, self.min_logvar + functional.softplus(logvar - self.min_logvar)
+
+    def loss(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"dynamics", "reward", "success"}: each [N].
+
+        batch: state, action, next_state [M, N, ...] for the members; reward [M, N]; success_state [N, S] and
+        success_label [N] for the success head.
+        """
+        state, action, after = batch["state"], batch["action"], batch["next_state"]
+        target = self._standard("delta", (after - state)[..., self.structure.free])
+        mean, logvar = self.predict(state, action)
+        error = (mean - target).square()
+        likelihood = (error * (-logvar).exp() + logvar).mean(-1)
+        bounds = 0.01 * (self.max_logvar - self.min_logvar).mean()
+        reward = self._standard("reward", batch["reward"][..., None])
+        predicted = self.reward_head(self.reward_input(state, action, after).flatten(0, 1)[None])[0]
+        logit = self.success_logit(batch["success_state"])
+        label = batch["success_label"].float()
+        return {
+            "dynamics": (likelihood + 0.5 * error.mean(-1)).mean(0) + bounds,
+            "reward": rearrange((predicted - reward.flatten(0, 1)).square()[:, 0], "(m n) -> m n", m=len(state)).mean(
+                0
+            ),
+            "success": functional.binary_cross_entropy_with_logits(logit, label, reduction="none"),
+        }
+
+    def batches(self, data: TransitionData, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
+        """Yield training batches for ever; each member draws its own steps, `generator` is all the state."""
+        config, device = self.config, self.state_mean.device
+        positive = data.success.nonzero()[:, 0]
+        count = round(config.positive_share * config.batch_size) if len(positive) else 0
+        names = ("state", "action", "next_state", "reward")
+        while True:
+            rows = torch.randint(len(data), (config.members, config.batch_size), generator=generator)
+            chosen = rows[0].clone()
+            if count:
+                chosen[:count] = positive[torch.randint(len(positive), (count,), generator=generator)]
+            batch = {name: getattr(data, name)[rows].to(device) for name in names}
+            batch["success_state"] = data.next_state[chosen].to(device)
+            batch["success_label"] = data.success[chosen].to(device)
+            yield batch
+
+    def success_logit(self, state: Tensor) -> Tensor:
+        """Return the logit [N] that states [N, S] are successful, before calibration."""
+        return self.success_head(self._standard("state", state)[None])[0, :, 0]
+
+    @torch.no_grad()
+    def calibrate_success(self, data: TransitionData) -> None:
+        """Set the threshold so that as many steps look successful as are: precision equals recall on `data`.
+
+        Undoes the batch's share of positives, and keeps imagined success rates unbiased.
+        """
+        if not bool(data.success.any()):
+            self.success_threshold.fill_(torch.inf)
+            return
+        logits = torch.cat([self.success_logit(part) for part in data.next_state.split(8192)])
+        share = 1 - data.success.float().mean()
+        self.success_threshold.copy_(torch.quantile(logits.double(), share.double()).float())
+
+    def initial(self, observation: Mapping[str, np.ndarray], seeds: np.ndarray) -> Latent:
+        """Return the latent: the state vector, the episode's seed and the number of the next step."""
+        parts = [
+            np.asarray(observation[key], dtype=np.float32).reshape(len(seeds), -1) for key in self._spec.observation
+        ]
+        state = torch.from_numpy(np.concatenate(parts, axis=1)).to(self.state_mean.device)
+        return {
+            "state": state,
+            "seed": torch.from_numpy(np.asarray(seeds, dtype=np.int64)).to(state.device),
+            "step": torch.zeros(len(seeds), dtype=torch.int64, device=state.device),
+        }
+
+    @torch.no_grad()
+    def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
+        """Advance every row with a random member; success is terminal where the spec says so."""
+        state, actions = latent["state"], actions.to(latent["state"].dtype)
+        members, rows = self.config.members, len(state)
+        mean, logvar = self.predict(state.expand(members, -1, -1), actions.expand(members, -1, -1))
+        member, noise = self._draws(latent)
+        chosen = mean[member, torch.arange(rows, device=state.device)]
+        if self.config.sample:
+            deviation = (0.5 * logvar[member, torch.arange(rows, device=state.device)]).exp()
+            chosen = chosen + deviation * noise
+        after = state.clone()
+        after[:, self.structure.free] += self.delta_mean + self.delta_std * chosen
+        after = self.structure.complete(after)
+        reward = self.reward_head(self.reward_input(state, actions, after)[None])[0, :, 0]
+        success = self.success_logit(after) > self.success_threshold
+        rewards = {
+            "progress": self.reward_mean + self.reward_std * reward,
+            "success": self.success_bonus * success.to(state.dtype),
+        }
+        parts = zip(self._spec.observation.items(), after.split(self.sizes, -1), strict=True)
+        observation = {key: part.reshape(rows, *field.shape) for (key, field), part in parts}
+        imagined = Imagined(
+            observation, rewards, success, torch.zeros_like(success), mean.std(0, correction=0).mean(-1)
+        )
+        return {"state": after, "seed": latent["seed"], "step": latent["step"] + 1}, imagined
+
+    def _draws(self, latent: Latent) -> tuple[Tensor, Tensor]:
+        """Return member indices [B] and standard normal noise [B, F], a function of each row's seed and step alone."""
+        seeds = latent["seed"].cpu().numpy() * np.int64(1_000_003) + latent["step"].cpu().numpy()
+        draws = uniforms(seeds, 1 + len(self.structure.free))
+        member = torch.from_numpy((draws[:, 0] * self.config.members).astype(np.int64))
+        noise = torch.from_numpy(ndtri(np.clip(draws[:, 1:], 1e-9, 1 - 1e-9)).astype(np.float32))
+        return member.to(latent["state"].device), noise.to(latent["state"].device)
+
+    def _standard(self, name: str, value: Tensor) -> Tensor:
+        mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
+        return ((value - mean) / std).clamp(-BOUND, BOUND)
+
+    def reward_input(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
+        """Return what the reward head reads: standardised state, action and change."""
+        parts = [
+            self._standard("state", state),
+            self._standard("action", action),
+            self._standard("change", after - state),
+        ]
+        return torch.cat(parts, -1)
+
+
+def build_ensemble(
+    config: EnsembleConfig, spec: WorldSpec, data: TransitionData, success_bonus: float, seed: int
+) -> EnsembleModel:
+    """Return a fresh ensemble for `spec` (its non-image fields), with structure and statistics read off `data`.
+
+    Raises DataError when the data's width is not the spec's.
+    """
+    names = tuple(name for field in spec.observation.values() for name in (field.names or ("",) * field.size))
+    if data.state.shape[1] != len(names) or data.action.shape[1] != spec.action.size:
+        raise DataError(
+            f"Transitions have {data.state.shape[1]} state and {data.action.shape[1]} action elements, world "
+            f"'{spec.name}' has {len(names)} and {spec.action.size}: the data comes from another world."
+        )
+    model = EnsembleModel(config, spec, find_structure(data.state, data.next_state, names), success_bonus, seed)
+    model.fit_statistics(data)
+    return model

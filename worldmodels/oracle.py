@@ -1,0 +1,79 @@
+"""The true simulator as a world model: the twin that proves a policy cannot tell a learned world from a real one.
+
+`ImaginedWorld(OracleModel(sim), ...)` must reproduce `sim` bitwise; oracle dynamics also separate model error from the
+other faults of learning in imagination (Sims et al. 2024, edge of reach).
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.spec import TASK, Observation, WorldSpec
+from robopolicy.core.world import Snapshot, Snapshots, World
+from worldmodels.env import ImaginedWorld, Truncation
+from worldmodels.protocol import Imagined, Latent
+
+
+class Restorable(World, Snapshots, Protocol):
+    """A world whose rows can be saved and restored."""
+
+
+class OracleModel:
+    """A `WorldModel` that asks the true world; its latent is the world's own snapshot.
+
+    world: must have as many rows as the imagined world around it, and a history of 1.
+    """
+
+    def __init__(self, world: Restorable):
+        self._world = world
+
+    @property
+    def spec(self) -> WorldSpec:
+        """The true world's spec."""
+        return self._world.spec
+
+    def initial(self, observation: Mapping[str, np.ndarray], seeds: np.ndarray) -> Latent:
+        """Reset as many of the true world's rows as there are seeds and return their snapshots."""
+        rows = np.arange(len(seeds))
+        if len(rows) < self._world.batch_size:
+            self._world.reset()
+        self._world.reset(rows=rows, seeds=seeds)
+        return _latent(self._world.snapshot(rows))
+
+    def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
+        """Restore every row, run one true control step, and return the snapshots after it."""
+        self._world.restore(Snapshot({name: value.numpy() for name, value in latent.items() if value.numel()}))
+        step = self._world.step(actions.numpy()[:, None])
+        observation = {key: step.observation[key][:, -1] for key in self._world.spec.observation}
+        return _latent(self._world.snapshot()), Imagined(
+            {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in observation.items()},
+            {name: torch.from_numpy(reward[:, 0].copy()) for name, reward in step.rewards.items()},
+            torch.from_numpy(step.success.copy()),
+            torch.from_numpy(step.terminated.copy()),
+            torch.zeros(len(actions)),
+        )
+
+
+def oracle_twin(
+    world: Restorable, *, history: int = 1, truncation: Truncation | None = None, seed: int = 0
+) -> ImaginedWorld:
+    """Wrap the true `world` (history 1) exactly as a learned model would be wrapped."""
+    starting = world
+
+    def starts(seeds: np.ndarray) -> Observation:
+        rows = np.arange(len(seeds))
+        if len(rows) < starting.batch_size:
+            starting.reset()
+        observation = starting.reset(rows=rows, seeds=seeds)
+        return {key: observation[key][rows, -1] for key in starting.spec.observation} | {TASK: observation[TASK][rows]}
+
+    return ImaginedWorld(
+        OracleModel(world), starts, world.batch_size, history=history, truncation=truncation, seed=seed
+    )
+
+
+def _latent(snapshot: Snapshot) -> Latent:
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in snapshot.arrays.items()}

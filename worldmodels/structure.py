@@ -1,0 +1,88 @@
+"""What a state vector is made of, read off the data: constants, derived elements and angles.
+
+Learned dynamics predict only what is free to move. Elements that never change within an episode (goals) are copied;
+elements that are an affine function of others (relative positions) are recomputed from them, so that they cannot drift
+apart; (cosine, sine) pairs are put back on the unit circle.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-3
+"""Share of an element's own standard deviation below which a residual counts as zero."""
+
+
+@dataclass(frozen=True)
+class StateStructure:
+    """Which of S elements are what.
+
+    free: [F] indices that are predicted; constant: [C] indices copied; derived: [D] indices recomputed as
+    base @ weights + bias, with base the elements `source` [P], weights [P, D], bias [D]; circles: [n, 2] index pairs.
+    """
+
+    free: Tensor
+    constant: Tensor
+    derived: Tensor
+    source: Tensor
+    weights: Tensor
+    bias: Tensor
+    circles: Tensor
+
+    def complete(self, state: Tensor) -> Tensor:
+        """Return `state` [..., S] with circles normalised and derived elements recomputed."""
+        state = state.clone()
+        if len(self.circles):
+            pairs = state[..., self.circles]
+            state[..., self.circles] = pairs / pairs.norm(dim=-1, keepdim=True).clamp_min(1e-6)
+        if len(self.derived):
+            state[..., self.derived] = state[..., self.source] @ self.weights + self.bias
+        return state
+
+
+def find_structure(state: Tensor, next_state: Tensor, names: tuple[str, ...]) -> StateStructure:
+    """Read the structure off transitions [N, S]; names find the (cosine, sine) pairs: `a_cos` followed by `a_sin`.
+
+    Elements are taken in order: one is derived if the earlier non-derived ones give it by least squares within
+    TOLERANCE of its standard deviation, in every transition.
+    """
+    samples = torch.cat([state[:5000], next_state[:5000]]).double()
+    scale = samples.std(0, correction=0)
+    moves = (next_state - state).abs().amax(0).double() > TOLERANCE * scale.clamp_min(1e-9)
+    circles = [
+        (index, index + 1)
+        for index, (first, second) in enumerate(pairwise(names))
+        if first.endswith("cos") and second == first.removesuffix("cos") + "sin"
+    ]
+    on_circle = {index for pair in circles for index in pair}
+    kept: list[int] = []
+    derived: list[int] = []
+    for index in range(samples.shape[1]):
+        varies = bool(scale[index] > 1e-9)
+        if varies and kept and index not in on_circle and _residual(samples, kept, index) < TOLERANCE * scale[index]:
+            derived.append(index)
+        elif varies:
+            kept.append(index)
+    design = torch.cat([samples[:, kept], torch.ones(len(samples), 1, dtype=torch.float64)], 1)
+    solution = torch.linalg.lstsq(design, samples[:, derived]).solution
+    solution[solution.abs() < 1e-6] = 0.0
+    free = [index for index in kept if moves[index]]
+    constant = [index for index in range(samples.shape[1]) if index not in free and index not in derived]
+    return StateStructure(
+        torch.tensor(free),
+        torch.tensor(constant, dtype=torch.int64),
+        torch.tensor(derived, dtype=torch.int64),
+        torch.tensor(kept),
+        solution[:-1].float(),
+        solution[-1].float(),
+        torch.tensor(circles, dtype=torch.int64).reshape(-1, 2),
+    )
+
+
+def _residual(samples: Tensor, kept: list[int], index: int) -> Tensor:
+    """Return the largest error of predicting element `index` from the elements `kept`, after an affine fit."""
+    design = torch.cat([samples[:, kept], torch.ones(len(samples), 1, dtype=torch.float64)], 1)
+    target = samples[:, index : index + 1]
+    return (design @ torch.linalg.lstsq(design, target).solution - target).abs().max()
