@@ -1,0 +1,122 @@
+"""The only place that names concrete worlds, policies and models, and that chooses the device."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from robopolicy.configuration import FinetuneSection, RunSection, WorldSection
+from robopolicy.core.errors import ConfigError, require_extra
+from robopolicy.core.policy import Policy
+from robopolicy.core.randomness import derive
+from robopolicy.core.spec import TASK, Observation, WorldSpec
+from robopolicy.core.world import Controller, World
+from robopolicy.policies import DenoisingPolicy, load_policy
+from robopolicy.rl.critic import Critic, state_critic
+from sims.experts import Noise, NoisyController, noise_level
+from sims.registry import TASKS, load_task, make_world
+from worldmodels import load_world_model
+from worldmodels.env import ImaginedWorld
+
+WORLD_MODEL = "worldmodel"
+
+
+def choose_device(run: RunSection) -> torch.device:
+    """Return the device of `run.device` (auto: CUDA when there is one) and set the number of CPU threads."""
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    if run.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(run.device)
+    except RuntimeError as error:
+        raise ConfigError(f"run.device={run.device} is not a device: use auto, cpu or cuda.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device=cuda, but no CUDA device is visible: use run.device=cpu.")
+    return device
+
+
+def build_world(
+    section: WorldSection,
+    policy: Policy | None = None,
+    *,
+    batch_size: int | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> World:
+    """Return the world that `section` names, as `policy` sees it: its history and its cameras.
+
+    "worldmodel" needs `world.model`, a checkpoint, and starts its episodes where the simulator it was trained on
+    (`world.simulator`, default the one named in the checkpoint) would start them, so that seeds pair the two.
+    """
+    rows = batch_size or section.batch_size
+    history = 1 if policy is None else policy.spec.history
+    if section.name == WORLD_MODEL:
+        return _imagined_world(section, rows, history, seed, device)
+    options: dict[str, Any] = {"seed": seed, "history": history, **section.options}
+    cameras = section.cameras if policy is None else policy.spec.cameras
+    if cameras:
+        options |= {"cameras": cameras, "image_size": section.image_size}
+    return make_world(section.name, rows, **options)
+
+
+def _imagined_world(
+    section: WorldSection, rows: int, history: int, seed: int, device: torch.device | str
+) -> ImaginedWorld:
+    if section.model is None:
+        raise ConfigError("Which world model? Set world.model=runs/worldmodel/push_cube/0/checkpoint.")
+    model = load_world_model(section.model, device)
+    simulator = make_world(section.simulator or model.spec.name, rows, **section.options)
+
+    def starts(seeds: np.ndarray) -> Observation:
+        rows = np.arange(len(seeds))
+        observation = simulator.reset(seeds=np.resize(seeds, simulator.batch_size))
+        first = {key: observation[key][rows, -1] for key in model.spec.observation}
+        return first | {TASK: observation[TASK][rows]}
+
+    return ImaginedWorld(model, starts, rows, history=history, seed=seed)
+
+
+def build_controller(world_section: WorldSection, spec: WorldSpec, dotted_path: str = "") -> Controller:
+    """Return the controller at `dotted_path`, else the scripted expert of the world's task."""
+    if dotted_path:
+        return importlib.import_module("sims.controllers").load_controller(dotted_path, spec)
+    name = world_section.simulator or world_section.name
+    if name in TASKS:
+        return load_task(name).expert()
+    if name.startswith("metaworld/"):
+        require_extra("metaworld", "metaworld")
+        return importlib.import_module("sims.suites.metaworld_suite").metaworld_expert(
+            name.removeprefix("metaworld/"), spec
+        )
+    raise ConfigError(
+        f"World '{name}' has no scripted expert: give your own with collect.controller=package.module:name."
+    )
+
+
+def build_noisy_expert(
+    section: WorldSection, spec: WorldSpec, level: str, seed: int, dotted_path: str = ""
+) -> NoisyController:
+    """Return the world's expert (or the controller at `dotted_path`) disturbed by a named or numeric level of noise."""
+    try:
+        noise = Noise(gaussian=float(level))
+    except ValueError:
+        noise = noise_level(level)
+    return NoisyController(build_controller(section, spec, dotted_path), noise, seed, spec.action)
+
+
+def open_policy(path: Path, device: torch.device | str = "cpu") -> DenoisingPolicy:
+    """Load a policy checkpoint."""
+    return load_policy(path, device)
+
+
+def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:
+    """Return a critic over the world's state, its weights drawn from `seed`.
+
+    It may see more than the policy does: in a simulator the state is known even where the policy looks through cameras.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(seed, "critic weights"))
+        return state_critic(world.spec.observation, world.spec.history, section.critic_width, section.critic_depth)

@@ -1,0 +1,174 @@
+"""The command line: one verb per job, `robopolicy VERB [TARGET] [section.key=value ...] [json=PATH]`."""
+
+import importlib
+import sys
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from robopolicy import __version__
+from robopolicy.core.errors import ConfigError, RobopolicyError, did_you_mean
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One job: a line for the table, the sections of the configuration it reads, and what a bare word after it sets."""
+
+    summary: str
+    sections: tuple[str, ...]
+    example: str
+    target: str | None = None
+
+
+VERBS = {
+    "demo": Verb("The whole job in ten minutes, ending with a report", ("run", "demo"), "robopolicy demo"),
+    "collect": Verb(
+        "Record demonstrations as a LeRobotDataset",
+        ("run", "world", "collect"),
+        "robopolicy collect recipe=push_cube collect.episodes=200",
+    ),
+    "train": Verb(
+        "Pre-train a diffusion or flow policy on a dataset",
+        ("run", "world", "policy", "train"),
+        "robopolicy train recipe=push_cube policy.kind=flow",
+        "train.data",
+    ),
+    "finetune": Verb(
+        "Fine-tune a policy with PPO in its denoising chain",
+        ("run", "world", "finetune"),
+        "robopolicy finetune recipe=push_cube run.seed=1",
+        "finetune.policy",
+    ),
+    "worldmodel": Verb(
+        "Train a world model on demonstrations and rollouts",
+        ("run", "world", "worldmodel"),
+        "robopolicy worldmodel recipe=push_cube",
+        "worldmodel.data",
+    ),
+    "evaluate": Verb(
+        "Measure success in a simulator or in a world model",
+        ("run", "world", "evaluate"),
+        "robopolicy evaluate runs/finetune/push_cube/0/checkpoint world=worldmodel",
+        "evaluate.policy",
+    ),
+    "rank": Verb(
+        "Compare policies in a world model and in the simulator",
+        ("run", "world", "rank"),
+        "robopolicy rank recipe=push_cube",
+    ),
+    "serve": Verb(
+        "Serve a policy to robots over a websocket (openpi's protocol)",
+        ("run", "serve"),
+        "robopolicy serve runs/finetune/push_cube/0/checkpoint",
+        "serve.policy",
+    ),
+    "drive": Verb(
+        "Drive a simulated robot against a policy server",
+        ("run", "world", "drive"),
+        "robopolicy drive world=push_cube drive.port=8000",
+    ),
+    "doctor": Verb(
+        "Find out why success is low: replay demonstrations through every convention",
+        ("run", "world", "doctor"),
+        "robopolicy doctor recipe=push_cube",
+        "doctor.data",
+    ),
+    "bench": Verb(
+        "Print speed side by side with what others ship", ("run", "bench"), "robopolicy bench sims", "bench.name"
+    ),
+    "report": Verb(
+        "Rebuild report.html of a run folder",
+        ("run", "report"),
+        "robopolicy report runs/finetune/push_cube/0",
+        "report.run",
+    ),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; return the exit status: 0 done, 1 a failed check, 2 an error the user can mend, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    output = Console()
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print_overview(output)
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        output.print(f"robopolicy {__version__}")
+        return 0
+    try:
+        return run_verb(arguments[0], arguments[1:], output)
+    except RobopolicyError as error:
+        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        Console(stderr=True).print("\nInterrupted. Nothing is lost: run the same command again to go on.")
+        return INTERRUPTED
+
+
+def run_verb(name: str, arguments: list[str], output: Console) -> int:
+    """Compose the configuration of verb `name` and run it."""
+    if name not in VERBS:
+        raise ConfigError(f"'{name}' is not a verb.{did_you_mean(name, VERBS)}")
+    verb = VERBS[name]
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print_help(name, verb, output)
+        return 0
+    from robopolicy.configuration import compose  # imports torch: only once a job really starts
+
+    config = compose(overrides(name, verb, arguments))
+    job = importlib.import_module(f"robopolicy.verbs.{name}")
+    return int(job.run(config) or 0)
+
+
+def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
+    """Turn a bare word into the verb's target key; leave `key=value` alone."""
+    result = []
+    for argument in arguments:
+        if "=" in argument:
+            result.append(argument)
+        elif argument.startswith("-"):
+            raise ConfigError(
+                f"'{argument}' is not an option: settings are written key=value. See: robopolicy {name} --help"
+            )
+        elif verb.target is None:
+            raise ConfigError(f"'{name}' takes no bare word ('{argument}'): settings are written key=value.")
+        else:
+            result.append(f"{verb.target}={argument}")
+    return result
+
+
+def print_overview(output: Console) -> None:
+    """Print every verb with one line each."""
+    output.print("[bold]robopolicy[/]: fine-tune robot policies in simulators and learned world models.\n")
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    for name, verb in VERBS.items():
+        table.add_row(f"[bold cyan]{name}[/]", verb.summary)
+    output.print(table)
+    output.print("\n[dim]robopolicy VERB --help teaches one verb; start with:[/] robopolicy demo")
+
+
+def print_help(name: str, verb: Verb, output: Console) -> None:
+    """Print what a verb does, an example, and every setting it reads with its default."""
+    from robopolicy.configuration import describe_sections, groups
+
+    target = f" [{verb.target.split('.')[1].upper()}]" if verb.target else ""
+    output.print(f"[bold]robopolicy {name}[/]{target} \\[section.key=value ...] \\[json=PATH]\n\n{verb.summary}.\n")
+    output.print(importlib.import_module(f"robopolicy.verbs.{name}").__doc__ or "", highlight=False, markup=False)
+    output.print(f"Example:\n  {verb.example}\n", highlight=False, markup=False)
+    for group, options in groups().items():
+        output.print(f"[bold]{group}=[/] one of: {', '.join(options)}", highlight=False)
+    for section, text, rows in describe_sections(verb.sections):
+        output.print(f"\n[bold cyan]{section}[/]  [dim]{escape(text)}[/]", highlight=False)
+        table = Table(box=None, show_header=False, padding=(0, 2))
+        for key, value in rows:
+            table.add_row(f"{section}.{key}", escape(value), style=None)
+        output.print(table, highlight=False)
+    output.print("\n[bold]json=PATH[/] also writes the figures of this run as JSON.", highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

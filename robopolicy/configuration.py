@@ -1,0 +1,287 @@
+"""The one configuration of every verb: sections with their defaults, composed by hydra.
+
+`configs/recipe/<task>.yaml` holds what differs from the defaults for a task, `configs/world/<world>.yaml` names one.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.resources import resource
+from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.policies.denoising import DenoisingPolicyConfig
+from robopolicy.training.finetune import FinetuneConfig
+from robopolicy.training.fit import FitConfig
+from robopolicy.training.pretrain import PretrainConfig
+from worldmodels.ensemble import EnsembleConfig
+
+GROUPS = ("recipe", "world")
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """Where results go (root/<verb>/<name>/<seed>), the seed behind every random number, and the device."""
+
+    root: Path = Path("runs")
+    name: str = ""
+    seed: int = 0
+    device: str = "auto"
+    threads: int = 0
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class WorldSection:
+    """Where a policy acts: one of our tasks, metaworld/<task>, gymnasium:<id>, or worldmodel with its checkpoint."""
+
+    name: str = "push_cube"
+    batch_size: int = 64
+    cameras: tuple[str, ...] = ()
+    image_size: int = 64
+    model: Path | None = None
+    simulator: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CollectSection:
+    """Demonstrations: one share of the episodes at each level of noise, by the expert, a controller or a policy.
+
+    noise: levels by name (none, low, medium, high, random) or as the standard deviation of noise on every action, as a
+    share of half its range; controller: dotted path package.module:factory of your own controller.
+    """
+
+    episodes: int = 200
+    noise: tuple[str, ...] = ("low",)
+    controller: str = ""
+    policy: Path | None = None
+    successes_only: bool = False
+    images: str = "png"
+
+
+@dataclass(frozen=True)
+class TrainSection(PretrainConfig):
+    """Pre-training by regression on the dataset `data` (default: what collect wrote under the same name and seed)."""
+
+    data: Path | None = None
+    episodes: int = 0
+    evaluate_episodes: int = 200
+
+
+@dataclass(frozen=True)
+class FinetuneSection(FinetuneConfig):
+    """PPO in the denoising chain of `policy` (default: what train wrote under the same name and seed).
+
+    units: how many of the last denoising steps are tuned, null for all; worlds: rows collected in parallel.
+    """
+
+    policy: Path | None = None
+    units: int | None = None
+    train_encoder: bool = True
+    worlds: int = 256
+    critic_width: int = 256
+    critic_depth: int = 2
+    evaluate_episodes: int = 200
+    videos: int = 8
+
+
+@dataclass(frozen=True)
+class WorldModelSection(EnsembleConfig):
+    """An ensemble trained on `data` (datasets) plus fresh rollouts of the expert at graded noise and of `policies`."""
+
+    data: tuple[Path, ...] = ()
+    policies: tuple[Path, ...] = ()
+    transitions: int = 100_000
+    fit: FitConfig = field(
+        default_factory=lambda: FitConfig(steps=3000, learning_rate=1e-3, weight_decay=1e-5, checkpoint_every=1000)
+    )
+    noise: tuple[str, ...] = ("low", "medium", "high", "random")
+
+
+@dataclass(frozen=True)
+class EvaluateSection:
+    """Success of `policy` over paired episodes, in both modes; base: a second policy on the same seeds."""
+
+    policy: Path | None = None
+    base: Path | None = None
+    episodes: int = 200
+    videos: int = 8
+
+
+@dataclass(frozen=True)
+class RankSection:
+    """Policies (checkpoints, and the expert at these levels of noise) scored in imagination and in reality."""
+
+    policies: tuple[Path, ...] = ()
+    model: Path | None = None
+    noise: tuple[str, ...] = ("none", "low", "medium", "high", "random")
+    episodes: int = 200
+
+
+@dataclass(frozen=True)
+class ServeSection:
+    """A policy server. Binding beyond loopback needs an api_key (or the environment's ROBOPOLICY_API_KEY)."""
+
+    policy: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str = ""
+
+
+@dataclass(frozen=True)
+class DriveSection:
+    """A simulated robot in its own process at `rate` control steps a second (0: the world's; -1: as fast as it can)."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str = ""
+    episodes: int = 10
+    rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class DoctorSection:
+    """What to examine: a dataset and a policy (defaults: what collect and train wrote under the same name and seed)."""
+
+    data: Path | None = None
+    policy: Path | None = None
+    episodes: int = 20
+
+
+@dataclass(frozen=True)
+class BenchSection:
+    """Which benchmark, and how many interleaved rounds."""
+
+    name: str = "sims"
+    rounds: int = 13
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """The run folder to report on."""
+
+    run: Path | None = None
+
+
+@dataclass(frozen=True)
+class DemoSection:
+    """The recipe that the demo runs, and how many episodes its judgements use."""
+
+    recipe: str = "push_cube"
+    episodes: int = 200
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every section; a verb reads its own."""
+
+    run: RunSection = field(default_factory=RunSection)
+    world: WorldSection = field(default_factory=WorldSection)
+    collect: CollectSection = field(default_factory=CollectSection)
+    policy: DenoisingPolicyConfig = field(default_factory=DenoisingPolicyConfig)
+    train: TrainSection = field(default_factory=TrainSection)
+    finetune: FinetuneSection = field(default_factory=FinetuneSection)
+    worldmodel: WorldModelSection = field(default_factory=WorldModelSection)
+    evaluate: EvaluateSection = field(default_factory=EvaluateSection)
+    rank: RankSection = field(default_factory=RankSection)
+    serve: ServeSection = field(default_factory=ServeSection)
+    drive: DriveSection = field(default_factory=DriveSection)
+    doctor: DoctorSection = field(default_factory=DoctorSection)
+    bench: BenchSection = field(default_factory=BenchSection)
+    report: ReportSection = field(default_factory=ReportSection)
+    demo: DemoSection = field(default_factory=DemoSection)
+    json: Path | None = None
+
+
+def compose(overrides: list[str]) -> Config:
+    """Compose defaults, world, recipe and `key=value` overrides, in this order of growing weight.
+
+    `recipe=path/to/mine.yaml` and `world=path/to/mine.yaml` read your own file. Raises ConfigError naming the key.
+    """
+    defaults = to_plain(Config())
+    store = ConfigStore.instance()
+    store.store(name="defaults", node=defaults)
+    prepared = [_prepare(override, defaults, store) for override in overrides]
+    try:
+        with initialize_config_dir(str(resource("configs")), version_base="1.3", job_name="robopolicy"):
+            composed = hydra_compose("robopolicy", overrides=prepared)
+    except HydraException as error:
+        raise ConfigError(f"{error}") from error
+    return from_plain(Config, OmegaConf.to_container(composed, resolve=True))  # pyright: ignore[reportArgumentType]
+
+
+def to_yaml(config: Config, sections: tuple[str, ...]) -> str:
+    """Return the given sections as YAML, as saved in a run folder."""
+    plain = to_plain(config)
+    return OmegaConf.to_yaml(OmegaConf.create({name: plain[name] for name in sections}))
+
+
+def groups() -> dict[str, list[str]]:
+    """Return the names that `recipe=` and `world=` accept."""
+    return {group: sorted(path.stem for path in resource("configs", group).glob("*.yaml")) for group in GROUPS}
+
+
+def describe_sections(names: tuple[str, ...]) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """Return (section, its one-line text, [(key, default), ...]) for the help pages."""
+    config, described = Config(), []
+    for name in names:
+        section = getattr(config, name)
+        text = " ".join((type(section).__doc__ or "").split("\n\n")[0].split())
+        rows = [(item.name, str(to_plain(getattr(section, item.name)))) for item in dataclasses.fields(section)]
+        described.append((name, text, rows))
+    return described
+
+
+def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore) -> str:
+    key, _, value = override.partition("=")
+    key = key.lstrip("+")
+    if key in GROUPS:
+        return f"{key}={_group_option(key, value, store)}"
+    node: Any = defaults
+    for depth, part in enumerate(key.split(".")):
+        if not isinstance(node, Mapping) or (part not in node and not _is_open(key.split(".")[:depth])):
+            place = ".".join(key.split(".")[:depth])
+            known = [f"{place}.{name}" if place else name for name in node] if isinstance(node, Mapping) else []
+            raise ConfigError(f"Unknown configuration key '{key}'.{did_you_mean(key, known)}")
+        node = node.get(part, {})
+    return f"++{key}={value}"
+
+
+def _is_open(path: list[str]) -> bool:
+    """Whether the section at `path` takes keys of the user's own (a dict field)."""
+    kind: Any = Config
+    for part in path:
+        item = (
+            {entry.name: entry for entry in dataclasses.fields(kind)}.get(part)
+            if dataclasses.is_dataclass(kind)
+            else None
+        )
+        if item is None:
+            return not dataclasses.is_dataclass(kind)
+        kind = item.type if not isinstance(item.type, str) else Any
+    return not dataclasses.is_dataclass(kind)
+
+
+def _group_option(group: str, value: str, store: ConfigStore) -> str:
+    if not value.endswith((".yaml", ".yml")):
+        known = groups()[group]
+        if value not in known:
+            raise ConfigError(
+                f"{group}={value} is not known.{did_you_mean(value, known)} Or give a path to a .yaml file."
+            )
+        return value
+    path = Path(value)
+    if not path.is_file():
+        raise ConfigError(f"{group}={value}: there is no such file.")
+    package = "_global_" if group == "recipe" else group
+    store.store(group=group, name=path.stem, package=package, node=OmegaConf.to_container(OmegaConf.load(path)))
+    return path.stem

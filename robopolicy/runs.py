@@ -1,0 +1,101 @@
+"""Run folders of the verbs: where one lies, whether it may be continued, and what it leaves behind."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from robopolicy.configuration import Config, to_yaml
+from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import read_json, recover_folder, write_json
+
+RESULT = "result.json"
+
+output = Console(highlight=False)
+
+
+def run_name(config: Config) -> str:
+    """The run's name: `run.name`, else the world's (the simulator behind a world model)."""
+    name = config.run.name or config.world.simulator or config.world.name
+    return name.replace("/", "-").replace(":", "-")
+
+
+def run_path(config: Config, verb: str) -> Path:
+    """Where `verb` keeps its results: root/<verb>/<name>/<seed>."""
+    return config.run.root / verb / run_name(config) / str(config.run.seed)
+
+
+def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
+    """Open the run folder of a verb that can be continued.
+
+    A folder with the same configuration goes on where it stopped. Raises ConfigError if it holds another configuration
+    (naming what differs), unless run.fresh=true starts over.
+    """
+    path = run_path(config, verb)
+    if config.run.fresh and path.exists():
+        shutil.rmtree(path)
+    folder = RunFolder(path)
+    text = to_yaml(config, sections)
+    written = path / "config.yaml"
+    if written.exists():
+        changed = _differences(
+            OmegaConf.to_container(OmegaConf.load(written)), OmegaConf.to_container(OmegaConf.create(text))
+        )
+        if changed:
+            raise ConfigError(
+                f"{path} holds a run with other settings ({'; '.join(changed[:4])}). "
+                "Give this one a name with run.name=NAME, or start over with run.fresh=true."
+            )
+    else:
+        folder.describe(text, config.run.seed)
+    return folder
+
+
+def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
+    """Open the run folder of a verb that simply runs again; earlier results are replaced as new ones appear."""
+    folder = RunFolder(run_path(config, verb))
+    folder.describe(to_yaml(config, sections), config.run.seed)
+    return folder
+
+
+def finished(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the result of a run that has already ended, else None."""
+    path = folder.path / RESULT
+    return read_json(path) if path.exists() else None
+
+
+def finish(config: Config, folder: RunFolder, result: Mapping[str, Any]) -> None:
+    """Write the run's figures to result.json, and to `json=PATH` when asked."""
+    plain = json.loads(json.dumps(result))
+    write_json(folder.path / RESULT, plain)
+    publish(config, plain)
+
+
+def publish(config: Config, result: Mapping[str, Any]) -> None:
+    """Write figures to `json=PATH` when asked."""
+    if config.json is not None:
+        write_json(config.json, result)
+
+
+def default_path(config: Config, verb: str, part: str, given: Path | None, key: str) -> Path:
+    """Return `given`, else what `verb` left under the same name and seed.
+
+    Raises CheckpointError saying which verb makes it, or which key to set.
+    """
+    path = given if given is not None else run_path(config, verb) / part
+    if not recover_folder(path).exists():
+        made = f"'robopolicy {verb}' makes it; or set" if given is None else "check"
+        raise CheckpointError(f"{path} does not exist: {made} {key}=PATH.")
+    return path
+
+
+def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        keys = [key for key in {**old, **new} if not (path == "" and key == "run")]
+        return [text for key in keys for text in _differences(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))]
+    return [] if old == new else [f"{path} was {old!r}, now {new!r}"]

@@ -1,0 +1,64 @@
+"""Records episodes of the scripted expert (or your controller, or a policy) as a LeRobotDataset v3.
+
+Graded quality: collect.noise=[none,medium] gives half the episodes to a clean expert and half to a noisy one.
+Failures are kept, because world models need them; collect.successes_only=true drops them.
+"""
+
+from robopolicy.build import build_noisy_expert, build_world, choose_device, open_policy
+from robopolicy.configuration import Config
+from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.data.episodes import Episodes
+from robopolicy.data.lerobot_format import write_dataset
+from robopolicy.data.record import record
+from robopolicy.evaluation.intervals import wilson
+from robopolicy.runs import finish, finished, open_run, output
+
+SECTIONS = ("run", "world", "collect")
+
+
+def run(config: Config) -> int:
+    """Record, write, and print the success rate of what was recorded."""
+    folder = open_run(config, "collect", SECTIONS)
+    if (done := finished(folder)) is not None:
+        output.print(f"{folder.path} already holds {done['episodes']} episodes; run.fresh=true records anew.")
+        return 0
+    episodes = collect(config)
+    write_dataset(episodes, folder.path / "dataset", images=config.collect.images)
+    result = summary(episodes)
+    finish(config, folder, result)
+    output.print(
+        f"Recorded {result['episodes']} episodes, {result['steps']} steps, success {result['success_rate']:.0%}"
+        f" -> {folder.path / 'dataset'}"
+    )
+    return 0
+
+
+def collect(config: Config) -> Episodes:
+    """Record an equal share of the episodes at each level of noise, from seeds that no evaluation uses."""
+    section, device = config.collect, choose_device(config.run)
+    policy = None if section.policy is None else open_policy(section.policy, device)
+    world = build_world(config.world, policy, seed=config.run.seed)
+    levels = section.noise if policy is None else ("",)
+    shares = [
+        section.episodes // len(levels) + (index < section.episodes % len(levels)) for index in range(len(levels))
+    ]
+    parts = []
+    generators = Generators(config.run.seed, device)
+    for index, (level, share) in enumerate(zip(levels, shares, strict=True)):
+        if not share:
+            continue
+        actor = policy or build_noisy_expert(
+            config.world, world.spec, level, derive(config.run.seed, f"collect/noise/{index}"), section.controller
+        )
+        seeds = episode_seeds(config.run.seed, f"collect/{index}", share)
+        parts.append(record(world, actor, seeds, successes_only=section.successes_only, generator=generators["act"]))
+    world.close()
+    return Episodes.concatenate(parts)
+
+
+def summary(episodes: Episodes) -> dict:
+    """Return the counts of a recording, with the success rate and its Wilson interval."""
+    successes = int(episodes.success.sum()) if episodes.success is not None else 0
+    low, high = wilson(successes, len(episodes))
+    rate = successes / len(episodes)
+    return {"episodes": len(episodes), "steps": episodes.step_count, "success_rate": rate, "low": low, "high": high}

@@ -1,0 +1,118 @@
+"""The whole job, end to end: demonstrations, pre-training, a world model, fine-tuning, judgement, a served robot.
+
+Runs the same verbs that you would run by hand, each in its own run folder, and binds their figures into one report.
+Killed? Run it again: finished stages are kept.
+"""
+
+import dataclasses
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.rule import Rule
+
+from robopolicy.configuration import Config, compose
+from robopolicy.core.errors import RobopolicyError
+from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import read_json
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.runs import finish, finished, output, run_path
+from robopolicy.verbs import collect, finetune, rank, train, worldmodel
+
+SECTIONS = ("run", "demo")
+
+
+def run(config: Config) -> int:
+    """Run every stage and write one report."""
+    started = time.perf_counter()
+    root = config.run.root / "demo" / config.demo.recipe / str(config.run.seed)
+    folder = RunFolder(root)
+    stages = stage_config(config, root)
+    world = stages.world.name
+    seconds: dict[str, float] = {}
+
+    def stage(title: str, verb: Callable[[Config], int], changed: Config = stages) -> None:
+        output.print(Rule(f"[bold]{title}", align="left"))
+        began = time.perf_counter()
+        verb(changed)
+        seconds[title] = time.perf_counter() - began
+
+    stage("1. Demonstrations of a noisy scripted expert", collect.run)
+    stage("2. Pre-training by behaviour cloning", train.run)
+    stage("3. A world model from demonstrations and rollouts", worldmodel.run, with_policies(stages))
+    stage("4. Fine-tuning in the simulator with PPO in the denoising chain", finetune.run)
+    stage("5. Both policies in simulator and world model", rank.run, with_ranking(stages))
+    output.print(Rule("[bold]6. Serving the tuned policy to a simulated robot", align="left"))
+    began = time.perf_counter()
+    driven = serve_and_drive(stages, root)
+    seconds["6. Serving the tuned policy to a simulated robot"] = time.perf_counter() - began
+    verbs = ("collect", "train", "worldmodel", "finetune", "rank")
+    results = {verb: finished(RunFolder(run_path(stages, verb))) for verb in verbs}
+    total = time.perf_counter() - started
+    finish(config, folder, {**results, "drive": driven, "seconds_by_stage": seconds, "seconds": total})
+    report = report_for_run(folder.path)
+    tuned = run_path(stages, "finetune") / "checkpoint"
+    output.print(f"\nDone in {total / 60:.1f} minutes. Report: {report}\n\nWhat to try next:")
+    for line in next_steps(config.demo.recipe, world, tuned):
+        output.print(f"  {line}", soft_wrap=True)
+    return 0
+
+
+def stage_config(config: Config, root: Path) -> Config:
+    """Return the configuration of the stages: the recipe's, under the demo's folder and seed."""
+    stages = compose([f"recipe={config.demo.recipe}"])
+    section = dataclasses.replace(config.run, root=root)
+    return dataclasses.replace(stages, run=section, json=None)
+
+
+def with_policies(stages: Config) -> Config:
+    """Let the world model see what the pre-trained policy does, failures included."""
+    section = dataclasses.replace(stages.worldmodel, policies=(run_path(stages, "train") / "checkpoint",))
+    return dataclasses.replace(stages, worldmodel=section)
+
+
+def with_ranking(stages: Config) -> Config:
+    """Rank the base and the tuned policy among experts of graded noise."""
+    base, tuned = run_path(stages, "train") / "checkpoint", run_path(stages, "finetune") / "checkpoint"
+    return dataclasses.replace(stages, rank=dataclasses.replace(stages.rank, policies=(base, tuned)))
+
+
+def serve_and_drive(stages: Config, root: Path) -> dict[str, Any]:
+    """Serve the tuned policy and drive a simulated robot, each in a process of its own; return the robot's figures."""
+    checkpoint, figures = run_path(stages, "finetune") / "checkpoint", root / "drive.json"
+    command = [sys.executable, "-m", "robopolicy.cli"]
+    server = subprocess.Popen([*command, "serve", str(checkpoint), "serve.port=0"], stdout=subprocess.PIPE, text=True)
+    try:
+        port = announced_port(server)
+        target = [f"world.name={stages.world.name}", f"drive.port={port}", f"json={figures}"]
+        done = subprocess.run([*command, "drive", *target], check=False)
+        if done.returncode:
+            raise RobopolicyError(f"The simulated robot failed (exit status {done.returncode}); see its message above.")
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+    return read_json(figures)
+
+
+def announced_port(server: subprocess.Popen[str]) -> int:
+    """Wait for the line in which a server says where it listens, and return the port."""
+    assert server.stdout is not None
+    for line in server.stdout:
+        if (found := re.search(r"ws://[^:]+:(\d+)", line)) is not None:
+            return int(found[1])
+    raise RobopolicyError(f"The policy server ended before it listened (exit status {server.wait()}).")
+
+
+def next_steps(recipe: str, world: str, tuned: Path) -> list[str]:
+    """Return commands worth trying after the demo."""
+    return [
+        f"robopolicy evaluate {tuned} world={world} evaluate.episodes=500",
+        f"robopolicy serve {tuned}",
+        " && ".join(f"robopolicy {verb} recipe=pick_place" for verb in ("collect", "train", "finetune")),
+        f"robopolicy doctor recipe={recipe}",
+        "robopolicy train --help",
+    ]

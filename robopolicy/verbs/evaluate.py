@@ -1,0 +1,103 @@
+"""Measures success over paired seeds, deterministic and stochastic, with Wilson intervals; writes a report with videos.
+
+evaluate.base=CHECKPOINT judges a second policy on the same seeds and tests the difference. world=worldmodel judges in
+imagination (world.model=CHECKPOINT): the same starts, the same policy, a learned world.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from robopolicy.build import build_world, choose_device, open_policy
+from robopolicy.configuration import Config
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Policy
+from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.world import Renders, World
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
+from robopolicy.evaluation.video import record_grid, write_video
+from robopolicy.runs import finish, open_fresh_run, output
+
+SECTIONS = ("run", "world", "evaluate")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One policy in one world, acting without and with exploration noise on the same seeds."""
+
+    deterministic: EvaluationResult
+    stochastic: EvaluationResult
+
+    def to_json(self) -> dict[str, Any]:
+        """Return both summaries and outcomes."""
+        return {"deterministic": self.deterministic.to_json(), "stochastic": self.stochastic.to_json()}
+
+
+def evaluation_seeds(config: Config, episodes: int) -> np.ndarray:
+    """Return the seeds that every verb judges on: equal run.seed, equal starts."""
+    return episode_seeds(config.run.seed, "evaluate", episodes)
+
+
+def judge(
+    world: World, policy: Policy, seeds: np.ndarray, device: torch.device, generator_seed: int, label: str
+) -> Verdict:
+    """Evaluate `policy` on `seeds`, deterministic and stochastic."""
+
+    def result(deterministic: bool) -> EvaluationResult:
+        kind = "deterministic" if deterministic else "stochastic"
+        return evaluate_policy(
+            world,
+            policy,
+            seeds,
+            deterministic=deterministic,
+            generator_seed=generator_seed,
+            device=device,
+            label=f"{label}, {kind}",
+        )
+
+    return Verdict(result(True), result(False))
+
+
+def print_verdicts(verdicts: dict[str, Verdict]) -> None:
+    """Print success rates with intervals, one row a policy."""
+    table = Table(box=None, padding=(0, 2))
+    for column in ("", "world", "deterministic", "stochastic", "episodes"):
+        table.add_column(column, justify="left" if column in ("", "world") else "right")
+    for name, verdict in verdicts.items():
+        modes = (verdict.deterministic, verdict.stochastic)
+        cells = [f"{mode.success_rate:.1%} [{mode.interval[0]:.1%}, {mode.interval[1]:.1%}]" for mode in modes]
+        table.add_row(name, modes[0].world, *cells, str(modes[0].episodes))
+    output.print(table)
+
+
+def run(config: Config) -> int:
+    """Judge the policy, and the base beside it when one is given."""
+    section = config.evaluate
+    if section.policy is None:
+        raise ConfigError("Which policy? Write: robopolicy evaluate CHECKPOINT")
+    device = choose_device(config.run)
+    paths = {"base": section.base, "policy": section.policy} if section.base else {"policy": section.policy}
+    policies = {name: open_policy(path, device) for name, path in paths.items() if path is not None}
+    seeds = evaluation_seeds(config, section.episodes)
+    folder = open_fresh_run(config, "evaluate", SECTIONS)
+    result: dict[str, Any] = {}
+    verdicts: dict[str, Verdict] = {}
+    for name, policy in policies.items():
+        world = build_world(config.world, policy, seed=config.run.seed, device=device)
+        verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name)
+        result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
+        if section.videos and isinstance(world, Renders):
+            clip = record_grid(world, policy, seeds[: section.videos], label=name, device=device)
+            write_video(clip, folder.path / f"{name}.mp4")
+        world.close()
+    if "base" in verdicts:
+        difference = compare(verdicts["base"].deterministic, verdicts["policy"].deterministic)
+        result["difference"] = difference.to_json()
+    print_verdicts(verdicts)
+    finish(config, folder, result)
+    output.print(f"Report: {report_for_run(folder.path)}")
+    return 0

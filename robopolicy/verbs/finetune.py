@@ -1,0 +1,90 @@
+"""Fine-tunes a pre-trained policy with PPO in its denoising chain, then judges it beside the base it came from.
+
+Progress is measured on validation seeds, the final judgement uses other seeds. Killed? Run the same command again: it
+goes on from the last checkpoint and ends in the same place. world=worldmodel tunes in imagination.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+from robopolicy.build import build_critic, build_world, choose_device, open_policy
+from robopolicy.configuration import Config
+from robopolicy.core.policy import Policy
+from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.world import Renders
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.success import compare, evaluate_policy
+from robopolicy.evaluation.video import beside, record_grid, write_video
+from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.training.finetune import FinetuneConfig, finetune
+from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
+
+SECTIONS = ("run", "world", "finetune")
+
+
+def run(config: Config) -> int:
+    """Fine-tune, judge base and tuned on the same seeds, film both."""
+    folder = open_run(config, "finetune", SECTIONS)
+    if finished(folder) is not None:
+        output.print(f"{folder.path} is already fine-tuned; run.fresh=true starts over.")
+        return 0
+    section, device = config.finetune, choose_device(config.run)
+    path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
+    base, policy = open_policy(path, device), open_policy(path, device)
+    policy.prepare_finetuning(section.units, train_encoder=section.train_encoder)
+    world = build_world(config.world, base, batch_size=section.worlds, device=device)
+    judging = build_world(config.world, base, batch_size=min(section.evaluate_episodes, 128), device=device)
+    validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
+
+    def evaluate(candidate: Policy, deterministic: bool) -> dict[str, float]:
+        found = evaluate_policy(
+            judging, candidate, validation, deterministic=deterministic, device=device, label="validate"
+        )
+        return {"success": found.success_rate, "low": found.interval[0], "high": found.interval[1]}
+
+    started = time.perf_counter()
+    critic = build_critic(world, section, config.run.seed).to(device)
+    tuned = finetune(policy, critic, world, finetune_config(config), folder, evaluate=evaluate)
+    seconds = time.perf_counter() - started
+    seeds = evaluation_seeds(config, section.evaluate_episodes)
+    verdicts = {
+        name: judge(judging, candidate, seeds, device, config.run.seed, name)
+        for name, candidate in {"base": base, "tuned": policy}.items()
+    }
+    if section.videos and isinstance(judging, Renders):
+        clips = [
+            record_grid(judging, actor, seeds[: section.videos], columns=2, label=label, device=device)
+            for label, actor in (("base", base), ("fine-tuned", policy))
+        ]
+        write_video(beside(*clips), folder.path / "base_and_tuned.mp4")
+    for each in (world, judging):
+        each.close()
+    print_verdicts(verdicts)
+    finish(
+        config,
+        folder,
+        summary(verdicts)
+        | {
+            "base_checkpoint": str(path),
+            "iterations": tuned.iterations,
+            "env_steps": tuned.env_steps,
+            "reached_target": tuned.reached_target,
+            "seconds": seconds,
+        },
+    )
+    output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
+    return 0
+
+
+def summary(verdicts: dict[str, Verdict]) -> dict[str, Any]:
+    """Return both verdicts and their paired difference."""
+    difference = compare(verdicts["base"].deterministic, verdicts["tuned"].deterministic)
+    return {**{name: verdict.to_json() for name, verdict in verdicts.items()}, "difference": difference.to_json()}
+
+
+def finetune_config(config: Config) -> FinetuneConfig:
+    """Return the fine-tuning settings with the run's seed."""
+    known = {item.name for item in dataclasses.fields(FinetuneConfig)}
+    values = {name: getattr(config.finetune, name) for name in known}
+    return FinetuneConfig(**{**values, "seed": config.run.seed})

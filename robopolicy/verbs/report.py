@@ -1,0 +1,14 @@
+"""Rebuilds report.html and report.json of a run folder from what the run left there."""
+
+from robopolicy.configuration import Config
+from robopolicy.core.errors import ConfigError
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.runs import output
+
+
+def run(config: Config) -> int:
+    """Write the report and print where it lies."""
+    if config.report.run is None:
+        raise ConfigError("Which run? Write: robopolicy report runs/finetune/push_cube/0")
+    output.print(f"Report: {report_for_run(config.report.run)}")
+    return 0

@@ -1,0 +1,33 @@
+"""Serves a policy to robots: openpi's websocket protocol, /healthz and /metrics, on loopback unless told otherwise.
+
+Any openpi client can connect. To listen beyond loopback set serve.host and serve.api_key (or ROBOPOLICY_API_KEY).
+"""
+
+import os
+
+from robopolicy.build import choose_device, open_policy
+from robopolicy.configuration import Config
+from robopolicy.core.errors import ConfigError
+from robopolicy.serving.server import serve
+
+
+def run(config: Config) -> int:
+    """Serve until interrupted."""
+    section = config.serve
+    if section.policy is None:
+        raise ConfigError("Which policy? Write: robopolicy serve CHECKPOINT")
+    policy = open_policy(section.policy, choose_device(config.run))
+    key = section.api_key or os.environ.get("ROBOPOLICY_API_KEY", "")
+
+    def announce(port: int) -> None:
+        print(f"Serving {section.policy} at ws://{section.host}:{port} (Ctrl-C stops)", flush=True)
+
+    serve(
+        policy,
+        host=section.host,
+        port=section.port,
+        api_key=key or None,
+        seed=config.run.seed,
+        on_ready=announce,
+    )
+    return 0

@@ -1,0 +1,74 @@
+"""Pre-trains a diffusion or flow policy by behaviour cloning on a LeRobotDataset, then measures its success.
+
+Killed? Run the same command again: it goes on and ends in the same place. train.evaluate_episodes=0 skips the judgement
+(for data of a robot that has no simulator here).
+"""
+
+import dataclasses
+from typing import Any
+
+from robopolicy.build import build_world, choose_device
+from robopolicy.configuration import Config
+from robopolicy.core.randomness import derive
+from robopolicy.data.episodes import Episodes
+from robopolicy.data.lerobot_format import read_dataset
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.policies.denoising import DenoisingPolicy, build_policy
+from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.training.pretrain import PretrainConfig, pretrain
+from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+
+SECTIONS = ("run", "world", "policy", "train")
+
+
+def run(config: Config) -> int:
+    """Train, save, judge."""
+    folder = open_run(config, "train", SECTIONS)
+    if finished(folder) is not None:
+        output.print(f"{folder.path} is already trained; run.fresh=true trains anew.")
+        return 0
+    device = choose_device(config.run)
+    data = default_path(config, "collect", "dataset", config.train.data, "train.data")
+    episodes = read_dataset(data)
+    if config.train.episodes:
+        episodes = episodes.select(range(min(config.train.episodes, len(episodes))))
+    policy = new_policy(config, episodes).to(device)
+    fitted = pretrain(policy, episodes, pretrain_config(config), folder)
+    result: dict[str, Any] = {
+        "data": str(data),
+        "episodes": len(episodes),
+        "steps": episodes.step_count,
+        "losses": dict(fitted.losses),
+        "seconds": fitted.seconds,
+        "parameters": sum(parameter.numel() for parameter in policy.parameters()),
+    }
+    if config.train.evaluate_episodes:
+        world = build_world(config.world, policy, seed=config.run.seed, device=device)
+        seeds = evaluation_seeds(config, config.train.evaluate_episodes)
+        verdict = judge(world, policy, seeds, device, config.run.seed, "trained policy")
+        world.close()
+        print_verdicts({"trained": verdict})
+        result["policy"] = verdict.to_json()
+    finish(config, folder, result)
+    output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
+    return 0
+
+
+def new_policy(config: Config, episodes: Episodes) -> DenoisingPolicy:
+    """Build the configured policy with fields and normalisers from `episodes`; its weights follow from run.seed."""
+    return build_policy(
+        config.policy,
+        episodes.observation_fields,
+        episodes.action_field,
+        fps=episodes.fps,
+        instructions=tuple(sorted(set(episodes.tasks))),
+        values={**episodes.observation, "action": episodes.actions},
+        seed=derive(config.run.seed, "initial weights"),
+    )
+
+
+def pretrain_config(config: Config) -> PretrainConfig:
+    """Return the training settings with the run's seed."""
+    known = {item.name for item in dataclasses.fields(PretrainConfig)}
+    values = {name: getattr(config.train, name) for name in known}
+    return PretrainConfig(**{**values, "seed": config.run.seed})
