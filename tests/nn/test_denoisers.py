@@ -7,6 +7,7 @@ import torch
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.denoisers import Denoiser, DenoiserKind, make_denoiser
+from robopolicy.nn.unet import UNetDenoiser
 
 P, A, D = 8, 3, 5
 
@@ -67,3 +68,11 @@ def test_impossible_sizes_are_refused():
         make_denoiser(DenoiserKind.TRANSFORMER, P, A, D, width=30, depth=2, heads=4)
     with pytest.raises(ConfigError, match="at least 1"):
         make_denoiser(DenoiserKind.MLP, P, A, D, width=32, depth=0, heads=4)
+
+
+def test_the_unet_keeps_detail_through_its_skips():
+    denoiser = _make(DenoiserKind.UNET)
+    assert isinstance(denoiser, UNetDenoiser)
+    weight = denoiser.up[0].conv_in.conv1d.weight
+    (gradient,) = torch.autograd.grad(denoiser(*_inputs(4)).square().sum(), weight)
+    assert (gradient[:, weight.shape[1] // 2 :].abs().sum((0, 2)) > 0).all()
