@@ -5,6 +5,9 @@ The same settings serve data collection, training and evaluation, so that a poli
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
 
+import atexit
+import weakref
+
 import mujoco
 import numpy as np
 
@@ -18,7 +21,7 @@ class FrameRenderer:
     def __init__(self, model: mujoco.MjModel):
         self._model = model
         quality = model.vis.quality
-        quality.offsamples, quality.numslices, quality.numstacks, quality.numquads = 0, 20, 10, 1
+        quality.offsamples, quality.numslices, quality.numstacks, quality.numquads = 0, 16, 8, 1
         self._data = mujoco.MjData(model)
         self._renderers: dict[tuple[int, int], mujoco.Renderer] = {}
         self._option = mujoco.MjvOption()
@@ -54,6 +57,8 @@ class FrameRenderer:
                     "(Debian and Ubuntu: apt-get install libegl1 libgl1) or OSMesa, set MUJOCO_GL=egl or osmesa, and "
                     "import robopolicy or sims before mujoco."
                 ) from error
+            # Exit handlers run last in, first out: this one must come after the graphics library's own.
+            atexit.register(_close_at_exit, weakref.ref(self))
         return self._renderers[size]
 
     def close(self) -> None:
@@ -61,3 +66,9 @@ class FrameRenderer:
         for renderer in self._renderers.values():
             renderer.close()
         self._renderers.clear()
+
+
+def _close_at_exit(reference: weakref.ref[FrameRenderer]) -> None:
+    renderer = reference()
+    if renderer is not None:
+        renderer.close()

@@ -3,6 +3,8 @@
 Every arm runs in one process (gymnasium's AsyncVectorEnv has workers of its own), interleaved round-robin, and reports
 control steps per second: median, minimum and interquartile range over the rounds.
 """
+# pyright: reportAttributeAccessIssue=false
+# (MuJoCo's compiled classes have no type stubs.)
 
 import math
 import multiprocessing
@@ -201,7 +203,7 @@ def benchmark_sims(
     chunk: int = 8,
     threads: int | None = None,
     tasks: Sequence[str] = ("push_cube", "push_t", "pick_place"),
-    like_metaworld: str = "arm_reach",
+    like_metaworld: str = "stack",
     gymnasium_envs: Sequence[int] = (4, 16),
     show: bool = True,
 ) -> dict[str, Any]:

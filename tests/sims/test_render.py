@@ -1,5 +1,8 @@
 """Pictures: sharp, shadow-free, showing the goal; asked for by row, camera and size."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -41,3 +44,15 @@ def test_rendering_changes_nothing_and_a_closed_world_can_be_reopened_by_size():
     assert np.array_equal(first.observation["observation.state"], second.observation["observation.state"])
     world.close()
     twin.close()
+
+
+def test_a_program_that_forgets_to_close_its_world_ends_without_noise():
+    program = (
+        "from sims.registry import make_world\n"
+        "world = make_world('push_cube', 1)\n"
+        "world.reset()\n"
+        "print(world.render(height=24, width=24).shape)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "(1, 24, 24, 3)"
+    assert result.stderr == ""
