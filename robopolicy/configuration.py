@@ -102,7 +102,7 @@ class WorldModelSection(EnsembleConfig):
     policies: tuple[Path, ...] = ()
     transitions: int = 100_000
     fit: FitConfig = field(
-        default_factory=lambda: FitConfig(steps=3000, learning_rate=1e-3, weight_decay=1e-5, checkpoint_every=1000)
+        default_factory=lambda: FitConfig(steps=1500, learning_rate=3e-3, weight_decay=1e-5, checkpoint_every=500)
     )
     noise: tuple[str, ...] = ("low", "medium", "high", "random")
 
