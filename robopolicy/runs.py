@@ -17,6 +17,8 @@ from robopolicy.core.storage import read_json, recover_folder, write_json
 RESULT = "result.json"
 
 output = Console(highlight=False)
+if not output.is_terminal:
+    output = Console(highlight=False, width=140)
 
 
 def run_name(config: Config) -> str:

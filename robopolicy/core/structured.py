@@ -50,6 +50,11 @@ def from_plain[Structure](kind: type[Structure], data: Mapping[str, Any], where:
         raise ConfigError(f"In section '{where or kind.__name__}': {error}") from error
 
 
+def narrowed[Structure](kind: type[Structure], value: Any) -> Structure:
+    """Return the `kind` part of `value`, an instance of one of its subclasses with more fields."""
+    return kind(**{item.name: getattr(value, item.name) for item in fields(cast(Any, kind)) if item.init})
+
+
 def _join(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
 

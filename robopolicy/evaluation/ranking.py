@@ -198,7 +198,7 @@ def rank(
         real_intervals={name: real[name].interval for name in names},
         model_intervals={name: model[name].interval for name in names},
         statistics=statistics,
-        permutation_p_value=permutation_p_value(*scores, generator),
+        permutation_p_value=permutation_p_value(scores[0], scores[1], generator),
         permutation_floor=permutation_floor(len(names)),
         episodes=(min(result.episodes for result in real.values()), min(result.episodes for result in model.values())),
         confidence=confidence,

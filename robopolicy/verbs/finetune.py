@@ -12,6 +12,7 @@ from robopolicy.build import build_critic, build_world, choose_device, open_poli
 from robopolicy.configuration import Config
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Renders
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare, evaluate_policy
@@ -85,6 +86,4 @@ def summary(verdicts: dict[str, Verdict]) -> dict[str, Any]:
 
 def finetune_config(config: Config) -> FinetuneConfig:
     """Return the fine-tuning settings with the run's seed."""
-    known = {item.name for item in dataclasses.fields(FinetuneConfig)}
-    values = {name: getattr(config.finetune, name) for name in known}
-    return FinetuneConfig(**{**values, "seed": config.run.seed})
+    return dataclasses.replace(narrowed(FinetuneConfig, config.finetune), seed=config.run.seed)

@@ -10,6 +10,7 @@ from typing import Any
 from robopolicy.build import build_world, choose_device
 from robopolicy.configuration import Config
 from robopolicy.core.randomness import derive
+from robopolicy.core.structured import narrowed
 from robopolicy.data.episodes import Episodes
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
@@ -69,6 +70,4 @@ def new_policy(config: Config, episodes: Episodes) -> DenoisingPolicy:
 
 def pretrain_config(config: Config) -> PretrainConfig:
     """Return the training settings with the run's seed."""
-    known = {item.name for item in dataclasses.fields(PretrainConfig)}
-    values = {name: getattr(config.train, name) for name in known}
-    return PretrainConfig(**{**values, "seed": config.run.seed})
+    return dataclasses.replace(narrowed(PretrainConfig, config.train), seed=config.run.seed)

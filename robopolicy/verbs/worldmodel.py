@@ -13,6 +13,7 @@ from robopolicy.build import build_noisy_expert, build_world, choose_device, ope
 from robopolicy.configuration import Config
 from robopolicy.core.errors import DataError
 from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
 from robopolicy.data.episodes import Episodes
 from robopolicy.data.lerobot_format import read_dataset
@@ -22,7 +23,7 @@ from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.fit import fit
 from worldmodels import save_world_model
 from worldmodels.diagnostics import examine
-from worldmodels.ensemble import TransitionData, build_ensemble
+from worldmodels.ensemble import EnsembleConfig, TransitionData, build_ensemble
 
 SECTIONS = ("run", "world", "worldmodel")
 SUCCESS = "success"
@@ -40,7 +41,8 @@ def run(config: Config) -> int:
     episodes = gather(config, world, generators["rollouts"])
     data, bonus = transition_data(episodes)
     training, validation = data.split(0.1, torch.Generator().manual_seed(derive(config.run.seed, "split")))
-    model = build_ensemble(section, world.spec, training, bonus, derive(config.run.seed, "world model weights"))
+    seed = derive(config.run.seed, "world model weights")
+    model = build_ensemble(narrowed(EnsembleConfig, section), world.spec, training, bonus, seed)
     world.close()
     model.to(device)
     batches = model.batches(training, generators["world model batches"])
