@@ -63,7 +63,7 @@ class ImaginedWorld:
         self._debounce = debounce
         self._batch_size = batch_size
         fields = {key: field for key, field in model.spec.observation.items() if not key.startswith(IMAGE_PREFIX)}
-        self._spec = replace(model.spec, observation=fields, history=history)
+        self._spec = replace(model.spec, name=f"imagined {model.spec.name}", observation=fields, history=history)
         self._generator = numpy_generator(seed, f"imagined/{self._spec.name}/episode_seeds")
         self._latent: Latent = {}
         self._arrays: dict[str, np.ndarray] = {}

@@ -31,7 +31,7 @@ def run(config: Config) -> int:
     candidates = load_candidates(config)
     real = score(config, config.world, candidates, "simulator")
     model_scores = score(config, imagined, candidates, "world model")
-    result = rank(real, model_scores, numpy_generator(config.run.seed, "rank/bootstrap"))
+    result = rank(real=real, model=model_scores, generator=numpy_generator(config.run.seed, "rank/bootstrap"))
     show(result)
     finish(config, folder, {"model": str(model), **result.to_json()})
     output.print(f"Report: {report_for_run(folder.path)}")
