@@ -10,12 +10,12 @@ alone, after every checkpoint, whether or not the run was killed. So no world st
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from robopolicy.core.errors import ConfigError, NonFiniteError
 from robopolicy.core.policy import Evaluation, Policy
@@ -43,16 +43,8 @@ from robopolicy.training.state import (
     require_same_config,
     restore_optimiser,
     save_trainer,
+    set_learning_rate,
 )
-
-
-class Trainable(Policy, Protocol):
-    """A policy whose decisions can be scored with gradient; also an nn.Module."""
-
-    def trainable_parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters that fine-tuning may change."""
-        ...
-
 
 Evaluate = Callable[[Policy, bool], Mapping[str, float]]
 """(policy, deterministic) -> figures, among them `success` in [0, 1]; a function of the policy alone (own seeds)."""
@@ -64,7 +56,9 @@ class FinetuneConfig:
 
     iterations of `decisions` chunks per row, then `epochs` over minibatches of `minibatch` decisions; discount is per
     control step, gae_lambda per decision, denoising_discount per unit; clip runs from clip_base at the noisiest unit to
-    clip at the cleanest with clip_rate; target_kl (of the whole decision) ends the epochs of an iteration; the first
+    clip at the cleanest with clip_rate; target_kl (of the whole decision) ends the epochs of an iteration, and a step
+    that went beyond twice of it is taken back; actor_rate is reached over actor_warmup steps (Adam's first are its
+    largest, and every one of them can change what every unit does); the first
     critic_warmup iterations train the critic alone; scored_units > 0 scores that many random units of each decision per
     minibatch instead of all (cheaper, noisier); bc_weight times -logp of the base policy's own decisions is added.
     Checkpoints come every checkpoint_every iterations, evaluations every evaluate_every (0: never); target_success ends
@@ -79,6 +73,7 @@ class FinetuneConfig:
     scored_units: int = 0
     critic_warmup: int = 1
     actor_rate: float = 5e-4
+    actor_warmup: int = 30
     critic_rate: float = 1e-3
     weight_decay: float = 0.0
     gradient_clip: float = 1.0
@@ -103,6 +98,8 @@ class FinetuneConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if not 0 < self.discount <= 1 or not 0 <= self.gae_lambda <= 1:
             raise ConfigError(f"discount {self.discount} must be in (0, 1], gae_lambda {self.gae_lambda} in [0, 1].")
+        if self.actor_warmup < 1:
+            raise ConfigError(f"actor_warmup is {self.actor_warmup}; 1 means none.")
         if self.clip <= 0 or self.clip_base <= 0 or self.log_ratio_clamp <= 0:
             raise ConfigError("clip, clip_base and log_ratio_clamp must be positive.")
 
@@ -126,7 +123,7 @@ def finetune(
     *,
     evaluate: Evaluate | None = None,
 ) -> FinetuneResult:
-    """Improve `policy` (an nn.Module that is `Trainable`) in `world`, in place.
+    """Improve `policy` (a Policy and nn.Module with `trainable_parameters()`) in `world`, in place.
 
     critic: maps an observation [N, H, ...] to values [N]; it is fitted to the scale of the first rollouts. run: gets
     metrics.jsonl, `base/` (the policy as it came), `last/`, `checkpoint/` (the best evaluated, or the last without
@@ -164,7 +161,8 @@ class _Finetuning:
         self.clip = clip_schedule(units, config.clip_base, config.clip, config.clip_rate).to(self.device)
         self.credit = denoising_discount(units, config.denoising_discount).to(self.device)
         self.streams: Streams | None = None
-        self.iteration, self.env_steps = 0, 0
+        self.iteration, self.env_steps, self.actor_steps = 0, 0, 0
+        self.before_step: list[Tensor] = []
         self.reached_target = False
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] | None = None
@@ -253,6 +251,7 @@ class _Finetuning:
     def _update(self, experience: Experience) -> dict[str, float]:
         """Run the epochs of one iteration and return its diagnostics."""
         train_actor = self.iteration >= self.config.critic_warmup
+        self.before_step = []
         rows: list[dict[str, Tensor]] = []
         stopped = False
         for _ in range(self.config.epochs):
@@ -301,6 +300,8 @@ class _Finetuning:
             "clamped": ratios.clamped.float().sum(),
         }
         if config.target_kl is not None and float(stats["kl"]) > config.target_kl:
+            if float(stats["kl"]) > 2 * config.target_kl:
+                self._take_back()
             return stats, True
         advantage = batch.advantages[:, None] * credit
         coefficient = ppo(ratios.log_ratio, advantage, clip, clip, ratios.clamped)
@@ -309,8 +310,17 @@ class _Finetuning:
         self.actor_optimiser.zero_grad(set_to_none=True)
         loss.backward()
         norm = clip_gradients(self.actor_parameters, config.gradient_clip, self._where)
+        self.before_step = [parameter.detach().clone() for parameter in self.actor_parameters]
+        self.actor_steps += 1
+        set_learning_rate(self.actor_optimiser, config.actor_rate * min(1.0, self.actor_steps / config.actor_warmup))
         self.actor_optimiser.step()
         return {**stats, "policy_loss": loss.detach(), "gradient_norm": norm.detach()}, False
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """Undo the last actor step, if this iteration has made one."""
+        for parameter, before in zip(self.actor_parameters, self.before_step, strict=bool(self.before_step)):
+            parameter.copy_(before)
 
     def _choose_units(self, batch: Experience) -> tuple[Experience, Tensor, Tensor]:
         """Return the batch with the units to score, and their clip widths and credits, [K] or [n, k]."""
@@ -353,6 +363,7 @@ class _Finetuning:
         tree = {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
+            "actor_steps": self.actor_steps,
             "reached_target": self.reached_target,
             "config": to_plain(self.config),
             "best": self.best,
@@ -372,7 +383,7 @@ class _Finetuning:
             return
         require_same_config(tree["config"], to_plain(self.config), may_change=("iterations", "target_success"))
         self.iteration, self.env_steps, self.best = tree["iteration"], tree["env_steps"], tree["best"]
-        self.reached_target = tree["reached_target"]
+        self.reached_target, self.actor_steps = tree["reached_target"], tree["actor_steps"]
         self.best_weights = tree["best_weights"] or None
         self.policy.load_state_dict(tree["policy"])
         self.critic.load_state_dict(tree["critic"])

@@ -99,6 +99,22 @@ def test_the_kl_target_stops_the_epochs(tmp_path: Path):
     assert record["actor_steps"] < 8
 
 
+def test_a_step_far_beyond_the_kl_target_is_taken_back():
+    wild = replace(
+        CONFIG, iterations=2, actor_rate=5.0, actor_warmup=1, gradient_clip=1e3, target_kl=1e-3, minibatch=256
+    )
+    policy, _ = _tune(wild)
+    assert torch.equal(policy.first.weight, ChainPolicy().first.weight)
+    kept, _ = _tune(replace(wild, target_kl=None))
+    assert not torch.equal(kept.first.weight, ChainPolicy().first.weight)
+
+
+def test_the_first_actor_steps_are_small():
+    steps = [_tune(replace(CONFIG, iterations=2, epochs=1, minibatch=256, actor_warmup=count))[0] for count in (1, 50)]
+    moved = [float((policy.first.weight - ChainPolicy().first.weight).abs().max().detach()) for policy in steps]
+    assert moved[1] == pytest.approx(moved[0] / 50, rel=1e-3)
+
+
 def test_metrics_and_folders(tmp_path: Path):
     policy, result = _tune(replace(CONFIG, iterations=4, evaluate_every=2), tmp_path, evaluate=mean_reward)
     records = RunFolder(tmp_path).metrics()
