@@ -1,0 +1,165 @@
+"""Plots for reports: one restrained style, colours that colour-blind readers can tell apart, SVG ready to embed."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+matplotlib.use("Agg")
+
+BASE, TUNED, THIRD, MUTED = "#7a8799", "#0072b2", "#d55e00", "#9aa5b1"
+STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#d8dee6",
+    "grid.linewidth": 0.6,
+    "axes.edgecolor": "#9aa5b1",
+    "text.color": "#5b6673",
+    "axes.labelcolor": "#5b6673",
+    "xtick.color": "#5b6673",
+    "ytick.color": "#5b6673",
+    "svg.fonttype": "none",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+}
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A success rate with its interval."""
+
+    label: str
+    value: float
+    low: float
+    high: float
+
+
+def learning_curve(records: Sequence[Mapping], base: Rate | None = None) -> str:
+    """Draw success against environment steps: validation in both modes, the collected episodes faintly, the base."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes()
+        collected = [(record["env_steps"], record["success"]) for record in records if "success" in record]
+        if collected:
+            axes.plot(*zip(*collected, strict=True), color=MUTED, linewidth=0.8, alpha=0.7)
+            axes.annotate("while collecting", collected[-1], textcoords="offset points", xytext=(4, -10), color=MUTED)
+        for mode, colour in (("deterministic", TUNED), ("stochastic", THIRD)):
+            rows = [record for record in records if f"{mode}_success" in record]
+            if not rows:
+                continue
+            steps = [row["env_steps"] for row in rows]
+            axes.plot(
+                steps, [row[f"{mode}_success"] for row in rows], color=colour, marker="o", markersize=3, label=mode
+            )
+            if all(f"{mode}_low" in row for row in rows):
+                low, high = ([row[f"{mode}_{end}"] for row in rows] for end in ("low", "high"))
+                axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+        if base is not None:
+            axes.axhline(base.value, color=BASE, linestyle="--", linewidth=1, label="base, deterministic")
+            axes.axhspan(base.low, base.high, color=BASE, alpha=0.12, linewidth=0)
+        axes.set(xlabel="environment steps", ylabel="success", ylim=(0, 1))
+        axes.legend(frameon=False, loc="lower right")
+        return _svg(figure)
+
+
+def loss_curves(records: Sequence[Mapping], x: str = "step") -> str:
+    """Draw every logged loss against the training step, on a logarithmic axis where all values are positive."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes()
+        skip = {x, "learning_rate"}
+        names = list(dict.fromkeys(key for record in records for key in record if key not in skip))
+        positive = True
+        for name, colour in zip(names, (TUNED, THIRD, "#009e73", "#cc79a7", BASE) * 3, strict=False):
+            rows = [(record[x], record[name]) for record in records if name in record]
+            positive &= all(value > 0 for _, value in rows)
+            axes.plot(*zip(*rows, strict=True), color=colour, label=name)
+        if positive:
+            axes.set_yscale("log")
+        axes.set(xlabel=x, ylabel="loss")
+        axes.legend(frameon=False)
+        return _svg(figure)
+
+
+def success_bars(rates: Sequence[Rate]) -> str:
+    """Draw success rates as points with their intervals, one row each."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes(height=0.5 * len(rates) + 0.9)
+        for row, rate in enumerate(reversed(rates)):
+            colour = BASE if "base" in rate.label or "trained" in rate.label else TUNED
+            axes.plot([rate.low, rate.high], [row, row], color=colour, linewidth=6, alpha=0.3, solid_capstyle="round")
+            axes.plot(rate.value, row, "o", color=colour, markersize=8)
+            axes.annotate(
+                f"{rate.value:.0%}", (rate.value, row), textcoords="offset points", xytext=(0, 9), ha="center"
+            )
+        axes.set_yticks(range(len(rates)), [rate.label for rate in reversed(rates)])
+        axes.set(xlabel="success", xlim=(-0.02, 1.04), ylim=(-0.6, len(rates) - 0.3))
+        axes.grid(axis="y", visible=False)
+        return _svg(figure)
+
+
+def ranking_scatter(real: Mapping[str, Rate], model: Mapping[str, Rate]) -> str:
+    """Draw simulator against world model, one point a policy with both intervals, and the line of agreement."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes(width=5.2, height=4.6)
+        axes.plot([0, 1], [0, 1], color=MUTED, linestyle="--", linewidth=1)
+        for name in real:
+            x, y = real[name], model[name]
+            axes.errorbar(
+                x.value,
+                y.value,
+                xerr=[[max(0, x.value - x.low)], [max(0, x.high - x.value)]],
+                yerr=[[max(0, y.value - y.low)], [max(0, y.high - y.value)]],
+                fmt="o",
+                color=TUNED,
+                ecolor=MUTED,
+                elinewidth=1,
+            )
+        _place_labels(axes, {name: (real[name].value, model[name].value) for name in real})
+        axes.set(
+            xlabel="success in the simulator",
+            ylabel="success in the world model",
+            xlim=(-0.03, 1.03),
+            ylim=(-0.03, 1.03),
+        )
+        return _svg(figure)
+
+
+def open_loop_errors(errors: Mapping[str, Mapping[str, float] | None]) -> str:
+    """Draw open-loop prediction error against the horizon, beside copying the first state."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes()
+        rows = [(int(horizon), error) for horizon, error in errors.items() if error is not None]
+        steps = [horizon for horizon, _ in rows]
+        for key, label, colour in (("error", "world model", TUNED), ("copy_first_state", "copy the first state", BASE)):
+            axes.plot(steps, [error[key] for _, error in rows], marker="o", color=colour, label=label)
+        axes.set(xlabel="imagined steps", ylabel="error (standard deviations)", ylim=(0, None))
+        axes.legend(frameon=False)
+        return _svg(figure)
+
+
+def _place_labels(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
+    """Write names beside points, pushed apart vertically where they would overlap."""
+    taken: list[tuple[float, float]] = []
+    for name, (x, y) in sorted(points.items(), key=lambda item: item[1]):
+        right, height = x < 0.6, y + (0.035 if x < 0.6 else -0.035)
+        while any(abs(height - other) < 0.05 and abs(x - beside) < 0.35 for beside, other in taken):
+            height += 0.05 if right else -0.05
+        taken.append((x, height))
+        offset = 0.015 if right else -0.015
+        axes.text(x + offset, height, name, ha="left" if right else "right", va="center", fontsize=8)
+
+
+def _axes(width: float = 6.4, height: float = 3.4) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

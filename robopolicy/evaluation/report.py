@@ -1,0 +1,233 @@
+"""One self-contained report.html and report.json per run, rebuilt at any time from what the run left in its folder."""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from robopolicy.core.errors import DataError
+from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import read_json, write_atomic, write_json
+from robopolicy.evaluation import plots
+from robopolicy.evaluation.plots import Rate
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+
+
+@dataclass(frozen=True)
+class Card:
+    """One key figure."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled part of the page: a plot (svg), a video (base64 mp4) or a table (header, rows)."""
+
+    title: str
+    caption: str = ""
+    svg: str = ""
+    video: str = ""
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+@dataclass
+class Report:
+    """A page in the making."""
+
+    title: str
+    subtitle: str = ""
+    cards: list[Card] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
+    next_steps: list[str] = field(default_factory=list)
+    details: dict[str, str] = field(default_factory=dict)
+
+
+def report_for_run(path: Path) -> Path:
+    """Write report.html and report.json into the run folder `path` and return the page's path.
+
+    Raises DataError where there is no run, or nothing was measured yet.
+    """
+    folder = RunFolder(path) if Path(path).is_dir() else None
+    if folder is None or not any((folder.path / name).exists() for name in ("result.json", "metrics.jsonl")):
+        raise DataError(
+            f"{path} holds no run (no result.json, no metrics.jsonl): give a folder like runs/finetune/push_cube/0."
+        )
+    result = read_json(folder.path / "result.json") if (folder.path / "result.json").exists() else {}
+    report = Report(title=_title(folder.path), subtitle=_subtitle(folder.path))
+    if "seconds_by_stage" in result:
+        _add_demo(report, folder, result)
+    else:
+        _add_run(report, folder, result)
+    for name in ("config.yaml", "versions.json"):
+        if (folder.path / name).exists():
+            report.details[name] = (folder.path / name).read_text()
+    page = render(report)
+    write_atomic(folder.path / "report.html", page)
+    write_json(folder.path / "report.json", {"title": report.title, "figures": result})
+    return folder.path / "report.html"
+
+
+def render(report: Report) -> str:
+    """Return the page as HTML with everything embedded."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(TEMPLATE.read_text()).render(report=report)
+
+
+def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> None:
+    """Add everything that a run of any verb may have left."""
+    rates = _rates(result)
+    for rate in rates:
+        report.cards.append(Card(rate.label, f"{rate.value:.0%}", f"{rate.low:.0%} to {rate.high:.0%}"))
+    if "difference" in result:
+        report.cards.append(_difference_card(result["difference"]))
+    if "success_rate" in result and "steps" in result:
+        report.cards.append(Card("episodes", str(result["episodes"]), f"{result['steps']} steps"))
+        report.cards.append(Card("success", f"{result['success_rate']:.0%}"))
+    if "seconds" in result:
+        report.cards.append(Card("time", f"{result['seconds']:.0f} s"))
+    if rates:
+        caption = "Points are success rates, bars their Wilson 95 % intervals; all policies play the same seeds."
+        report.sections.append(Section("Success", caption, svg=plots.success_bars(rates)))
+    _add_curves(report, folder.metrics(), _base_rate(result))
+    if "validation" in result:
+        _add_validation(report, result["validation"])
+    if "statistics" in result:
+        _add_ranking(report, result)
+    _add_videos(report, folder.path)
+
+
+def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> None:
+    """Join the stages of a demo into one page."""
+    tuned, ranked = result["finetune"], result["rank"]
+    rates = _rates(tuned)
+    report.cards = [Card(rate.label, f"{rate.value:.0%}", f"{rate.low:.0%} to {rate.high:.0%}") for rate in rates]
+    report.cards.append(_difference_card(tuned["difference"]))
+    driven = result["drive"]
+    report.cards.append(
+        Card(
+            "served robot",
+            f"{driven['successes']} of {driven['episodes']}",
+            f"{driven['latency_ms']['p50']:.0f} ms a chunk",
+        )
+    )
+    report.cards.append(
+        Card("whole demo", f"{result['seconds'] / 60:.1f} min", "from demonstrations to a served policy")
+    )
+    caption = "Base and fine-tuned policy on the same seeds, with Wilson 95 % intervals."
+    report.sections.append(Section("Success in the simulator", caption, svg=plots.success_bars(rates)))
+    runs = {path.parent.parent.name: RunFolder(path) for path in folder.path.glob("*/*/*") if path.is_dir()}
+    if "finetune" in runs:
+        _add_videos(report, runs["finetune"].path)
+        _add_curves(report, runs["finetune"].metrics(), _base_rate(tuned))
+    _add_ranking(report, ranked)
+    _add_validation(report, result["worldmodel"]["validation"])
+    stages = [[name, f"{seconds:.0f} s"] for name, seconds in result["seconds_by_stage"].items()]
+    report.sections.append(Section("Where the time went", header=("stage", "seconds"), rows=stages))
+    report.next_steps = list(result.get("next_steps", ()))
+
+
+def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate | None) -> None:
+    tuning = [record for record in records if "iteration" in record]
+    fitting = [record for record in records if "step" in record]
+    if tuning:
+        caption = "Validation on seeds that the final judgement does not use; bands are Wilson 95 % intervals."
+        report.sections.append(Section("Learning curve", caption, svg=plots.learning_curve(tuning, base)))
+    if len(fitting) > 1:
+        report.sections.append(Section("Training losses", svg=plots.loss_curves(fitting)))
+
+
+def _add_validation(report: Report, validation: Mapping[str, Any]) -> None:
+    success = validation["success"]
+    rows = [
+        ["one-step error (share of variance)", f"{validation['one_step_error']:.3f}"],
+        ["the same with shuffled actions", f"{validation['shuffled_action_error']:.3f}"],
+        ["reward error (share of variance)", f"{validation['reward_error']:.3f}"],
+        ["success head: precision", f"{success['precision']:.2f}"],
+        ["success head: recall", f"{success['recall']:.2f}"],
+    ]
+    caption = f"On {validation['steps']} held-out steps. A model that ignores actions would not mind the shuffling."
+    report.sections.append(Section("World model on held-out episodes", caption, header=("figure", "value"), rows=rows))
+    svg = plots.open_loop_errors(validation["open_loop"])
+    report.sections.append(Section("Imagining further ahead", "Recorded actions, no corrections on the way.", svg=svg))
+
+
+def _add_ranking(report: Report, result: Mapping[str, Any]) -> None:
+    def rates(kind: str) -> dict[str, Rate]:
+        found = [Rate(_short(row["name"]), row[kind], *row[f"{kind}_interval"]) for row in result["policies"]]
+        return {rate.label: rate for rate in found}
+
+    caption = "One point per policy, the same starts in both worlds, Wilson 95 % intervals; on the line they agree."
+    report.sections.append(
+        Section("World model against simulator", caption, svg=plots.ranking_scatter(rates("real"), rates("model")))
+    )
+    rows = []
+    for name, estimate in result["statistics"].items():
+        value = "undefined" if estimate["value"] is None else f"{estimate['value']:+.3f}"
+        interval = estimate["interval_over_policies"]
+        rows.append(
+            [name.replace("_", " "), value, "" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"]
+        )
+    report.sections.append(Section("Agreement", header=("statistic", "value", "bootstrap over policies"), rows=rows))
+
+
+def _add_videos(report: Report, path: Path) -> None:
+    for video in sorted(path.glob("*.mp4")):
+        text = base64.b64encode(video.read_bytes()).decode()
+        name = video.stem.replace("_", " ")
+        caption = f"{name[0].upper()}{name[1:]}: the same starts, green border: success, orange: failure."
+        report.sections.append(Section("Rollouts", caption, video=text))
+
+
+def _rates(result: Mapping[str, Any]) -> list[Rate]:
+    """Return the success rates of every policy that was judged, both modes."""
+    return [
+        Rate(
+            f"{name}, {mode}", result[name][mode]["success_rate"], result[name][mode]["low"], result[name][mode]["high"]
+        )
+        for name in ("base", "policy", "tuned")
+        if isinstance(result.get(name), Mapping)
+        for mode in ("deterministic", "stochastic")
+        if mode in result[name]
+    ]
+
+
+def _base_rate(result: Mapping[str, Any]) -> Rate | None:
+    return next((rate for rate in _rates(result) if rate.label == "base, deterministic"), None)
+
+
+def _difference_card(difference: Mapping[str, Any]) -> Card:
+    low, high = difference["low"], difference["high"]
+    return Card("difference", f"{100 * difference['difference']:+.0f} points", f"{100 * low:+.0f} to {100 * high:+.0f}")
+
+
+def _short(name: str) -> str:
+    """Return the verb of a checkpoint's path (train: base, finetune: tuned), or the name itself."""
+    parts = Path(name).parts
+    if "checkpoint" not in parts or len(parts) < 4:
+        return name
+    return f"{ {'train': 'base', 'finetune': 'tuned'}.get(parts[-4], parts[-4]) } policy"
+
+
+def _title(path: Path) -> str:
+    parts = path.resolve().parts[-3:]
+    return f"{parts[0]}: {parts[1].replace('_', ' ')}"
+
+
+def _subtitle(path: Path) -> str:
+    versions = path / "versions.json"
+    if not versions.exists():
+        return f"seed {path.name}"
+    found = json.loads(versions.read_text())
+    names = ", ".join(
+        f"{name} {found['packages'][name]}" for name in ("robopolicy", "torch", "mujoco") if name in found["packages"]
+    )
+    return f"seed {found['seed']} · {names} · Python {found['python']}"

@@ -1,0 +1,222 @@
+"""Rollout videos: a grid of seeded episodes, each framed by its outcome, alone or beside another policy's.
+
+The policy decides once per chunk, as in evaluation, and every control step becomes a frame, so videos play in real
+time. The outcome is shown by colour and by a sign, so that it does not depend on colour vision.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+
+import imageio.v2 as imageio
+import matplotlib
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.policy import Policy
+from robopolicy.core.storage import storage_errors, write_atomic
+from robopolicy.core.world import Controller, Renders, Step, World
+from robopolicy.evaluation.waves import Actor, play_wave, waves
+
+BACKGROUND, TEXT, MUTED = (22, 27, 34), (230, 234, 240), (140, 148, 160)
+RUNNING, SUCCESS, FAILURE = (74, 82, 94), (0, 166, 125), (222, 99, 12)
+BORDER, GAP, CAPTION, TITLE = 3, 6, 18, 26
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A video in memory. frames: [T, height, width, 3] uint8; fps: frames per second; success: [n] bool per cell."""
+
+    frames: np.ndarray
+    fps: float
+    success: np.ndarray
+
+    @property
+    def seconds(self) -> float:
+        """How long it plays."""
+        return len(self.frames) / self.fps
+
+
+@dataclass
+class _Cell:
+    """One episode being filmed: its images, and after how many of them it ended."""
+
+    images: list[np.ndarray]
+    success: bool = False
+    ended: bool = False
+
+
+def record_grid(
+    world: World,
+    policy: Policy | Controller,
+    seeds: Sequence[int] | np.ndarray,
+    *,
+    columns: int = 4,
+    camera: str | None = None,
+    size: int = 160,
+    label: str = "",
+    every: int = 1,
+    hold_seconds: float = 1.0,
+    deterministic: bool = True,
+    generator_seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Clip:
+    """Film one episode per seed as a grid with `columns` cells a row.
+
+    size: cell height and width in pixels; label: title above the grid; every: keep each n-th control step (the video
+    still plays in real time); hold_seconds: how long the last frame stays. The rest is as in `evaluate_policy`; with
+    its seeds and batch size the outcomes are the same. Raises ConfigError when the world cannot be rendered.
+    """
+    if not isinstance(world, Renders):
+        raise ConfigError(f"The world '{world.spec.name}' cannot be rendered: record videos in a simulator.")
+    seeds = np.asarray(seeds, dtype=np.int64)
+    if len(seeds) == 0 or columns < 1 or every < 1 or size < 16:
+        raise ConfigError("A video needs seeds, columns >= 1, every >= 1 and size >= 16 pixels.")
+    actor = Actor(policy, deterministic=deterministic, device=device)
+    cells = [_Cell([]) for _ in seeds]
+    for index in waves(seeds, world.batch_size):
+        _film(world, world, actor, seeds[index], [cells[i] for i in index], camera, size, every, generator_seed)
+    fps = world.spec.fps / every
+    length = max(len(cell.images) for cell in cells)
+    frames = [_compose(cells, time, every, columns, label) for time in range(length)]
+    frames += [frames[-1]] * round(hold_seconds * fps)
+    return Clip(np.stack(frames), fps, np.array([cell.success for cell in cells]))
+
+
+def beside(left: Clip, right: Clip) -> Clip:
+    """Put two clips next to each other (base | tuned); the shorter one holds its last frame."""
+    if left.fps != right.fps:
+        raise DataError(f"Clips at {left.fps:g} and {right.fps:g} frames per second cannot be joined.")
+    length = max(len(left.frames), len(right.frames))
+    height = max(left.frames.shape[1], right.frames.shape[1])
+    parts = []
+    for clip in (left, right):
+        time, missing = length - len(clip.frames), height - clip.frames.shape[1]
+        held = np.concatenate([clip.frames, np.repeat(clip.frames[-1:], time, axis=0)])
+        parts.append(_pad(held, bottom=missing, right=0))
+    gap = np.full((length, height, 2 * GAP, 3), BACKGROUND, dtype=np.uint8)
+    return Clip(
+        np.concatenate([parts[0], gap, parts[1]], axis=2), left.fps, np.concatenate([left.success, right.success])
+    )
+
+
+def mp4_bytes(clip: Clip) -> bytes:
+    """Encode as H.264 with 4:2:0 colour and the index in front: plays in every browser."""
+    _, height, width, _ = clip.frames.shape
+    frames = _pad(clip.frames, bottom=height % 2, right=width % 2)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "clip.mp4"
+        options = {"codec": "libx264", "quality": 7, "macro_block_size": 2, "pixelformat": "yuv420p"}
+        with storage_errors(path):
+            imageio.mimwrite(path, list(frames), fps=clip.fps, output_params=["-movflags", "+faststart"], **options)
+        return path.read_bytes()
+
+
+def gif_bytes(clip: Clip, fps: float = 12.5, width: int | None = None) -> bytes:
+    """Encode as a looping GIF of at most `fps` frames per second, shrunk to `width` pixels if given."""
+    stride = max(1, round(clip.fps / fps))
+    frames = clip.frames[::-1][::stride][::-1]  # counted from the end, so that the last frame is always shown
+    images = [Image.fromarray(frame) for frame in frames]
+    if width is not None and width < images[0].width:
+        size = (width, round(images[0].height * width / images[0].width))
+        images = [image.resize(size, Image.Resampling.LANCZOS) for image in images]
+    sample = Image.fromarray(np.concatenate([np.asarray(image) for image in images[:: max(1, len(images) // 4)]]))
+    palette = sample.quantize(256, method=Image.Quantize.MEDIANCUT)
+    indexed = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
+    # GIF delays are hundredths of a second: round the times, not each delay, so that the clip keeps its length
+    times = [10 * round(100 * index * stride / clip.fps) for index in range(len(images) + 1)]
+    delays = [max(20, after - before) for before, after in pairwise(times)]
+    buffer = BytesIO()
+    indexed[0].save(buffer, "GIF", save_all=True, append_images=indexed[1:], duration=delays, loop=0)
+    return buffer.getvalue()
+
+
+def poster_bytes(clip: Clip) -> bytes:
+    """Encode the last frame as PNG: what a page shows before the video plays."""
+    buffer = BytesIO()
+    Image.fromarray(clip.frames[-1]).save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def write_video(clip: Clip, path: Path) -> None:
+    """Write `path` atomically as .mp4 or .gif, by its ending."""
+    encoders = {".mp4": mp4_bytes, ".gif": gif_bytes}
+    path = Path(path)
+    if path.suffix not in encoders:
+        raise ConfigError(f"Videos are written as .mp4 or .gif, not '{path.suffix}'.")
+    write_atomic(path, encoders[path.suffix](clip))
+
+
+def _film(
+    world: World,
+    camera_world: Renders,
+    actor: Actor,
+    seeds: np.ndarray,
+    cells: list[_Cell],
+    camera: str | None,
+    size: int,
+    every: int,
+    noise_seed: int,
+) -> None:
+    steps = 0
+
+    def after_step(step: Step | None) -> None:
+        nonlocal steps
+        live = [row for row, cell in enumerate(cells) if not cell.ended]
+        if step is not None:
+            steps += 1
+            for row in live:
+                cells[row].ended, cells[row].success = bool(step.ended[row]), bool(step.success[row])
+        shown = [row for row in live if steps % every == 0 or cells[row].ended]
+        if shown:
+            images = camera_world.render(shown, camera, size, size)
+            for row, image in zip(shown, images, strict=True):
+                cells[row].images.append(image)
+
+    play_wave(world, actor, seeds, noise_seed, after_step)
+
+
+def _compose(cells: list[_Cell], time: int, every: int, columns: int, label: str) -> np.ndarray:
+    """Draw the grid at frame `time`."""
+    size = cells[0].images[0].shape[0]
+    columns = min(columns, len(cells))
+    rows = -(-len(cells) // columns)
+    pitch_x, pitch_y = size + 2 * BORDER + GAP, size + 2 * BORDER + CAPTION + GAP
+    top = TITLE if label else GAP
+    canvas = Image.new("RGB", (columns * pitch_x + GAP, top + rows * pitch_y), BACKGROUND)
+    draw = ImageDraw.Draw(canvas)
+    finished = solved = 0
+    for index, cell in enumerate(cells):
+        done = time >= len(cell.images) - 1
+        finished, solved = finished + done, solved + (done and cell.success)
+        colour = RUNNING if not done else SUCCESS if cell.success else FAILURE
+        left, upper = GAP + index % columns * pitch_x, top + index // columns * pitch_y
+        draw.rectangle((left, upper, left + size + 2 * BORDER - 1, upper + size + 2 * BORDER - 1), fill=colour)
+        canvas.paste(Image.fromarray(cell.images[min(time, len(cell.images) - 1)]), (left + BORDER, upper + BORDER))
+        caption = "" if not done else "✓ success" if cell.success else "✗ failed"
+        draw.text((left + 1, upper + size + 2 * BORDER + 2), caption, colour, _font(12))
+    if label:
+        draw.text((GAP, 5), label, TEXT, _font(14))
+        count = f"{solved} of {finished} solved" if finished else ""
+        draw.text((canvas.width - GAP, 6), count, MUTED, _font(12), anchor="ra")
+    return np.asarray(canvas)
+
+
+def _pad(frames: np.ndarray, bottom: int, right: int) -> np.ndarray:
+    if bottom == right == 0:
+        return frames
+    length, height, width, _ = frames.shape
+    padded = np.full((length, height + bottom, width + right, 3), BACKGROUND, dtype=np.uint8)
+    padded[:, :height, :width] = frames
+    return padded
+
+
+@cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), size)
