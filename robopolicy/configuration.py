@@ -176,7 +176,7 @@ class ReportSection:
 class DemoSection:
     """The recipe that the demo runs, and how many episodes its judgements use."""
 
-    recipe: str = "push_cube"
+    recipe: str = "push_t"
     episodes: int = 200
 
 
