@@ -66,10 +66,10 @@ class FinetuneConfig:
     """
 
     seed: int = 0
-    iterations: int = 100
+    iterations: int = 60
     decisions: int = 20
-    epochs: int = 8
-    minibatch: int = 1024
+    epochs: int = 5
+    minibatch: int = 2048
     scored_units: int = 0
     critic_warmup: int = 1
     actor_rate: float = 5e-4
@@ -80,13 +80,13 @@ class FinetuneConfig:
     discount: float = 0.99
     gae_lambda: float = 0.95
     denoising_discount: float = 0.9
-    clip: float = 0.05
-    clip_base: float = 0.05
+    clip: float = 0.2
+    clip_base: float = 0.2
     clip_rate: float = 0.0
     log_ratio_clamp: float = 3.0
     ratio_level: RatioLevel = RatioLevel.UNIT
     ratio_tolerance: float = 1e-5
-    target_kl: float | None = 0.02
+    target_kl: float | None = 0.1
     bc_weight: float = 0.0
     checkpoint_every: int = 10
     evaluate_every: int = 10
