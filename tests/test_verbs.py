@@ -1,0 +1,109 @@
+"""Every verb on a small job, through the command line's own entry, in the order in which a user runs them."""
+
+import json
+
+import pytest
+
+from robopolicy.cli import VERBS, main
+
+SMALL = [
+    "world=reach_planar",
+    "policy.width=32",
+    "policy.depth=1",
+    "policy.sampling_steps=2",
+    "collect.episodes=24",
+    "train.fit.steps=30",
+    "train.evaluate_episodes=8",
+    "finetune.iterations=2",
+    "finetune.worlds=8",
+    "finetune.decisions=4",
+    "finetune.evaluate_every=1",
+    "finetune.evaluate_episodes=8",
+    "finetune.critic_width=16",
+    "finetune.videos=1",
+    "worldmodel.transitions=600",
+    "worldmodel.members=2",
+    "worldmodel.width=32",
+    "worldmodel.fit.steps=40",
+    "rank.episodes=8",
+    "rank.noise=[none,medium,random]",
+    "evaluate.episodes=8",
+    "evaluate.videos=1",
+    "doctor.episodes=8",
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+def run(root, *arguments):
+    return main([arguments[0], *SMALL, f"run.root={root}", *arguments[1:]])
+
+
+def test_the_whole_path(root, capsys):
+    for verb in ("collect", "train", "finetune", "worldmodel", "rank"):
+        assert run(root, verb) == 0, verb
+        assert (root / verb / "reach_planar" / "0" / "result.json").exists()
+    tuned = root / "finetune" / "reach_planar" / "0" / "checkpoint"
+    figures = root / "figures.json"
+    assert run(root, "evaluate", f"evaluate.policy={tuned}", f"json={figures}") == 0
+    measured = json.loads(figures.read_text())["policy"]["deterministic"]
+    assert measured["episodes"] == 8
+    assert 0 <= measured["low"] <= measured["success_rate"] <= measured["high"] <= 1
+    model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
+    imagined = ["world=worldmodel", f"world.model={model}", "run.name=imagined"]
+    assert run(root, "evaluate", f"evaluate.policy={tuned}", *imagined) == 0
+    assert run(root, "finetune", *imagined, f"finetune.policy={root / 'train/reach_planar/0/checkpoint'}") == 0
+    for page in root.glob("*/*/*/report.html"):
+        text = page.read_text()
+        assert "<svg" in text
+        assert 'src="http' not in text
+        assert 'href="http' not in text
+    capsys.readouterr()
+    assert run(root, "finetune") == 0
+    assert "already fine-tuned" in capsys.readouterr().out
+
+
+def test_doctor_finds_nothing_wrong_with_its_own_recording(root):
+    figures = root / "doctor.json"
+    run(root, "collect")
+    run(root, "doctor", f"json={figures}")
+    findings = {item["check"]: item["health"] for item in json.loads(figures.read_text())["findings"]}
+    assert findings["replayed motion"] == "good"
+    assert findings["replayed success"] == "good"
+    assert findings["control rate"] == "good"
+
+
+def test_another_configuration_in_the_same_folder_is_refused(root, capsys):
+    run(root, "collect")
+    assert run(root, "collect", "collect.episodes=25") == 2
+    assert "run.fresh=true" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["colect"], "Did you mean 'collect'"),
+        (["train", "train.data=/nowhere"], "/nowhere"),
+        (["train", "--verbose"], "key=value"),
+        (["evaluate"], "evaluate CHECKPOINT"),
+        (["evaluate", "/nowhere"], "/nowhere"),
+        (["bench", "simz"], "Did you mean 'sims'"),
+        (["report", "/nowhere"], "/nowhere"),
+        (["collect", "run.device=cudda"], "run.device"),
+    ],
+)
+def test_mistakes_end_with_a_sentence_and_status_2(arguments, text, capsys, tmp_path):
+    assert main([*arguments, *([f"run.root={tmp_path}"] if arguments[0] in VERBS else [])]) == 2
+    assert text in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_teaches_every_verb(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert VERBS[verb].example.split(" && ")[0][:40] in text
+    for section in VERBS[verb].sections:
+        assert f"{section}." in text
