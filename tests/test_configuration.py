@@ -55,7 +55,7 @@ def test_own_recipe_file(tmp_path):
 def test_unknown_key_in_own_recipe_is_an_error(tmp_path):
     path = tmp_path / "other.yaml"
     path.write_text("policy:\n  chnk: 3\n")
-    with pytest.raises(ConfigError, match="policy.chnk"):
+    with pytest.raises(ConfigError, match=r"policy\.chnk"):
         compose([f"recipe={path}"])
 
 
