@@ -44,7 +44,7 @@ class WorldSection:
     """Where a policy acts: one of our tasks, metaworld/<task>, gymnasium:<id>, or worldmodel with its checkpoint."""
 
     name: str = "push_cube"
-    batch_size: int = 64
+    batch_size: int = 128
     cameras: tuple[str, ...] = ()
     image_size: int = 64
     model: Path | None = None

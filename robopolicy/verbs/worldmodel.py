@@ -37,7 +37,7 @@ def run(config: Config) -> int:
         return 0
     section, device = config.worldmodel, choose_device(config.run)
     generators = Generators(config.run.seed, device)
-    world = build_world(config.world, batch_size=128, seed=config.run.seed)
+    world = build_world(config.world, seed=config.run.seed)
     episodes = gather(config, world, generators["rollouts"])
     data, bonus = transition_data(episodes)
     training, validation = data.split(0.1, torch.Generator().manual_seed(derive(config.run.seed, "split")))
