@@ -47,6 +47,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
                 file.write(data.encode() if isinstance(data, str) else data)
                 file.flush()
                 os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)

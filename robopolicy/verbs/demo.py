@@ -88,7 +88,7 @@ def serve_and_drive(stages: Config, root: Path) -> dict[str, Any]:
     server = subprocess.Popen([*command, "serve", str(checkpoint), "serve.port=0"], stdout=subprocess.PIPE, text=True)
     try:
         port = announced_port(server)
-        target = [f"world.name={stages.world.name}", f"drive.port={port}", f"json={figures}"]
+        target = [f"world.name={stages.world.name}", f"drive.port={port}", "drive.episodes=5", f"json={figures}"]
         done = subprocess.run([*command, "drive", *target], check=False)
         if done.returncode:
             raise RobopolicyError(f"The simulated robot failed (exit status {done.returncode}); see its message above.")
