@@ -90,7 +90,7 @@ class ImaginedWorld:
                 raise ConfigError("The first reset starts every row: call reset() before resetting some of them.")
             self._allocate()
         index = np.arange(self._batch_size) if rows is None else np.asarray(rows, dtype=np.int64)
-        chosen = self._generator.integers(0, 2**62, len(index)) if seeds is None else np.asarray(seeds, dtype=np.int64)
+        chosen = self._generator.integers(0, 2**62, len(index)) if seeds is None else np.array(seeds, np.int64)
         if len(chosen) != len(index):
             raise ConfigError(f"{len(index)} rows need as many seeds, got {len(chosen)}.")
         frames = self._starts(chosen)
