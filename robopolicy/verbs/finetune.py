@@ -55,7 +55,7 @@ def run(config: Config) -> int:
     }
     if section.videos and isinstance(judging, Renders):
         clips = [
-            record_grid(judging, actor, seeds[: section.videos], columns=2, label=label, device=device)
+            record_grid(judging, actor, seeds[: section.videos], columns=4, label=label, device=device)
             for label, actor in (("base", base), ("fine-tuned", policy))
         ]
         write_video(beside(*clips), folder.path / "base_and_tuned.mp4")
