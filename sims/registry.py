@@ -36,10 +36,10 @@ def make_world(name: str, batch_size: int, **options: Any) -> World:
     """
     if name.startswith(METAWORLD):
         suite = importlib.import_module("sims.suites.metaworld_suite")
-        return suite.MetaworldWorld(name.removeprefix(METAWORLD), batch_size, **options)
+        return suite.make_metaworld_world(name.removeprefix(METAWORLD), batch_size, **options)
     if name.startswith(GYMNASIUM):
         suite = importlib.import_module("sims.suites.gymnasium_suite")
-        return suite.GymnasiumWorld(name.removeprefix(GYMNASIUM), batch_size, **options)
+        return suite.make_gymnasium_world(name.removeprefix(GYMNASIUM), batch_size, **options)
     if name not in TASKS:
         raise ConfigError(
             f"There is no world '{name}'.{did_you_mean(name, TASKS)} Outside suites: 'metaworld/<task>-v3', "

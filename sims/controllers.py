@@ -1,0 +1,43 @@
+"""Hand-written controllers by their dotted path."""
+
+import inspect
+from typing import Any
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import WorldSpec
+from robopolicy.core.world import Controller
+from sims.dotted_path import load_dotted
+
+
+def load_controller(dotted_path: str, spec: WorldSpec) -> Controller:
+    """Return the controller that the class or function at `dotted_path` ("package.module:name") makes.
+
+    It is called with the world's spec if it takes an argument, else with none, and must give an object with
+    `reset(rows)` and `act(observation) -> actions [B, A]`. Raises ConfigError saying what is wrong with the path.
+    """
+    make: Any = load_dotted(dotted_path, "Controller")
+    if not callable(make):
+        raise ConfigError(f"Controller '{dotted_path}' is {make!r}: it must be a class or a function that makes one.")
+    parameters = inspect.signature(make).parameters.values()
+    required = [
+        item.name
+        for item in parameters
+        if item.default is item.empty and item.kind is not item.VAR_POSITIONAL and item.kind is not item.VAR_KEYWORD
+    ]
+    if len(required) > 1:
+        raise ConfigError(
+            f"Controller '{dotted_path}' needs {', '.join(required)}; it may take one argument, the world's spec."
+        )
+    try:
+        controller = make(spec) if required or "spec" in {item.name for item in parameters} else make()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"Controller '{dotted_path}' could not be made: {type(error).__name__}: {error}") from error
+    missing = [name for name in ("reset", "act") if not callable(getattr(controller, name, None))]
+    if missing:
+        raise ConfigError(
+            f"Controller '{dotted_path}' made {type(controller).__name__}, which lacks {' and '.join(missing)}: a "
+            "controller has reset(rows) and act(observation) -> actions [B, A]."
+        )
+    return controller

@@ -1,0 +1,1 @@
+"""Outside suites as worlds: any gymnasium environment with continuous actions, and Meta-World."""

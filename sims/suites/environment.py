@@ -1,0 +1,248 @@
+"""One gymnasium environment as a row of a world: found by name, its observations laid out under LeRobot's keys.
+
+This module runs inside worker processes, so it imports neither torch nor anything that does.
+"""
+
+import contextlib
+import copy
+import importlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, require_extra
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
+from sims.dotted_path import add_working_folder
+from sims.suites.mujoco_state import MujocoCamera, MujocoState, has_mujoco_state
+
+ROBOT_KEYS = ("observation", "agent_pos", "state", "robot_state", "proprio")
+"""Entries of a dictionary observation that are the robot's own: they become `observation.state`."""
+GOAL_KEYS = ("achieved_goal", "desired_goal")
+SUCCESS_KEYS = ("is_success", "success")
+ROBOTICS_FAMILIES = ("Fetch", "Hand", "Adroit", "Franka", "PointMaze", "AntMaze")
+
+MakeEnvironment = Callable[[], gymnasium.Env]
+
+
+def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
+    """Make a registered environment without time limit and checking wrappers (the world counts and checks itself).
+
+    env_id: gymnasium's id, or "module:id" to import `module` first so that it can register; env_options: keyword
+    arguments of the environment. Raises ConfigError on an unknown id or option.
+    """
+    spec = copy.deepcopy(registered(env_id))
+    spec.max_episode_steps, spec.order_enforce = None, False
+    try:
+        environment = gymnasium.make(spec, disable_env_checker=True, **env_options)
+        if not has_mujoco_state(environment) and "rgb_array" in environment.metadata.get("render_modes", ()):
+            environment.close()
+            environment = gymnasium.make(spec, disable_env_checker=True, **{"render_mode": "rgb_array", **env_options})
+    except (TypeError, gymnasium.error.DependencyNotInstalled) as error:
+        raise ConfigError(f"'{env_id}' could not be made with options {dict(env_options)}: {error}") from error
+    return environment
+
+
+def registered(env_id: str) -> Any:
+    """Return the registered spec, importing the module named in the id, or Gymnasium-Robotics for its families."""
+    module, _, name = env_id.rpartition(":")
+    if module:
+        add_working_folder()
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"'{env_id}': there is no module '{module}' to import ({error}).") from error
+    elif name not in gymnasium.registry and name.startswith(ROBOTICS_FAMILIES):
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            gymnasium.register_envs(require_extra("gymnasium_robotics", "robotics"))
+    if name not in gymnasium.registry:
+        raise ConfigError(
+            f"Gymnasium knows no environment '{name}'.{did_you_mean(name, gymnasium.registry)} If a package registers "
+            f"it on import, name that package first: 'gymnasium:PACKAGE:{name}'."
+        )
+    return gymnasium.registry[name]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a gymnasium observation becomes one float32 vector, fields by LeRobot key, and camera images.
+
+    parts: (path into the observation, slice of the vector); fields: key -> slice; names: key -> one per element;
+    images: camera -> path.
+    """
+
+    size: int
+    parts: tuple[tuple[tuple[str, ...], slice], ...]
+    fields: dict[str, slice]
+    names: dict[str, tuple[str, ...]]
+    images: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def write(self, observation: Any, out: np.ndarray) -> None:
+        """Write the numbers of `observation` into `out` [size]."""
+        for path, place in self.parts:
+            value = observation
+            for key in path:
+                value = value[key]
+            out[place] = value if np.ndim(value) == 1 else np.ravel(value)
+
+
+def observation_layout(space: spaces.Space, state_keys: Sequence[str] | None = None) -> Layout:
+    """Lay out an observation space; state_keys: which entries are the robot's own (default ROBOT_KEYS).
+
+    Box -> observation.state. Dict: the robot's entries -> observation.state, every other vector (goals, objects) ->
+    observation.environment_state in the space's order, uint8 pictures -> cameras named after their key.
+    """
+    leaves = dict(_leaves(space, ()))
+    images = {path[-1] if path else "pixels": path for path, box in leaves.items() if _is_image(box)}
+    vectors = {path: box for path, box in leaves.items() if not _is_image(box)}
+    if not vectors and not images:
+        raise ConfigError(f"The observation space {space} is empty.")
+    known = {path[0] for path in vectors if path}
+    for key in state_keys or ():
+        if key not in known:
+            raise ConfigError(f"state_keys names '{key}', which the observation lacks.{did_you_mean(key, known)}")
+    robot = set(state_keys or ROBOT_KEYS)
+    if not known & robot:
+        robot = known - {"environment_state", *GOAL_KEYS}
+    own = [path for path in vectors if not path or path[0] in robot]
+    parts, fields, names, start = [], {}, {}, 0
+    for key, paths in ((STATE, own), (ENVIRONMENT_STATE, [path for path in vectors if path not in own])):
+        begin, elements = start, []
+        for path in paths:
+            size = int(np.prod(vectors[path].shape))
+            parts.append((path, slice(start, start + size)))
+            elements += [f"{'.'.join(path) or 'observation'}[{index}]" for index in range(size)]
+            start += size
+        if elements:
+            fields[key], names[key] = slice(begin, start), tuple(elements)
+    return Layout(start, tuple(parts), fields, names, images)
+
+
+def _leaves(space: spaces.Space, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], spaces.Box]]:
+    if isinstance(space, spaces.Box):
+        return [(path, space)]
+    if isinstance(space, spaces.Dict):
+        return [leaf for key, item in space.spaces.items() for leaf in _leaves(item, (*path, key))]
+    raise ConfigError(
+        f"Observation entry '{'.'.join(path) or 'observation'}' is a {type(space).__name__} space; a world needs Box "
+        "entries. Wrap the environment in gymnasium.wrappers.FlattenObservation and register the result."
+    )
+
+
+def _is_image(box: spaces.Box) -> bool:
+    return box.dtype == np.uint8 and len(box.shape) == 3
+
+
+@dataclass(frozen=True)
+class Description:
+    """What an environment says about itself; fps is None where it does not say."""
+
+    layout: Layout
+    action: Field
+    fps: float | None
+    cameras: tuple[str, ...]
+    is_goal_environment: bool
+    has_snapshots: bool
+
+
+class RowEnvironment:
+    """An environment with vector observations, success flag, pictures and (for MuJoCo) its full state.
+
+    success_key: entry of `info` that says whether the episode succeeded; None takes the first of SUCCESS_KEYS that
+    `info` has, and no success where there is none.
+    """
+
+    def __init__(
+        self, make: MakeEnvironment, state_keys: Sequence[str] | None = None, success_key: str | None = None
+    ) -> None:
+        self.environment = make()
+        self.layout = observation_layout(self.environment.observation_space, state_keys)
+        space = self.environment.action_space
+        if not isinstance(space, spaces.Box) or len(space.shape) != 1:
+            raise ConfigError(f"A world needs a one-dimensional Box of continuous actions; this one has {space}.")
+        self._action_dtype = space.dtype
+        self._success_key = success_key
+        self._pictures: dict[str, np.ndarray] = {}
+        self.state = MujocoState(self.environment) if has_mujoco_state(self.environment) else None
+        self._camera = MujocoCamera(self.environment, self.state) if self.state else None
+
+    def describe(self) -> Description:
+        """Return the description, from which the parent process builds its spec."""
+        environment, space = self.environment, self.environment.action_space
+        inner: Any = environment.unwrapped
+        step_time, rate = getattr(inner, "dt", None), environment.metadata.get("render_fps")
+        cameras = self._camera.names if self._camera else (("default",) if environment.render_mode else ())
+        return Description(
+            layout=self.layout,
+            action=Field(
+                space.shape,
+                "float32",
+                tuple(map(float, space.low)),
+                tuple(map(float, space.high)),  # type: ignore
+            ),
+            fps=float(1.0 / step_time) if self.state and step_time else (float(rate) if rate else None),
+            cameras=(*self.layout.images, *cameras),
+            is_goal_environment=set(GOAL_KEYS) <= {path[0] for path, _ in self.layout.parts if path},
+            has_snapshots=self.state is not None,
+        )
+
+    def reset(self, seed: int, out: np.ndarray, options: dict | None = None) -> None:
+        """Start the episode of `seed` and write its first observation into `out`."""
+        observation, _ = self.environment.reset(seed=int(seed), options=options)
+        self._take(observation, out)
+
+    def step(self, action: np.ndarray, out: np.ndarray) -> tuple[float, bool, bool, bool]:
+        """Act, write the observation into `out` and return reward, terminated, truncated, success."""
+        observation, reward, terminated, truncated, info = self.environment.step(action.astype(self._action_dtype))
+        self._take(observation, out)
+        return float(reward), bool(terminated), bool(truncated), self._success(info)
+
+    def _take(self, observation: Any, out: np.ndarray) -> None:
+        self.layout.write(observation, out)
+        for camera, path in self.layout.images.items():
+            picture = observation
+            for key in path:
+                picture = picture[key]
+            self._pictures[camera] = picture
+
+    def _success(self, info: Mapping[str, Any]) -> bool:
+        if self._success_key is not None:
+            if self._success_key not in info:
+                raise SpecError(
+                    f"info has no '{self._success_key}' (success_key).{did_you_mean(self._success_key, info)}"
+                )
+            return bool(info[self._success_key])
+        for key in SUCCESS_KEYS:
+            if key in info:
+                return bool(info[key])
+        return False
+
+    def image(self, camera: str, height: int, width: int) -> np.ndarray:
+        """Return uint8 [height, width, 3]."""
+        if camera in self._pictures:
+            return resized(self._pictures[camera], height, width)
+        if self._camera is not None:
+            return self._camera.image(camera, height, width)
+        picture = self.environment.render()
+        if not isinstance(picture, np.ndarray):
+            raise ConfigError("The environment draws no pictures: it has no 'rgb_array' render mode.")
+        return resized(picture, height, width)
+
+    def close(self) -> None:
+        """Close the environment and its graphics."""
+        if self._camera is not None:
+            self._camera.close()
+        self.environment.close()
+
+
+def resized(picture: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Return `picture` (HWC, or CHW with 3 channels) as uint8 [height, width, 3], by nearest neighbour."""
+    if picture.shape[-1] != 3 and picture.shape[0] == 3:
+        picture = np.moveaxis(picture, 0, -1)
+    rows = (np.arange(height) + 0.5) * picture.shape[0] / height
+    columns = (np.arange(width) + 0.5) * picture.shape[1] / width
+    return np.ascontiguousarray(picture[rows.astype(int)][:, columns.astype(int)], dtype=np.uint8)

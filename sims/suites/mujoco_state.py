@@ -1,0 +1,183 @@
+"""Save, restore and picture a third-party environment that simulates with MuJoCo, whatever its class.
+
+Such an environment's state lies in three places: MuJoCo's data (environments read derived quantities that are one
+physics step old, so positions and velocities alone do not repeat its future), the model (resets move bodies and goals
+in it), and Python attributes (goals, counters, random generators). All three are saved.
+"""
+
+import copy
+import types
+from typing import Any
+
+import gymnasium
+import mujoco
+import numpy as np
+
+from robopolicy.core.errors import ConfigError, did_you_mean
+
+_VARIABLE = ("bvh_", "plugin", "solver_", "warning", "timer", "maxuse_")
+_MODEL_ARRAYS = [
+    "body_pos",
+    "body_quat",
+    "body_mass",
+    "body_inertia",
+    "geom_pos",
+    "geom_quat",
+    "geom_size",
+    "geom_friction",
+    "geom_rgba",
+    "site_pos",
+    "site_quat",
+    "site_size",
+    "site_rgba",
+    "jnt_range",
+    "dof_damping",
+    "dof_frictionloss",
+    "eq_data",
+    "actuator_gainprm",
+    "actuator_biasprm",
+    "mat_rgba",
+    "cam_pos",
+    "cam_quat",
+]
+_IGNORED = {"render_mode", "metadata"}
+_UNSAVED = object()
+
+
+def has_mujoco_state(environment: gymnasium.Env) -> bool:
+    """Whether the environment keeps its physics in `model` and `data` attributes of MuJoCo's own types."""
+    inner = environment.unwrapped
+    return isinstance(getattr(inner, "model", None), mujoco.MjModel) and isinstance(
+        getattr(inner, "data", None), mujoco.MjData
+    )
+
+
+class MujocoState:
+    """Reads and writes everything that an environment's future depends on."""
+
+    def __init__(self, environment: gymnasium.Env):
+        self._layers = [environment]
+        while isinstance(self._layers[-1], gymnasium.Wrapper):
+            self._layers.append(self._layers[-1].env)
+        inner: Any = environment.unwrapped
+        self.model: mujoco.MjModel = inner.model
+        self.data: mujoco.MjData = inner.data
+        # Arrays that are empty in fresh data depend on the current contacts and are recomputed by every physics step.
+        fresh = mujoco.MjData(self.model)
+        names = [name for name in dir(fresh) if not name.startswith(("_", *_VARIABLE))]
+        sizes = {name: getattr(fresh, name) for name in names}
+        self._names = [name for name, value in sizes.items() if isinstance(value, np.ndarray) and value.size]
+
+    def physics(self) -> np.ndarray:
+        """Return time, data and model arrays as one float64 vector."""
+        return np.concatenate([[self.data.time], *(array.ravel() for array in self._arrays())])
+
+    def restore_physics(self, vector: np.ndarray) -> None:
+        """Write what `physics` returned."""
+        self.data.time, start = vector[0], 1
+        for array in self._arrays():
+            array[...] = vector[start : start + array.size].reshape(array.shape)
+            start += array.size
+
+    def _arrays(self) -> list[np.ndarray]:
+        return [
+            *(getattr(self.data, name) for name in self._names),
+            *(getattr(self.model, name) for name in _MODEL_ARRAYS),
+        ]
+
+    def attributes(self) -> list[dict[str, Any]]:
+        """Return a copy of the plain Python attributes and random generators, one dictionary a wrapper layer."""
+        layers = []
+        for layer in self._layers:
+            saved = {name: _copied(value) for name, value in vars(layer).items() if name not in _IGNORED}
+            layers.append({name: value for name, value in saved.items() if value is not _UNSAVED})
+        return layers
+
+    def restore_attributes(self, layers: list[dict[str, Any]]) -> None:
+        """Write what `attributes` returned."""
+        for layer, saved in zip(self._layers, layers, strict=True):
+            vars(layer).update(copy.deepcopy(saved))
+
+
+def _copied(value: Any) -> Any:
+    """Deep copy of plain values and generators; _UNSAVED for anything else and for views into MuJoCo's memory."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
+        return value
+    if isinstance(value, np.ndarray):
+        owner = value
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        return value.copy() if owner.base is None and value.dtype != object else _UNSAVED
+    if isinstance(value, np.random.Generator):
+        return copy.deepcopy(value)
+    if type(value) in (list, tuple, set):
+        items = [_copied(item) for item in value]
+        return _UNSAVED if any(item is _UNSAVED for item in items) else type(value)(items)
+    if type(value) is dict:
+        entries = {key: _copied(item) for key, item in value.items()}
+        return _UNSAVED if any(item is _UNSAVED for item in entries.values()) else entries
+    return _UNSAVED
+
+
+class MujocoCamera:
+    """Pictures of a MuJoCo environment without shadows, reflections or multisampling, and without side effects.
+
+    Cameras: those named in the model, and "default", the view the environment itself renders from.
+    """
+
+    def __init__(self, environment: gymnasium.Env, state: MujocoState):
+        self._environment, self._state = environment, state
+        model = state.model
+        self.names = ("default", *(model.camera(index).name for index in range(model.ncam) if model.camera(index).name))
+        self._renderers: dict[tuple[int, int], mujoco.Renderer] = {}
+        # Gymnasium's convention: draw the goal marker (a site in the model) just before rendering.
+        callback = getattr(environment.unwrapped, "_render_callback", None)
+        self._mark_goal = callback if isinstance(callback, types.MethodType) else None
+
+    def image(self, camera: str, height: int, width: int) -> np.ndarray:
+        """Return uint8 [height, width, 3]."""
+        if camera not in self.names:
+            raise ConfigError(f"The environment has no camera '{camera}'.{did_you_mean(camera, self.names)}")
+        renderer = self._renderer(height, width)
+        before = self._state.physics() if self._mark_goal else None
+        if self._mark_goal:
+            self._mark_goal()
+        renderer.update_scene(self._state.data, self._free_view() if camera == "default" else camera)
+        renderer.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
+        renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+        frame = renderer.render()
+        if before is not None:
+            self._state.restore_physics(before)
+        return frame
+
+    def _free_view(self) -> mujoco.MjvCamera:
+        view = mujoco.MjvCamera()
+        mujoco.mjv_defaultFreeCamera(self._state.model, view)
+        painter = getattr(self._environment.unwrapped, "mujoco_renderer", None)
+        for name, value in (getattr(painter, "default_cam_config", None) or {}).items():
+            if isinstance(value, np.ndarray):
+                getattr(view, name)[:] = value
+            else:
+                setattr(view, name, value)
+        return view
+
+    def _renderer(self, height: int, width: int) -> mujoco.Renderer:
+        if (height, width) not in self._renderers:
+            model = self._state.model
+            model.vis.quality.offsamples = 0
+            limit = model.vis.global_
+            limit.offheight, limit.offwidth = max(limit.offheight, height), max(limit.offwidth, width)
+            try:
+                self._renderers[height, width] = mujoco.Renderer(model, height, width)
+            except Exception as error:
+                raise ConfigError(
+                    f"MuJoCo could not open a graphics context ({error}). On a machine without a display, install EGL "
+                    "(Debian and Ubuntu: apt-get install libegl1 libgl1) or OSMesa and set MUJOCO_GL=egl or osmesa."
+                ) from error
+        return self._renderers[height, width]
+
+    def close(self) -> None:
+        """Free every graphics context."""
+        for renderer in self._renderers.values():
+            renderer.close()
+        self._renderers.clear()

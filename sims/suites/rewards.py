@@ -1,0 +1,106 @@
+"""Reward terms of outside environments, whole batches at a time: their own number, or progress plus a bonus."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
+from sims.dotted_path import load_dotted
+from sims.suites.environment import GOAL_KEYS, Description
+
+ENVIRONMENT, PROGRESS = "environment", "progress"
+Potential = Callable[[Mapping[str, np.ndarray]], np.ndarray]
+"""Observation arrays [..., n] by key -> [...]."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The reward of a control step; dense: name of the term that comes every step.
+
+    potential: the dense term is its increase (so standing still or finishing costs nothing); None: the environment's
+    own number. bonus: paid once, when the episode first succeeds, as the term "success".
+    """
+
+    dense: str
+    potential: Potential | None = None
+    bonus: float = 0.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the terms."""
+        return (self.dense, "success") if self.bonus else (self.dense,)
+
+    def terms(
+        self, own: np.ndarray, path: Mapping[str, np.ndarray], first: np.ndarray, valid: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Return terms [B, C].
+
+        own: the environment's [B, C]; path: observations [B, C + 1, n], the one before the chunk first; first: [B, C]
+        where success came; valid: [B, C].
+        """
+        dense = own
+        if self.potential is not None:
+            potential = np.asarray(self.potential(path), dtype=np.float64)
+            if potential.shape != (own.shape[0], own.shape[1] + 1):
+                raise SpecError(
+                    f"The reward function returned shape {potential.shape} for observations "
+                    f"[{own.shape[0]}, {own.shape[1] + 1}, n]: it must return one number for each, [..., n] -> [...]."
+                )
+            dense = np.diff(potential, axis=1)
+        dense = np.where(valid, dense, 0.0)
+        if not np.isfinite(dense).all():
+            bad = np.flatnonzero(~np.isfinite(dense).all(axis=1))[:5].tolist()
+            raise NonFiniteError(f"The reward '{self.dense}' is not finite in row(s) {bad}.")
+        terms = {self.dense: dense}
+        if self.bonus:
+            terms["success"] = np.where(first & valid, self.bonus, 0.0)
+        return terms
+
+
+def choose_reward(choice: str | Reward | None, scale: float, description: Description) -> Reward:
+    """Return the reward that a configuration names.
+
+    "progress": decrease of the distance from achieved to desired goal times `scale`, plus 1 at success; needs an
+    environment with goals. "environment": its own number. "package.module:function": a potential, called with a
+    dictionary of observation arrays [..., n] and returning [...]; the reward is its increase times `scale`, plus 1 at
+    success. None: "progress" where there are goals, else "environment".
+    """
+    if isinstance(choice, Reward):
+        return choice
+    if choice is None:
+        choice = PROGRESS if description.is_goal_environment else ENVIRONMENT
+    if choice == ENVIRONMENT:
+        return Reward("reward")
+    if choice == PROGRESS:
+        return Reward("progress", goal_potential(description, scale), 1.0)
+    function = load_dotted(choice, "Reward function")
+    if not callable(function):
+        raise ConfigError(f"Reward function '{choice}' is {function!r}, which cannot be called.")
+    return Reward("progress", lambda path: scale * np.asarray(function(path)), 1.0)
+
+
+def goal_potential(description: Description, scale: float) -> Potential:
+    """Return minus the Euclidean distance between achieved and desired goal, times `scale`."""
+    if not description.is_goal_environment:
+        raise ConfigError(
+            "reward=progress needs observations with achieved_goal and desired_goal, which this environment lacks: use "
+            "reward=environment, or your own potential, reward=package.module:function."
+        )
+    achieved, desired = (_elements(description, goal) for goal in GOAL_KEYS)
+
+    def potential(path: Mapping[str, np.ndarray]) -> np.ndarray:
+        (key_a, columns_a), (key_d, columns_d) = achieved, desired
+        difference = path[key_a][..., columns_a].astype(np.float64) - path[key_d][..., columns_d]
+        return -scale * np.linalg.norm(difference, axis=-1)
+
+    return potential
+
+
+def _elements(description: Description, entry: str) -> tuple[str, np.ndarray]:
+    """Return the field that holds an observation entry, and the entry's columns in it."""
+    for key, names in description.layout.names.items():
+        columns = np.flatnonzero([name.startswith(entry + "[") for name in names])
+        if len(columns):
+            return key, columns
+    raise ConfigError(f"The observation has no entry '{entry}'.")

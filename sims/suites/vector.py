@@ -1,0 +1,359 @@
+"""Rows of environments, stepped in this process or spread over worker processes.
+
+A chunk of C control steps is one message to each worker and one back: no round trip per step. Messages are arrays that
+parent and workers of this module exchange over private pipes; nothing from outside is ever unpickled.
+"""
+
+import multiprocessing
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyError, SpecError
+from sims.suites.environment import Description, RowEnvironment
+
+
+class WorkerError(RobopolicyError):
+    """A simulation worker died or an outside environment raised an error."""
+
+
+KNOWN_ERRORS: dict[str, type[RobopolicyError]] = {
+    kind.__name__: kind for kind in (ConfigError, SpecError, NonFiniteError, WorkerError)
+}
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Which pictures belong to observations: cameras, image size in pixels, and how many frames of history."""
+
+    cameras: tuple[str, ...]
+    size: int
+    history: int
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a chunk did to n rows: values [n, C, D], reward [n, C], success [n, C], length [n] steps run,
+    terminated, truncated [n]; frames: camera -> [n, H, size, size, 3], whose last min(length, H) are new."""
+
+    values: np.ndarray
+    reward: np.ndarray
+    success: np.ndarray
+    length: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    frames: dict[str, np.ndarray]
+
+
+def joined(parts: Sequence[Played]) -> Played:
+    """Concatenate the rows of several workers."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    names = ("values", "reward", "success", "length", "terminated", "truncated")
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    frames = {camera: np.concatenate([part.frames[camera] for part in parts]) for camera in first.frames}
+    return Played(frames=frames, **arrays)
+
+
+class EnvironmentRows:
+    """`count` environments in one process; every method takes and returns whole arrays of rows."""
+
+    def __init__(self, make_row: Callable[[], RowEnvironment], count: int, pictures: Pictures):
+        self._rows = [make_row() for _ in range(count)]
+        self._pictures = pictures
+        self._size = self._rows[0].layout.size
+
+    def describe(self) -> Description:
+        """Return the description of the environment."""
+        return self._rows[0].describe()
+
+    def reset(
+        self, index: np.ndarray, seeds: np.ndarray, options: dict | None
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Start rows `index`; returns values [R, D] and camera -> [R, size, size, 3]."""
+        values = np.zeros((len(index), self._size), dtype=np.float32)
+        for out, row, seed in zip(values, index, seeds, strict=True):
+            self._rows[row].reset(seed, out, options)
+        size = self._pictures.size
+        return values, {camera: self.render(index, camera, size, size) for camera in self._pictures.cameras}
+
+    def step(self, actions: np.ndarray, limits: np.ndarray, stop_on_success: bool) -> Played:
+        """Run up to limits [n] control steps of actions [n, C, A], stopping a row where its episode ends."""
+        count, chunk = actions.shape[:2]
+        played = self._blank(count, chunk)
+        for row, environment in enumerate(self._rows):
+            for index in range(limits[row]):
+                reward, terminated, truncated, success = environment.step(
+                    actions[row, index], played.values[row, index]
+                )
+                played.reward[row, index], played.success[row, index] = reward, success
+                played.length[row] += 1
+                played.terminated[row], played.truncated[row] = terminated, truncated
+                last = terminated or truncated or (success and stop_on_success) or index + 1 == limits[row]
+                if self._pictures.cameras and (last or self._pictures.history > 1):
+                    self._picture(environment, row, played)
+                if last:
+                    break
+        return played
+
+    def _blank(self, count: int, chunk: int) -> Played:
+        size, history = self._pictures.size, self._pictures.history
+        return Played(
+            values=np.zeros((count, chunk, self._size), dtype=np.float32),
+            reward=np.zeros((count, chunk)),
+            success=np.zeros((count, chunk), dtype=bool),
+            length=np.zeros(count, dtype=np.int64),
+            terminated=np.zeros(count, dtype=bool),
+            truncated=np.zeros(count, dtype=bool),
+            frames={
+                camera: np.zeros((count, history, size, size, 3), dtype=np.uint8) for camera in self._pictures.cameras
+            },
+        )
+
+    def _picture(self, environment: RowEnvironment, row: int, played: Played) -> None:
+        """Shift the row's frames by one and draw the newest."""
+        size = self._pictures.size
+        for camera, frames in played.frames.items():
+            frames[row, :-1] = frames[row, 1:].copy()
+            frames[row, -1] = environment.image(camera, size, size)
+
+    def states(self, index: np.ndarray) -> tuple[np.ndarray, list[Any]]:
+        """Return physics [R, N] and Python attributes [R] of rows `index`."""
+        states = [self._state(row) for row in index]
+        return np.stack([state.physics() for state in states]), [state.attributes() for state in states]
+
+    def restore(self, index: np.ndarray, physics: np.ndarray, attributes: Sequence[Any]) -> None:
+        """Write what `states` returned."""
+        for row, vector, layers in zip(index, physics, attributes, strict=True):
+            self._state(row).restore_physics(vector)
+            self._state(row).restore_attributes(layers)
+
+    def _state(self, row: int) -> Any:
+        state = self._rows[row].state
+        if state is None:
+            raise ConfigError("This environment does not simulate with MuJoCo, so its state cannot be saved.")
+        return state
+
+    def render(self, index: np.ndarray, camera: str, height: int, width: int) -> np.ndarray:
+        """Return uint8 [R, height, width, 3]."""
+        frames = np.empty((len(index), height, width, 3), dtype=np.uint8)
+        for frame, row in zip(frames, index, strict=True):
+            frame[:] = self._rows[row].image(camera, height, width)
+        return frames
+
+    def close(self) -> None:
+        """Close every environment."""
+        for row in self._rows:
+            row.close()
+
+
+class Pool:
+    """B rows of one environment, split evenly over worker processes, or in this process when workers is 0.
+
+    name: of the environment, for errors; make_row must be importable in a fresh process (no lambda) when workers > 0.
+    """
+
+    def __init__(
+        self, name: str, make_row: Callable[[], RowEnvironment], count: int, workers: int, pictures: Pictures
+    ) -> None:
+        self._name, self._count = name, count
+        self._local = EnvironmentRows(make_row, count, pictures) if workers == 0 else None
+        self._connections: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        self.shares = [np.arange(count)] if workers == 0 else np.array_split(np.arange(count), min(workers, count))
+        if self._local is None:
+            context = multiprocessing.get_context("spawn")
+            for share in self.shares:
+                near, far = context.Pipe()
+                process = context.Process(target=serve, args=(far, name, make_row, len(share), pictures), daemon=True)
+                process.start()
+                far.close()
+                self._connections.append(near)
+                self._processes.append(process)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Process ids of the workers, none in in-process mode."""
+        return [process.pid or 0 for process in self._processes]
+
+    def describe(self) -> Description:
+        """Return the environment's description; also waits until every worker is up."""
+        return self._call("describe", [()] * len(self.shares))[0]
+
+    def reset(
+        self, index: np.ndarray, seeds: np.ndarray, options: dict | None = None
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Start rows `index` [R]; returns values [R, D] and camera -> images, in the order of `index`."""
+        places, calls = self._split(index)
+        parts = self._call(
+            "reset",
+            [None if call is None else (call, seeds[at], options) for call, at in zip(calls, places, strict=True)],
+        )
+        values = _gather([None if part is None else part[0] for part in parts], places, len(index))
+        cameras = next(part for part in parts if part is not None)[1]
+        return values, {
+            camera: _gather([None if part is None else part[1][camera] for part in parts], places, len(index))
+            for camera in cameras
+        }
+
+    def step(self, actions: np.ndarray, limits: np.ndarray, stop_on_success: bool) -> Played:
+        """Run a chunk in every row; see `EnvironmentRows.step`."""
+        return joined(self._call("step", [(actions[share], limits[share], stop_on_success) for share in self.shares]))
+
+    def states(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return physics [R, N] and Python attributes, an object array [R]."""
+        places, calls = self._split(index)
+        parts = self._call("states", [None if call is None else (call,) for call in calls])
+        physics = _gather([None if part is None else part[0] for part in parts], places, len(index))
+        attributes = np.empty(len(index), dtype=object)
+        for part, at in zip(parts, places, strict=True):
+            for place, layers in zip(at, part[1] if part is not None else (), strict=True):
+                attributes[place] = layers
+        return physics, attributes
+
+    def restore(self, index: np.ndarray, physics: np.ndarray, attributes: np.ndarray) -> None:
+        """Write what `states` returned into rows `index`."""
+        places, calls = self._split(index)
+        self._call(
+            "restore",
+            [
+                None if call is None else (call, physics[at], list(attributes[at]))
+                for call, at in zip(calls, places, strict=True)
+            ],
+        )
+
+    def render(self, index: np.ndarray, camera: str, height: int, width: int) -> np.ndarray:
+        """Return uint8 [R, height, width, 3] of rows `index`."""
+        places, calls = self._split(index)
+        parts = self._call("render", [None if call is None else (call, camera, height, width) for call in calls])
+        return _gather(parts, places, len(index))
+
+    def close(self) -> None:
+        """End the workers; closing twice is harmless."""
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.send(None)
+            connection.close()
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._connections, self._processes = [], []
+
+    def _split(self, index: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
+        """Return, by worker, the places in `index` that are its rows, and its own numbers for them (None: no row)."""
+        places = [np.flatnonzero(np.isin(index, share)) for share in self.shares]
+        calls = [index[at] - share[0] if len(at) else None for at, share in zip(places, self.shares, strict=True)]
+        return places, calls
+
+    def _call(self, method: str, arguments: Sequence[tuple | None]) -> list[Any]:
+        """Call `method` in every worker that has arguments, all at the same time."""
+        if self._local is not None:
+            return [None if given is None else _run(self._local, self._name, method, given) for given in arguments]
+        if not self._connections:
+            raise ConfigError("This world is closed: make a new one.")
+        for worker, given in enumerate(arguments):
+            if given is not None:
+                try:
+                    self._connections[worker].send((method, given))
+                except OSError as error:
+                    raise self._dead(worker) from error
+        answers: list[Any] = [None] * len(arguments)
+        failures = []
+        for worker, given in enumerate(arguments):
+            if given is not None:
+                try:
+                    kind, answers[worker] = self._connections[worker].recv()
+                except (EOFError, OSError) as error:
+                    raise self._dead(worker) from error
+                if kind != "done":
+                    failures.append((kind, answers[worker]))
+        if failures:
+            kind, text = failures[0]
+            raise KNOWN_ERRORS[kind](text)
+        return answers
+
+    def _dead(self, worker: int) -> WorkerError:
+        process, share = self._processes[worker], self.shares[worker]
+        process.join(timeout=5)
+        code = process.exitcode
+        reason = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        return WorkerError(
+            f"Simulation worker {worker} of '{self._name}' (process {process.pid}, rows {share[0]} to {share[-1]}) "
+            f"died: {reason}. Its episodes are lost: make the world again. SIGKILL is often the kernel running out of "
+            "memory (use a smaller batch or fewer workers); workers=0 runs the environments in this process, where an "
+            "error shows itself."
+        )
+
+
+def _gather(parts: Sequence[np.ndarray | None], places: Sequence[np.ndarray], count: int) -> np.ndarray:
+    """Put the workers' rows back in the order asked for."""
+    first = next(part for part in parts if part is not None)
+    out = np.empty((count, *first.shape[1:]), dtype=first.dtype)
+    for part, at in zip(parts, places, strict=True):
+        if part is not None:
+            out[at] = part
+    return out
+
+
+def _run(rows: EnvironmentRows, name: str, method: str, arguments: tuple) -> Any:
+    """Call a method of `rows`; an error of the environment itself becomes a WorkerError that tells what was done."""
+    try:
+        return getattr(rows, method)(*arguments)
+    except RobopolicyError:
+        raise
+    except Exception as error:
+        raise WorkerError(
+            f"The environment '{name}' failed in {method}: {type(error).__name__}: {error} (at {_place(error)}). "
+            "The error comes from the environment itself: reset the world, or make it again if it happens repeatedly."
+        ) from error
+
+
+def _place(error: Exception) -> str:
+    """Return "file:line" of where `error` was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def serve(
+    connection: Connection, name: str, make_row: Callable[[], RowEnvironment], count: int, pictures: Pictures
+) -> None:
+    """Answer the parent until it says stop or goes away: the body of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("ignore", DeprecationWarning)
+    rows: EnvironmentRows | None = None
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            break
+        if message is None:
+            break
+        try:
+            if rows is None:
+                rows = EnvironmentRows(make_row, count, pictures)
+            answer = ("done", _run(rows, name, *message))
+        except RobopolicyError as error:
+            kind = type(error).__name__
+            answer = (kind if kind in KNOWN_ERRORS else "WorkerError", str(error))
+        except Exception as error:
+            answer = (
+                "WorkerError",
+                f"'{name}' could not be made: {type(error).__name__}: {error} (at {_place(error)}).",
+            )
+        connection.send(answer)
+    if rows is not None:
+        rows.close()
