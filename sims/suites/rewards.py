@@ -19,12 +19,13 @@ class Reward:
     """The reward of a control step; dense: name of the term that comes every step.
 
     potential: the dense term is its increase (so standing still or finishing costs nothing); None: the environment's
-    own number. bonus: paid once, when the episode first succeeds, as the term "success".
+    own number times `scale`. bonus: paid once, when the episode first succeeds, as the term "success".
     """
 
     dense: str
     potential: Potential | None = None
     bonus: float = 0.0
+    scale: float = 1.0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -39,7 +40,7 @@ class Reward:
         own: the environment's [B, C]; path: observations [B, C + 1, n], the one before the chunk first; first: [B, C]
         where success came; valid: [B, C].
         """
-        dense = own
+        dense = self.scale * own
         if self.potential is not None:
             potential = np.asarray(self.potential(path), dtype=np.float64)
             if potential.shape != (own.shape[0], own.shape[1] + 1):

@@ -1,0 +1,89 @@
+"""One Meta-World task as a gymnasium environment whose episodes depend on their seed alone.
+
+Meta-World's own reset ignores its seed and its observation hides the goal; here the seed draws object and goal, the
+goal is observed, and the reward is the progress of Meta-World's shaped reward. Runs inside worker processes: no torch.
+"""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.utils import seeding
+
+from robopolicy.core.errors import ConfigError, did_you_mean, require_extra
+
+HORIZON = 500
+LEVEL = 10.0
+"""Meta-World's shaped reward at success."""
+ROBOT = (slice(0, 4), slice(18, 22))
+"""Hand position and gripper opening, now and one control step ago, in Meta-World's 39 numbers."""
+OBJECTS = (slice(4, 18), slice(22, 36), slice(36, 39))
+"""Poses of up to two objects now and one control step ago, and the goal."""
+
+
+def metaworld_tasks() -> dict[str, Any]:
+    """Return Meta-World's environment classes by name. Raises ConfigError where the extra is missing."""
+    return dict(require_extra("metaworld", "metaworld").ALL_V3_ENVIRONMENTS)
+
+
+def open_metaworld(task: str) -> gymnasium.Env:
+    """Make one environment of `task`, such as "push-v3"."""
+    tasks = metaworld_tasks()
+    if task not in tasks:
+        raise ConfigError(f"Meta-World has no task '{task}'.{did_you_mean(task, tasks)}")
+    inner = tasks[task]()
+    inner._partially_observable = False
+    vars(inner).pop("sawyer_observation_space", None)
+    inner._freeze_rand_vec, inner.seeded_rand_vec, inner._set_task_called = False, True, True
+    return MetaworldEnvironment(inner)
+
+
+class MetaworldEnvironment(gymnasium.Wrapper):
+    """Seeds, a visible goal in a dictionary observation, and progress as reward: the increase of the shaped reward
+    divided by its value at success, so a finished episode has collected at most 1."""
+
+    def __init__(self, environment: gymnasium.Env):
+        super().__init__(environment)
+        endless = {name: _unbounded(parts) for name, parts in (("agent_pos", ROBOT), ("environment_state", OBJECTS))}
+        self.observation_space = spaces.Dict(endless)
+        self._level = 0.0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
+        """Start the episode of `seed`; options are not used."""
+        inner: Any = self.env
+        if seed is not None:
+            inner._np_random, _ = seeding.np_random(seed)
+        flat, info = inner.reset()
+        reward, _ = inner.evaluate_state(flat, np.zeros(4, dtype=np.float32))
+        self._level = float(reward) / LEVEL
+        return _split(flat), info
+
+    def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
+        """Act; the reward is progress."""
+        flat, reward, terminated, truncated, info = self.env.step(action)
+        level = float(reward) / LEVEL
+        progress, self._level = level - self._level, level
+        return _split(flat), progress, terminated, truncated, info
+
+
+def _unbounded(parts: tuple[slice, ...]) -> spaces.Box:
+    return spaces.Box(-np.inf, np.inf, (sum(part.stop - part.start for part in parts),))
+
+
+def _split(flat: np.ndarray) -> dict[str, np.ndarray]:
+    return {
+        "agent_pos": np.concatenate([flat[part] for part in ROBOT]),
+        "environment_state": np.concatenate([flat[part] for part in OBJECTS]),
+    }
+
+
+def joined(robot: np.ndarray, objects: np.ndarray) -> np.ndarray:
+    """Put robot [B, 8] and objects [B, 31] back into Meta-World's order, [B, 39] float64."""
+    flat = np.empty((len(robot), 39))
+    for parts, values in ((ROBOT, robot), (OBJECTS, objects)):
+        start = 0
+        for part in parts:
+            flat[:, part] = values[:, start : start + part.stop - part.start]
+            start += part.stop - part.start
+    return flat

@@ -1,0 +1,112 @@
+"""Meta-World's tasks as worlds, and its scripted experts as controllers (extra `metaworld`)."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.errors import ConfigError, did_you_mean, require_extra
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation, WorldSpec
+from robopolicy.core.world import Rows
+from sims.suites.gymnasium_suite import GymnasiumWorld, check_options
+from sims.suites.metaworld_environment import HORIZON, joined, metaworld_tasks, open_metaworld
+from sims.suites.rewards import Reward
+
+INSTRUCTIONS = {
+    "assembly": "pick up the wrench and put its ring on the peg",
+    "basketball": "dunk the basketball into the hoop",
+    "bin-picking": "move the cube from one bin to the other",
+    "box-close": "put the lid on the box",
+    "hand-insert": "push the hand into the hole",
+    "hammer": "hit the nail with the hammer",
+    "peg-insert-side": "insert the peg into the hole in the side of the box",
+    "peg-unplug-side": "pull the peg out of the socket",
+    "pick-out-of-hole": "pick the puck out of the hole",
+    "pick-place": "pick up the puck and bring it to the goal",
+    "pick-place-wall": "bring the puck over the wall to the goal",
+    "push": "push the puck to the goal",
+    "push-back": "pull the puck back to the goal",
+    "push-wall": "push the puck around the wall to the goal",
+    "reach": "reach the goal with the gripper",
+    "reach-wall": "reach the goal behind the wall with the gripper",
+    "shelf-place": "put the cube on the shelf",
+    "soccer": "kick the ball into the goal",
+    "stick-pull": "grasp the stick and pull the mug with it",
+    "stick-push": "grasp the stick and push the mug with it",
+    "sweep": "sweep the cube off the table",
+    "sweep-into": "sweep the cube into the hole",
+}
+"""Instructions by task; the others are told by their name alone."""
+
+
+def instruction(task: str) -> str:
+    """Return the task in words: "drawer-open-v3" -> "open the drawer"."""
+    name = task.removesuffix("-v3")
+    if name in INSTRUCTIONS:
+        return INSTRUCTIONS[name]
+    parts = name.split("-")
+    for verb in ("open", "close", "press", "pull", "push", "lock", "unlock", "turn", "slide"):
+        if verb in parts[1:]:
+            at = parts.index(verb)
+            where = f" ({' '.join(parts[at + 1 :])})" if parts[at + 1 :] else ""
+            return f"{verb} the {' '.join(parts[:at])}{where}"
+    return " ".join(parts)
+
+
+def make_metaworld_world(
+    task: str, batch_size: int, *, reward: str | None = None, reward_scale: float = 2.0, **options: Any
+) -> GymnasiumWorld:
+    """Return a Meta-World task such as "push-v3" as a world; options are those of `GymnasiumWorld`.
+
+    observation.state: hand position and gripper opening, now and one control step ago [8]; environment_state: object
+    poses now and one step ago, and the goal [31]. Object and goal positions are drawn from the episode's seed.
+    reward: None, progress of Meta-World's own shaped reward, 0 to reward_scale in an episode, plus 1 at success; or
+    "package.module:function", a potential. Raises ConfigError on an unknown task or option, or without the extra.
+    """
+    check_options(options)
+    tasks = metaworld_tasks()
+    if task not in tasks:
+        raise ConfigError(f"Meta-World has no task '{task}'.{did_you_mean(task, tasks)}")
+    return GymnasiumWorld(
+        f"metaworld/{task}",
+        partial(open_metaworld, task),
+        batch_size,
+        reward=Reward("progress", bonus=1.0, scale=reward_scale) if reward is None else reward,
+        reward_scale=reward_scale,
+        success_key="success",
+        **{"horizon": HORIZON, "instruction": instruction(task), **options},
+    )
+
+
+def metaworld_expert(task: str, spec: WorldSpec) -> "MetaworldExpert":
+    """Return Meta-World's scripted expert for `task`."""
+    return MetaworldExpert(task, spec)
+
+
+class MetaworldExpert:
+    """Meta-World's scripted policy, one instance a row, clipped to the action's bounds."""
+
+    def __init__(self, task: str, spec: WorldSpec):
+        policies = require_extra("metaworld.policies", "metaworld").ENV_POLICY_MAP
+        if task not in policies:
+            raise ConfigError(f"Meta-World has no expert for '{task}'.{did_you_mean(task, policies)}")
+        self._make, self._action = policies[task], spec.action
+        self._policies: list[Any] = []
+
+    def reset(self, rows: Rows = None) -> None:
+        """Start the policies of `rows` afresh."""
+        for row in range(len(self._policies)) if rows is None else np.asarray(rows).tolist():
+            if row < len(self._policies):
+                self._policies[row] = self._make()
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Return actions [B, 4]."""
+        flat = joined(observation[STATE][:, -1], observation[ENVIRONMENT_STATE][:, -1])
+        self._policies += [self._make() for _ in range(len(flat) - len(self._policies))]
+        with warnings.catch_warnings():
+            # The scripted policies warn at every step that the world clips their action.
+            warnings.filterwarnings("ignore", message="Constant")
+            pairs = zip(self._policies[: len(flat)], flat, strict=True)
+            actions = np.stack([policy.get_action(row) for policy, row in pairs])
+        return np.clip(actions, np.asarray(self._action.low), np.asarray(self._action.high)).astype(np.float64)
