@@ -19,17 +19,16 @@ def load_controller(dotted_path: str, spec: WorldSpec) -> Controller:
     if not callable(make):
         raise ConfigError(f"Controller '{dotted_path}' is {make!r}: it must be a class or a function that makes one.")
     parameters = inspect.signature(make).parameters.values()
-    required = [
-        item.name
-        for item in parameters
-        if item.default is item.empty and item.kind is not item.VAR_POSITIONAL and item.kind is not item.VAR_KEYWORD
-    ]
-    if len(required) > 1:
+    fixed = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
+    required = [item.name for item in fixed if item.default is item.empty]
+    by_name = {"spec": spec} if "spec" in {item.name for item in fixed} else {}
+    by_place = () if by_name or not required else (spec,)
+    if len(set(required) - set(by_name)) > len(by_place):
         raise ConfigError(
             f"Controller '{dotted_path}' needs {', '.join(required)}; it may take one argument, the world's spec."
         )
     try:
-        controller = make(spec) if required or "spec" in {item.name for item in parameters} else make()
+        controller = make(*by_place, **by_name)
     except ConfigError:
         raise
     except Exception as error:

@@ -21,6 +21,9 @@ ROBOT = (slice(0, 4), slice(18, 22))
 OBJECTS = (slice(4, 18), slice(22, 36), slice(36, 39))
 """Poses of up to two objects now and one control step ago, and the goal."""
 
+VIEW = {"lookat": np.array([0.0, 0.6, 0.1]), "distance": 1.5, "azimuth": 235.0, "elevation": -35.0}
+"""The default picture: from the front, over the table (Meta-World's own free view looks at the robot's back)."""
+
 
 def metaworld_tasks() -> dict[str, Any]:
     """Return Meta-World's environment classes by name. Raises ConfigError where the extra is missing."""
@@ -36,6 +39,7 @@ def open_metaworld(task: str) -> gymnasium.Env:
     inner._partially_observable = False
     vars(inner).pop("sawyer_observation_space", None)
     inner._freeze_rand_vec, inner.seeded_rand_vec, inner._set_task_called = False, True, True
+    inner.mujoco_renderer.default_cam_config = VIEW
     return MetaworldEnvironment(inner)
 
 

@@ -169,6 +169,7 @@ class Pool:
         self._local = EnvironmentRows(make_row, count, pictures) if workers == 0 else None
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        self._lost: WorkerError | None = None
         self.shares = [np.arange(count)] if workers == 0 else np.array_split(np.arange(count), min(workers, count))
         if self._local is None:
             context = multiprocessing.get_context("spawn")
@@ -251,7 +252,7 @@ class Pool:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._connections, self._processes = [], []
+        self._connections, self._processes, self._lost = [], [], None
 
     def _split(self, index: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
         """Return, by worker, the places in `index` that are its rows, and its own numbers for them (None: no row)."""
@@ -263,6 +264,8 @@ class Pool:
         """Call `method` in every worker that has arguments, all at the same time."""
         if self._local is not None:
             return [None if given is None else _run(self._local, self._name, method, given) for given in arguments]
+        if self._lost is not None:
+            raise self._lost
         if not self._connections:
             raise ConfigError("This world is closed: make a new one.")
         for worker, given in enumerate(arguments):
@@ -291,12 +294,14 @@ class Pool:
         process.join(timeout=5)
         code = process.exitcode
         reason = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        return WorkerError(
+        # From here on other workers may hold answers that nobody read, so the pool is of no more use.
+        self._lost = WorkerError(
             f"Simulation worker {worker} of '{self._name}' (process {process.pid}, rows {share[0]} to {share[-1]}) "
             f"died: {reason}. Its episodes are lost: make the world again. SIGKILL is often the kernel running out of "
             "memory (use a smaller batch or fewer workers); workers=0 runs the environments in this process, where an "
             "error shows itself."
         )
+        return self._lost
 
 
 def _gather(parts: Sequence[np.ndarray | None], places: Sequence[np.ndarray], count: int) -> np.ndarray:

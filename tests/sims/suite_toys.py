@@ -1,0 +1,93 @@
+"""A tiny third-party environment, importable in worker processes: a point that walks to a goal, without MuJoCo."""
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class PointEnvironment(gymnasium.Env):
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
+
+    def __init__(self, render_mode=None, fall=None, fail_at=None, nan_at=None, success_name="is_success", cut=None):
+        self.render_mode = render_mode
+        self.fall, self.fail_at, self.nan_at, self.success_name, self.cut = fall, fail_at, nan_at, success_name, cut
+        box = spaces.Box(-np.inf, np.inf, (2,))
+        self.observation_space = spaces.Dict(
+            {
+                "achieved_goal": box,
+                "agent_pos": spaces.Box(-np.inf, np.inf, (3,)),
+                "desired_goal": box,
+                "pixels": spaces.Box(0, 255, (10, 20, 3), dtype=np.uint8),
+            }
+        )
+        self.action_space = spaces.Box(-1, 1, (2,))
+
+    def _observe(self):
+        value = np.nan if self.nan_at is not None and self.count >= self.nan_at else float(self.count)
+        return {
+            "achieved_goal": self.position.copy(),
+            "agent_pos": np.array([*self.position, value]),
+            "desired_goal": self.goal,
+            "pixels": np.full((10, 20, 3), int(100 + 50 * np.tanh(self.position[0])), dtype=np.uint8),
+        }
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        self.position = self.np_random.uniform(-0.2, 0.2, 2)
+        self.goal = np.array((options or {}).get("goal", [1.0, 0.0]), dtype=np.float64)
+        return self._observe(), {}
+
+    def step(self, action):
+        self.count += 1
+        if self.fail_at is not None and self.count >= self.fail_at:
+            raise ArithmeticError("the point fell off its edge")
+        self.position = self.position + 0.1 * action + self.np_random.normal(0, 1e-3, 2)
+        near = bool(np.linalg.norm(self.position - self.goal) < 0.3)
+        fallen = self.fall is not None and bool(self.position[1] < self.fall)
+        cut = self.cut is not None and self.count >= self.cut
+        return self._observe(), -0.5, fallen, cut, {self.success_name: near}
+
+    def render(self):
+        return self._observe()["pixels"]
+
+
+class PressEnvironment(gymnasium.Env):
+    """Discrete actions: not for us."""
+
+    metadata = {"render_modes": [], "render_fps": 10}  # noqa: RUF012
+    observation_space = spaces.Box(-1, 1, (2,))
+    action_space = spaces.Discrete(2)
+
+
+class PlainEnvironment(gymnasium.Env):
+    """A flat observation, no pictures, no rate, no success."""
+
+    metadata = {"render_modes": []}  # noqa: RUF012
+    observation_space = spaces.Box(-1, 1, (2, 2))
+    action_space = spaces.Box(-2, 3, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.matrix = self.np_random.uniform(-1, 1, (2, 2))
+        return self.matrix, {}
+
+    def step(self, action):
+        self.matrix = self.matrix + 0.01 * action[0]
+        return self.matrix, float(action[0]), False, False, {}
+
+
+def point_potential(observation):
+    return -np.abs(observation["observation.state"][..., 0] - 1.0)
+
+
+def one_number(observation):
+    return np.zeros(3)
+
+
+NOT_CALLABLE = 3
+
+gymnasium.register("Point-v0", entry_point=PointEnvironment, max_episode_steps=12)
+gymnasium.register("Press-v0", entry_point=PressEnvironment, max_episode_steps=12)
+gymnasium.register("Plain-v0", entry_point=PlainEnvironment, max_episode_steps=5)
+gymnasium.register("Endless-v0", entry_point=PointEnvironment)
