@@ -28,7 +28,7 @@ def load_controller(dotted_path: str, spec: WorldSpec) -> Controller:
             f"Controller '{dotted_path}' needs {', '.join(required)}; it may take one argument, the world's spec."
         )
     try:
-        controller = make(*by_place, **by_name)
+        controller: Any = make(*by_place, **by_name)
     except ConfigError:
         raise
     except Exception as error:

@@ -164,6 +164,7 @@ class RowEnvironment:
         space = self.environment.action_space
         if not isinstance(space, spaces.Box) or len(space.shape) != 1:
             raise ConfigError(f"A world needs a one-dimensional Box of continuous actions; this one has {space}.")
+        self._action_space = space
         self._action_dtype = space.dtype
         self._success_key = success_key
         self._pictures: dict[str, np.ndarray] = {}
@@ -172,18 +173,13 @@ class RowEnvironment:
 
     def describe(self) -> Description:
         """Return the description, from which the parent process builds its spec."""
-        environment, space = self.environment, self.environment.action_space
+        environment, space = self.environment, self._action_space
         inner: Any = environment.unwrapped
         step_time, rate = getattr(inner, "dt", None), environment.metadata.get("render_fps")
         cameras = self._camera.names if self._camera else (("default",) if environment.render_mode else ())
         return Description(
             layout=self.layout,
-            action=Field(
-                space.shape,
-                "float32",
-                tuple(map(float, space.low)),
-                tuple(map(float, space.high)),  # type: ignore
-            ),
+            action=Field(tuple(space.low.shape), low=tuple(map(float, space.low)), high=tuple(map(float, space.high))),
             fps=float(1.0 / step_time) if self.state and step_time else (float(rate) if rate else None),
             cameras=(*self.layout.images, *cameras),
             is_goal_environment=set(GOAL_KEYS) <= {path[0] for path, _ in self.layout.parts if path},

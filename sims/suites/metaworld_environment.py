@@ -49,8 +49,7 @@ class MetaworldEnvironment(gymnasium.Wrapper):
 
     def __init__(self, environment: gymnasium.Env):
         super().__init__(environment)
-        endless = {name: _unbounded(parts) for name, parts in (("agent_pos", ROBOT), ("environment_state", OBJECTS))}
-        self.observation_space = spaces.Dict(endless)
+        self.observation_space = spaces.Dict(agent_pos=_unbounded(ROBOT), environment_state=_unbounded(OBJECTS))
         self._level = 0.0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:

@@ -4,9 +4,13 @@ Such an environment's state lies in three places: MuJoCo's data (environments re
 physics step old, so positions and velocities alone do not repeat its future), the model (resets move bodies and goals
 in it), and Python attributes (goals, counters, random generators). All three are saved.
 """
+# pyright: reportAttributeAccessIssue=false
+# (MuJoCo's compiled classes have no type stubs.)
 
+import atexit
 import copy
 import types
+import weakref
 from typing import Any
 
 import gymnasium
@@ -174,6 +178,8 @@ class MujocoCamera:
                     f"MuJoCo could not open a graphics context ({error}). On a machine without a display, install EGL "
                     "(Debian and Ubuntu: apt-get install libegl1 libgl1) or OSMesa and set MUJOCO_GL=egl or osmesa."
                 ) from error
+            # Exit handlers run last in, first out: this one must come after the graphics library's own.
+            atexit.register(_close_at_exit, weakref.ref(self))
         return self._renderers[height, width]
 
     def close(self) -> None:
@@ -181,3 +187,9 @@ class MujocoCamera:
         for renderer in self._renderers.values():
             renderer.close()
         self._renderers.clear()
+
+
+def _close_at_exit(reference: weakref.ref[MujocoCamera]) -> None:
+    camera = reference()
+    if camera is not None:
+        camera.close()
