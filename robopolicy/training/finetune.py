@@ -30,9 +30,10 @@ from robopolicy.rl.coefficients import clip_schedule, denoising_discount, ppo
 from robopolicy.rl.collect import Streams, play, start_streams
 from robopolicy.rl.critic import Critic
 from robopolicy.rl.objective import policy_loss, value_loss
-from robopolicy.rl.ratios import RatioLevel, log_ratios
+from robopolicy.rl.ratios import log_ratios
 from robopolicy.rl.returns import ReturnScale
 from robopolicy.rl.weights import unit_mean
+from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import Experience, episode_metrics, score
 from robopolicy.training.state import (
     adamw,
@@ -48,60 +49,6 @@ from robopolicy.training.state import (
 
 Evaluate = Callable[[Policy, bool], Mapping[str, float]]
 """(policy, deterministic) -> figures, among them `success` in [0, 1]; a function of the policy alone (own seeds)."""
-
-
-@dataclass(frozen=True)
-class FinetuneConfig:
-    """Fine-tuning defaults, for log-probabilities that are means over dimensions (the clip width belongs to that).
-
-    iterations of `decisions` chunks per row, then `epochs` over minibatches of `minibatch` decisions; discount is per
-    control step, gae_lambda per decision, denoising_discount per unit; clip runs from clip_base at the noisiest unit to
-    clip at the cleanest with clip_rate; target_kl (of the whole decision) ends the epochs of an iteration, and a step
-    that went beyond twice of it is taken back; actor_rate is reached over actor_warmup steps (Adam's first are its
-    largest, and every one of them can change what every unit does); the first
-    critic_warmup iterations train the critic alone; scored_units > 0 scores that many random units of each decision per
-    minibatch instead of all (cheaper, noisier); bc_weight times -logp of the base policy's own decisions is added.
-    Checkpoints come every checkpoint_every iterations, evaluations every evaluate_every (0: never); target_success ends
-    the run once the deterministic success reaches it.
-    """
-
-    seed: int = 0
-    iterations: int = 60
-    decisions: int = 20
-    epochs: int = 5
-    minibatch: int = 2048
-    scored_units: int = 0
-    critic_warmup: int = 1
-    actor_rate: float = 5e-4
-    actor_warmup: int = 30
-    critic_rate: float = 1e-3
-    weight_decay: float = 0.0
-    gradient_clip: float = 1.0
-    discount: float = 0.99
-    gae_lambda: float = 0.95
-    denoising_discount: float = 0.9
-    clip: float = 0.2
-    clip_base: float = 0.2
-    clip_rate: float = 0.0
-    log_ratio_clamp: float = 3.0
-    ratio_level: RatioLevel = RatioLevel.UNIT
-    ratio_tolerance: float = 1e-5
-    target_kl: float | None = 0.1
-    bc_weight: float = 0.0
-    checkpoint_every: int = 10
-    evaluate_every: int = 10
-    target_success: float | None = None
-
-    def __post_init__(self):
-        for name in ("iterations", "decisions", "epochs", "minibatch", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if not 0 < self.discount <= 1 or not 0 <= self.gae_lambda <= 1:
-            raise ConfigError(f"discount {self.discount} must be in (0, 1], gae_lambda {self.gae_lambda} in [0, 1].")
-        if self.actor_warmup < 1:
-            raise ConfigError(f"actor_warmup is {self.actor_warmup}; 1 means none.")
-        if self.clip <= 0 or self.clip_base <= 0 or self.log_ratio_clamp <= 0:
-            raise ConfigError("clip, clip_base and log_ratio_clamp must be positive.")
 
 
 @dataclass(frozen=True)
@@ -122,16 +69,18 @@ def finetune(
     run: RunFolder | None = None,
     *,
     evaluate: Evaluate | None = None,
+    seed: int = 0,
 ) -> FinetuneResult:
     """Improve `policy` (a Policy and nn.Module with `trainable_parameters()`) in `world`, in place.
 
     critic: maps an observation [N, H, ...] to values [N]; it is fitted to the scale of the first rollouts. run: gets
-    metrics.jsonl, `base/` (the policy as it came), `last/`, `checkpoint/` (the best evaluated, or the last without
-    `evaluate`) and the resume point; the same call again after a kill goes on from there and ends, on a CPU, byte for
-    byte in the same place. At the end `policy` holds what is in `checkpoint/`. Raises NonFiniteError naming the
-    quantity and the iteration, and RuntimeError if the policy scores its decisions differently from when it acted.
+    metrics.jsonl, `base/` (the policy as it came), `last/`, `checkpoint/` (the best evaluated, the base among them, or
+    the last without `evaluate`) and the resume point; the same call again after a kill goes on from there and ends, on
+    a CPU, byte for byte in the same place. At the end `policy` holds what is in `checkpoint/`. seed: root of every
+    random number drawn. Raises NonFiniteError naming the quantity and the iteration, and RuntimeError if the policy
+    scores its decisions differently from when it acted.
     """
-    return _Finetuning(policy, critic, world, config, run, evaluate).run()
+    return _Finetuning(policy, critic, world, config, run, evaluate, seed).run()
 
 
 class _Finetuning:
@@ -145,13 +94,14 @@ class _Finetuning:
         config: FinetuneConfig,
         run: RunFolder | None,
         evaluate: Evaluate | None,
+        seed: int,
     ):
-        self.policy = policy.eval()
+        self.policy, self.seed = policy.eval(), seed
         self.critic, self.world, self.config = critic.eval(), world, config
         self.run_folder, self.evaluate = run, evaluate
         self.base: Any = copy.deepcopy(policy).requires_grad_(False) if config.bc_weight > 0 else None
         self.device = next(policy.parameters()).device
-        self.generators = Generators(config.seed, self.device)
+        self.generators = Generators(seed, self.device)
         self.return_scale = ReturnScale().to(self.device)
         self.actor_parameters = list(self.policy.trainable_parameters())
         self.critic_parameters = [parameter for parameter in critic.parameters() if parameter.requires_grad]
@@ -169,8 +119,8 @@ class _Finetuning:
         self._resume()
 
     def run(self) -> FinetuneResult:
-        if self.run_folder is not None and self.iteration == 0:
-            self.policy.save(self.run_folder.path / "base")
+        if self.iteration == 0:
+            self._begin()
         with progress("Fine-tuning", self.config.iterations) as advance:
             advance(self.iteration)
             while self.iteration < self.config.iterations and not self.reached_target:
@@ -181,6 +131,14 @@ class _Finetuning:
         if self.run_folder is not None:
             self.policy.save(self.run_folder.checkpoint)
         return FinetuneResult(self.iteration, self.env_steps, self.reached_target, self.best)
+
+    def _begin(self) -> None:
+        """Keep the policy as it came, and measure it: where the learning curve starts, and the best until beaten."""
+        figures = self._evaluate() if self.evaluate is not None and self.config.evaluate_every > 0 else {}
+        if self.run_folder is not None:
+            self.policy.save(self.run_folder.path / "base")
+            self.run_folder.rewind("iteration", -1)
+            self.run_folder.log({"iteration": 0, "env_steps": 0, **figures})
 
     def _iterate(self) -> dict[str, float]:
         started = time.perf_counter()
@@ -227,7 +185,7 @@ class _Finetuning:
 
     def _collect(self) -> Rollouts:
         if self.streams is None:
-            self.streams = start_streams(self.world, self.policy, self.config.seed, f"collect/{self.iteration}")
+            self.streams = start_streams(self.world, self.policy, self.seed, f"collect/{self.iteration}")
         try:
             return play(self.world, self.policy, self.config.decisions, self.generators["act"], self.streams)
         except NonFiniteError as error:
@@ -365,7 +323,7 @@ class _Finetuning:
             "env_steps": self.env_steps,
             "actor_steps": self.actor_steps,
             "reached_target": self.reached_target,
-            "config": to_plain(self.config),
+            "config": self._settings(),
             "best": self.best,
             "best_weights": self.best_weights or {},
             "policy": self.policy.state_dict(),
@@ -377,11 +335,14 @@ class _Finetuning:
         }
         save_trainer(self.run_folder.resume_point, tree)
 
+    def _settings(self) -> dict[str, Any]:
+        return {"seed": self.seed, **to_plain(self.config)}
+
     def _resume(self) -> None:
         tree = None if self.run_folder is None else load_trainer(self.run_folder.resume_point)
         if tree is None or self.run_folder is None:
             return
-        require_same_config(tree["config"], to_plain(self.config), may_change=("iterations", "target_success"))
+        require_same_config(tree["config"], self._settings(), may_change=("iterations", "target_success"))
         self.iteration, self.env_steps, self.best = tree["iteration"], tree["env_steps"], tree["best"]
         self.reached_target, self.actor_steps = tree["reached_target"], tree["actor_steps"]
         self.best_weights = tree["best_weights"] or None

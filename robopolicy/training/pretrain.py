@@ -13,9 +13,8 @@ from robopolicy.training.fit import FitConfig, FitResult, fit
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """Behaviour-cloning defaults; seed roots the generators of the batches and of the noise."""
+    """Behaviour-cloning defaults: samples per step, and how to fit them."""
 
-    seed: int = 0
     batch_size: int = 256
     fit: FitConfig = field(default_factory=FitConfig)
 
@@ -24,15 +23,17 @@ class PretrainConfig:
             raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1.")
 
 
-def pretrain(policy: Any, episodes: Episodes, config: PretrainConfig, run: RunFolder | None = None) -> FitResult:
+def pretrain(
+    policy: Any, episodes: Episodes, config: PretrainConfig, run: RunFolder | None = None, *, seed: int = 0
+) -> FitResult:
     """Fit `policy`, an nn.Module with `loss` and `spec`, to `episodes` and save it to the run's checkpoint folder.
 
     A run that was killed goes on from its resume point and ends bit for bit in the same place. The policy ends in
-    evaluation mode, with averaged weights.
+    evaluation mode, with averaged weights. seed: root of the batches drawn and of the noise.
     """
     spec: PolicySpec = policy.spec
     device = next(policy.parameters()).device
-    generators = Generators(config.seed, device)
+    generators = Generators(seed, device)
     batches = episodes.to(device).sampler(
         spec.history, spec.prediction, config.batch_size, generators["batches"], keys=list(spec.observation)
     )

@@ -4,7 +4,6 @@ Progress is measured on validation seeds, the final judgement uses other seeds. 
 goes on from the last checkpoint and ends in the same place. world=worldmodel tunes in imagination.
 """
 
-import dataclasses
 import time
 from typing import Any
 
@@ -46,7 +45,15 @@ def run(config: Config) -> int:
 
     started = time.perf_counter()
     critic = build_critic(world, section, config.run.seed).to(device)
-    tuned = finetune(policy, critic, world, finetune_config(config), folder, evaluate=evaluate)
+    tuned = finetune(
+        policy,
+        critic,
+        world,
+        narrowed(FinetuneConfig, section),
+        folder,
+        evaluate=evaluate,
+        seed=config.run.seed,
+    )
     seconds = time.perf_counter() - started
     seeds = evaluation_seeds(config, section.evaluate_episodes)
     verdicts = {
@@ -82,8 +89,3 @@ def summary(verdicts: dict[str, Verdict]) -> dict[str, Any]:
     """Return both verdicts and their paired difference."""
     difference = compare(verdicts["base"].deterministic, verdicts["tuned"].deterministic)
     return {**{name: verdict.to_json() for name, verdict in verdicts.items()}, "difference": difference.to_json()}
-
-
-def finetune_config(config: Config) -> FinetuneConfig:
-    """Return the fine-tuning settings with the run's seed."""
-    return dataclasses.replace(narrowed(FinetuneConfig, config.finetune), seed=config.run.seed)

@@ -4,7 +4,6 @@ Killed? Run the same command again: it goes on and ends in the same place. train
 (for data of a robot that has no simulator here).
 """
 
-import dataclasses
 from typing import Any
 
 from robopolicy.build import build_world, choose_device
@@ -34,7 +33,7 @@ def run(config: Config) -> int:
     if config.train.episodes:
         episodes = episodes.select(range(min(config.train.episodes, len(episodes))))
     policy = new_policy(config, episodes).to(device)
-    fitted = pretrain(policy, episodes, pretrain_config(config), folder)
+    fitted = pretrain(policy, episodes, narrowed(PretrainConfig, config.train), folder, seed=config.run.seed)
     result: dict[str, Any] = {
         "data": str(data),
         "episodes": len(episodes),
@@ -66,8 +65,3 @@ def new_policy(config: Config, episodes: Episodes) -> DenoisingPolicy:
         values={**episodes.observation, "action": episodes.actions},
         seed=derive(config.run.seed, "initial weights"),
     )
-
-
-def pretrain_config(config: Config) -> PretrainConfig:
-    """Return the training settings with the run's seed."""
-    return dataclasses.replace(narrowed(PretrainConfig, config.train), seed=config.run.seed)

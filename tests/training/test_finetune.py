@@ -89,7 +89,7 @@ def test_critic_warmup_leaves_the_policy_alone_but_not_the_critic(tmp_path: Path
     assert torch.equal(policy.first.weight, ChainPolicy().first.weight)
     records = RunFolder(tmp_path).metrics()
     assert records[-1]["actor_steps"] == 0
-    assert records[-1]["value_loss"] < records[0]["value_loss"]
+    assert records[-1]["value_loss"] < records[1]["value_loss"]
 
 
 def test_the_kl_target_stops_the_epochs(tmp_path: Path):
@@ -118,13 +118,14 @@ def test_the_first_actor_steps_are_small():
 def test_metrics_and_folders(tmp_path: Path):
     policy, result = _tune(replace(CONFIG, iterations=4, evaluate_every=2), tmp_path, evaluate=mean_reward)
     records = RunFolder(tmp_path).metrics()
-    assert [record["iteration"] for record in records] == [1, 2, 3, 4]
+    assert [record["iteration"] for record in records] == [0, 1, 2, 3, 4]
     assert result.env_steps == records[-1]["env_steps"] == 4 * 64 * 4
     names = {"success", "return", "kl", "clip_fraction", "explained_variance", "seconds_collect", "seconds_update"}
     assert names <= set(records[-1])
-    assert "deterministic_success" in records[1]
-    assert "stochastic_reward" in records[3]
-    assert "deterministic_success" not in records[2]
+    assert "deterministic_success" in records[0]
+    assert "deterministic_success" in records[2]
+    assert "stochastic_reward" in records[4]
+    assert "deterministic_success" not in records[3]
     for folder in ("base", "last", "checkpoint"):
         assert (tmp_path / folder / "model.safetensors").exists()
     assert torch.equal(ChainPolicy(seed=8).load(tmp_path / "base").first.weight, ChainPolicy().first.weight)
@@ -132,7 +133,7 @@ def test_metrics_and_folders(tmp_path: Path):
 
 
 def test_the_best_policy_is_kept_apart_from_the_last(tmp_path: Path):
-    successes = iter([0.9, 0.5, 0.1])
+    successes = iter([0.3, 0.9, 0.5, 0.1])
     calls: list[bool] = []
 
     def evaluate(policy, deterministic: bool) -> dict[str, float]:
@@ -140,11 +141,23 @@ def test_the_best_policy_is_kept_apart_from_the_last(tmp_path: Path):
         return {"success": next(successes) if deterministic else 0.0}
 
     policy, result = _tune(replace(CONFIG, iterations=3, evaluate_every=1), tmp_path, evaluate=evaluate)
-    assert calls == [True, False] * 3
+    assert calls == [True, False] * 4
     assert result.best["iteration"] == 1
     best, last = (ChainPolicy().load(tmp_path / name) for name in ("checkpoint", "last"))
     assert torch.equal(best.first.weight, policy.first.weight)
     assert not torch.equal(best.first.weight, last.first.weight)
+
+
+def test_a_run_that_only_harms_returns_the_base(tmp_path: Path):
+    successes = iter([0.6, 0.5, 0.1])
+
+    def evaluate(policy, deterministic: bool) -> dict[str, float]:
+        return {"success": next(successes) if deterministic else 0.0}
+
+    policy, result = _tune(replace(CONFIG, iterations=2, evaluate_every=1), tmp_path, evaluate=evaluate)
+    assert result.best["iteration"] == 0
+    assert torch.equal(policy.first.weight, ChainPolicy().first.weight)
+    assert torch.equal(ChainPolicy(seed=8).load(tmp_path / "checkpoint").first.weight, policy.first.weight)
 
 
 def test_it_stops_at_the_target(tmp_path: Path):
