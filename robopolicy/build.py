@@ -1,6 +1,7 @@
 """The only place that names concrete worlds, policies and models, and that chooses the device."""
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,18 @@ def build_world(
     policy: Policy | None = None,
     *,
     batch_size: int | None = None,
+    episodes: int | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> World:
     """Return the world that `section` names, as `policy` sees it: its history and its cameras.
 
+    It has `batch_size` rows (default the section's), but no more than there are `episodes` to play.
+
     "worldmodel" needs `world.model`, a checkpoint, and starts its episodes where the simulator it was trained on
     (`world.simulator`, default the one named in the checkpoint) would start them, so that seeds pair the two.
     """
-    rows = batch_size or section.batch_size
+    rows = min(batch_size or section.batch_size, episodes or sys.maxsize)
     history = 1 if policy is None else policy.spec.history
     if section.name == WORLD_MODEL:
         return _imagined_world(section, rows, history, seed, device)

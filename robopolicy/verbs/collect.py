@@ -37,11 +37,11 @@ def collect(config: Config) -> Episodes:
     """Record an equal share of the episodes at each level of noise, from seeds that no evaluation uses."""
     section, device = config.collect, choose_device(config.run)
     policy = None if section.policy is None else open_policy(section.policy, device)
-    world = build_world(config.world, policy, seed=config.run.seed)
     levels = section.noise if policy is None else ("",)
     shares = [
         section.episodes // len(levels) + (index < section.episodes % len(levels)) for index in range(len(levels))
     ]
+    world = build_world(config.world, policy, episodes=max(shares), seed=config.run.seed)
     parts = []
     generators = Generators(config.run.seed, device)
     for index, (level, share) in enumerate(zip(levels, shares, strict=True)):

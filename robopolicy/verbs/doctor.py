@@ -28,7 +28,7 @@ def run(config: Config) -> int:
     """Examine data and world, and the policy when there is one; print findings."""
     device = choose_device(config.run)
     episodes = read_dataset(default_path(config, "collect", "dataset", config.doctor.data, "doctor.data"))
-    world = build_world(config.world, batch_size=min(config.doctor.episodes, len(episodes)), seed=config.run.seed)
+    world = build_world(config.world, episodes=min(config.doctor.episodes, len(episodes)), seed=config.run.seed)
     findings = check_fields(episodes, world)
     if all(finding.health is not Health.BAD for finding in findings):
         findings += check_action_range(episodes.actions, world.spec.action)

@@ -87,7 +87,9 @@ def run(config: Config) -> int:
     result: dict[str, Any] = {}
     verdicts: dict[str, Verdict] = {}
     for name, policy in policies.items():
-        world = build_world(config.world, policy, seed=config.run.seed, device=device)
+        world = build_world(
+            config.world, policy, episodes=config.evaluate.episodes, seed=config.run.seed, device=device
+        )
         verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
         if section.videos and isinstance(world, Renders):

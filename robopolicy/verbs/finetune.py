@@ -34,7 +34,7 @@ def run(config: Config) -> int:
     base, policy = open_policy(path, device), open_policy(path, device)
     policy.prepare_finetuning(section.units, train_encoder=section.train_encoder)
     world = build_world(config.world, base, batch_size=section.worlds, device=device)
-    judging = build_world(config.world, base, device=device)
+    judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
     validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
 
     def evaluate(candidate: Policy, deterministic: bool) -> dict[str, float]:

@@ -56,7 +56,7 @@ def score(
     results = {}
     for name, candidate in candidates.items():
         policy = None if isinstance(candidate, str) else candidate
-        world = build_world(section, policy, seed=config.run.seed, device=device)
+        world = build_world(section, policy, episodes=config.rank.episodes, seed=config.run.seed, device=device)
         actor = policy or build_noisy_expert(section, world.spec, candidate, derive(config.run.seed, f"rank/{name}"))
         results[name] = evaluate_policy(
             world, actor, seeds, generator_seed=config.run.seed, device=device, label=f"{label}: {name}"

@@ -43,8 +43,9 @@ def run(config: Config) -> int:
         "parameters": sum(parameter.numel() for parameter in policy.parameters()),
     }
     if config.train.evaluate_episodes:
-        world = build_world(config.world, policy, seed=config.run.seed, device=device)
-        seeds = evaluation_seeds(config, config.train.evaluate_episodes)
+        count = config.train.evaluate_episodes
+        world = build_world(config.world, policy, episodes=count, seed=config.run.seed, device=device)
+        seeds = evaluation_seeds(config, count)
         verdict = judge(world, policy, seeds, device, config.run.seed, "trained policy")
         world.close()
         print_verdicts({"trained": verdict})
