@@ -1,7 +1,10 @@
 """Finds out why success is low: replays demonstrations through the world, the normaliser and the policy.
 
-Exit status 1 if a convention is off, so a script can check it.
+Names what is off (sign, order, scale, time, rate, cameras, statistics) and says so where the data cannot tell causes
+apart. Exit status 1 if a convention is off, so a script can check it.
 """
+
+from dataclasses import replace
 
 from rich.markup import escape
 from rich.table import Table
@@ -10,48 +13,37 @@ from robopolicy.build import build_world, choose_device, open_policy
 from robopolicy.configuration import Config
 from robopolicy.core.randomness import Generators
 from robopolicy.data.lerobot_format import read_dataset
-from robopolicy.doctor import (
-    Finding,
-    Health,
-    check_action_range,
-    check_fields,
-    check_policy_fields,
-    check_policy_on_data,
-    check_replay,
-)
+from robopolicy.doctor import Finding, Health, examine
 from robopolicy.runs import default_path, output, publish, run_path
 
-COLOURS = {Health.GOOD: "green", Health.WARNING: "yellow", Health.BAD: "bold red"}
+COLOURS = {Health.GOOD: "green", Health.UNKNOWN: "dim", Health.WARNING: "yellow", Health.BAD: "bold red"}
 
 
 def run(config: Config) -> int:
     """Examine data and world, and the policy when there is one; print findings."""
     device = choose_device(config.run)
     episodes = read_dataset(default_path(config, "collect", "dataset", config.doctor.data, "doctor.data"))
-    world = build_world(config.world, episodes=min(config.doctor.episodes, len(episodes)), seed=config.run.seed)
-    findings = check_fields(episodes, world)
-    if all(finding.health is not Health.BAD for finding in findings):
-        findings += check_action_range(episodes.actions, world.spec.action)
-        findings += check_replay(episodes, world)
-    world.close()
     trained = config.doctor.policy or run_path(config, "train") / "checkpoint"
-    if config.doctor.policy is not None or trained.exists():
-        policy = open_policy(trained, device)
-        shapes = check_policy_fields(policy, episodes)
-        findings += shapes
-        if all(finding.health is not Health.BAD for finding in shapes):
-            findings += check_policy_on_data(policy, episodes, Generators(config.run.seed)["doctor"])
+    policy = open_policy(trained, device) if config.doctor.policy is not None or trained.exists() else None
+    cameras = dict.fromkeys([*config.world.cameras, *(policy.spec.cameras if policy is not None else ())])
+    section = replace(config.world, cameras=tuple(cameras))
+    world = build_world(section, batch_size=min(config.doctor.episodes, len(episodes)), seed=config.run.seed)
+    findings = examine(episodes, world, policy, Generators(config.run.seed, device)["doctor"])
+    world.close()
     show(findings)
     publish(config, {"findings": [finding.to_json() for finding in findings]})
     return int(any(finding.health is Health.BAD for finding in findings))
 
 
 def show(findings: list[Finding]) -> None:
-    """Print one line a finding, with the way out under it."""
+    """Print one line a finding with the way out beside it, and a verdict."""
     table = Table(box=None, padding=(0, 2))
     for column in ("", "check", "measured", "what to do"):
         table.add_column(column)
     for finding in findings:
         colour = COLOURS[finding.health]
-        table.add_row(f"[{colour}]{finding.health.value}[/]", finding.check, escape(finding.measured), finding.remedy)
+        cells = (escape(text) for text in (finding.check, finding.measured, finding.remedy))
+        table.add_row(f"[{colour}]{finding.health.value}[/]", *cells)
     output.print(table)
+    problems = list(dict.fromkeys(finding.check for finding in findings if finding.problem))
+    output.print(escape(f"Look at: {', '.join(problems)}." if problems else "No problem found."))

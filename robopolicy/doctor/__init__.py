@@ -1,0 +1,57 @@
+"""Why is success low? Replays demonstrations through every convention between dataset, world and policy.
+
+Each check returns findings: what was measured, whether it is healthy, and the way out. `examine` runs them in order,
+and leaves out those that make no sense once an earlier one has failed.
+"""
+
+import torch
+
+from robopolicy.core.policy import Policy
+from robopolicy.core.world import World
+from robopolicy.data.episodes import Episodes
+from robopolicy.doctor.data import check_action_range, check_fields, check_finite_values, check_policy_fields
+from robopolicy.doctor.findings import Finding, Health
+from robopolicy.doctor.images import check_cameras, check_pictures
+from robopolicy.doctor.policy import check_normalizers, check_policy_on_data
+from robopolicy.doctor.replay import check_replay
+
+__all__ = ["Finding", "Health", "examine", "examine_data", "examine_policy"]
+
+
+def examine(
+    episodes: Episodes, world: World, policy: Policy | None = None, generator: torch.Generator | None = None
+) -> list[Finding]:
+    """Return every finding about this combination of data, world and policy; generator: of the policy's noise."""
+    findings = examine_data(episodes, world)
+    if policy is not None and not _fails(findings, "finite values"):
+        findings += examine_policy(episodes, policy, generator or torch.Generator().manual_seed(0))
+    return findings
+
+
+def examine_data(episodes: Episodes, world: World) -> list[Finding]:
+    """Examine data by itself, then against the world: fields, ranges, cameras, replay."""
+    findings = [*check_finite_values(episodes), *check_fields(episodes, world.spec), *check_cameras(episodes)]
+    if _fails(findings, "finite values") or episodes.action_field.shape != world.spec.action.shape:
+        return findings
+    findings += check_action_range(episodes.actions, world.spec.action)
+    findings += check_pictures(episodes, world)
+    recorded, wanted = episodes.observation_fields, world.spec.observation
+    if all(recorded[key].shape == wanted[key].shape for key in wanted if key in recorded):
+        findings += check_replay(episodes, world)
+    return findings
+
+
+def examine_policy(episodes: Episodes, policy: Policy, generator: torch.Generator) -> list[Finding]:
+    """Examine finite data against a policy: its fields, its normalisers, its decisions at recorded states."""
+    spec = policy.spec
+    findings = check_policy_fields(spec.observation, spec.action, spec.fps, episodes)
+    recorded = episodes.observation_fields
+    fits = all(key in recorded and recorded[key].shape == field.shape for key, field in spec.observation.items())
+    if fits and episodes.action_field.shape == spec.action.shape:
+        findings += check_normalizers(policy, episodes)
+        findings += check_policy_on_data(policy, episodes, generator)
+    return findings
+
+
+def _fails(findings: list[Finding], check: str) -> bool:
+    return any(finding.check == check and finding.health is Health.BAD for finding in findings)

@@ -1,0 +1,142 @@
+"""Checks of a dataset by itself and of its fields against the world's: no replay, no policy."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.spec import IMAGE_PREFIX, Field, WorldSpec
+from robopolicy.data.episodes import Episodes
+from robopolicy.doctor.findings import Finding, Health, element_names, listed
+
+
+def check_finite_values(episodes: Episodes) -> list[Finding]:
+    """Look for NaN and infinity in actions, observations and rewards; say where the first ones are."""
+    rewards = {f"reward '{name}'": values for name, values in (episodes.rewards or {}).items()}
+    step_episode = episodes.episode_of_step
+    frame_episode = torch.repeat_interleave(torch.arange(len(episodes)), episodes.lengths.cpu() + 1)
+    findings = []
+    for name, values in {"action": episodes.actions, **episodes.observation, **rewards}.items():
+        if not values.is_floating_point():
+            continue
+        bad = ~values.isfinite().reshape(len(values), -1).cpu()
+        if not bad.any():
+            continue
+        rows = bad.any(1).nonzero().squeeze(1)
+        owner = (frame_episode if name in episodes.observation else step_episode.cpu())[rows]
+        field = episodes.action_field if name == "action" else episodes.observation_fields.get(name)
+        columns = bad.any(0).nonzero().squeeze(1).tolist()
+        names = element_names(field, name) if field is not None else ("value",) * bad.shape[1]
+        text = (
+            f"{name}: {len(rows)} of {len(values)} rows hold NaN or infinity "
+            f"({listed([names[column] for column in columns])}; episodes {listed(_texts(owner.unique()))})"
+        )
+        remedy = "Leave these episodes out, and look at the sensor or driver that wrote them."
+        findings.append(Finding("finite values", Health.BAD, text, remedy))
+    return findings or [Finding("finite values", Health.GOOD, "every number is finite")]
+
+
+def check_fields(episodes: Episodes, spec: WorldSpec) -> list[Finding]:
+    """Compare keys, shapes, element names, units and control rate of the data with the world's."""
+    findings = []
+    for key, field in spec.observation.items():
+        recorded = episodes.observation_fields.get(key)
+        if recorded is None:
+            findings.append(_missing(key, episodes.observation_fields, "the world shows"))
+        else:
+            findings.append(_compare(key, recorded, field, "world"))
+    findings.append(_compare("action", episodes.action_field, spec.action, "world"))
+    for camera in sorted(set(episodes.cameras) - set(spec.cameras)):
+        text = "recorded, but the world was not asked to show it"
+        findings.append(Finding(f"camera '{camera}'", Health.UNKNOWN, text, f"Compare it: world.cameras=[{camera}]."))
+    findings.append(check_rate(episodes.fps, spec.fps, "world"))
+    return findings
+
+
+def check_rate(recorded: float, wanted: float, whose: str) -> Finding:
+    """Compare the control rates that the data and a world or policy claim, in steps per second."""
+    text = f"dataset {recorded:g} steps/s, {whose} {wanted:g}"
+    if abs(recorded / wanted - 1) < 0.01:
+        return Finding("control rate", Health.GOOD, text)
+    remedy = f"Resample the data to {wanted:g} steps/s, or correct its fps if only the label is wrong."
+    return Finding("control rate", Health.BAD, text, remedy)
+
+
+def check_policy_fields(fields: Mapping[str, Field], action: Field, fps: float, episodes: Episodes) -> list[Finding]:
+    """Compare the fields and control rate that a policy was made for with those of the data."""
+    findings = []
+    for key, field in fields.items():
+        recorded = episodes.observation_fields.get(key)
+        if recorded is None:
+            findings.append(_missing(key, episodes.observation_fields, "the policy reads"))
+        else:
+            findings.append(_compare(key, recorded, field, "policy"))
+    findings += [
+        _compare("action", episodes.action_field, action, "policy"),
+        check_rate(episodes.fps, fps, "policy"),
+    ]
+    problems = [finding for finding in findings if finding.problem]
+    return problems or [Finding("policy fields", Health.GOOD, "keys, shapes, names and rate are those of the data")]
+
+
+def check_action_range(actions: Tensor, field: Field) -> list[Finding]:
+    """Look for actions [N, A] that the world would clip, and for dimensions that use hardly any of the range."""
+    low = torch.as_tensor(np.broadcast_to(field.low, field.shape).copy(), dtype=torch.float32)
+    high = torch.as_tensor(np.broadcast_to(field.high, field.shape).copy(), dtype=torch.float32)
+    names = element_names(field, "action")
+    actions = actions.cpu()
+    outside = ((actions < low - 1e-4) | (actions > high + 1e-4)).float().mean(0)
+    worst = int(outside.argmax())
+    health = Health.BAD if outside[worst] > 0.05 else Health.WARNING if outside[worst] > 0.001 else Health.GOOD
+    remedy = "" if health is Health.GOOD else "The world clips these: check scale and units of the action."
+    text = f"{outside[worst]:.1%} of '{names[worst]}' outside the world's bounds" if outside[worst] else "within bounds"
+    findings = [Finding("action range", health, text, remedy)]
+    spread, span = actions.std(0, correction=0), (high - low).clamp(min=1e-9)
+    still = [names[index] for index in range(len(spread)) if spread[index] < 1e-6]
+    if len(still) == len(names):
+        remedy = "Nothing was commanded: the recorder missed the actions."
+        findings.append(Finding("constant actions", Health.BAD, "no action ever changes", remedy))
+    elif still:
+        findings.append(Finding("constant actions", Health.UNKNOWN, f"never moves in the data: {listed(still)}"))
+    narrow = [i for i in range(len(spread)) if torch.isfinite(span[i]) and 1e-6 < spread[i] < 0.01 * span[i]]
+    if narrow:
+        remedy = "Units differ (metres for millimetres, radians for degrees?), or the data hardly moves."
+        text = f"uses < 1 % of the range: {listed([names[index] for index in narrow])}"
+        findings.append(Finding("action scale", Health.WARNING, text, remedy))
+    return findings
+
+
+def _missing(key: str, recorded: Mapping[str, Field], who: str) -> Finding:
+    if not key.startswith(IMAGE_PREFIX):
+        return Finding(key, Health.BAD, f"{who} it, the dataset lacks it", "Record again, or rename the dataset's key.")
+    camera, present = key.removeprefix(IMAGE_PREFIX), [name for name in recorded if name.startswith(IMAGE_PREFIX)]
+    have = listed([name.removeprefix(IMAGE_PREFIX) for name in present]) or "none"
+    text = f"{who} camera '{camera}', the dataset lacks it (it has: {have})"
+    remedy = "Rename the dataset's camera if it is the same view, else record again with this camera."
+    return Finding("missing camera", Health.BAD, text, remedy)
+
+
+def _compare(key: str, recorded: Field, wanted: Field, whose: str) -> Finding:
+    """Compare one field of the data with the world's or the policy's."""
+    if recorded.shape != wanted.shape:
+        text = f"dataset {recorded.shape}, {whose} {wanted.shape}"
+        remedy = f"Data and {whose} come from other worlds, versions or picture sizes: record again, or open the other."
+        return Finding(key, Health.BAD, text, remedy)
+    if recorded.names and wanted.names and recorded.names != wanted.names:
+        pairs = zip(recorded.names, wanted.names, strict=True)
+        different = [f"'{mine}' where the {whose} has '{other}'" for mine, other in pairs if mine != other]
+        same = sorted(recorded.names) == sorted(wanted.names)
+        kind = "action order" if key == "action" else "observation order"
+        remedy = "Reorder the dataset's columns by name." if same else "Rename the elements if they mean the same."
+        return Finding(
+            kind if same else key, Health.BAD if same else Health.WARNING, f"{key}: {listed(different)}", remedy
+        )
+    if recorded.unit and wanted.unit and recorded.unit != wanted.unit:
+        text = f"dataset in '{recorded.unit}', {whose} in '{wanted.unit}'"
+        return Finding(key, Health.WARNING, text, "Convert the dataset, or correct its label.")
+    return Finding(key, Health.GOOD, f"shape {wanted.shape} on both sides")
+
+
+def _texts(values: Tensor) -> list[str]:
+    return [str(value) for value in values.tolist()]

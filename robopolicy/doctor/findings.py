@@ -1,0 +1,65 @@
+"""What a check reports: `Finding`, and how factors between units are put into words."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from robopolicy.core.spec import Field
+
+
+class Health(Enum):
+    """How a finding is to be read; UNKNOWN: the data does not allow this check, which is not a problem in itself."""
+
+    GOOD = "good"
+    UNKNOWN = "unknown"
+    WARNING = "warning"
+    BAD = "bad"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: name, health, what was measured, and what to do about it (empty when good)."""
+
+    check: str
+    health: Health
+    measured: str
+    remedy: str = ""
+
+    @property
+    def problem(self) -> bool:
+        """Whether it asks for something to be done."""
+        return self.health in (Health.WARNING, Health.BAD)
+
+    def to_json(self) -> dict[str, str]:
+        """Return a JSON-ready dictionary."""
+        return {"check": self.check, "health": self.health.value, "measured": self.measured, "remedy": self.remedy}
+
+
+FACTORS: dict[float, tuple[str, str]] = {
+    180 / 3.141592653589793: ("degrees for radians", "radians for degrees"),
+    1000.0: ("millimetres for metres", "metres for millimetres"),
+    100.0: ("per cent for a share, or centimetres for metres", "a share for per cent, or metres for centimetres"),
+    127.5: ("bytes for numbers from -1 to 1", "numbers from -1 to 1 for bytes"),
+    10.0: ("another unit or gain", "another unit or gain"),
+    2.0: ("a doubled gain or range", "a halved gain or range"),
+}
+"""Common mistakes of scale, with what is behind a value that many times too large, and too small."""
+
+
+def name_factor(factor: float) -> str:
+    """Put "this many times too large (or small)" into words, with the usual reason within 1 % of a known factor."""
+    size = max(abs(factor), 1e-12)
+    small, shown = size < 1, max(size, 1 / size)
+    reasons = [texts[small] for known, texts in FACTORS.items() if abs(shown / known - 1) < 0.01]
+    text = f"{shown:.4g} times too {'small' if small else 'large'}"
+    return f"{text} ({reasons[0]}?)" if reasons else text
+
+
+def element_names(field: Field, prefix: str = "") -> tuple[str, ...]:
+    """Return a name for each element of a vector field, its index where the field has no names."""
+    return field.names or tuple(f"{prefix}[{index}]" for index in range(field.size))
+
+
+def listed(items: list[str], limit: int = 4) -> str:
+    """Join names, at most `limit` of them."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

@@ -1,0 +1,224 @@
+"""Recorded motions, and the breaks of convention that may lie in them, each with the change that would mend it.
+
+Axes: E episode, T step, A action dimension, S observation element (all vector fields, one after the other).
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from robopolicy.core.spec import Field
+from robopolicy.doctor.findings import FACTORS, element_names, name_factor
+
+
+@dataclass(frozen=True)
+class Motion:
+    """Episodes side by side: actions [E, T, A] (NaN: unknown), frames [E, T + 1, S], known [E, T + 1] bool.
+
+    Frame t is what the action at t was taken on; frames that are not known (padding) are never compared.
+    """
+
+    actions: np.ndarray
+    frames: np.ndarray
+    known: np.ndarray
+
+    def cut(self, steps: int) -> "Motion":
+        """Keep the first `steps` steps."""
+        return Motion(self.actions[:, :steps], self.frames[:, : steps + 1], self.known[:, : steps + 1])
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A break of convention: the finding's name, its text and remedy, and what undoes it in a motion."""
+
+    check: str
+    text: str
+    remedy: str
+    mend: Callable[[Motion], Motion]
+
+
+def action_hypotheses(field: Field, largest: np.ndarray) -> list[Hypothesis]:
+    """Return the breaks of sign, order, scale and range that actions of this field may have.
+
+    largest: [A], largest absolute action in the data; factors after which it would not fit the field's range are left
+    out (fit: at most half as much again as the bounds, and at least a fiftieth of them).
+    """
+    names = element_names(field, "action")
+    low, high = (np.broadcast_to(bound, field.shape).astype(float) for bound in (field.low, field.high))
+    found = []
+    for i, name in enumerate(names):
+        middle = low[i] + high[i] if low[i] >= 0 and np.isfinite(high[i]) else 0.0
+        remedy = f"Flip '{name}' in the data, or in the driver that records it."
+        found.append(Hypothesis("action sign", f"'{name}' has the opposite sign", remedy, _flip(i, middle)))
+    for i, j in itertools.combinations(range(len(names)), 2):
+        text = f"'{names[i]}' and '{names[j]}' are swapped"
+        found.append(
+            Hypothesis(
+                "action order", text, "Swap these two columns of the actions.", _reorder(_exchanged(i, j, len(names)))
+            )
+        )
+    for order in _cycles(len(names)) if len(names) <= 7 else ():
+        moved = [(names[i], names[j]) for i, j in enumerate(order) if i != j]
+        text = ", ".join(f"'{place}' holds '{held}'" for place, held in moved)
+        found.append(Hypothesis("action order", text, "Reorder these columns of the actions.", _reorder(order)))
+    factors = [factor for known in FACTORS for factor in (known, 1 / known)]
+    share = largest / np.maximum(np.abs(low), np.abs(high))  # 0 where there are no bounds
+    for factor in factors:
+        if _fits(float(share.max()) / factor):
+            found.append(_scale_hypothesis(factor, None, "every action"))
+    for (i, name), factor in itertools.product(enumerate(names) if len(names) > 1 else (), factors):
+        if _fits(float(share[i]) / factor) and largest[i] > 0:
+            found.append(_scale_hypothesis(factor, i, f"'{name}'"))
+    if np.isfinite(low).all() and np.isfinite(high).all():
+        for first, last in ((-1.0, 1.0), (0.0, 1.0)):
+            if np.allclose(low, first) and np.allclose(high, last):
+                continue
+            text = f"the actions are stored on a range from {first:g} to {last:g}, not the world's"
+            remedy = "Map them back to the world's bounds before writing the dataset."
+            found.append(Hypothesis("action scale", text, remedy, _from_range(first, last, low, high)))
+    return found
+
+
+ALIGN = "Align them: an action belongs to the frame it was decided on."
+
+
+def action_shifts() -> list[Hypothesis]:
+    """Return the shifts of actions in time."""
+    return [
+        Hypothesis("time shift", "actions are stored one step too late", ALIGN, _late(1)),
+        Hypothesis("time shift", "actions are stored one step too early", ALIGN, _early),
+        Hypothesis("time shift", "actions are stored 2 steps too late", ALIGN, _late(2)),
+    ]
+
+
+def frame_shifts() -> list[Hypothesis]:
+    """Return the shifts of observations in time."""
+    return [
+        Hypothesis("time shift", "observations are stored one step too late", ALIGN, _frames_late(1)),
+        Hypothesis("time shift", "observations are stored one step too early", ALIGN, frames_early),
+        Hypothesis("time shift", "observations are stored 2 steps too late", ALIGN, _frames_late(2)),
+    ]
+
+
+def rate_hypotheses(fps: float) -> list[Hypothesis]:
+    """Return the wrong control rates that whole factors explain; fps: the world's."""
+    found = []
+    for factor in (2, 3, 4, 5):
+        for times, mend in ((1 / factor, _hold(factor)), (factor, _skip(factor))):
+            text = f"the data moves as if recorded at {fps * times:g} steps/s; the world runs at {fps:g}"
+            remedy = f"Resample the data to {fps:g} steps/s and correct its fps."
+            found.append(Hypothesis("control rate", text, remedy, mend))
+    return found
+
+
+def scaled_actions(factor: float, dimension: int | None = None) -> Callable[[Motion], Motion]:
+    """Return the mending of actions (or one dimension of them) that are `factor` times too large."""
+
+    def mend(motion: Motion) -> Motion:
+        actions = motion.actions.copy()
+        actions[..., slice(None) if dimension is None else dimension] /= factor
+        return replace(motion, actions=actions)
+
+    return mend
+
+
+def _fits(share: float) -> bool:
+    return share == 0 or 0.02 < share < 1.5
+
+
+def _scale_hypothesis(factor: float, dimension: int | None, what: str) -> Hypothesis:
+    remedy = "Divide by this factor in the data, or state the right unit where it is recorded."
+    return Hypothesis("action scale", f"{what} is {name_factor(factor)}", remedy, scaled_actions(factor, dimension))
+
+
+def _flip(dimension: int, middle: float) -> Callable[[Motion], Motion]:
+    def mend(motion: Motion) -> Motion:
+        actions = motion.actions.copy()
+        actions[..., dimension] = middle - actions[..., dimension]
+        return replace(motion, actions=actions)
+
+    return mend
+
+
+def _exchanged(first: int, second: int, count: int) -> tuple[int, ...]:
+    order = list(range(count))
+    order[first], order[second] = second, first
+    return tuple(order)
+
+
+def _cycles(count: int) -> list[tuple[int, ...]]:
+    """Return every order in which three of `count` elements have changed places in a round."""
+    found = []
+    for i, j, k in itertools.combinations(range(count), 3):
+        for first, second, third in ((i, j, k), (i, k, j)):
+            order = list(range(count))
+            order[first], order[second], order[third] = second, third, first
+            found.append(tuple(order))
+    return found
+
+
+def _reorder(order: tuple[int, ...]) -> Callable[[Motion], Motion]:
+    """Element i of the data holds element order[i] of the world."""
+    return lambda motion: replace(motion, actions=motion.actions[..., np.argsort(order)])
+
+
+def _from_range(first: float, last: float, low: np.ndarray, high: np.ndarray) -> Callable[[Motion], Motion]:
+    return lambda motion: replace(motion, actions=low + (motion.actions - first) / (last - first) * (high - low))
+
+
+def _late(steps: int) -> Callable[[Motion], Motion]:
+    def mend(motion: Motion) -> Motion:
+        count = motion.actions.shape[1] - steps
+        known = motion.known[:, : count + 1] & motion.known[:, steps:]
+        return Motion(motion.actions[:, steps:], motion.frames[:, : count + 1], known)
+
+    return mend
+
+
+def _frames_late(steps: int) -> Callable[[Motion], Motion]:
+    def mend(motion: Motion) -> Motion:
+        count = motion.actions.shape[1] - steps
+        return Motion(motion.actions[:, :count], motion.frames[:, steps:], motion.known[:, steps:])
+
+    return mend
+
+
+def _early(motion: Motion) -> Motion:
+    actions = np.concatenate([np.full_like(motion.actions[:, :1], np.nan), motion.actions[:, :-1]], axis=1)
+    return replace(motion, actions=actions)
+
+
+def frames_early(motion: Motion) -> Motion:
+    """Undo observations stored one step too early: the frame before the first action is then not known."""
+    frames = np.concatenate([motion.frames[:, :1], motion.frames[:, :-1]], axis=1)
+    known = np.concatenate([np.zeros_like(motion.known[:, :1]), motion.known[:, :-1]], axis=1)
+    return replace(motion, frames=frames, known=known)
+
+
+def _hold(factor: int) -> Callable[[Motion], Motion]:
+    """One recorded step lasts `factor` steps of the world; the actions between are interpolated."""
+
+    def mend(motion: Motion) -> Motion:
+        steps = motion.actions.shape[1]
+        frames = np.repeat(motion.frames, factor, axis=1)[:, : steps + 1]
+        known = np.repeat(motion.known, factor, axis=1)[:, : steps + 1]
+        known[:, np.arange(steps + 1) % factor != 0] = False
+        share = (np.arange(steps) % factor / factor)[:, None]
+        following = np.concatenate([motion.actions[:, 1:], motion.actions[:, -1:]], axis=1)
+        here, ahead = (np.repeat(actions, factor, axis=1)[:, :steps] for actions in (motion.actions, following))
+        return Motion((1 - share) * here + share * ahead, frames, known)
+
+    return mend
+
+
+def _skip(factor: int) -> Callable[[Motion], Motion]:
+    """`factor` recorded steps last one step of the world."""
+
+    def mend(motion: Motion) -> Motion:
+        count = motion.actions.shape[1] // factor
+        frames, known = motion.frames[:, ::factor][:, : count + 1], motion.known[:, ::factor][:, : count + 1]
+        return Motion(motion.actions[:, ::factor][:, :count], frames, known)
+
+    return mend

@@ -1,0 +1,191 @@
+"""Checks of a policy against data: its normalisers, and what it decides at recorded states."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.policy import Policy, TensorObservation
+from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.data.episodes import Episodes
+from robopolicy.doctor.explain import Score, explain_nearly, report
+from robopolicy.doctor.findings import Finding, Health, listed, name_factor
+from robopolicy.doctor.images import PICTURES, picture_check
+from robopolicy.doctor.motion import Motion, action_hypotheses, action_shifts
+from robopolicy.nn.normalizer import CONSTANT_SCALE, NormalizationMode, Normalizer
+from robopolicy.policies import DenoisingPolicy
+
+OUTSIDE = {NormalizationMode.MIN_MAX: 1.25, NormalizationMode.MEAN_STD: 3.5}
+"""Normalised values beyond this lie outside the data that a normaliser was fitted on."""
+SHARE, NARROW = 0.3, 3.0
+"""Share of values outside that makes a normaliser stale, and how many times narrower than it most elements must be.
+
+Objects at rest move by a hair, another recording may push them: single elements that are wider at times or narrower
+differ between sound recordings too.
+"""
+
+
+def check_normalizers(policy: Policy, episodes: Episodes) -> list[Finding]:
+    """Compare what a policy's normalisers were fitted on with the data, element by element."""
+    if not isinstance(policy, DenoisingPolicy):
+        return [Finding("normaliser", Health.UNKNOWN, f"{type(policy).__name__} does not show its normalisers")]
+    findings = _check_normalizer("action", policy.action_normalizer, episodes.actions, policy.spec.action.names)
+    for key, field in policy.spec.observation.items():
+        if not key.startswith(IMAGE_PREFIX):
+            normalizer = policy.network.encoder.normalizer(key)
+            findings += _check_normalizer(key, normalizer, episodes.observation[key], field.names)
+    return findings or [Finding("normaliser", Health.GOOD, "fits the data")]
+
+
+def check_policy_on_data(
+    policy: Policy, episodes: Episodes, generator: torch.Generator, samples: int = 512
+) -> list[Finding]:
+    """Compare the policy's actions with the demonstrated ones at about `samples` recorded states, and explain."""
+    rows = _whole_episodes(episodes, samples, generator)
+    part = episodes.select(rows)
+    steps = torch.arange(part.step_count, device=part.device)
+    batch = part.windows(steps, policy.spec.history, policy.spec.prediction, [*policy.spec.observation, "task"])
+    observation = _to(batch["observation"], generator.device)
+    state = generator.get_state()
+
+    def decide(changed: TensorObservation) -> Tensor:
+        generator.set_state(state)
+        return policy.act(changed, generator, deterministic=True).actions[:, 0].cpu()
+
+    wanted = part.actions.cpu()
+    spread = wanted.std(0, correction=0)
+    moving = spread > 1e-6
+    decided = decide(observation)
+
+    def error(actions: Tensor) -> float:
+        return float((((actions - wanted) / spread)[:, moving]).pow(2).mean()) if moving.any() else 0.0
+
+    plain = error(decided)
+    health = Health.GOOD if plain < 0.5 else Health.WARNING if plain < 1.0 else Health.BAD
+    text = f"normalised squared error {plain:.2f} (1 is no better than the mean action)"
+    findings = [Finding("imitation", health, text, "" if health is Health.GOOD else "Train longer, or see below.")]
+    findings += _explain_actions(policy, part, decided, moving)
+    findings += _explain_pictures(observation, lambda changed: error(decide(changed)), plain)
+    order = torch.randperm(len(wanted), generator=generator, device=generator.device)
+    shuffled: TensorObservation = {
+        key: value[order] if isinstance(value, Tensor) else [value[index] for index in order.tolist()]
+        for key, value in observation.items()
+    }
+    ratio = error(decide(shuffled)) / max(plain, 1e-6)
+    health = Health.GOOD if ratio > 1.2 or not moving.any() else Health.BAD
+    text = f"error grows {ratio:.1f}x when observations are shuffled"
+    remedy = "" if health is Health.GOOD else "The policy ignores its input: check the normaliser and the keys."
+    return [*findings, Finding("policy reads its input", health, text, remedy)]
+
+
+def _check_normalizer(key: str, normalizer: Normalizer, values: Tensor, names: tuple[str, ...]) -> list[Finding]:
+    """Compare one normaliser with values [n, *shape]."""
+    if normalizer.mode is NormalizationMode.IDENTITY:
+        return []
+    offset, scale = (part.detach().cpu().flatten() for part in (normalizer.offset, normalizer.scale))
+    values = values.cpu().float().reshape(len(values), -1)
+    fitted = Normalizer((len(offset),), normalizer.mode).fit(values)
+    outside = (((values - offset) / scale).abs() > OUTSIDE[normalizer.mode]).float().mean(0) > SHARE
+    varies = values.std(0, correction=0) > CONSTANT_SCALE
+    stretch = torch.where(varies, fitted.scale / scale, torch.ones_like(scale))
+    narrow = varies & (stretch < 1 / NARROW)
+    if 2 * int(narrow.sum()) <= int(varies.sum()):
+        narrow[:] = False
+    off = (outside | narrow).nonzero().squeeze(1).tolist()
+    if not off:
+        return []
+    labels = [f"'{name}'" for name in names] or [f"'{key}[{index}]'" for index in range(len(offset))]
+    details = listed([_misfit(labels[i], fitted, offset, scale, i) for i in off], 3)
+    swapped = _swapped(offset, scale, fitted, off, labels)
+    cause = "fitted on other data"
+    if bool((offset == 0).all() and (scale == 1).all()):
+        cause = "fitted on values from -1 to 1, or never (offset 0, scale 1)"
+    elif swapped:
+        cause = f"fits if {listed(swapped, 2)} change places"
+    remedy = "Train on this data (which fits it anew), or give the policy data in the units it was trained with."
+    health = Health.WARNING if len(off) == 1 and len(labels) > 2 and not swapped else Health.BAD
+    return [Finding("normaliser", health, f"{key}: {cause}: {details}", remedy)]
+
+
+def _misfit(label: str, fitted: Normalizer, offset: Tensor, scale: Tensor, i: int) -> str:
+    stretch = float(fitted.scale[i] / scale[i])
+    shift = float((fitted.offset[i] - offset[i]) / scale[i])
+    if stretch < NARROW and abs(shift) > 0.5:
+        return f"{label} lies {abs(shift):.1f} ranges too {'high' if shift > 0 else 'low'}"
+    return f"the spread of {label} is {name_factor(stretch)}"
+
+
+def _swapped(offset: Tensor, scale: Tensor, fitted: Normalizer, off: list[int], labels: list[str]) -> list[str]:
+    """Return the pairs with an element that does not fit, whose elements would fit each other's statistics."""
+
+    def fits(i: int, j: int) -> bool:
+        near = abs(float(fitted.offset[i] - offset[j])) < 0.3 * float(scale[j])
+        return near and 1 / 1.5 < float(fitted.scale[i] / scale[j]) < 1.5
+
+    pairs = [(i, j) for i in off for j in range(len(labels)) if j != i and not (j in off and j < i)]
+    return [f"{labels[i]} and {labels[j]}" for i, j in pairs if fits(i, j) and fits(j, i)]
+
+
+def _whole_episodes(episodes: Episodes, samples: int, generator: torch.Generator) -> Tensor:
+    """Return random episodes [E] that hold about `samples` steps together."""
+    order = torch.randperm(len(episodes), generator=generator, device=generator.device).cpu()
+    enough = int((episodes.lengths.cpu()[order].cumsum(0) < samples).sum()) + 1
+    return order[:enough]
+
+
+def _explain_actions(policy: Policy, part: Episodes, decided: Tensor, moving: Tensor) -> list[Finding]:
+    """Try breaks of the data's actions until they look like the policy's."""
+    lengths, starts = part.lengths.cpu(), part.starts.cpu()
+    time = torch.arange(int(lengths.max()))
+    valid = (time < lengths[:, None]).numpy()
+    steps = starts[:, None] + torch.minimum(time, lengths[:, None] - 1)
+    own = decided[steps].double().numpy()
+    frames = np.broadcast_to(np.arange(len(time) + 1)[:, None], (len(lengths), len(time) + 1, 1))
+    known = np.concatenate([valid[:, :1], valid], axis=1)
+    motion = Motion(part.actions.cpu()[steps].double().numpy(), frames, known)
+    own = np.concatenate([own, own[:, -1:]], axis=1)
+    use = moving.numpy()
+
+    def judge(changed: Motion) -> Score:
+        count = changed.actions.shape[1]
+        if count < 1:
+            return Score(np.inf, False)
+        mask = changed.known[:, 1 : count + 1] & changed.known[:, :count] & np.isfinite(changed.actions).all(-1)
+        if mask.sum() < 8:
+            return Score(np.inf, False)
+        decisions = np.take_along_axis(own, changed.frames[:, :count].astype(int), axis=1)
+        wanted, given = changed.actions[mask], decisions[mask]
+        spread = np.maximum(wanted.std(0), 1e-6)
+        return Score(float((((given - wanted) / spread)[:, use] ** 2).mean()), False)
+
+    if not use.any():
+        return []
+    hypotheses = [*action_hypotheses(policy.spec.action, np.abs(motion.actions).max((0, 1))), *action_shifts()]
+    found = [item for item in explain_nearly(motion, hypotheses, judge, depth=2) if item.score.error < 0.7]
+    return report(found, "the policy imitates the data", "the policy's squared error is {error:.2f}")
+
+
+def _explain_pictures(
+    observation: TensorObservation, error: Callable[[TensorObservation], float], plain: float
+) -> list[Finding]:
+    """Show the policy changed pictures; it imitates clearly better with those it was trained on."""
+    findings = []
+    for key, images in observation.items():
+        if not key.startswith(IMAGE_PREFIX) or not isinstance(images, Tensor):
+            continue
+        tried = {
+            text: error({**observation, key: torch.from_numpy(mend(images.cpu().numpy()).copy()).to(images.device)})
+            for text, mend in PICTURES.items()
+        }
+        best = min(tried, key=lambda text: tried[text])
+        if tried[best] < 0.5 * plain and tried[best] < 0.7:
+            camera, errors = key.removeprefix(IMAGE_PREFIX), f"error {plain:.2f}, mended {tried[best]:.2f}"
+            text = f"'{camera}': {best}, to the policy ({errors})"
+            remedy = "Convert the pictures of this data as those that the policy was trained on."
+            findings.append(Finding(picture_check(best), Health.BAD, text, remedy))
+    return findings
+
+
+def _to(observation: Mapping, device: torch.device) -> TensorObservation:
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in observation.items()}
