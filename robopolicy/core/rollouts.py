@@ -1,11 +1,12 @@
 """`Rollouts`: what a policy did in a world, as the learner sees it.
 
-B streams of T decisions; a stream may hold several episodes one after the other, cut by `terminated`, `truncated` or
-`horizon_end`. Each decision has K units with log-probabilities.
+B rows of T decisions, each with K units that have log-probabilities. Two layouts: in a stream a row goes on over the
+ends of episodes, cut by `terminated`, `truncated` or `horizon_end`; with `whole` every row is one episode from its
+start (or from where it branched off its parent), padded with decisions that are not valid.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -13,15 +14,22 @@ from torch import Tensor
 
 from robopolicy.core.policy import TensorObservation
 
+ROW_FIELDS = ("episode", "group", "parent", "branch_step")
+"""Those with one entry a row, [B]."""
+
 
 @dataclass(frozen=True)
 class Rollouts:
     """Decisions in order of time.
 
     observation, next_observation: key -> [B, T, H, ...], next is taken BEFORE any reset; units: name -> [B, T, ...];
-    actions: [B, T, C, A]; logp_behaviour: [B, T, K] fp32 under the policy that acted; mask: [B, T, K] bool;
-    rewards: name -> [B, T, C]; valid: [B, T, C]; terminated, truncated, horizon_end, success: [B, T] bool;
-    extras: anything else by name, [B, T, ...].
+    actions: [B, T, C, A]; logp_behaviour: [B, T, K] fp32 under the policy that acted; mask: [B, T, K] bool, False on
+    padding and on prefixes copied from a parent; rewards: name -> [B, T, C]; valid: [B, T, C]; terminated, truncated,
+    horizon_end, success: [B, T] bool; task, policy_version: [B, T] int64, index of the instruction and number of
+    updates of the policy that acted; extras: anything else by name, [B, T, ...].
+    episode, group, parent, branch_step: [B] int64. episode: identity of the row; group: episodes with the same start
+    and task, whose outcomes are compared; parent: the episode that this one branched off at decision branch_step
+    (both -1: none). logp_proximal: [B, T, K] under the policy to clip around, None: the behaviour's.
     """
 
     observation: TensorObservation
@@ -36,7 +44,15 @@ class Rollouts:
     truncated: Tensor
     horizon_end: Tensor
     success: Tensor
+    task: Tensor
+    policy_version: Tensor
+    episode: Tensor
+    group: Tensor
+    parent: Tensor
+    branch_step: Tensor
+    logp_proximal: Tensor | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
+    whole: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -53,24 +69,91 @@ class Rollouts:
         """[B, T]: executed control steps of each decision; bootstrapping discounts by gamma ** duration."""
         return self.valid.sum(-1)
 
+    @property
+    def alive(self) -> Tensor:
+        """[B, T]: decisions of which at least one control step was executed."""
+        return self.valid.any(-1)
+
+    @property
+    def proximal(self) -> Tensor:
+        """[B, T, K]: log-probabilities under the policy to clip around."""
+        return self.logp_behaviour if self.logp_proximal is None else self.logp_proximal
+
+    @property
+    def reward(self) -> Tensor:
+        """[B, T]: sum of all reward terms over the valid steps of each decision, undiscounted."""
+        return sum_of_rewards(self.rewards, self.valid)
+
+    @property
+    def row_return(self) -> Tensor:
+        """[B]: sum of rewards of each row; in the whole layout, the return of the episode."""
+        return self.reward.sum(1)
+
+    @property
+    def row_success(self) -> Tensor:
+        """[B] bool: the row has succeeded; in the whole layout, the episode's outcome."""
+        return (self.success & self.alive).any(1)
+
     def flat(self) -> "Rollouts":
-        """Merge streams and time: every [B, T, ...] becomes [B * T, 1, ...], so rows can be drawn as minibatches."""
-        return self._map(lambda tensor: tensor.flatten(0, 1).unsqueeze(1))
+        """Merge rows and time: every [B, T, ...] becomes [B * T, 1, ...], so decisions can be drawn as minibatches."""
+        repeated = {name: getattr(self, name).repeat_interleave(self.shape[1]) for name in ROW_FIELDS}
+        return replace(self._map(lambda tensor: tensor.flatten(0, 1).unsqueeze(1)), **repeated)
 
     def take(self, index: Tensor) -> "Rollouts":
-        """Select streams by index [n]."""
-        return self._map(lambda tensor: tensor[index])
+        """Select rows by index [n]."""
+        return self._map(lambda tensor: tensor[index], rows=lambda tensor: tensor[index])
 
     def to(self, device: torch.device | str) -> "Rollouts":
         """Move every tensor."""
-        return self._map(lambda tensor: tensor.to(device))
+        return self._map(lambda tensor: tensor.to(device), rows=lambda tensor: tensor.to(device))
 
-    def _map(self, function: Any) -> "Rollouts":
+    def with_extras(self, **extras: Tensor) -> "Rollouts":
+        """Add extras by name."""
+        return replace(self, extras={**self.extras, **extras})
+
+    def _map(self, function: Any, rows: Any = None) -> "Rollouts":
         def apply(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return function(value)
             if isinstance(value, Mapping):
                 return {key: apply(item) for key, item in value.items()}
+            if value is None or isinstance(value, bool):
+                return value
             raise TypeError(f"Rollouts hold tensors and mappings of tensors, not {type(value).__name__}.")
 
-        return Rollouts(**{item.name: apply(getattr(self, item.name)) for item in fields(self)})
+        def changed(name: str) -> Any:
+            value = getattr(self, name)
+            if name in ROW_FIELDS:
+                return value if rows is None else rows(value)
+            return apply(value)
+
+        return Rollouts(**{item.name: changed(item.name) for item in fields(self)})
+
+
+def sum_of_rewards(rewards: Mapping[str, Tensor], valid: Tensor) -> Tensor:
+    """Return the sum over terms and valid steps, [..., C] each -> [...]."""
+    total = torch.stack(list(rewards.values())).sum(0)
+    return torch.where(valid, total, 0.0).sum(-1)
+
+
+def concatenate(parts: list[Rollouts]) -> Rollouts:
+    """Join rows of rollouts of whole episodes, padding time with decisions that are not valid."""
+    length = max(part.shape[1] for part in parts)
+
+    def join(values: list[Any], per_row: bool) -> Any:
+        first = values[0]
+        if isinstance(first, Mapping):
+            return {key: join([value[key] for value in values], per_row) for key in first}
+        if first is None or isinstance(first, bool):
+            return first
+        return torch.cat(values if per_row else [_pad(value, length) for value in values])
+
+    names = [item.name for item in fields(Rollouts)]
+    return Rollouts(**{name: join([getattr(part, name) for part in parts], name in ROW_FIELDS) for name in names})
+
+
+def _pad(tensor: Tensor, length: int) -> Tensor:
+    missing = length - tensor.shape[1]
+    if not missing:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros((tensor.shape[0], missing, *tensor.shape[2:]))], 1)

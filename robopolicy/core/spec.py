@@ -102,7 +102,8 @@ class PolicySpec:
 
     observation: the fields it needs, by key; action: one control step; history: H frames; chunk: C control steps it
     executes per decision; prediction: P >= C control steps it predicts; units: K units scored per decision;
-    fps: control rate it was trained at.
+    fps: control rate it was trained at; categorical: whether units are drawn from categorical distributions (tokens)
+    instead of Gaussians; units_per_action: how many units make one control step, 0 where units belong to the chunk.
     """
 
     observation: Mapping[str, Field]
@@ -113,6 +114,8 @@ class PolicySpec:
     units: int
     fps: float
     instructions: tuple[str, ...] = ("",)
+    categorical: bool = False
+    units_per_action: int = 0
 
     @property
     def cameras(self) -> tuple[str, ...]:

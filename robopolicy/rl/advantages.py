@@ -5,6 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.rl.context import Context
+from robopolicy.rl.mechanisms import Need, Slot, mechanism
+
 
 class Advantages(NamedTuple):
     """advantages and returns (the critic's regression targets), both [B, T]."""
@@ -72,3 +76,13 @@ def standardise(advantages: Tensor, mask: Tensor | None = None) -> Tensor:
     chosen = advantages[mask]
     scale = chosen.std(unbiased=False) + 1e-8
     return torch.where(mask, (advantages - chosen.mean()) / scale, 0.0)
+
+
+@mechanism(Slot.ADVANTAGE, "gae", source="Schulman et al. 2016, arXiv:1506.02438; as in DPPO", needs=(Need.CRITIC,))
+def estimate(rollouts: Rollouts, context: Context, *, whiten: bool = True) -> Tensor:
+    """Generalised advantage estimation over decisions, with a critic, standardised over the batch.
+
+    extras: `advantage_gae` [B, T], which the trainer computes together with the critic's targets.
+    """
+    advantages = rollouts.extras["advantage_gae"]
+    return standardise(advantages, rollouts.alive) if whiten else torch.where(rollouts.alive, advantages, 0.0)

@@ -5,6 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from robopolicy.rl.context import Coefficients, Scored
+from robopolicy.rl.mechanisms import Slot, mechanism
+
 
 def ppo(
     log_ratio: Tensor,
@@ -32,6 +35,16 @@ def ppo(
     return torch.where(inside, ratio * advantage, 0.0)
 
 
+@mechanism(Slot.COEFFICIENT, "ppo", source="Schulman et al. 2017, arXiv:1707.06347; dual clip: arXiv:1912.09729")
+def clipped(scored: Scored, *, dual_clip: float | None = None) -> Coefficients:
+    """PPO's clipped ratio; with the ratio level of an episode it is GSPO, of an action Rank-GRPO.
+
+    Widths: finetune.clip (and clip_high, clip_base, clip_rate). dual_clip bounds the ratio of bad decisions.
+    """
+    c = ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped, dual_clip)
+    return c, {}
+
+
 def clip_schedule(units: int, base: float, epsilon: float, rate: float) -> Tensor:
     """Return DPPO's clip width per unit, [K], from `base` at the noisiest to `epsilon` at the cleanest unit.
 
@@ -43,8 +56,3 @@ def clip_schedule(units: int, base: float, epsilon: float, rate: float) -> Tenso
     t = torch.linspace(0.0, 1.0, units, dtype=torch.float64) if units > 1 else torch.ones(1, dtype=torch.float64)
     shape = t if rate == 0 else torch.expm1(rate * t) / math.expm1(rate)
     return (base + (epsilon - base) * shape).float()
-
-
-def denoising_discount(units: int, gamma: float) -> Tensor:
-    """Return the credit per unit, [K]: gamma^(K - 1 - i), 1 at the cleanest step (DPPO, arXiv:2409.00588)."""
-    return gamma ** torch.arange(units - 1, -1, -1, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,28 +51,46 @@ def play(
 ) -> Rollouts:
     """Let `policy` decide `decisions` times in every row and return [B, T] of it; `streams` is moved on in place.
 
-    Ended rows are reset with fresh seeds; `next_observation` is taken before that reset. extras: `task` [B, T], the
-    index into the world's instructions; `episode_return` [B, T], rewards since the episode's start; `uncertainty`
-    [B, T, C] where the world gives one. Raises NonFiniteError,
-    before anything reaches the world, when an observation, action or log-probability is not finite.
+    Ended rows are reset with fresh seeds; `next_observation` is taken before that reset. Every row is its own group.
+    extras: `episode_return` [B, T], rewards since the episode's start; `uncertainty` [B, T, C] where the world gives
+    one. Raises NonFiniteError, before anything reaches the world, when an observation, action or log-probability is
+    not finite.
     """
     columns: list[dict] = []
     for _ in range(decisions):
-        validate_observation(streams.observation, policy.spec.observation, world.batch_size, policy.spec.history)
-        before = to_tensors(streams.observation, generator.device)
-        decision = policy.act(before, generator, deterministic=deterministic)
-        check_finite("actions", decision.actions)
-        check_finite("log-probabilities", decision.logp)
-        step = world.step(decision.actions.cpu().numpy())
-        for name, reward in step.rewards.items():
-            check_finite(f"reward '{name}'", reward)
-        after = to_tensors(step.observation, generator.device)
-        column = _column(before, after, decision, step, world.spec.instructions, generator.device)
+        step, column = decide(world, policy, streams.observation, generator, deterministic=deterministic)
         streams.observation, streams.returns = step.observation, streams.returns + step.reward.sum(-1)
         column["extras"]["episode_return"] = torch.tensor(streams.returns, dtype=torch.float32).to(generator.device)
         columns.append(column)
         _restart(world, policy, streams, step.ended)
-    return Rollouts(**_stack(columns))
+    rows = torch.arange(world.batch_size, device=generator.device)
+    alone = torch.full_like(rows, -1)
+    return Rollouts(**_stack(columns), episode=rows, group=rows, parent=alone, branch_step=alone)
+
+
+def decide(
+    world: World,
+    policy: Policy,
+    observation: Observation,
+    generator: torch.Generator,
+    *,
+    deterministic: bool = False,
+    version: int = 0,
+) -> tuple[Step, dict[str, Any]]:
+    """Let `policy` decide once in every row; return the world's step and one column [B, ...] of `Rollouts`.
+
+    Raises NonFiniteError, before anything reaches the world, when something is not finite.
+    """
+    validate_observation(observation, policy.spec.observation, world.batch_size, policy.spec.history)
+    before = to_tensors(observation, generator.device)
+    decision = policy.act(before, generator, deterministic=deterministic)
+    check_finite("actions", decision.actions)
+    check_finite("log-probabilities", decision.logp)
+    step = world.step(decision.actions.cpu().numpy())
+    for name, reward in step.rewards.items():
+        check_finite(f"reward '{name}'", reward)
+    after = to_tensors(step.observation, generator.device)
+    return step, _column(before, after, decision, step, world.spec.instructions, generator.device, version)
 
 
 def _restart(world: World, policy: Policy, streams: Streams, ended: np.ndarray) -> None:
@@ -86,15 +105,22 @@ def _restart(world: World, policy: Policy, streams: Streams, ended: np.ndarray) 
 
 
 def _column(
-    before: Mapping, after: Mapping, decision: Decision, step: Step, instructions: tuple[str, ...], device: torch.device
-) -> dict:
+    before: Mapping,
+    after: Mapping,
+    decision: Decision,
+    step: Step,
+    instructions: tuple[str, ...],
+    device: torch.device,
+    version: int,
+) -> dict[str, Any]:
     def tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
         return torch.as_tensor(np.asarray(array), dtype=dtype).to(device).clone()
 
     horizon_end = np.zeros_like(step.terminated) if step.horizon_end is None else step.horizon_end
     extras: dict[str, Tensor] = {}
+    task = torch.zeros(len(step.terminated), dtype=torch.int64, device=device)
     if TASK in before:
-        extras["task"] = torch.tensor([_instruction(text, instructions) for text in before[TASK]], device=device)
+        task = torch.tensor([_instruction(text, instructions) for text in before[TASK]], device=device)
     if step.uncertainty is not None:
         extras["uncertainty"] = tensor(step.uncertainty, torch.float32)
     return {
@@ -110,6 +136,8 @@ def _column(
         "truncated": tensor(step.truncated, torch.bool),
         "horizon_end": tensor(horizon_end, torch.bool),
         "success": tensor(step.success, torch.bool),
+        "task": task,
+        "policy_version": torch.full_like(task, version),
         "extras": extras,
     }
 

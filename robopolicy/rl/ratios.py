@@ -1,4 +1,4 @@
-"""Log-probability ratios between the current and an older policy, per unit or per decision."""
+"""Log-probability ratios between two policies, at the level of a unit, an action, a decision or an episode."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -6,34 +6,69 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from robopolicy.core.errors import ConfigError
+
 
 class RatioLevel(Enum):
-    """What one ratio is about: every unit by itself (DPPO), or the whole decision (ReinFlow, GSPO)."""
+    """What one ratio is about, and whether the units inside share the sum or the mean of their log-ratios.
+
+    unit: every unit by itself (PPO on tokens, DPPO); action: the tokens of one control step (Rank-GRPO); decision: the
+    whole chunk (ReinFlow, FPO); episode: everything (GSPO uses episode_mean).
+    """
 
     UNIT = "unit"
+    ACTION_SUM = "action_sum"
+    ACTION_MEAN = "action_mean"
     DECISION_SUM = "decision_sum"
     DECISION_MEAN = "decision_mean"
+    EPISODE_SUM = "episode_sum"
+    EPISODE_MEAN = "episode_mean"
+
+    @property
+    def whole_episodes(self) -> bool:
+        """Whether minibatches must hold whole episodes."""
+        return self in (RatioLevel.EPISODE_SUM, RatioLevel.EPISODE_MEAN)
 
 
 class LogRatios(NamedTuple):
-    """log_ratio [N, K], clamped to +-limit; clamped [N, K] bool, where that happened (no gradient there)."""
+    """log_ratio [..., T, K], clamped to +-limit; clamped [..., T, K] bool, where that happened (no gradient there)."""
 
     log_ratio: Tensor
     clamped: Tensor
 
 
 def log_ratios(
-    logp: Tensor, logp_old: Tensor, mask: Tensor, limit: float, level: RatioLevel = RatioLevel.UNIT
+    logp: Tensor,
+    logp_old: Tensor,
+    mask: Tensor,
+    limit: float,
+    level: RatioLevel = RatioLevel.UNIT,
+    units_per_action: int = 0,
 ) -> LogRatios:
-    """Return log(pi / pi_old) without gradient, [N, K]; 0 where mask is False.
+    """Return log(pi / pi_old) without gradient, [..., T, K] (or [N, K]); 0 where mask is False.
 
-    At a decision level the units of a decision share the sum (or mean) of their log-ratios. A clamped entry keeps its
-    sign and size `limit`, so exp never overflows.
+    Above the unit level the units of an action, decision or episode (the last two axes) share the sum or the mean over
+    their scored units. A clamped entry keeps its sign and size `limit`, so exp never overflows.
     """
     difference = torch.where(mask, logp.detach() - logp_old, 0.0)
     if level is not RatioLevel.UNIT:
-        joint = difference.sum(-1, keepdim=True)
-        if level is RatioLevel.DECISION_MEAN:
-            joint = joint / mask.sum(-1, keepdim=True).clamp(min=1)
-        difference = torch.where(mask, joint.expand_as(difference), 0.0)
+        difference = torch.where(mask, _shared(difference, mask, level, units_per_action), 0.0)
     return LogRatios(difference.clamp(-limit, limit), difference.abs() > limit)
+
+
+def _shared(values: Tensor, mask: Tensor, level: RatioLevel, units_per_action: int) -> Tensor:
+    shape = values.shape
+    axes: tuple[int, ...] = (-1,)
+    if level in (RatioLevel.ACTION_SUM, RatioLevel.ACTION_MEAN):
+        if units_per_action < 1 or shape[-1] % units_per_action:
+            raise ConfigError(
+                f"{level.value} needs units that belong to single actions; {shape[-1]} units with {units_per_action} "
+                "an action do not. Denoising steps belong to the whole chunk: use unit or decision_mean."
+            )
+        values, mask = (item.unflatten(-1, (-1, units_per_action)) for item in (values, mask))
+    elif level.whole_episodes:
+        axes = (-2, -1)
+    total = values.sum(axes, keepdim=True)
+    if level.value.endswith("mean"):
+        total = total / mask.sum(axes, keepdim=True).clamp(min=1)
+    return total.expand_as(values).reshape(shape)

@@ -1,6 +1,12 @@
-"""How per-unit losses are averaged, written as weights [N, K] that a loss is multiplied by and summed."""
+"""How per-unit losses are averaged, written as weights that a loss is multiplied by and summed.
+
+mask: [b, t, K] (or [N, K]); rows are episodes, t decisions. Every weight is 0 outside the mask.
+"""
 
 from torch import Tensor
+
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.rl.mechanisms import Slot, mechanism
 
 
 def unit_mean(mask: Tensor) -> Tensor:
@@ -15,6 +21,38 @@ def decision_mean(mask: Tensor) -> Tensor:
     return mask.float() / per_decision.clamp(min=1) / decisions
 
 
+def episode_mean(mask: Tensor) -> Tensor:
+    """Every row [t, K] counts the same, whatever its length: the mean of per-episode means (GRPO, GSPO)."""
+    per_row = mask.sum((-2, -1), keepdim=True)
+    rows = (per_row > 0).sum().clamp(min=1)
+    return mask.float() / per_row.clamp(min=1) / rows
+
+
 def constant_denominator(mask: Tensor, denominator: float) -> Tensor:
     """Sum over units divided by a constant, so long decisions weigh more (Dr.GRPO, arXiv:2503.20783)."""
     return mask.float() / denominator
+
+
+@mechanism(Slot.WEIGHT, "unit_mean", source="DAPO, arXiv:2503.14476; DPPO, arXiv:2409.00588")
+def weigh_units(mask: Tensor, rollouts: Rollouts) -> Tensor:
+    """Every scored unit counts the same (token mean)."""
+    return unit_mean(mask)
+
+
+@mechanism(Slot.WEIGHT, "decision_mean", source="sequence mean of a single decision")
+def weigh_decisions(mask: Tensor, rollouts: Rollouts) -> Tensor:
+    """Every decision counts the same, whatever its number of units."""
+    return decision_mean(mask)
+
+
+@mechanism(Slot.WEIGHT, "episode_mean", source="GRPO, arXiv:2402.03300")
+def weigh_episodes(mask: Tensor, rollouts: Rollouts) -> Tensor:
+    """Every episode of the minibatch counts the same, whatever its length (sequence mean)."""
+    return episode_mean(mask)
+
+
+@mechanism(Slot.WEIGHT, "constant", source="Dr.GRPO, Liu et al. 2025, arXiv:2503.20783")
+def weigh_constantly(mask: Tensor, rollouts: Rollouts, *, length: float = 0.0) -> Tensor:
+    """Sum over units divided by rows times a constant length (0: the padded length), so lengths do not matter."""
+    longest = length or float(mask[0].numel())
+    return constant_denominator(mask, mask.shape[0] * longest)

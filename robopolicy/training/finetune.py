@@ -1,11 +1,11 @@
-"""Policy-gradient fine-tuning: PPO over the units inside each decision (DPPO when the units are denoising steps).
+"""Policy-gradient fine-tuning: one trainer for denoising steps, flow steps and tokens.
 
-Ren et al. 2024 (arXiv:2409.00588), written on the core's form `-sum(w * sg(c) * logp) + auxiliaries`. Left out: nothing
-of a unit's meaning is known here; the critic sees observations only. Deviations: target-KL stop, log-ratio clamp and
-gradient clip are on, because without them the prototype's weights became NaN.
+With the defaults it is PPO in the denoising chain (DPPO, Ren et al. 2024, arXiv:2409.00588); other mechanisms are
+chosen by name (`robopolicy algorithms`). Nothing of a unit's meaning is known here; the critic sees observations only.
+Deviations: target-KL stop, log-ratio clamp and gradient clip are on, because without them weights became NaN.
 
-Resuming is exact because of one rule: streams start from fresh episodes, with seeds that depend on (seed, iteration)
-alone, after every checkpoint, whether or not the run was killed. So no world state has to be saved.
+Resuming is exact because of one rule: collection starts from fresh episodes, with seeds that depend on (seed,
+iteration) alone, after every checkpoint, whether or not the run was killed. So no world state has to be saved.
 """
 
 import copy
@@ -17,35 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import ConfigError, NonFiniteError
-from robopolicy.core.policy import Evaluation, Policy
+from robopolicy.core.policy import Policy
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import to_plain
 from robopolicy.core.world import World
-from robopolicy.rl import diagnostics
-from robopolicy.rl.coefficients import clip_schedule, denoising_discount, ppo
-from robopolicy.rl.collect import Streams, play, start_streams
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.context import Context
 from robopolicy.rl.critic import Critic
-from robopolicy.rl.objective import policy_loss, value_loss
-from robopolicy.rl.ratios import log_ratios
+from robopolicy.rl.mechanisms import Need
 from robopolicy.rl.returns import ReturnScale
-from robopolicy.rl.weights import unit_mean
+from robopolicy.training.collection import Collector
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.experience import Experience, episode_metrics, score
-from robopolicy.training.state import (
-    adamw,
-    clip_gradients,
-    load_trainer,
-    optimiser_tree,
-    require_finite,
-    require_same_config,
-    restore_optimiser,
-    save_trainer,
-    set_learning_rate,
-)
+from robopolicy.training.experience import decisions_at, episode_metrics, with_executed, with_values
+from robopolicy.training.state import load_trainer, require_finite, require_same_config, save_trainer
+from robopolicy.training.update import Learner
 
 Evaluate = Callable[[Policy, bool], Mapping[str, float]]
 """(policy, deterministic) -> figures, among them `success` in [0, 1]; a function of the policy alone (own seeds)."""
@@ -63,7 +51,7 @@ class FinetuneResult:
 
 def finetune(
     policy: Any,
-    critic: Critic,
+    critic: Critic | None,
     world: World,
     config: FinetuneConfig,
     run: RunFolder | None = None,
@@ -73,12 +61,13 @@ def finetune(
 ) -> FinetuneResult:
     """Improve `policy` (a Policy and nn.Module with `trainable_parameters()`) in `world`, in place.
 
-    critic: maps an observation [N, H, ...] to values [N]; it is fitted to the scale of the first rollouts. run: gets
+    critic: maps an observation [N, H, ...] to values [N]; it is fitted to the scale of the first rollouts, and left out
+    by algorithms that compare episodes instead. run: gets
     metrics.jsonl, `base/` (the policy as it came), `last/`, `checkpoint/` (the best evaluated, the base among them, or
     the last without `evaluate`) and the resume point; the same call again after a kill goes on from there and ends, on
     a CPU, byte for byte in the same place. At the end `policy` holds what is in `checkpoint/`. seed: root of every
-    random number drawn. Raises NonFiniteError naming the quantity and the iteration, and RuntimeError if the policy
-    scores its decisions differently from when it acted.
+    random number drawn. Raises ConfigError for a combination that cannot work, NonFiniteError naming the quantity and
+    the iteration, and RuntimeError if the policy scores its decisions differently from when it acted.
     """
     return _Finetuning(policy, critic, world, config, run, evaluate, seed).run()
 
@@ -89,34 +78,43 @@ class _Finetuning:
     def __init__(
         self,
         policy: Any,
-        critic: Critic,
+        critic: Critic | None,
         world: World,
         config: FinetuneConfig,
         run: RunFolder | None,
         evaluate: Evaluate | None,
         seed: int,
     ):
-        self.policy, self.seed = policy.eval(), seed
-        self.critic, self.world, self.config = critic.eval(), world, config
+        self.policy, self.world, self.config, self.seed = policy.eval(), world, config, seed
         self.run_folder, self.evaluate = run, evaluate
-        self.base: Any = copy.deepcopy(policy).requires_grad_(False) if config.bc_weight > 0 else None
+        self.algorithm = build_algorithm(config)
+        self.algorithm.check(self._have(critic))
+        self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None
+        needs_base = bool(self.algorithm.auxiliaries)
+        base: Any = copy.deepcopy(policy).requires_grad_(False) if needs_base else None
         self.device = next(policy.parameters()).device
         self.generators = Generators(seed, self.device)
         self.return_scale = ReturnScale().to(self.device)
-        self.actor_parameters = list(self.policy.trainable_parameters())
-        self.critic_parameters = [parameter for parameter in critic.parameters() if parameter.requires_grad]
-        self.actor_optimiser = adamw(self.actor_parameters, config.actor_rate, config.weight_decay)
-        self.critic_optimiser = adamw(self.critic_parameters, config.critic_rate, config.weight_decay)
-        units = self.policy.spec.units
-        self.clip = clip_schedule(units, config.clip_base, config.clip, config.clip_rate).to(self.device)
-        self.credit = denoising_discount(units, config.denoising_discount).to(self.device)
-        self.streams: Streams | None = None
-        self.iteration, self.env_steps, self.actor_steps = 0, 0, 0
-        self.before_step: list[Tensor] = []
+        self.learner = Learner(policy, self.critic, base, self.algorithm, config, world.spec.instructions)
+        self.collector = Collector(world, policy, self.algorithm, config, seed)
+        self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
+        self.iteration, self.env_steps = 0, 0
+        self.history: tuple[float, ...] = ()
         self.reached_target = False
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] | None = None
         self._resume()
+
+    def _have(self, critic: Critic | None) -> frozenset[Need]:
+        """What mechanisms may count on."""
+        have = {Need.EPISODES, Need.CATEGORICAL if self.policy.spec.categorical else Need.GAUSSIAN}
+        if critic is not None:
+            have.add(Need.CRITIC)
+        if self.config.group_size > 1:
+            have.add(Need.GROUPS)
+        if self.policy.spec.cameras:
+            have.add(Need.IMAGES)
+        return frozenset(have)
 
     def run(self) -> FinetuneResult:
         if self.iteration == 0:
@@ -142,26 +140,22 @@ class _Finetuning:
 
     def _iterate(self) -> dict[str, float]:
         started = time.perf_counter()
-        rollouts = self._collect()
-        if self.iteration == 0:
-            self.critic.fit(rollouts.observation)
-        experience = score(
-            rollouts,
-            self.critic,
-            self.return_scale,
-            self.config.discount,
-            self.config.gae_lambda,
-            self.world.spec.instructions,
-        )
-        experience = experience.with_executed(self.policy, rollouts)
-        require_finite("the advantage", experience.advantages, self._where)
-        require_finite("the return", experience.returns, self._where)
+        collected_rollouts = self.collector.collect(self.iteration, self.generators["act"], self._where)
+        rollouts = self._prepare(collected_rollouts)
         collected = time.perf_counter()
-        self._require_same_scores(experience)
-        update = self._update(experience)
+        self._require_same_scores(rollouts)
+        update = self.learner.update(
+            rollouts,
+            self._context,
+            self.generators["minibatches"],
+            self._where,
+            train_actor=self.critic is None or self.iteration >= self.config.critic_warmup,
+        )
+        for controller in self.controllers.values():
+            self.learner.knobs.update(controller.step(update, self._context))
         updated = time.perf_counter()
-        metrics = {**episode_metrics(rollouts), **update}
-        self.env_steps += int(rollouts.valid.sum())
+        metrics = {**episode_metrics(collected_rollouts), **update}
+        self.env_steps += int(collected_rollouts.valid.sum())
         self.iteration += 1
         last = self.iteration == self.config.iterations
         if self.evaluate is not None and self._due(self.config.evaluate_every, last):
@@ -173,8 +167,39 @@ class _Finetuning:
             self.run_folder.log({"iteration": self.iteration, "env_steps": self.env_steps, **metrics})
         if self._due(self.config.checkpoint_every, last or self.reached_target):
             self._save()
-            self.streams = None
+            self.collector.restart()
         return metrics
+
+    def _prepare(self, rollouts: Rollouts) -> Rollouts:
+        """Turn rewards into one advantage a unit."""
+        rollouts = with_executed(rollouts, self.policy, self.world.spec.instructions)
+        for shape_rewards in self.algorithm.rewards:
+            rollouts = shape_rewards(rollouts, self._context)
+        if self.critic is not None:
+            if self.iteration == 0:
+                self.critic.fit(rollouts.observation)
+            discount, gae_lambda = self.config.discount, self.config.gae_lambda
+            rollouts = with_values(rollouts, self.critic, self.return_scale, discount, gae_lambda)
+            require_finite("the return", rollouts.extras["return"], self._where)
+        prepared = self.algorithm.prepare(rollouts, self._context)
+        require_finite("the advantage", prepared.extras["advantage"], self._where)
+        if rollouts.whole:
+            self.collector.observe(rollouts, prepared)
+            self.history = (*self.history, float(rollouts.row_return.mean()))[-256:]
+        return prepared
+
+    @property
+    def _context(self) -> Context:
+        config = self.config
+        return Context(
+            self.generators["mechanisms"],
+            config.discount,
+            config.gae_lambda,
+            self.iteration,
+            config.iterations,
+            self.policy.spec.units,
+            self.history,
+        )
 
     def _due(self, every: int, last: bool) -> bool:
         return every > 0 and (last or self.iteration % every == 0)
@@ -183,21 +208,21 @@ class _Finetuning:
     def _where(self) -> str:
         return f"fine-tuning iteration {self.iteration + 1}"
 
-    def _collect(self) -> Rollouts:
-        if self.streams is None:
-            self.streams = start_streams(self.world, self.policy, self.seed, f"collect/{self.iteration}")
-        try:
-            return play(self.world, self.policy, self.config.decisions, self.generators["act"], self.streams)
-        except NonFiniteError as error:
-            raise NonFiniteError(f"{error} It happened while collecting for {self._where}.") from error
-
     @torch.no_grad()
-    def _require_same_scores(self, experience: Experience) -> None:
-        """Check on some rows that the ratio is 1 before the first update."""
-        count = min(len(experience), 256)
-        rows = experience.rows(torch.arange(count, device=self.device) * (len(experience) // count))
-        logp = self.policy.evaluate(rows.observation, rows.units).logp
-        difference = torch.where(rows.mask, logp - rows.logp, 0.0).abs().max()
+    def _require_same_scores(self, rollouts: Rollouts) -> None:
+        """Check on some decisions of the current policy that the ratio is 1 before the first update."""
+        fresh = rollouts.alive & (
+            (rollouts.policy_version == rollouts.policy_version.max()) | ~torch.tensor(rollouts.whole)
+        )
+        chosen = fresh.flatten().nonzero().squeeze(1)
+        if not len(chosen):
+            return
+        chosen = chosen[
+            torch.arange(min(len(chosen), 256), device=self.device) * (len(chosen) // min(len(chosen), 256))
+        ]
+        where = torch.zeros_like(fresh).flatten().index_fill(0, chosen, True).reshape(fresh.shape)
+        logp = self.policy.evaluate(*decisions_at(rollouts, where, self.world.spec.instructions)).logp
+        difference = torch.where(rollouts.mask[where], logp - rollouts.logp_behaviour[where], 0.0).abs().max()
         require_finite("the log-probability", difference, self._where)
         if float(difference) > self.config.ratio_tolerance:
             raise RuntimeError(
@@ -205,97 +230,6 @@ class _Finetuning:
                 f"probabilities differ by {float(difference):.2e} (allowed {self.config.ratio_tolerance:.0e}). "
                 "Sampling and scoring must share schedule, clipping, standard deviation and mode (dropout, precision)."
             )
-
-    def _update(self, experience: Experience) -> dict[str, float]:
-        """Run the epochs of one iteration and return its diagnostics."""
-        train_actor = self.iteration >= self.config.critic_warmup
-        self.before_step = []
-        rows: list[dict[str, Tensor]] = []
-        stopped = False
-        for _ in range(self.config.epochs):
-            order = torch.randperm(len(experience), generator=self.generators["minibatches"], device=self.device)
-            for index in order.split(self.config.minibatch):
-                batch = experience.rows(index)
-                stats = self._critic_step(batch)
-                if train_actor and not stopped:
-                    actor_stats, stopped = self._actor_step(batch)
-                    stats.update(actor_stats)
-                rows.append(stats)
-            if stopped:
-                break
-        names = dict.fromkeys(name for row in rows for name in row)
-        means = {name: float(torch.stack([row[name] for row in rows if name in row]).mean()) for name in names}
-        actor_steps = sum("policy_loss" in row for row in rows)
-        explained = diagnostics.explained_variance(experience.values, experience.returns)
-        return {**means, "explained_variance": float(explained), "actor_steps": actor_steps, "kl_stop": float(stopped)}
-
-    def _critic_step(self, batch: Experience) -> dict[str, Tensor]:
-        loss = value_loss(self.critic(batch.observation), batch.returns, batch.mask.any(-1))
-        require_finite("the value loss", loss.detach(), self._where)
-        self.critic_optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        clip_gradients(self.critic_parameters, self.config.gradient_clip, self._where)
-        self.critic_optimiser.step()
-        return {"value_loss": loss.detach()}
-
-    def _actor_step(self, batch: Experience) -> tuple[dict[str, Tensor], bool]:
-        """Take one policy-gradient step, or none and return True when the KL target is exceeded."""
-        config = self.config
-        batch, clip, credit = self._choose_units(batch)
-        logp = self.policy.evaluate(batch.observation, batch.units).logp
-        if logp.shape != batch.logp.shape:
-            raise ConfigError(
-                f"The policy scored {logp.shape[1]} units where {batch.logp.shape[1]} were asked for: it cannot score "
-                "a choice of units, so set scored_units=0."
-            )
-        require_finite("the log-probability", torch.where(batch.mask, logp.detach(), 0.0), self._where)
-        ratios = log_ratios(logp, batch.logp, batch.mask, config.log_ratio_clamp, config.ratio_level)
-        whole = len(self.clip) / logp.shape[1]
-        stats = {
-            "kl": whole * diagnostics.approximate_kl(ratios.log_ratio, batch.mask),
-            "clip_fraction": diagnostics.clip_fraction(ratios.log_ratio, batch.mask, clip, clip),
-            "effective_sample_size": diagnostics.effective_sample_size(ratios.log_ratio, batch.mask),
-            "clamped": ratios.clamped.float().sum(),
-        }
-        if config.target_kl is not None and float(stats["kl"]) > config.target_kl:
-            if float(stats["kl"]) > 2 * config.target_kl:
-                self._take_back()
-            return stats, True
-        advantage = batch.advantages[:, None] * credit
-        coefficient = ppo(ratios.log_ratio, advantage, clip, clip, ratios.clamped)
-        loss = policy_loss(logp, coefficient, unit_mean(batch.mask), self._auxiliaries(batch))
-        require_finite("the policy loss", loss.detach(), self._where)
-        self.actor_optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = clip_gradients(self.actor_parameters, config.gradient_clip, self._where)
-        self.before_step = [parameter.detach().clone() for parameter in self.actor_parameters]
-        self.actor_steps += 1
-        set_learning_rate(self.actor_optimiser, config.actor_rate * min(1.0, self.actor_steps / config.actor_warmup))
-        self.actor_optimiser.step()
-        return {**stats, "policy_loss": loss.detach(), "gradient_norm": norm.detach()}, False
-
-    @torch.no_grad()
-    def _take_back(self) -> None:
-        """Undo the last actor step, if this iteration has made one."""
-        for parameter, before in zip(self.actor_parameters, self.before_step, strict=bool(self.before_step)):
-            parameter.copy_(before)
-
-    def _choose_units(self, batch: Experience) -> tuple[Experience, Tensor, Tensor]:
-        """Return the batch with the units to score, and their clip widths and credits, [K] or [n, k]."""
-        count, total = self.config.scored_units, len(self.clip)
-        if not 0 < count < total:
-            return batch, self.clip, self.credit
-        draw = torch.rand(len(batch), total, generator=self.generators["units"], device=self.device)
-        chosen = draw.topk(count, dim=1).indices
-        return batch.only_units(chosen), self.clip[chosen], self.credit[chosen]
-
-    def _auxiliaries(self, batch: Experience) -> dict[str, Tensor]:
-        if self.base is None:
-            return {}
-        decision = self.base.act(batch.observation, self.generators["base"])
-        evaluation: Evaluation = self.policy.evaluate(batch.observation, decision.units)
-        likelihood = (unit_mean(decision.mask) * torch.where(decision.mask, evaluation.logp, 0.0)).sum()
-        return {"bc": -self.config.bc_weight * likelihood}
 
     def _evaluate(self) -> dict[str, float]:
         """Measure both modes, keep the weights if they are the best so far, and see whether the target is reached."""
@@ -321,16 +255,15 @@ class _Finetuning:
         tree = {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
-            "actor_steps": self.actor_steps,
+            "history": list(self.history),
             "reached_target": self.reached_target,
             "config": self._settings(),
             "best": self.best,
             "best_weights": self.best_weights or {},
-            "policy": self.policy.state_dict(),
-            "critic": self.critic.state_dict(),
+            "learner": self.learner.tree(),
+            "collector": self.collector.tree(),
+            "controllers": {name: controller.state() for name, controller in self.controllers.items()},
             "return_scale": self.return_scale.state_dict(),
-            "actor_optimiser": optimiser_tree(self.actor_optimiser),
-            "critic_optimiser": optimiser_tree(self.critic_optimiser),
             "generators": self.generators.state(),
         }
         save_trainer(self.run_folder.resume_point, tree)
@@ -344,12 +277,12 @@ class _Finetuning:
             return
         require_same_config(tree["config"], self._settings(), may_change=("iterations", "target_success"))
         self.iteration, self.env_steps, self.best = tree["iteration"], tree["env_steps"], tree["best"]
-        self.reached_target, self.actor_steps = tree["reached_target"], tree["actor_steps"]
+        self.reached_target, self.history = tree["reached_target"], tuple(tree["history"])
         self.best_weights = tree["best_weights"] or None
-        self.policy.load_state_dict(tree["policy"])
-        self.critic.load_state_dict(tree["critic"])
+        self.learner.restore(tree["learner"])
+        self.collector.restore(tree["collector"])
+        for name, controller in self.controllers.items():
+            controller.restore(tree["controllers"][name])
         self.return_scale.load_state_dict(tree["return_scale"])
-        restore_optimiser(self.actor_optimiser, tree["actor_optimiser"])
-        restore_optimiser(self.critic_optimiser, tree["critic_optimiser"])
         self.generators.restore(tree["generators"])
         self.run_folder.rewind("iteration", self.iteration)

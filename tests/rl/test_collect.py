@@ -79,7 +79,7 @@ def test_streams_go_on_over_resets_and_keep_what_came_before():
     assert rollouts.next_observation[STATE][1, :, 0, 1].tolist() == [2, 3, 2, 3]
     assert rollouts.observation[STATE][1, :, 0, 1].tolist() == [0, 2, 0, 2]
     assert rollouts.extras["episode_return"].tolist() == [[2, 2, 2, 2], [2, 3, 2, 3], [2, 4, 2, 4]]
-    assert rollouts.extras["task"].tolist() == [[1] * 4] * 3
+    assert rollouts.task.tolist() == [[1] * 4] * 3
     assert set(rollouts.rewards) == {"a", "b"}
     assert policy.forgot == [None, [0], [0, 1, 2], [0], [0, 1, 2]]
     assert streams.episodes == 3 + 4 + 2 + 2

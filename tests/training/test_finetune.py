@@ -8,11 +8,13 @@ import torch
 from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
 
 from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError
+from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
+from robopolicy.rl import coefficients
+from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.rl.ratios import RatioLevel
-from robopolicy.training import finetune as module
-from robopolicy.training.experience import Experience
+from robopolicy.training import update
 from robopolicy.training.finetune import FinetuneConfig, FinetuneResult, finetune
 
 CONFIG = FinetuneConfig(
@@ -49,7 +51,7 @@ def _tune(config: FinetuneConfig, folder: Path | None = None, policy: ChainPolic
         {},
         {"ratio_level": RatioLevel.DECISION_MEAN},
         {"scored_units": 1},
-        {"bc_weight": 0.001},
+        {"auxiliaries": ("bc",), "options": {"bc": {"weight": 0.001}}},
     ],
     ids=["unit ratios", "one ratio a decision", "random units", "with a BC term"],
 )
@@ -62,15 +64,16 @@ def test_a_denoising_bandit_improves(changes: dict):
 
 
 def test_shuffled_advantages_do_not_improve(monkeypatch: pytest.MonkeyPatch):
-    true_score = module.score
+    true_prepare = Algorithm.prepare
     generator = torch.Generator().manual_seed(0)
 
-    def shuffled(*arguments, **options) -> Experience:
-        experience = true_score(*arguments, **options)
-        order = torch.randperm(len(experience), generator=generator)
-        return replace(experience, advantages=experience.advantages[order])
+    def shuffled(self: Algorithm, *arguments) -> Rollouts:
+        rollouts = true_prepare(self, *arguments)
+        advantage = rollouts.extras["advantage"].flatten(0, 1)
+        order = torch.randperm(len(advantage), generator=generator)
+        return rollouts.with_extras(advantage=advantage[order].reshape(rollouts.mask.shape))
 
-    monkeypatch.setattr(module, "score", shuffled)
+    monkeypatch.setattr(Algorithm, "prepare", shuffled)
     policy, _ = _tune(CONFIG)
     before, after = mean_reward(ChainPolicy(), True)["reward"], mean_reward(policy, True)["reward"]
     assert after < before / 1.5
@@ -78,7 +81,7 @@ def test_shuffled_advantages_do_not_improve(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_strong_bc_term_holds_the_policy_at_its_base():
     free, _ = _tune(replace(CONFIG, iterations=20))
-    held, _ = _tune(replace(CONFIG, iterations=20, bc_weight=10.0))
+    held, _ = _tune(replace(CONFIG, iterations=20, auxiliaries=("bc",), options={"bc": {"weight": 10.0}}))
     start = ChainPolicy()
     moved = [(policy.first.weight - start.first.weight).norm() for policy in (free, held)]
     assert mean_reward(held, True)["reward"] < mean_reward(free, True)["reward"] - 0.1, moved
@@ -198,7 +201,7 @@ def test_a_non_finite_action_is_named_and_never_sent():
 
 
 def test_a_non_finite_gradient_never_becomes_a_weight(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "ppo", lambda log_ratio, *rest: torch.full_like(log_ratio, torch.nan))
+    monkeypatch.setattr(coefficients, "ppo", lambda log_ratio, *rest: torch.full_like(log_ratio, torch.nan))
     policy = ChainPolicy()
     with pytest.raises(NonFiniteError, match="policy loss is not finite at fine-tuning iteration 2"):
         _tune(CONFIG, policy=policy)
@@ -206,7 +209,7 @@ def test_a_non_finite_gradient_never_becomes_a_weight(monkeypatch: pytest.Monkey
 
 
 def test_non_finite_values_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "value_loss", lambda *rest: torch.tensor(torch.nan, requires_grad=True))
+    monkeypatch.setattr(update, "value_loss", lambda *rest: torch.tensor(torch.nan, requires_grad=True))
     with pytest.raises(NonFiniteError, match="value loss is not finite at fine-tuning iteration 1"):
         _tune(CONFIG)
 

@@ -1,0 +1,97 @@
+"""Statistics over ragged segments of a flat axis: groups of episodes, episodes of decisions, subtrees.
+
+A segment is every entry with the same key, wherever it stands; nothing is ever reshaped to equal group sizes. Entries
+outside `mask` (or not finite, for statistics of rewards) count nowhere. Empty segments give `empty`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """index: [N] int64 in [0, count), the segment of every entry; count: number of segments S."""
+
+    index: Tensor
+    count: int
+
+    @staticmethod
+    def of(*keys: Tensor) -> "Segments":
+        """Segment by equality of all `keys`, each [N] integers; segments are numbered in the order of their keys."""
+        stacked = torch.stack([key.long() for key in keys], -1)
+        found, index = torch.unique(stacked, dim=0, return_inverse=True)
+        return Segments(index, len(found))
+
+    def sum(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the sums [S] of values [N]."""
+        if mask is not None:
+            values = torch.where(mask, values, 0)
+        total = torch.zeros(self.count, dtype=values.dtype, device=values.device)
+        return total.index_add_(0, self.index, values)
+
+    def size(self, mask: Tensor | None = None) -> Tensor:
+        """Return how many entries count in each segment, [S] int64."""
+        ones = torch.ones_like(self.index) if mask is None else mask.long()
+        return self.sum(ones)
+
+    def mean(self, values: Tensor, mask: Tensor | None = None, empty: float = 0.0) -> Tensor:
+        """Return the means [S]."""
+        size = self.size(mask)
+        mean = self.sum(values, mask) / size.clamp(min=1)
+        return torch.where(size > 0, mean, torch.full_like(mean, empty))
+
+    def std(self, values: Tensor, mask: Tensor | None = None, *, unbiased: bool = False) -> Tensor:
+        """Return the standard deviations [S], 0 for segments of one; unbiased divides by n - 1."""
+        centred = values - self.mean(values, mask)[self.index]
+        size = self.size(mask)
+        variance = self.sum(centred.square(), mask) / (size - int(unbiased)).clamp(min=1)
+        return variance.sqrt()
+
+    def maximum(self, values: Tensor, mask: Tensor | None = None, empty: float = 0.0) -> Tensor:
+        """Return the maxima [S]."""
+        return self._extreme(values, mask, empty, "amax")
+
+    def minimum(self, values: Tensor, mask: Tensor | None = None, empty: float = 0.0) -> Tensor:
+        """Return the minima [S]."""
+        return self._extreme(values, mask, empty, "amin")
+
+    def median(self, values: Tensor, mask: Tensor | None = None, empty: float = 0.0) -> Tensor:
+        """Return the medians [S]: the middle value, or the mean of the two middle ones."""
+        return self.quantile(values, 0.5, mask, empty)
+
+    def quantile(self, values: Tensor, share: float, mask: Tensor | None = None, empty: float = 0.0) -> Tensor:
+        """Return the quantiles [S] by linear interpolation between order statistics, as numpy's default."""
+        size = self.size(mask)
+        rank = self.rank(values, mask)
+        position = (size - 1).clamp(min=0).to(values.dtype) * share
+        low, high = position.floor(), position.ceil()
+        counted = torch.ones_like(self.index, dtype=torch.bool) if mask is None else mask
+        below = self.sum(values, counted & (rank == low[self.index]))
+        above = self.sum(values, counted & (rank == high[self.index]))
+        found = below + (position - low) * (above - below)
+        return torch.where(size > 0, found, torch.full_like(found, empty))
+
+    def rank(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return each entry's place in its segment in ascending order, [N] from 0; ties keep the order of entries.
+
+        Entries outside `mask` come last.
+        """
+        keys = values if mask is None else torch.where(mask, values, torch.full_like(values, torch.inf))
+        by_value = keys.argsort(stable=True)
+        if mask is not None:
+            by_value = by_value[(~mask[by_value]).long().argsort(stable=True)]
+        order = by_value[self.index[by_value].argsort(stable=True)]
+        size = self.size()
+        starts = torch.repeat_interleave(size.cumsum(0) - size, size)
+        rank = torch.empty_like(self.index)
+        rank[order] = torch.arange(len(order), device=order.device) - starts
+        return rank
+
+    def _extreme(self, values: Tensor, mask: Tensor | None, empty: float, how: str) -> Tensor:
+        bound = -torch.inf if how == "amax" else torch.inf
+        chosen = values if mask is None else torch.where(mask, values, torch.full_like(values, bound))
+        found = torch.full((self.count,), bound, dtype=values.dtype, device=values.device)
+        found = found.scatter_reduce(0, self.index, chosen, reduce=how)
+        return torch.where(self.size(mask) > 0, found, torch.full_like(found, empty))

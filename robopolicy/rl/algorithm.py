@@ -1,0 +1,158 @@
+"""An algorithm is a choice of mechanisms, one or several a slot; presets are named choices."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.rl import (  # noqa: F401 they register
+    advantages,
+    auxiliaries,
+    coefficients,
+    credit,
+    group_advantages,
+    tasks,
+    weights,
+)
+from robopolicy.rl.context import Coefficients, Context, Scored
+from robopolicy.rl.mechanisms import Mechanism, Need, Slot, choose, find, require
+from robopolicy.rl.ratios import RatioLevel
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "dppo": {"advantage": "gae", "credit": ("denoising_discount",), "coefficient": "ppo", "weight": "unit_mean"},
+    "ppo": {"advantage": "gae", "coefficient": "ppo", "weight": "unit_mean"},
+    "grpo": {"advantage": "grpo", "coefficient": "ppo", "weight": "episode_mean"},
+    "dr_grpo": {"advantage": "dr_grpo", "coefficient": "ppo", "weight": "constant"},
+    "rloo": {"advantage": "rloo", "coefficient": "ppo", "weight": "unit_mean"},
+    "dapo": {"advantage": "grpo", "coefficient": "ppo", "weight": "unit_mean", "selection": ("mixed_outcomes",)},
+    "gspo": {
+        "advantage": "grpo",
+        "coefficient": "ppo",
+        "weight": "episode_mean",
+        "ratio_level": RatioLevel.EPISODE_MEAN,
+    },
+    "reinforce_pp": {"advantage": "reinforce_pp", "coefficient": "ppo", "weight": "unit_mean"},
+}
+"""Yardsticks by name: what they put into the slots; every slot can be overridden."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Which mechanisms: a preset, and per slot what replaces its choice (null: the preset's).
+
+    options: mechanism name -> its options, such as options.grpo.epsilon. `robopolicy algorithms` lists everything.
+    """
+
+    algorithm: str = "dppo"
+    advantage: str | None = None
+    credit: tuple[str, ...] | None = None
+    coefficient: str | None = None
+    weight: str | None = None
+    ratio_level: RatioLevel | None = None
+    rewards: tuple[str, ...] | None = None
+    selection: tuple[str, ...] | None = None
+    auxiliaries: tuple[str, ...] | None = None
+    controllers: tuple[str, ...] | None = None
+    sampler: str | None = None
+    allocator: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, name: str, default: Any) -> Any:
+        """The choice for a slot: this configuration's, else the preset's, else `default`."""
+        value = getattr(self, name)
+        if value is not None:
+            return value
+        if self.algorithm not in PRESETS:
+            raise ConfigError(
+                f"finetune.algorithm={self.algorithm} is not known.{did_you_mean(self.algorithm, PRESETS)} "
+                f"There are {', '.join(PRESETS)}."
+            )
+        return PRESETS[self.algorithm].get(name, default)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Bound mechanisms, ready to be called.
+
+    rewards: (rollouts, context) -> rollouts; advantage: (rollouts, context) -> [B, T] or [B, T, K]; credit: (rollouts,
+    A [B, T, K], context) -> A; selection: (rollouts, context) -> keep [B]; coefficient: scored -> (c, stats);
+    weight: (mask, rollouts) -> [b, t, K]; auxiliaries, controllers: by name.
+    """
+
+    advantage: Callable[..., Any]
+    coefficient: Callable[[Scored], Coefficients]
+    weight: Callable[..., Tensor]
+    ratio_level: RatioLevel
+    rewards: tuple[Callable[..., Rollouts], ...]
+    credit: tuple[Callable[..., Tensor], ...]
+    selection: tuple[Callable[..., Tensor], ...]
+    auxiliaries: Mapping[str, Callable[..., Tensor]]
+    controllers: Mapping[str, Callable[..., Any]]
+    sampler: Callable[..., Any]
+    allocator: Callable[..., Any]
+    entries: tuple[Mechanism, ...]
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What its mechanisms need."""
+        needs = frozenset().union(*(entry.needs for entry in self.entries))
+        return needs | {Need.EPISODES} if self.ratio_level.whole_episodes else needs
+
+    def check(self, have: frozenset[Need]) -> None:
+        """Raise ConfigError naming the first mechanism that cannot work with what there is."""
+        require(list(self.entries), have)
+
+    def prepare(self, rollouts: Rollouts, context: Context) -> Rollouts:
+        """Select rows, add `advantage` [B, T, K] to the extras, and drop rows that the advantage does not learn from.
+
+        An advantage mechanism returns A [B, T] or [B, T, K], alone or with keep [B] bool.
+        """
+        for choice in self.selection:
+            rollouts = rollouts.take(choice(rollouts, context).nonzero().squeeze(-1))
+        found = self.advantage(rollouts, context)
+        advantage, keep = found if isinstance(found, tuple) else (found, None)
+        if advantage.dim() == 2:
+            advantage = advantage[..., None].expand(rollouts.mask.shape)
+        for function in self.credit:
+            advantage = function(rollouts, advantage, context)
+        rollouts = rollouts.with_extras(advantage=torch.where(rollouts.mask, advantage, 0.0))
+        return rollouts if keep is None else rollouts.take(keep.nonzero().squeeze(-1))
+
+
+def build_algorithm(config: AlgorithmConfig) -> Algorithm:
+    """Bind the chosen mechanisms and their options; raises ConfigError for unknown names, options and option owners."""
+    entries: list[Mechanism] = []
+
+    def one(slot: Slot, name: str) -> Callable[..., Any]:
+        entries.append(find(slot, name))
+        return choose(slot, name, config.options.get(name))
+
+    def several(slot: Slot) -> dict[str, Callable[..., Any]]:
+        return {name: one(slot, name) for name in config.of(slot.value, ())}
+
+    algorithm = Algorithm(
+        advantage=one(Slot.ADVANTAGE, config.of("advantage", "gae")),
+        coefficient=one(Slot.COEFFICIENT, config.of("coefficient", "ppo")),
+        weight=one(Slot.WEIGHT, config.of("weight", "unit_mean")),
+        ratio_level=config.of("ratio_level", RatioLevel.UNIT),
+        rewards=tuple(several(Slot.REWARD).values()),
+        credit=tuple(several(Slot.CREDIT).values()),
+        selection=tuple(several(Slot.SELECTION).values()),
+        auxiliaries=several(Slot.AUXILIARY),
+        controllers=several(Slot.CONTROLLER),
+        sampler=one(Slot.SAMPLER, config.of("sampler", "uniform")),
+        allocator=one(Slot.ALLOCATOR, config.of("allocator", "uniform")),
+        entries=tuple(entries),
+    )
+    used = {entry.name for entry in entries}
+    for name in config.options:
+        if name not in used:
+            raise ConfigError(
+                f"finetune.options.{name}: '{name}' is not part of this algorithm.{did_you_mean(name, used)} "
+                f"It uses {', '.join(sorted(used))}."
+            )
+    return algorithm

@@ -1,0 +1,249 @@
+"""One iteration's epochs over minibatches: a critic's regression and the actor's one form of loss.
+
+The actor never learns what a unit is: `evaluate` gives log-probabilities, the algorithm turns advantages and ratios
+into coefficients, and the loss is `-sum(w * sg(c) * logp) + auxiliaries`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Evaluation
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.rl import diagnostics
+from robopolicy.rl.algorithm import Algorithm
+from robopolicy.rl.coefficients import clip_schedule
+from robopolicy.rl.context import Context, Scored
+from robopolicy.rl.critic import Critic
+from robopolicy.rl.objective import policy_loss, value_loss
+from robopolicy.rl.ratios import log_ratios
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.experience import decisions_at
+from robopolicy.training.state import (
+    adamw,
+    clip_gradients,
+    optimiser_tree,
+    require_finite,
+    restore_optimiser,
+    set_learning_rate,
+)
+
+
+@dataclass(frozen=True)
+class AuxiliaryInputs:
+    """What an auxiliary loss may use: the minibatch's decisions [n] (`where` [b, t]), their differentiable evaluation,
+    the policy, its base (frozen, None unless asked for) and the context.
+    """
+
+    rollouts: Rollouts
+    where: Tensor
+    observation: Mapping[str, Any]
+    evaluation: Evaluation
+    policy: Any
+    base: Any
+    context: Context
+
+
+class Learner:
+    """Policy, critic (or None) and their optimisers."""
+
+    def __init__(
+        self,
+        policy: Any,
+        critic: Critic | None,
+        base: Any,
+        algorithm: Algorithm,
+        config: FinetuneConfig,
+        instructions: tuple[str, ...],
+    ):
+        self.policy, self.critic, self.base = policy, critic, base
+        self.algorithm, self.config, self.instructions = algorithm, config, instructions
+        self.parameters = list(policy.trainable_parameters())
+        self.optimiser = adamw(self.parameters, config.actor_rate, config.weight_decay)
+        self.critic_parameters = [] if critic is None else [item for item in critic.parameters() if item.requires_grad]
+        self.critic_optimiser = None
+        if critic is not None:
+            self.critic_optimiser = adamw(self.critic_parameters, config.critic_rate, config.weight_decay)
+        self.units = policy.spec.units
+        device = self.parameters[0].device
+        base_width = config.clip if config.clip_base is None else config.clip_base
+        widths = clip_schedule(self.units, base_width, config.clip, config.clip_rate).to(device)
+        self.clip_low = widths
+        self.clip_high = widths if config.clip_high is None else widths * (config.clip_high / config.clip)
+        self.steps = 0
+        self.knobs: dict[str, float] = {}
+        self.before_step: list[Tensor] = []
+        self.by_episode = algorithm.ratio_level.whole_episodes or config.minibatch_episodes > 0
+
+    def update(
+        self, rollouts: Rollouts, context: Context, draws: torch.Generator, where: str, *, train_actor: bool = True
+    ) -> dict[str, float]:
+        """Run the epochs on rollouts with `advantage` (and `return`) among their extras; return the diagnostics.
+
+        draws: of minibatches and units; where: names the iteration in errors.
+        """
+        self.before_step = []
+        rows: list[dict[str, Tensor]] = []
+        stopped = False
+        source, size = self._minibatches(rollouts)
+        for _ in range(self.config.epochs):
+            order = torch.randperm(len(source.group), generator=draws, device=draws.device)
+            for index in order.split(size):
+                batch = source.take(index)
+                stats: dict[str, Tensor] = {}
+                if self.critic is not None:
+                    stats.update(self._critic_step(batch, where))
+                if train_actor and not stopped:
+                    actor_stats, stopped = self._actor_step(batch, context, draws, where)
+                    stats.update(actor_stats)
+                rows.append(stats)
+            if stopped:
+                break
+        names = dict.fromkeys(name for row in rows for name in row)
+        means = {name: float(torch.stack([row[name] for row in rows if name in row]).mean()) for name in names}
+        if self.critic is not None:
+            extras, alive = rollouts.extras, rollouts.alive
+            explained = diagnostics.explained_variance(extras["value"][alive], extras["return"][alive])
+            means["explained_variance"] = float(explained)
+        return {**means, "actor_steps": sum("policy_loss" in row for row in rows), "kl_stop": float(stopped)}
+
+    def _minibatches(self, rollouts: Rollouts) -> tuple[Rollouts, int]:
+        """Return what to draw rows from, and how many: whole episodes, or single decisions."""
+        if self.by_episode:
+            return rollouts, self.config.minibatch_episodes or max(1, len(rollouts.group) // 4)
+        flat = rollouts.flat()
+        alive = flat.alive.squeeze(1)
+        return (flat if bool(alive.all()) else flat.take(alive.nonzero().squeeze(1))), self.config.minibatch
+
+    def _critic_step(self, batch: Rollouts, where: str) -> dict[str, Tensor]:
+        assert self.critic is not None
+        assert self.critic_optimiser is not None
+        alive = batch.alive
+        values = self.critic({key: value[alive] for key, value in batch.observation.items()})
+        loss = value_loss(values, batch.extras["return"][alive])
+        require_finite("the value loss", loss.detach(), where)
+        self.critic_optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        clip_gradients(self.critic_parameters, self.config.gradient_clip, where)
+        self.critic_optimiser.step()
+        return {"value_loss": loss.detach()}
+
+    def _actor_step(
+        self, batch: Rollouts, context: Context, draws: torch.Generator, where: str
+    ) -> tuple[dict[str, Tensor], bool]:
+        """Take one policy-gradient step, or none and return True when the KL target is exceeded."""
+        config, alive = self.config, batch.alive
+        unit, chosen = self._choose_units(batch, draws)
+        observation, units = decisions_at(batch, alive, self.instructions)
+        if chosen:
+            units["unit"] = unit[alive]
+        evaluation = self.policy.evaluate(observation, units)
+        if evaluation.logp.shape != (int(alive.sum()), unit.shape[-1]):
+            raise ConfigError(
+                f"The policy scored {evaluation.logp.shape[1]} units where {unit.shape[-1]} were asked for: it cannot "
+                "score a choice of units, so set scored_units=0."
+            )
+        logp = torch.zeros(unit.shape, device=alive.device).masked_scatter(alive[..., None], evaluation.logp)
+        scored = self._score(batch, logp.detach(), unit, evaluation)
+        require_finite("the log-probability", torch.where(scored.mask, scored.logp, 0.0), where)
+        stats = self._diagnose(scored)
+        if config.target_kl is not None and float(stats["kl"]) > config.target_kl:
+            if float(stats["kl"]) > 2 * config.target_kl:
+                self._take_back()
+            return stats, True
+        coefficient, extra = self.algorithm.coefficient(scored)
+        weight = self.algorithm.weight(scored.mask, batch)
+        inputs = AuxiliaryInputs(batch, alive, observation, evaluation, self.policy, self.base, context)
+        auxiliaries = {name: function(inputs) for name, function in self.algorithm.auxiliaries.items()}
+        loss = policy_loss(logp, coefficient, weight, auxiliaries)
+        require_finite("the policy loss", loss.detach(), where)
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = clip_gradients(self.parameters, config.gradient_clip, where)
+        self.before_step = [parameter.detach().clone() for parameter in self.parameters]
+        self.steps += 1
+        rate = config.actor_rate * min(1.0, self.steps / config.actor_warmup) * self.knobs.get("lr_scale", 1.0)
+        set_learning_rate(self.optimiser, rate)
+        self.optimiser.step()
+        named = {name: value.detach() for name, value in auxiliaries.items()}
+        return {**stats, **extra, **named, "policy_loss": loss.detach(), "gradient_norm": norm.detach()}, False
+
+    def _score(self, batch: Rollouts, logp: Tensor, unit: Tensor, evaluation: Evaluation) -> Scored:
+        """Put a minibatch and its scores together as coefficients see it."""
+        behaviour, proximal, mask, advantage = (
+            item.gather(-1, unit)
+            for item in (batch.logp_behaviour, batch.proximal, batch.mask, batch.extras["advantage"])
+        )
+        mask = mask & batch.alive[..., None]
+        level, limit = self.algorithm.ratio_level, self.config.log_ratio_clamp
+        ratios = log_ratios(logp, proximal, mask, limit, level, self.policy.spec.units_per_action)
+        alive = batch.alive
+
+        def extra(name: str) -> Tensor:
+            value = evaluation.extras[name].expand(evaluation.logp.shape + evaluation.extras[name].shape[2:])
+            return value.new_zeros(unit.shape + value.shape[2:]).index_put((alive,), value.detach())
+
+        return Scored(
+            logp=logp,
+            log_ratio=ratios.log_ratio,
+            clamped=ratios.clamped,
+            staleness=torch.where(mask, proximal - behaviour, 0.0),
+            advantage=advantage,
+            mask=mask,
+            clip_low=self.clip_low[unit] * self.knobs.get("clip_low_scale", 1.0),
+            clip_high=self.clip_high[unit] * self.knobs.get("clip_high_scale", 1.0),
+            unit=unit,
+            rollouts=batch,
+            knobs=self.knobs,
+            extra=extra,
+        )
+
+    def _diagnose(self, scored: Scored) -> dict[str, Tensor]:
+        whole = self.units / scored.unit.shape[-1]
+        flat, mask = scored.log_ratio.flatten(0, 1), scored.mask.flatten(0, 1)
+        low, high = scored.clip_low.flatten(0, 1), scored.clip_high.flatten(0, 1)
+        return {
+            "kl": whole * diagnostics.approximate_kl(flat, mask),
+            "clip_fraction": diagnostics.clip_fraction(flat, mask, low, high),
+            "effective_sample_size": diagnostics.effective_sample_size(flat, mask),
+            "clamped": scored.clamped.float().sum(),
+        }
+
+    def _choose_units(self, batch: Rollouts, draws: torch.Generator) -> tuple[Tensor, bool]:
+        """Return the indices of the units to score, [b, t, k], and whether they are a choice."""
+        count, total = self.config.scored_units, self.units
+        shape = (*batch.shape, total)
+        if not 0 < count < total:
+            return torch.arange(total, device=draws.device).expand(shape), False
+        draw = torch.rand(shape, generator=draws, device=draws.device)
+        return draw.topk(count, dim=-1).indices, True
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """Undo the last actor step, if this iteration has made one."""
+        for parameter, before in zip(self.parameters, self.before_step, strict=bool(self.before_step)):
+            parameter.copy_(before)
+
+    def tree(self) -> dict[str, Any]:
+        """Return everything that changes, for a checkpoint."""
+        return {
+            "steps": self.steps,
+            "knobs": dict(self.knobs),
+            "policy": self.policy.state_dict(),
+            "critic": {} if self.critic is None else self.critic.state_dict(),
+            "actor_optimiser": optimiser_tree(self.optimiser),
+            "critic_optimiser": {} if self.critic_optimiser is None else optimiser_tree(self.critic_optimiser),
+        }
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        self.steps, self.knobs = tree["steps"], dict(tree["knobs"])
+        self.policy.load_state_dict(tree["policy"])
+        restore_optimiser(self.optimiser, tree["actor_optimiser"])
+        if self.critic is not None and self.critic_optimiser is not None:
+            self.critic.load_state_dict(tree["critic"])
+            restore_optimiser(self.critic_optimiser, tree["critic_optimiser"])
