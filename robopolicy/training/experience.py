@@ -70,7 +70,10 @@ def decisions_at(
     rollouts: Rollouts, where: Tensor, instructions: tuple[str, ...]
 ) -> tuple[TensorObservation, dict[str, Tensor]]:
     """Gather the observations and units of the decisions `where` [B, T] as rows [n], for a policy to score."""
-    observation: TensorObservation = {key: value[where] for key, value in rollouts.observation.items()}
+    observation: TensorObservation = {}
+    for key, value in rollouts.observation.items():
+        assert isinstance(value, Tensor)
+        observation[key] = value[where]
     if len(instructions) > 1:
         observation[TASK] = [instructions[index] for index in rollouts.task[where].tolist()]
     return observation, {key: value[where] for key, value in rollouts.units.items()}
