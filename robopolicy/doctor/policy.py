@@ -1,5 +1,6 @@
 """Checks of a policy against data: its normalisers, and what it decides at recorded states."""
 
+import functools
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -18,6 +19,8 @@ from robopolicy.policies import DenoisingPolicy
 
 OUTSIDE = {NormalizationMode.MIN_MAX: 1.25, NormalizationMode.MEAN_STD: 3.5}
 """Normalised values beyond this lie outside the data that a normaliser was fitted on."""
+NOTABLE, CLEARLY = 0.2, 0.4
+"""Squared error from which a policy's decisions need an explanation, and the share of it that one may leave."""
 SHARE, NARROW = 0.3, 3.0
 """Share of values outside that makes a normaliser stale, and how many times narrower than it most elements must be.
 
@@ -146,24 +149,29 @@ def _explain_actions(policy: Policy, part: Episodes, decided: Tensor, moving: Te
     motion = Motion(part.actions.cpu()[steps].double().numpy(), frames, known)
     own = np.concatenate([own, own[:, -1:]], axis=1)
     use = moving.numpy()
+    if not use.any():
+        return []
 
-    def judge(changed: Motion) -> Score:
+    def judged(changed: Motion, margin: int) -> Score:
+        """Compare steps at least `margin` away from the first and last, so that shifts are judged on the same ones."""
         count = changed.actions.shape[1]
-        if count < 1:
-            return Score(np.inf, False)
-        mask = changed.known[:, 1 : count + 1] & changed.known[:, :count] & np.isfinite(changed.actions).all(-1)
+        at = changed.frames[:, :count, 0].astype(int)
+        mask = (at >= margin) & (at < lengths.numpy()[:, None] - margin) & changed.known[:, 1 : count + 1]
         if mask.sum() < 8:
             return Score(np.inf, False)
-        decisions = np.take_along_axis(own, changed.frames[:, :count].astype(int), axis=1)
-        wanted, given = changed.actions[mask], decisions[mask]
+        wanted, given = changed.actions[mask], np.take_along_axis(own, at[..., None], axis=1)[mask]
         spread = np.maximum(wanted.std(0), 1e-6)
         return Score(float((((given - wanted) / spread)[:, use] ** 2).mean()), False)
 
-    if not use.any():
-        return []
-    hypotheses = [*action_hypotheses(policy.spec.action, np.abs(motion.actions).max((0, 1))), *action_shifts()]
-    found = [item for item in explain_nearly(motion, hypotheses, judge, depth=2) if item.score.error < 0.7]
-    return report(found, "the policy imitates the data", "the policy's squared error is {error:.2f}")
+    largest = np.abs(motion.actions).max((0, 1))
+    for hypotheses, margin in ((action_hypotheses(policy.spec.action, largest), 0), (action_shifts(), 2)):
+        judge = functools.partial(judged, margin=margin)
+        plain = judge(motion).error
+        found = explain_nearly(motion, hypotheses, judge, depth=2) if np.isfinite(plain) and plain > NOTABLE else []
+        found = [item for item in found if item.score.error < min(CLEARLY * plain, 0.7)]
+        if found:
+            return report(found, "the policy imitates the data", "the policy's squared error is {error:.2f}")
+    return []
 
 
 def _explain_pictures(
@@ -179,7 +187,7 @@ def _explain_pictures(
             for text, mend in PICTURES.items()
         }
         best = min(tried, key=lambda text: tried[text])
-        if tried[best] < 0.5 * plain and tried[best] < 0.7:
+        if plain > NOTABLE and tried[best] < min(CLEARLY * plain, 0.7):
             camera, errors = key.removeprefix(IMAGE_PREFIX), f"error {plain:.2f}, mended {tried[best]:.2f}"
             text = f"'{camera}': {best}, to the policy ({errors})"
             remedy = "Convert the pictures of this data as those that the policy was trained on."

@@ -1,0 +1,177 @@
+"""What is off between a policy and data is named: statistics, sign, order, scale, time, colours, fields, blindness."""
+
+from dataclasses import replace
+
+import broken_data
+import numpy as np
+import pytest
+import torch
+
+from robopolicy.core.policy import Decision
+from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, Field, PolicySpec
+from robopolicy.data.record import record
+from robopolicy.doctor import Health, examine_policy
+from robopolicy.nn.normalizer import NormalizationMode
+from robopolicy.policies import DenoisingPolicyConfig, build_policy
+from sims.experts import NoisyController
+from sims.registry import load_task, make_world
+
+FRONT = IMAGE_PREFIX + "front"
+
+
+class FunctionPolicy:
+    """A policy whose action is a plain function of the observation, as `act(observation) -> [B, A]`."""
+
+    def __init__(self, act, observation, action, fps=10.0):
+        self._act = act
+        self.spec = PolicySpec(observation, action, history=1, chunk=1, prediction=1, units=1, fps=fps)
+
+    def act(self, observation, generator, *, deterministic=False):
+        actions = torch.as_tensor(self._act(observation), dtype=torch.float32)[:, None]
+        return Decision(actions, {}, torch.zeros(len(actions), 1), torch.zeros(len(actions), 1, dtype=torch.bool))
+
+    def evaluate(self, observation, units):
+        raise NotImplementedError
+
+    def reset(self, rows=None):
+        pass
+
+    def save(self, folder):
+        raise NotImplementedError
+
+
+@pytest.fixture(scope="module")
+def data():
+    world = make_world("push_cube", 10)
+    expert = NoisyController(load_task("push_cube").expert(), 0.05, 0, world.spec.action)
+    yield record(world, expert, np.arange(10))
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def expert(data):
+    controller = load_task("push_cube").expert()
+    return FunctionPolicy(
+        lambda observation: controller.act({key: observation[key].numpy() for key in (STATE, ENVIRONMENT_STATE)}),
+        data.observation_fields,
+        data.action_field,
+    )
+
+
+def problems(policy, data):
+    findings = examine_policy(data, policy, torch.Generator().manual_seed(0))
+    return {finding.check: finding.measured for finding in findings if finding.problem}
+
+
+def fitted(data, **options):
+    config = DenoisingPolicyConfig(width=16, depth=1, **options)
+    values = {**data.observation, "action": data.actions}
+    return build_policy(config, data.observation_fields, data.action_field, fps=10.0, values=values)
+
+
+def test_a_sound_policy_has_no_problem(expert, data):
+    assert problems(expert, data) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "text"),
+    [
+        (lambda data: broken_data.flipped(data, 0), "action sign", "'velocity_x' has the opposite sign"),
+        (lambda data: broken_data.flipped(data, 0, 1), "action sign", "'velocity_y' has the opposite sign"),
+        (lambda data: broken_data.permuted(data, 1, 0), "action order", "'velocity_x' and 'velocity_y' are swapped"),
+        (lambda data: broken_data.scaled(data, 57.29578), "action scale", "every action is 57.3 times too large"),
+        (lambda data: broken_data.late(data, 2), "time shift", "actions are stored 2 steps too late"),
+    ],
+)
+def test_actions_unlike_the_policys_are_explained(expert, data, change, check, text):
+    found = problems(expert, change(data))
+    assert text in found[check]
+    assert set(found) <= {check, "imitation", "policy reads its input"}
+
+
+def test_a_policy_that_is_merely_bad_is_not_explained_away(data):
+    policy = FunctionPolicy(
+        lambda observation: torch.sin(100 * observation[STATE][:, -1, :2]), data.observation_fields, data.action_field
+    )
+    assert set(problems(policy, data)) <= {"imitation", "policy reads its input"}
+
+
+def test_a_policy_that_ignores_its_input_is_named(data):
+    policy = FunctionPolicy(
+        lambda observation: torch.zeros(len(observation[STATE]), 2), data.observation_fields, data.action_field
+    )
+    assert "error grows 1.0x" in problems(policy, data)["policy reads its input"]
+
+
+def test_pictures_in_another_order_of_colours_are_named(data):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (len(data.observation[STATE]), 1, 1, 3), generator=generator, dtype=torch.uint8)
+    images = images.expand(-1, 4, 4, 3).contiguous()
+
+    def act(observation):
+        colours = observation[FRONT][:, -1].float().mean((1, 2)) / 127.5 - 1
+        return torch.stack([colours[:, 0], colours[:, 1] - colours[:, 2]], 1)
+
+    field = Field((4, 4, 3), "uint8", 0, 255)
+    policy = FunctionPolicy(act, {FRONT: field}, data.action_field)
+    steps = torch.arange(data.step_count) + data.episode_of_step
+    coloured = replace(
+        data,
+        observation_fields={**data.observation_fields, FRONT: field},
+        observation={**data.observation, FRONT: images},
+        actions=act({FRONT: images[steps][:, None]}),
+    )
+    assert problems(policy, coloured) == {}
+    found = problems(policy, broken_data.with_frames(coloured, FRONT, lambda frames: frames.flip(-1)))
+    assert "blue and red are swapped (BGR for RGB)" in found["image channels"]
+    assert "camera 'front', the dataset lacks it (it has: none)" in problems(policy, data)["missing camera"]
+
+
+def test_fields_and_rates_of_another_policy_are_named(expert, data):
+    other = FunctionPolicy(None, {**expert.spec.observation, STATE: Field((9,))}, data.action_field, fps=20.0)
+    found = problems(other, data)
+    assert "policy (9,)" in found[STATE]
+    assert "dataset 10 steps/s, policy 20" in found["control rate"]
+
+
+@pytest.mark.parametrize("mode", [NormalizationMode.MIN_MAX, NormalizationMode.MEAN_STD])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda values: values * 57.29578, "57.3 times too large (degrees for radians?)"),
+        (lambda values: values / 57.29578, "57.3 times too small (radians for degrees?)"),
+        (lambda values: values + 4 * values.std(0) + 1, "'x' lies"),
+    ],
+)
+def test_statistics_of_other_data_are_named(data, mode, change, text):
+    policy = fitted(data, state_normalization=mode)
+    found = problems(policy, replace(data, observation={**data.observation, STATE: change(data.observation[STATE])}))
+    assert found["normaliser"].startswith("observation.state: fitted on other data")
+    assert text in found["normaliser"]
+
+
+def test_statistics_fit_the_data_they_come_from(data):
+    assert "normaliser" not in problems(fitted(data), data)
+    half = data.select(range(5))
+    assert "normaliser" not in problems(fitted(half), data)
+    assert "normaliser" not in problems(fitted(data), half)
+
+
+def test_a_normaliser_that_was_never_fitted_is_named(data):
+    policy = fitted(data)
+    normalizer = policy.network.encoder.normalizer(STATE)
+    normalizer.offset.zero_()
+    normalizer.scale.fill_(1.0)
+    assert "or never (offset 0, scale 1)" in problems(policy, data)["normaliser"]
+
+
+def test_elements_that_changed_places_are_seen_in_the_statistics(data):
+    moved = broken_data.with_frames(data, ENVIRONMENT_STATE, lambda frames: frames + torch.eye(13)[2] * 5)
+    policy = fitted(moved)
+    found = problems(policy, broken_data.swapped_elements(moved, ENVIRONMENT_STATE, 1, 2))
+    assert "fits if 'cube_y' and 'cube_cos' change places" in found["normaliser"]
+
+
+def test_a_policy_of_another_kind_hides_its_statistics_without_blame(expert, data):
+    findings = examine_policy(data, expert, torch.Generator().manual_seed(0))
+    assert [item.health for item in findings if item.check == "normaliser"] == [Health.UNKNOWN]
