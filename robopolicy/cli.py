@@ -80,6 +80,12 @@ VERBS = {
     "bench": Verb(
         "Print speed side by side with what others ship", ("run", "bench"), "robopolicy bench sims", "bench.name"
     ),
+    "algorithms": Verb(
+        "List the algorithms and mechanisms that fine-tuning is composed of",
+        ("algorithms",),
+        "robopolicy algorithms grpo",
+        "algorithms.name",
+    ),
     "report": Verb(
         "Rebuild report.html of a run folder",
         ("run", "report"),

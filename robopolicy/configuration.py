@@ -166,6 +166,13 @@ class BenchSection:
 
 
 @dataclass(frozen=True)
+class AlgorithmsSection:
+    """Which preset or mechanism to explain, empty for a list of all."""
+
+    name: str = ""
+
+
+@dataclass(frozen=True)
 class ReportSection:
     """The run folder to report on."""
 
@@ -197,6 +204,7 @@ class Config:
     drive: DriveSection = field(default_factory=DriveSection)
     doctor: DoctorSection = field(default_factory=DoctorSection)
     bench: BenchSection = field(default_factory=BenchSection)
+    algorithms: AlgorithmsSection = field(default_factory=AlgorithmsSection)
     report: ReportSection = field(default_factory=ReportSection)
     demo: DemoSection = field(default_factory=DemoSection)
     json: Path | None = None

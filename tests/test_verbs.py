@@ -107,3 +107,17 @@ def test_help_teaches_every_verb(verb, capsys):
     assert VERBS[verb].example.split(" && ")[0][:40] in text
     for section in VERBS[verb].sections:
         assert f"{section}." in text
+
+
+def test_algorithms_lists_presets_and_explains_one(tmp_path, capsys):
+    figures = tmp_path / "algorithms.json"
+    assert main(["algorithms", f"json={figures}"]) == 0
+    printed = capsys.readouterr().out
+    listed = json.loads(figures.read_text())
+    assert "advantage=gae, credit=[denoising_discount]" in printed
+    assert {"dppo", "grpo", "gspo"} <= set(listed["presets"])
+    assert all(entry["line"] for entry in listed["mechanisms"])
+    assert main(["algorithms", "denoising_discount"]) == 0
+    assert "finetune.options.denoising_discount.gamma=0.9" in capsys.readouterr().out
+    assert main(["algorithms", "grop"]) == 2
+    assert "grpo" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""Lists what fine-tuning can be composed of: presets, and the mechanisms of every slot with a line and a source each.
+
+`robopolicy algorithms grpo` explains one entry and its options. Choose with finetune.algorithm=NAME and replace single
+slots with finetune.advantage=NAME, finetune.credit=[NAME,NAME]; set options with finetune.options.NAME.OPTION=VALUE.
+"""
+
+import inspect
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from robopolicy.configuration import Config
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.structured import to_plain
+from robopolicy.rl.algorithm import PRESETS
+from robopolicy.rl.mechanisms import Mechanism, Slot, mechanisms
+from robopolicy.runs import output, publish
+
+
+def run(config: Config) -> int:
+    """Print all, or the entries called `algorithms.name`."""
+    name = config.algorithms.name
+    chosen = [entry for entry in mechanisms() if name in ("", entry.name)]
+    presets = {key: preset for key, preset in PRESETS.items() if name in ("", key)}
+    if not chosen and not presets:
+        known = [*PRESETS, *(entry.name for entry in mechanisms())]
+        raise ConfigError(f"No algorithm or mechanism is called '{name}'.{did_you_mean(name, known)}")
+    if presets:
+        show_presets(presets)
+    for slot in Slot:
+        if entries := [entry for entry in chosen if entry.slot is slot]:
+            show_slot(slot, entries)
+    if name:
+        for entry in chosen:
+            exto_plain(entry)
+    publish(
+        config,
+        {"presets": {key: to_plain(value) for key, value in presets.items()}, "mechanisms": list(map(row, chosen))},
+    )
+    return 0
+
+
+def show_presets(presets: dict[str, dict[str, Any]]) -> None:
+    """Print what each preset puts into the slots."""
+    table = Table(title="finetune.algorithm", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("preset", style="bold")
+    table.add_column("slots", overflow="fold")
+    for name, preset in presets.items():
+        table.add_row(name, escape(", ".join(f"{slot}={_text(value)}" for slot, value in to_plain(preset).items())))
+    output.print(table, "")
+
+
+def show_slot(slot: Slot, entries: list[Mechanism]) -> None:
+    """Print the mechanisms of one slot, one line each."""
+    table = Table(title=f"finetune.{slot.value}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("what it does", overflow="fold", ratio=3)
+    table.add_column("source", style="dim", overflow="fold", ratio=1)
+    for entry in entries:
+        table.add_row(entry.name, escape(entry.line), escape(entry.source))
+    output.print(table, "")
+
+
+def exto_plain(entry: Mechanism) -> None:
+    """Print one mechanism's full text and options."""
+    output.print(f"[bold]{entry.slot.value} {entry.name}[/]\n{escape(inspect.getdoc(entry.function) or '')}")
+    for option, default in entry.options.items():
+        output.print(f"  finetune.options.{entry.name}.{option}={default}", markup=False)
+    for need in sorted(entry.needs, key=lambda item: item.name):
+        output.print(f"  needs {need.value}", markup=False)
+    output.print()
+
+
+def row(entry: Mechanism) -> dict[str, Any]:
+    """Return one mechanism as JSON."""
+    return {
+        "slot": entry.slot.value,
+        "name": entry.name,
+        "line": entry.line,
+        "source": entry.source,
+        "options": {name: to_plain(value) for name, value in entry.options.items()},
+        "needs": sorted(need.name.lower() for need in entry.needs),
+    }
+
+
+def _text(value: Any) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
