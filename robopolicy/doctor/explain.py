@@ -1,6 +1,6 @@
 """From "these do not agree" to "because": try breaks of convention, alone and together, until one explains the data.
 
-A judge measures how far a motion is from agreeing with a world (by replay) or a policy (by imitation).
+A judge measures how far a motion is from agreeing with the world.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,17 +50,16 @@ def explain_exactly(motion: Motion, hypotheses: Sequence[Hypothesis], judge: Jud
     return []
 
 
-def explain_nearly(motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judge, depth: int = 1) -> list[Explanation]:
-    """Return what leaves least of the error, combining up to `depth` breaks; several if they are about as good.
+def explain_nearly(motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judge) -> list[Explanation]:
+    """Return the one break that leaves least of the error; several if they are about as good.
 
     [] unless something takes a good part of the error away.
     """
-    limit = LIKELY * min(judge(motion).error, 1.0)
-    tried = [item for stage in _search(motion, hypotheses, judge, depth) for item in stage]
+    start = Explanation((), motion, judge(motion))
+    limit = LIKELY * min(start.score.error, 1.0)
+    tried = [_mended(start, item, judge) for item in hypotheses]
     likely = sorted((item for item in tried if item.score.error < limit), key=lambda item: item.score.error)
-    near = [item for item in likely if item.score.error < RIVAL * likely[0].score.error]
-    fewest = min((len(item.breaks) for item in near), default=0)
-    return _distinct([item for item in near if len(item.breaks) == fewest])
+    return _distinct([item for item in likely if item.score.error < RIVAL * likely[0].score.error])
 
 
 def _search(motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judge, depth: int) -> Iterator[list[Explanation]]:

@@ -1,26 +1,28 @@
 """Checks of a policy against data: its normalisers, and what it decides at recorded states."""
 
-import functools
 from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.data.episodes import Episodes
-from robopolicy.doctor.explain import Score, explain_nearly, report
-from robopolicy.doctor.findings import Finding, Health, listed, name_factor
+from robopolicy.doctor.findings import Finding, Health, element_names, listed, name_factor
 from robopolicy.doctor.images import PICTURES, picture_check
-from robopolicy.doctor.motion import Motion, action_hypotheses, action_shifts
 from robopolicy.nn.normalizer import CONSTANT_SCALE, NormalizationMode, Normalizer
 from robopolicy.policies import DenoisingPolicy
 
 OUTSIDE = {NormalizationMode.MIN_MAX: 1.25, NormalizationMode.MEAN_STD: 3.5}
 """Normalised values beyond this lie outside the data that a normaliser was fitted on."""
-NOTABLE, CLEARLY = 0.2, 0.4
-"""Squared error from which a policy's decisions need an explanation, and the share of it that one may leave."""
+NOTABLE, CLEARLY = 0.2, 0.5
+"""Squared error from which pictures need an explanation, and the share of it that one may leave."""
+FOLLOWS, WIDER = 0.4, 5.0
+"""Correlation from which a policy's action follows one of the data, and how many times wider it may be.
+
+A policy that has learned little stays near the mean, so that smaller factors are left to the replay."""
 SHARE, NARROW = 0.3, 3.0
 """Share of values outside that makes a normaliser stale, and how many times narrower than it most elements must be.
 
@@ -68,16 +70,17 @@ def check_policy_on_data(
     health = Health.GOOD if plain < 0.5 else Health.WARNING if plain < 1.0 else Health.BAD
     text = f"normalised squared error {plain:.2f} (1 is no better than the mean action)"
     findings = [Finding("imitation", health, text, "" if health is Health.GOOD else "Train longer, or see below.")]
-    findings += _explain_actions(policy, part, decided, moving)
+    findings += _compare_actions(decided, wanted, element_names(policy.spec.action, "action"))
     findings += _explain_pictures(observation, lambda changed: error(decide(changed)), plain)
     order = torch.randperm(len(wanted), generator=generator, device=generator.device)
     shuffled: TensorObservation = {
         key: value[order] if isinstance(value, Tensor) else [value[index] for index in order.tolist()]
         for key, value in observation.items()
     }
-    ratio = error(decide(shuffled)) / max(plain, 1e-6)
-    health = Health.GOOD if ratio > 1.2 or not moving.any() else Health.BAD
-    text = f"error grows {ratio:.1f}x when observations are shuffled"
+    variance = decided.var(0, correction=0).sum().clamp(min=1e-12)
+    change = float((decide(shuffled) - decided).pow(2).mean(0).sum() / (2 * variance))
+    health = Health.GOOD if change > 0.1 or not moving.any() else Health.BAD
+    text = f"decisions change by {change:.2f} when observations are shuffled (1: entirely, 0: not at all)"
     remedy = "" if health is Health.GOOD else "The policy ignores its input: check the normaliser and the keys."
     return [*findings, Finding("policy reads its input", health, text, remedy)]
 
@@ -137,41 +140,45 @@ def _whole_episodes(episodes: Episodes, samples: int, generator: torch.Generator
     return order[:enough]
 
 
-def _explain_actions(policy: Policy, part: Episodes, decided: Tensor, moving: Tensor) -> list[Finding]:
-    """Try breaks of the data's actions until they look like the policy's."""
-    lengths, starts = part.lengths.cpu(), part.starts.cpu()
-    time = torch.arange(int(lengths.max()))
-    valid = (time < lengths[:, None]).numpy()
-    steps = starts[:, None] + torch.minimum(time, lengths[:, None] - 1)
-    own = decided[steps].double().numpy()
-    frames = np.broadcast_to(np.arange(len(time) + 1)[:, None], (len(lengths), len(time) + 1, 1))
-    known = np.concatenate([valid[:, :1], valid], axis=1)
-    motion = Motion(part.actions.cpu()[steps].double().numpy(), frames, known)
-    own = np.concatenate([own, own[:, -1:]], axis=1)
-    use = moving.numpy()
-    if not use.any():
-        return []
+def _compare_actions(decided: Tensor, wanted: Tensor, names: tuple[str, ...]) -> list[Finding]:
+    """Find out which dimension of the data each of the policy's follows, [N, A] both, with which sign and scale.
 
-    def judged(changed: Motion, margin: int) -> Score:
-        """Compare steps at least `margin` away from the first and last, so that shifts are judged on the same ones."""
-        count = changed.actions.shape[1]
-        at = changed.frames[:, :count, 0].astype(int)
-        mask = (at >= margin) & (at < lengths.numpy()[:, None] - margin) & changed.known[:, 1 : count + 1]
-        if mask.sum() < 8:
-            return Score(np.inf, False)
-        wanted, given = changed.actions[mask], np.take_along_axis(own, at[..., None], axis=1)[mask]
-        spread = np.maximum(wanted.std(0), 1e-6)
-        return Score(float((((given - wanted) / spread)[:, use] ** 2).mean()), False)
+    Correlations, not errors: they are telling for a policy that imitates poorly, too. Shifts in time are left to the
+    replay, because policies repeat the action they see in the velocities and so look late on sound data.
+    """
+    correlation = _correlation(decided, wanted).numpy()
+    own = np.diagonal(correlation)
+    _, match = linear_sum_assignment(-np.abs(correlation))
+    follows = np.abs(correlation[np.arange(len(match)), match])
+    moved = (match != np.arange(len(match))) & (follows > FOLLOWS) & (follows > np.abs(own) + 0.2)
+    moved &= moved[match]
+    match = np.where(moved, match, np.arange(len(match)))
+    chosen = correlation[np.arange(len(match)), match]
+    findings = []
+    if moved.any():
+        texts = [f"'{names[i]}' follows '{names[match[i]]}' of the data ({chosen[i]:+.2f})" for i in moved.nonzero()[0]]
+        remedy = "Reorder the columns of the actions as in the data that the policy was trained on."
+        findings.append(Finding("action order", Health.BAD, listed(texts), remedy))
+    opposite = np.flatnonzero(chosen < -FOLLOWS)
+    if len(opposite):
+        texts = [f"'{names[match[i]]}' has the opposite sign of the policy's ({chosen[i]:+.2f})" for i in opposite]
+        remedy = "Flip it in the data, or in the driver that records it."
+        findings.append(Finding("action sign", Health.BAD, listed(texts), remedy))
+    spread = decided.std(0, correction=0).clamp(min=1e-9).numpy()
+    ratio = wanted.std(0, correction=0).numpy()[match] / spread
+    scaled = (np.abs(chosen) > 1.5 * FOLLOWS) & ((ratio > WIDER) | (ratio < 1 / WIDER))
+    if scaled.any():
+        texts = [f"'{names[match[i]]}' is about {name_factor(float(ratio[i]))}" for i in scaled.nonzero()[0]]
+        remedy = "Convert the actions to the scale that the policy was trained on."
+        findings.append(Finding("action scale", Health.BAD, f"for the policy, {listed(texts)}", remedy))
+    return findings
 
-    largest = np.abs(motion.actions).max((0, 1))
-    for hypotheses, margin in ((action_hypotheses(policy.spec.action, largest), 0), (action_shifts(), 2)):
-        judge = functools.partial(judged, margin=margin)
-        plain = judge(motion).error
-        found = explain_nearly(motion, hypotheses, judge, depth=2) if np.isfinite(plain) and plain > NOTABLE else []
-        found = [item for item in found if item.score.error < min(CLEARLY * plain, 0.7)]
-        if found:
-            return report(found, "the policy imitates the data", "the policy's squared error is {error:.2f}")
-    return []
+
+def _correlation(first: Tensor, second: Tensor) -> Tensor:
+    """Return correlations [A, A] between columns of first and second [N, A]; 0 where a column is constant."""
+    a, b = first - first.mean(0), second - second.mean(0)
+    norms = a.norm(dim=0)[:, None] * b.norm(dim=0)[None, :]
+    return torch.where(norms > 1e-6, a.T @ b / norms.clamp(min=1e-6), torch.zeros_like(norms))
 
 
 def _explain_pictures(

@@ -77,30 +77,37 @@ def test_a_sound_policy_has_no_problem(expert, data):
     ("change", "check", "text"),
     [
         (lambda data: broken_data.flipped(data, 0), "action sign", "'velocity_x' has the opposite sign"),
-        (lambda data: broken_data.flipped(data, 0, 1), "action sign", "'velocity_y' has the opposite sign"),
-        (lambda data: broken_data.permuted(data, 1, 0), "action order", "'velocity_x' and 'velocity_y' are swapped"),
-        (lambda data: broken_data.scaled(data, 57.29578), "action scale", "every action is 57.3 times too large"),
-        (lambda data: broken_data.late(data, 2), "time shift", "actions are stored 2 steps too late"),
+        (
+            lambda data: broken_data.flipped(data, 0, 1),
+            "action sign",
+            "'velocity_y' has the opposite sign of the policy's",
+        ),
+        (
+            lambda data: broken_data.permuted(data, 1, 0),
+            "action order",
+            "'velocity_x' follows 'velocity_y' of the data",
+        ),
+        (lambda data: broken_data.scaled(data, 57.29578), "action scale", "for the policy, 'velocity_x' is about 5"),
     ],
 )
 def test_actions_unlike_the_policys_are_explained(expert, data, change, check, text):
     found = problems(expert, change(data))
     assert text in found[check]
-    assert set(found) <= {check, "imitation", "policy reads its input"}
+    assert set(found) <= {check, "imitation"}
 
 
 def test_a_policy_that_is_merely_bad_is_not_explained_away(data):
     policy = FunctionPolicy(
         lambda observation: torch.sin(100 * observation[STATE][:, -1, :2]), data.observation_fields, data.action_field
     )
-    assert set(problems(policy, data)) <= {"imitation", "policy reads its input"}
+    assert set(problems(policy, data)) == {"imitation"}
 
 
 def test_a_policy_that_ignores_its_input_is_named(data):
     policy = FunctionPolicy(
         lambda observation: torch.zeros(len(observation[STATE]), 2), data.observation_fields, data.action_field
     )
-    assert "error grows 1.0x" in problems(policy, data)["policy reads its input"]
+    assert "change by 0.00" in problems(policy, data)["policy reads its input"]
 
 
 def test_pictures_in_another_order_of_colours_are_named(data):
