@@ -159,10 +159,17 @@ class DoctorSection:
 
 @dataclass(frozen=True)
 class BenchSection:
-    """Which benchmark, and how many interleaved rounds."""
+    """Which benchmark: `sims` in interleaved rounds, or `algorithms` on tasks, seeds and methods (() for all).
+
+    overrides: settings for every run of `algorithms`, such as [finetune.iterations=10].
+    """
 
     name: str = "sims"
     rounds: int = 13
+    tasks: tuple[str, ...] = ("push_cube", "pick_place")
+    seeds: tuple[int, ...] = (0, 1, 2)
+    methods: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

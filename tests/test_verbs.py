@@ -121,3 +121,24 @@ def test_algorithms_lists_presets_and_explains_one(tmp_path, capsys):
     assert "finetune.options.denoising_discount.gamma=0.9" in capsys.readouterr().out
     assert main(["algorithms", "grop"]) == 2
     assert "grpo" in capsys.readouterr().err
+
+
+def test_bench_algorithms_compares_methods_on_the_same_base_and_can_be_gone_on_with(root, capsys):
+    figures = root / "algorithms.json"
+    small = [item for item in SMALL if not item.startswith(("world=", "finetune.videos", "collect.episodes"))]
+    quick = [*small, "world=reach_planar", "finetune.videos=0", "finetune.groups=2", "finetune.group_size=4"]
+    arguments = [
+        *("bench", "algorithms", f"run.root={root}", "bench.tasks=[push_cube]", "bench.seeds=[0]"),
+        *("bench.methods=[PPO,GRPO]", f"bench.overrides=[{','.join(map(json.dumps, [*quick, 'collect.episodes=8']))}]"),
+        f"json={figures}",
+    ]
+    assert main(arguments) == 0
+    rows = json.loads(figures.read_text())["push_cube"]
+    assert set(rows) == {"PPO", "GRPO"}
+    assert rows["PPO"]["base"] == rows["GRPO"]["base"]
+    assert all(row["tuned"]["episodes"] == 8 for row in rows.values())
+    assert rows["GRPO"]["curves"][0][0][0] == 0
+    capsys.readouterr()
+    assert main(arguments) == 0
+    assert "seed 0" not in capsys.readouterr().out
+    assert "<svg" in (root / "bench" / "algorithms" / "report.html").read_text()

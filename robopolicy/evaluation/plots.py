@@ -42,7 +42,7 @@ class Rate:
 def learning_curve(records: Sequence[Mapping], base: Rate | None = None) -> str:
     """Draw success against environment steps: validation in both modes, the collected episodes faintly, the base."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _axes()
+        figure, axes = new_axes()
         collected = [(record["env_steps"], record["success"]) for record in records if "success" in record]
         if collected:
             axes.plot(*zip(*collected, strict=True), color=MUTED, linewidth=0.8, alpha=0.7)
@@ -63,13 +63,13 @@ def learning_curve(records: Sequence[Mapping], base: Rate | None = None) -> str:
             axes.axhspan(base.low, base.high, color=BASE, alpha=0.12, linewidth=0)
         axes.set(xlabel="environment steps", ylabel="success", ylim=(0, 1))
         axes.legend(frameon=False, loc="lower right")
-        return _svg(figure)
+        return as_svg(figure)
 
 
 def loss_curves(records: Sequence[Mapping], x: str = "step") -> str:
     """Draw every logged loss against the training step, on a logarithmic axis where all values are positive."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _axes()
+        figure, axes = new_axes()
         skip = {x, "learning_rate"}
         names = list(dict.fromkeys(key for record in records for key in record if key not in skip))
         positive = True
@@ -81,13 +81,13 @@ def loss_curves(records: Sequence[Mapping], x: str = "step") -> str:
             axes.set_yscale("log")
         axes.set(xlabel=x, ylabel="loss")
         axes.legend(frameon=False)
-        return _svg(figure)
+        return as_svg(figure)
 
 
 def success_bars(rates: Sequence[Rate]) -> str:
     """Draw success rates as points with their intervals, one row each."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _axes(height=0.5 * len(rates) + 0.9)
+        figure, axes = new_axes(height=0.5 * len(rates) + 0.9)
         for row, rate in enumerate(reversed(rates)):
             colour = BASE if "base" in rate.label or "trained" in rate.label else TUNED
             axes.plot([rate.low, rate.high], [row, row], color=colour, linewidth=6, alpha=0.3, solid_capstyle="round")
@@ -98,13 +98,13 @@ def success_bars(rates: Sequence[Rate]) -> str:
         axes.set_yticks(range(len(rates)), [rate.label for rate in reversed(rates)])
         axes.set(xlabel="success", xlim=(-0.02, 1.04), ylim=(-0.6, len(rates) - 0.3))
         axes.grid(axis="y", visible=False)
-        return _svg(figure)
+        return as_svg(figure)
 
 
 def ranking_scatter(real: Mapping[str, Rate], model: Mapping[str, Rate]) -> str:
     """Draw simulator against world model, one point a policy with both intervals, and the line of agreement."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _axes(width=5.2, height=4.6)
+        figure, axes = new_axes(width=5.2, height=4.6)
         axes.plot([0, 1], [0, 1], color=MUTED, linestyle="--", linewidth=1)
         for name in real:
             x, y = real[name], model[name]
@@ -125,20 +125,20 @@ def ranking_scatter(real: Mapping[str, Rate], model: Mapping[str, Rate]) -> str:
             xlim=(-0.03, 1.03),
             ylim=(-0.03, 1.03),
         )
-        return _svg(figure)
+        return as_svg(figure)
 
 
 def open_loop_errors(errors: Mapping[str, Mapping[str, float] | None]) -> str:
     """Draw open-loop prediction error against the horizon, beside copying the first state."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _axes()
+        figure, axes = new_axes()
         rows = [(int(horizon), error) for horizon, error in errors.items() if error is not None]
         steps = [horizon for horizon, _ in rows]
         for key, label, colour in (("error", "world model", TUNED), ("copy_first_state", "copy the first state", BASE)):
             axes.plot(steps, [error[key] for _, error in rows], marker="o", color=colour, label=label)
         axes.set(xlabel="imagined steps", ylabel="error (standard deviations)", ylim=(0, None))
         axes.legend(frameon=False)
-        return _svg(figure)
+        return as_svg(figure)
 
 
 def _place_labels(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
@@ -153,12 +153,14 @@ def _place_labels(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None
         axes.text(x + offset, height, name, ha="left" if right else "right", va="center", fontsize=8)
 
 
-def _axes(width: float = 6.4, height: float = 3.4) -> tuple[Figure, Axes]:
+def new_axes(width: float = 6.4, height: float = 3.4) -> tuple[Figure, Axes]:
+    """Return a figure of so many inches with one set of axes."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def _svg(figure: Figure) -> str:
+def as_svg(figure: Figure) -> str:
+    """Return the figure as an <svg> element to embed."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()

@@ -1,15 +1,14 @@
-"""Prints speed side by side, measured interleaved in one process.
+"""Prints figures side by side: `bench sims` measures speed, `bench algorithms` how methods learn.
 
-`bench sims`: our engine against pure physics, gymnasium's vector environments on the same scene, and Meta-World's own.
+sims: our engine against pure physics, gymnasium's vector environments on the same scene, and Meta-World's own,
+interleaved in one process. algorithms: success against environment steps on the same tasks, bases and seeds.
 """
-
-import importlib
 
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.runs import publish
 
-BENCHMARKS = {"sims": "robopolicy.benchmarks.sims:benchmark_sims"}
+BENCHMARKS = ("sims", "algorithms")
 
 
 def run(config: Config) -> int:
@@ -17,6 +16,12 @@ def run(config: Config) -> int:
     name = config.bench.name
     if name not in BENCHMARKS:
         raise ConfigError(f"There is no benchmark '{name}'.{did_you_mean(name, BENCHMARKS)}")
-    module, function = BENCHMARKS[name].split(":")
-    publish(config, getattr(importlib.import_module(module), function)(rounds=config.bench.rounds))
+    if name == "algorithms":
+        from robopolicy.verbs.bench_algorithms import benchmark
+
+        benchmark(config)
+    else:
+        from robopolicy.benchmarks.sims import benchmark_sims
+
+        publish(config, benchmark_sims(rounds=config.bench.rounds))
     return 0

@@ -1,0 +1,20 @@
+"""Pooled learning curves: means over seeds at common environment steps."""
+
+import numpy as np
+
+from robopolicy.evaluation.curves import method_curves, pooled_curve
+
+
+def test_seeds_are_averaged_at_common_steps_and_a_finished_seed_keeps_its_last_value():
+    steps, mean, low, high = pooled_curve([[(0, 0.0), (100, 1.0)], [(0, 0.2), (50, 0.6)]], points=3)
+    np.testing.assert_allclose(steps, [0, 50, 100])
+    np.testing.assert_allclose(mean, [0.1, 0.55, 0.8])
+    np.testing.assert_allclose(low, [0.0, 0.5, 0.6])
+    np.testing.assert_allclose(high, [0.2, 0.6, 1.0])
+
+
+def test_every_method_is_drawn_and_named():
+    svg = method_curves({"PPO": [[(0, 0.1), (10, 0.9)]], "GRPO": [[(0, 0.1), (20, 0.8)]]}, base=0.1)
+    assert svg.startswith("<svg")
+    for name in ("PPO", "GRPO", "BC"):
+        assert f">{name}<" in svg
