@@ -180,6 +180,11 @@ def test_a_few_broken_episodes_are_listed(cube):
     mixed = type(data).concatenate([data.select(rest[:3]), one, data.select(rest[3:])])
     findings = problems(mixed, world)
     assert "1 of 10 episodes go elsewhere: 3" in named(findings, "replayed motion")
+    assert findings[0].health is Health.WARNING
+    third = broken_data.flipped(data.select(range(3)), 0)
+    findings = problems(type(data).concatenate([third, data.select(range(3, 10))]), world)
+    assert "3 of 10 episodes go elsewhere: 0, 1, 2" in named(findings, "replayed motion")
+    assert findings[0].health is Health.BAD
 
 
 def test_data_without_seeds_is_not_replayed_and_not_blamed(cube):
