@@ -14,7 +14,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.spec import TASK, Observation, WorldSpec
 from robopolicy.core.world import Controller, World
-from robopolicy.policies import DenoisingPolicy, load_policy
+from robopolicy.policies import load_policy
 from robopolicy.rl.critic import Critic, state_critic
 from sims.experts import Noise, NoisyController, noise_level
 from sims.registry import TASKS, load_task, make_world
@@ -111,8 +111,8 @@ def build_noisy_expert(
     return NoisyController(build_controller(section, spec, dotted_path), noise, seed, spec.action)
 
 
-def open_policy(path: Path, device: torch.device | str = "cpu") -> DenoisingPolicy:
-    """Load a policy checkpoint."""
+def open_policy(path: Path, device: torch.device | str = "cpu") -> Any:
+    """Load a policy checkpoint: a `Policy`, an nn.Module, and ready for fine-tuning."""
     return load_policy(path, device)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -65,7 +65,7 @@ class CollectSection:
     controller: str = ""
     policy: Path | None = None
     successes_only: bool = False
-    images: str = "png"
+    images: Literal["png", "video"] = "png"
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,14 @@ class EnsembleModel(nn.Module):
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
 
+    state_mean: Tensor
+    state_std: Tensor
+    delta_mean: Tensor
+    delta_std: Tensor
+    reward_mean: Tensor
+    reward_std: Tensor
+    success_threshold: Tensor
+
     def __init__(
         self,
         config: EnsembleConfig,

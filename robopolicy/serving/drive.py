@@ -18,7 +18,10 @@ from robopolicy.core.world import Step, World
 class Server(Protocol):
     """What `drive` needs of a client: `PolicyClient`, or a stand-in."""
 
-    metadata: Mapping[str, Any]
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the server said of its policy when the connection was made."""
+        ...
 
     def infer(self, observation: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return {"actions": [C, A], ...} for one robot's observation."""

@@ -14,6 +14,7 @@ from robopolicy.configuration import Config, WorldSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive, numpy_generator
+from robopolicy.core.world import Controller
 from robopolicy.evaluation.ranking import RankingResult, rank
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
@@ -57,7 +58,11 @@ def score(
     for name, candidate in candidates.items():
         policy = None if isinstance(candidate, str) else candidate
         world = build_world(section, policy, episodes=config.rank.episodes, seed=config.run.seed, device=device)
-        actor = policy or build_noisy_expert(section, world.spec, candidate, derive(config.run.seed, f"rank/{name}"))
+        if isinstance(candidate, str):
+            seed = derive(config.run.seed, f"rank/{name}")
+            actor: Policy | Controller = build_noisy_expert(section, world.spec, candidate, seed)
+        else:
+            actor = candidate
         results[name] = evaluate_policy(
             world, actor, seeds, generator_seed=config.run.seed, device=device, label=f"{label}: {name}"
         )
