@@ -98,7 +98,7 @@ VERBS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; return the exit status: 0 done, 1 a failed check, 2 an error the user can mend, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    output = Console()
+    output = Console(emoji=False)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print_overview(output)
         return 0
@@ -108,10 +108,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return run_verb(arguments[0], arguments[1:], output)
     except RobopolicyError as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False)
+        text = f"[bold red]Error:[/] {escape(str(error))}"
+        Console(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
-        Console(stderr=True).print("\nInterrupted. Nothing is lost: run the same command again to go on.")
+        Console(stderr=True, emoji=False).print("\nInterrupted. Nothing is lost: run the same command again to go on.")
         return INTERRUPTED
 
 

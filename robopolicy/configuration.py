@@ -25,6 +25,8 @@ from robopolicy.training.pretrain import PretrainConfig
 from worldmodels.ensemble import EnsembleConfig
 
 GROUPS = ("recipe", "world")
+OUTSIDE = ("gymnasium:", "metaworld/")
+"""What names of worlds from outside suites begin with: `world=` takes them as they are."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,8 @@ def describe_sections(names: tuple[str, ...]) -> list[tuple[str, str, list[tuple
 def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore) -> str:
     key, _, value = override.partition("=")
     key = key.lstrip("+")
+    if key == "world" and value.startswith(OUTSIDE):
+        return f"++world.name={value}"
     if key in GROUPS:
         return f"{key}={_group_option(key, value, store)}"
     node: Any = defaults

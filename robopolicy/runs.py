@@ -16,9 +16,9 @@ from robopolicy.core.storage import read_json, recover_folder, write_json
 
 RESULT = "result.json"
 
-output = Console(highlight=False)
+output = Console(highlight=False, emoji=False)
 if not output.is_terminal:
-    output = Console(highlight=False, width=140)
+    output = Console(highlight=False, emoji=False, width=140)
 
 
 def run_name(config: Config) -> str:
@@ -44,7 +44,7 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     folder = RunFolder(path)
     text = to_yaml(config, sections)
     written = path / "config.yaml"
-    if written.exists():
+    if written.exists() and _has_begun(path):
         changed = _differences(
             OmegaConf.to_container(OmegaConf.load(written)), OmegaConf.to_container(OmegaConf.create(text))
         )
@@ -94,6 +94,11 @@ def default_path(config: Config, verb: str, part: str, given: Path | None, key: 
         made = f"'robopolicy {verb}' makes it; or set" if given is None else "check"
         raise CheckpointError(f"{path} does not exist: {made} {key}=PATH.")
     return path
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether a run has left anything but its description: a start that failed may be made anew with other settings."""
+    return any(item.name not in ("config.yaml", "versions.json") for item in path.iterdir())
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:

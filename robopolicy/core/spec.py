@@ -123,6 +123,36 @@ class PolicySpec:
         return _cameras(self.observation)
 
 
+def require_fit(policy: PolicySpec, world: WorldSpec) -> None:
+    """Raise `SpecError` unless `policy` can act in `world`: all it reads is shown, and actions have one shape."""
+    for key, field in policy.observation.items():
+        if key not in world.observation:
+            camera = key.startswith(IMAGE_PREFIX)
+            what = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if camera else f"field '{key}'"
+            alike = [name for name in world.observation if name.startswith(IMAGE_PREFIX) == camera]
+            raise SpecError(
+                f"The policy reads the {what}, which the world '{world.name}' does not show "
+                f"(it shows {', '.join(sorted(world.observation))}).{did_you_mean(key, alike)} "
+                "Is this the world it was trained for?"
+            )
+        shown = world.observation[key]
+        if shown.shape != field.shape:
+            raise SpecError(
+                f"The policy reads '{key}' as {_describe(field)}, but the world '{world.name}' shows "
+                f"{_describe(shown)}. Is this the world it was trained for?"
+            )
+    if policy.action.shape != world.action.shape:
+        raise SpecError(
+            f"The policy's actions are {_describe(policy.action)}, those of the world '{world.name}' are "
+            f"{_describe(world.action)}. Is this the world it was trained for?"
+        )
+
+
+def _describe(field: Field) -> str:
+    names = f" ({', '.join(field.names[:8])}{', ...' if len(field.names) > 8 else ''})" if field.names else ""
+    return f"{list(field.shape)}{names}"
+
+
 def _cameras(keys: Iterable[str]) -> tuple[str, ...]:
     return tuple(key.removeprefix(IMAGE_PREFIX) for key in keys if key.startswith(IMAGE_PREFIX))
 

@@ -27,12 +27,18 @@ def storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
+        if f"os error {errno.ENOSPC}" in str(error):
+            raise StorageError(f"No space left while writing {path}. Free some, run again: it resumes.") from error
         raise StorageError(f"Could not write {path}: {error}. Free some space or choose another folder.") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(f"No space left while writing {path}. Free some, run again: it resumes.") from error
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             raise StorageError(f"{path} is not writable. Choose another folder with run.root=FOLDER.") from error
+        if error.errno in (errno.ENOTDIR, errno.EEXIST):
+            raise StorageError(
+                f"{path} cannot be made: a file of that name, or of one above it, is in the way."
+            ) from error
         raise
 
 
@@ -65,6 +71,11 @@ def read_json(path: Path) -> Any:
         return json.loads(Path(path).read_text())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist. Is this the folder you meant?") from error
+    except NotADirectoryError as error:
+        raise CheckpointError(
+            f"{Path(path).parent} is a file; a checkpoint is a folder with config.json and model.safetensors. Pickled "
+            "files (.pt, .ckpt, .pkl) are never read: they can run any code."
+        ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
 

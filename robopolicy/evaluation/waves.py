@@ -14,7 +14,7 @@ import torch
 from robopolicy.core.errors import SpecError
 from robopolicy.core.policy import Policy, to_tensors
 from robopolicy.core.randomness import derive
-from robopolicy.core.spec import Observation, WorldSpec, validate_observation
+from robopolicy.core.spec import Observation, WorldSpec, require_fit, validate_observation
 from robopolicy.core.world import Controller, Step, World
 
 
@@ -38,13 +38,8 @@ class Actor:
         """Raise SpecError unless a policy finds its observation fields and the world takes its actions."""
         if not isinstance(self.policy, Policy):
             return
-        wanted = self.policy.spec
-        if wanted.action.shape != spec.action.shape:
-            raise SpecError(
-                f"The policy's actions have shape {list(wanted.action.shape)}, '{spec.name}' takes "
-                f"{list(spec.action.shape)}: this policy was trained for another world."
-            )
-        validate_observation(observation, wanted.observation, history=wanted.history)
+        require_fit(self.policy.spec, spec)
+        validate_observation(observation, self.policy.spec.observation, history=self.policy.spec.history)
 
     def decide(self, observation: Observation, generator: torch.Generator) -> np.ndarray:
         """Return the next chunk, [B, C, A] float64; a controller's is one step long."""

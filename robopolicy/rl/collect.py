@@ -12,7 +12,7 @@ from robopolicy.core.errors import SpecError
 from robopolicy.core.policy import Decision, Policy, to_tensors
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.core.spec import TASK, Observation, check_finite, validate_observation
+from robopolicy.core.spec import TASK, Observation, check_finite, require_fit, validate_observation
 from robopolicy.core.world import Step, World
 
 
@@ -34,6 +34,7 @@ class Streams:
 
 def start_streams(world: World, policy: Policy, seed: int, name: str = "collect") -> Streams:
     """Reset every row with fresh seeds that depend on (seed, name) alone."""
+    require_fit(policy.spec, world.spec)
     rows = world.batch_size
     policy.reset()
     return Streams(world.reset(seeds=episode_seeds(seed, name, rows)), seed, name, rows, np.zeros(rows))

@@ -18,7 +18,7 @@ from torch import Tensor
 from robopolicy.core.policy import Policy
 from robopolicy.core.progress import progress
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.core.spec import Observation
+from robopolicy.core.spec import Observation, require_fit
 from robopolicy.core.world import World
 from robopolicy.rl.collect import decide
 
@@ -60,6 +60,7 @@ class EpisodePlayer:
     """Plays requests in the rows of a world; holds what is in flight between two calls of `play`."""
 
     def __init__(self, world: World, policy: Policy):
+        require_fit(policy.spec, world.spec)
         self.world, self.policy = world, policy
         self.clear()
 

@@ -112,9 +112,9 @@ def test_bad_requests_are_clear():
         evaluate_policy(LineWorld(2), LinePolicy(), [1, 1])
     blind = LinePolicy()
     object.__setattr__(blind.spec, "observation", {"observation.images.front": Field((8, 8, 3), "uint8")})
-    with pytest.raises(SpecError, match="no camera 'front'"):
+    with pytest.raises(SpecError, match="reads the camera 'front'"):
         evaluate_policy(LineWorld(2), blind, [1, 2])
     wide = LinePolicy()
     object.__setattr__(wide.spec, "action", Field((7,)))
-    with pytest.raises(SpecError, match="another world"):
+    with pytest.raises(SpecError, match=r"actions are .* Is this the world it was trained for"):
         evaluate_policy(LineWorld(2), wide, [1, 2])

@@ -1,0 +1,181 @@
+"""What a user can get wrong, through the command line: one sentence that names the thing and the way out, status 2."""
+
+import errno
+import json
+import shutil
+import socket
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from robopolicy.cli import main
+from robopolicy.core import storage
+from robopolicy.core.spec import Field
+from robopolicy.core.world import Step
+from robopolicy.data.episodes import Episodes
+from robopolicy.data.lerobot_format import write_dataset
+from robopolicy.data.lerobot_reading import read_dataset
+from sims.engine import MujocoWorld
+
+SMALL = [
+    "world=reach_planar",
+    "policy.width=16",
+    "policy.depth=1",
+    "policy.sampling_steps=2",
+    "collect.episodes=6",
+    "train.fit.steps=10",
+    "train.evaluate_episodes=0",
+    "evaluate.episodes=4",
+    "evaluate.videos=0",
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    for verb in ("collect", "train"):
+        assert main([verb, *SMALL, f"run.root={root}"]) == 0
+    return root
+
+
+@pytest.fixture
+def checkpoint(root, tmp_path):
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(root / "train" / "reach_planar" / "0" / "checkpoint", copy)
+    return copy
+
+
+def complaint(capsys, verb, *arguments) -> str:
+    capsys.readouterr()
+    assert main([verb, *SMALL, *map(str, arguments)]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (["trian"], ["'trian' is not a verb", "'train'"]),
+        (["train", "policy.widht=3"], ["policy.widht", "'policy.width'"]),
+        (["collect", "recipe=push_tea"], ["push_tea", "'push_t'"]),
+        (["collect", "world.name=push_cubes", "run.name=a"], ["push_cubes", "'push_cube'"]),
+        (["collect", "world.cameras=[topp]", "run.name=b"], ["no camera 'topp'", "'top'"]),
+        (["collect", "collect.noise=[loww]", "run.name=c"], ["loww", "'low'"]),
+        (["collect", "collect.images=jpg", "run.name=d"], ["collect.images", "'png'"]),
+        (["finetune", "finetune.algorithm=grop", "run.name=e"], ["grop", "'grpo'"]),
+        (["finetune", "finetune.units=99", "run.name=f"], ["99", "chain of 2"]),
+        (["serve", "serve.host=0.0.0.0"], ["0.0.0.0", "API key"]),
+        (["bench", "simz"], ["simz", "'sims'"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)
+def test_a_wrong_word_is_named_with_the_nearest_right_one(root, capsys, arguments, texts):
+    policy = root / "train" / "reach_planar" / "0" / "checkpoint"
+    verb, *rest = arguments
+    given = [f"{verb}.policy={policy}"] if verb in ("finetune", "serve") else []
+    said = complaint(capsys, verb, *rest, *given, f"run.root={root}")
+    for text in texts:
+        assert text in said
+
+
+def test_a_start_that_failed_does_not_stand_in_the_way(root, capsys):
+    policy = root / "train" / "reach_planar" / "0" / "checkpoint"
+    same = [f"run.root={root}", "run.name=again", f"finetune.policy={policy}"]
+    assert "99" in complaint(capsys, "finetune", *same, "finetune.units=99")
+    assert "98" in complaint(capsys, "finetune", *same, "finetune.units=98")
+
+
+def test_a_policy_of_another_world(root, checkpoint, capsys):
+    said = complaint(capsys, "evaluate", checkpoint, "world=push_cube", f"run.root={root}")
+    assert "'observation.environment_state' as [6]" in said
+    assert "'push_cube' shows [13]" in said
+
+
+def test_a_missing_camera(root, checkpoint, capsys):
+    description = json.loads((checkpoint / "config.json").read_text())
+    dataset = root / "collect" / "reach_planar" / "0" / "dataset"
+    assert description["kind"] == "denoising_policy"
+    said = complaint(
+        capsys,
+        "train",
+        f"train.data={dataset}",
+        "policy.observation_keys=[observation.images.top]",
+        f"run.root={root}",
+        "run.name=camera",
+    )
+    assert "observation.images.top" in said
+
+
+def test_actions_of_another_shape(root, tmp_path, capsys):
+    episodes = read_dataset(root / "collect" / "reach_planar" / "0" / "dataset")
+    wider = torch.cat([episodes.actions, episodes.actions[:, :1]], 1)
+    changed: Episodes = replace(episodes, actions=wider, action_field=Field((3,)))
+    write_dataset(changed, tmp_path / "wide")
+    assert main(["train", *SMALL, f"train.data={tmp_path / 'wide'}", f"run.root={tmp_path}"]) == 0
+    said = complaint(capsys, "evaluate", tmp_path / "train/reach_planar/0/checkpoint", f"run.root={tmp_path}")
+    assert "actions are [3]" in said
+    assert "'reach_planar' are [2]" in said
+
+
+def test_corrupt_checkpoints(root, checkpoint, capsys):
+    weights = checkpoint / "model.safetensors"
+    whole = weights.read_bytes()
+    for data in (whole[:2000], b"not a tensor file", whole[:-1]):
+        weights.write_bytes(data)
+        said = complaint(capsys, "evaluate", checkpoint, f"run.root={root}")
+        assert "model.safetensors is corrupt" in said
+    weights.write_bytes(whole)
+    (checkpoint / "config.json").write_text('{"kind": ')
+    assert "config.json is corrupt" in complaint(capsys, "evaluate", checkpoint, f"run.root={root}")
+    (checkpoint / "config.json").write_text('{"kind": "toaster"}')
+    assert "'toaster', not a policy" in complaint(capsys, "evaluate", checkpoint, f"run.root={root}")
+
+
+def test_pickles_are_never_read(root, tmp_path, capsys):
+    torch.save({"weights": torch.zeros(2)}, tmp_path / "policy.pt")
+    said = complaint(capsys, "evaluate", tmp_path / "policy.pt", f"run.root={root}")
+    assert "never read" in said
+
+
+def test_a_non_finite_observation(root, checkpoint, capsys, monkeypatch):
+    step = MujocoWorld.step
+
+    def broken(self, actions) -> Step:
+        result = step(self, actions)
+        result.observation["observation.state"][1] = np.nan
+        return result
+
+    monkeypatch.setattr(MujocoWorld, "step", broken)
+    said = complaint(capsys, "evaluate", checkpoint, f"run.root={root}")
+    assert "'observation.state' is not finite in row(s) [1]" in said
+
+
+def test_an_occupied_port(checkpoint, capsys):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        said = complaint(capsys, "serve", checkpoint, f"serve.port={port}")
+    assert f"127.0.0.1:{port}" in said
+    assert "another port" in said
+
+
+def test_a_full_output_folder_loses_nothing(root, tmp_path, capsys, monkeypatch):
+    real = storage.os.replace
+    dataset = root / "collect" / "reach_planar" / "0" / "dataset"
+    arguments = [f"train.data={dataset}", f"run.root={tmp_path}", "train.fit.checkpoint_every=5"]
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    monkeypatch.setattr(storage.os, "replace", full)
+    assert "No space left" in complaint(capsys, "train", *arguments)
+    monkeypatch.setattr(storage.os, "replace", real)
+    assert main(["train", *SMALL, *arguments]) == 0
+
+
+def test_a_folder_that_cannot_be_written(root, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    said = complaint(capsys, "collect", f"run.root={tmp_path / 'file'}")
+    assert "file" in said
