@@ -15,6 +15,8 @@ from robopolicy.rl import (  # noqa: F401 they register
     coefficients,
     credit,
     group_advantages,
+    off_policy,
+    step_advantages,
     tasks,
     weights,
 )
@@ -119,7 +121,11 @@ class Algorithm:
             advantage = advantage[..., None].expand(rollouts.mask.shape)
         for function in self.credit:
             advantage = function(rollouts, advantage, context)
-        rollouts = rollouts.with_extras(advantage=torch.where(rollouts.mask, advantage, 0.0))
+        scored = rollouts.mask & rollouts.alive[..., None]
+        rollouts = rollouts.with_extras(
+            advantage=torch.where(scored, advantage, 0.0),
+            episode_units=scored.sum((1, 2))[:, None].expand(rollouts.shape),
+        )
         return rollouts if keep is None else rollouts.take(keep.nonzero().squeeze(-1))
 
 

@@ -47,8 +47,15 @@ def weigh_decisions(mask: Tensor, rollouts: Rollouts) -> Tensor:
 
 @mechanism(Slot.WEIGHT, "episode_mean", source="GRPO, arXiv:2402.03300")
 def weigh_episodes(mask: Tensor, rollouts: Rollouts) -> Tensor:
-    """Every episode of the minibatch counts the same, whatever its length (sequence mean)."""
-    return episode_mean(mask)
+    """Every episode counts the same, whatever its length (sequence mean).
+
+    Minibatches of single decisions give each unit one over the scored units of its whole episode
+    (extras["episode_units"]), normalised to a sum of 1: the same relative weights.
+    """
+    if "episode_units" not in rollouts.extras:
+        return episode_mean(mask)
+    weight = mask.float() / rollouts.extras["episode_units"][..., None].clamp(min=1)
+    return weight / weight.sum().clamp(min=1e-12)
 
 
 @mechanism(Slot.WEIGHT, "constant", source="Dr.GRPO, Liu et al. 2025, arXiv:2503.20783")

@@ -1,0 +1,180 @@
+"""Group advantages: hand tables, ragged groups, and what must not matter (order of rows, padding)."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_rollouts import make_rollouts
+
+from robopolicy.core.rollouts import Rollouts, concatenate
+from robopolicy.core.segments import Segments
+from robopolicy.rl import group_advantages, step_advantages
+from robopolicy.rl.context import Context
+from robopolicy.rl.mechanisms import Slot, mechanisms
+
+CONTEXT = Context(torch.Generator(), discount=0.9, iteration=3, iterations=10)
+NAMES = [entry.name for entry in mechanisms(Slot.ADVANTAGE) if entry.name != "gae"]
+
+
+def advantage_of(name: str, rollouts: Rollouts, **options) -> torch.Tensor:
+    function = next(entry.function for entry in mechanisms(Slot.ADVANTAGE) if entry.name == name)
+    found = function(rollouts, CONTEXT, **options)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def first(advantage: torch.Tensor) -> list[float]:
+    return advantage[:, 0].tolist()
+
+
+RAGGED = {"lengths": [2, 1, 3, 2, 2], "group": [7, 7, 7, 2, 2], "returns": [1.0, 0.0, 0.5, 2.0, 0.0]}
+
+
+def test_yardsticks_by_hand():
+    rollouts = make_rollouts(**RAGGED)
+    std = np.std([1, 0, 0.5])
+    assert first(advantage_of("dr_grpo", rollouts)) == pytest.approx([0.5, -0.5, 0.0, 1.0, -1.0])
+    assert first(advantage_of("grpo", rollouts)) == pytest.approx([0.5 / std, -0.5 / std, 0.0, 1.0, -1.0], abs=1e-4)
+    assert first(advantage_of("rloo", rollouts)) == pytest.approx([0.75, -0.75, 0.0, 2.0, -2.0])
+    scale = np.std([0.5, -0.5, 0, 1, -1])
+    assert first(advantage_of("reinforce_pp", rollouts)) == pytest.approx(
+        [value / scale for value in (0.5, -0.5, 0, 1, -1)], abs=1e-5
+    )
+
+
+def test_the_median_episode_of_an_odd_group_is_left_out():
+    rollouts = make_rollouts([1] * 5, [0, 0, 0, 1, 1], [3.0, 0.0, 1.0, 2.0, 0.0])
+    advantage, keep = group_advantages.mc_grpo(rollouts, CONTEXT, epsilon=0.0)
+    assert keep.tolist() == [True, True, False, True, True]
+    assert first(advantage) == pytest.approx([2.0, -1.0, 0.0, 1.0, -1.0])
+
+
+def test_a_group_of_failures_is_pushed_away_by_a_virtual_success():
+    rollouts = make_rollouts([1] * 4, [0, 0, 1, 1], [0.0, 0.0, 1.0, 0.0])
+    assert first(advantage_of("grpo", rollouts))[:2] == pytest.approx([0.0, 0.0])
+    guided = first(advantage_of("ngrpo", rollouts, best=1.0))
+    spread = np.std([0, 0, 1])
+    assert guided[:2] == pytest.approx([-1 / 3 / spread] * 2, abs=1e-4)
+
+
+def test_signs_and_weights_of_w_reinforce():
+    rollouts = make_rollouts([1, 1], [0, 0], [1.0, -1.0])
+    assert first(advantage_of("w_reinforce", rollouts)) == pytest.approx([0.1, -1.0])
+    assert first(advantage_of("w_reinforce", rollouts, positive=0.0)) == [0.0, -1.0]
+
+
+def test_a_small_reward_is_not_drowned_by_a_large_one():
+    rollouts = make_rollouts([1] * 4, [0, 0, 1, 1], [0.0, 0.0, 0.0, 0.0])
+    large, small = torch.zeros_like(rollouts.valid, dtype=torch.float32), torch.zeros(4, 1, 2)
+    large[:, 0, 0] = torch.tensor([1000.0, 0.0, 1000.0, 0.0])
+    small[:, 0, 0] = torch.tensor([0.0, 0.01, 0.01, 0.0])
+    rollouts = replace(rollouts, rewards={"large": large, "small": small})
+    found = first(advantage_of("gdpo", rollouts))
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
+    assert found[2] > 1
+    assert found[3] < -1
+
+
+def test_steps_in_the_same_state_are_compared_with_one_another():
+    rollouts = make_rollouts([2, 2, 2], [0, 0, 0], [1.0, 0.0, 0.5])
+    keys = torch.tensor([[5, 1], [5, 2], [6, 2]])
+    rollouts = rollouts.with_extras(state_key=keys)
+    episode = first(advantage_of("grpo", rollouts))
+    found = advantage_of("gigpo", rollouts, step_weight=1.0)
+    steps = found - torch.tensor(episode)[:, None]
+    # start state 5: returns to go 0.81 and 0 (discount 0.9 ** 2 control steps); state 2: 0 and 0.5
+    assert steps[0].tolist() == pytest.approx([0.405, 0.0], abs=1e-5)
+    assert steps[1].tolist() == pytest.approx([-0.405, -0.25], abs=1e-5)
+    assert steps[2].tolist() == pytest.approx([0.0, 0.25], abs=1e-5)
+
+
+def test_longer_shared_histories_weigh_more():
+    rollouts = make_rollouts([2, 2, 2, 2], [0] * 4, [1.0, 0.0, 1.0, 0.0])
+    keys = torch.tensor([[1, 9], [1, 9], [2, 9], [3, 9]])
+    found = advantage_of("hgpo", rollouts.with_extras(state_key=keys), context_length=1, alpha=1.0)
+    # last decision of the first row: all four share state 9 (A = +1), two share 1 -> 9 as well (A = +1)
+    assert float(found[0, 1]) == pytest.approx(1.0, abs=1e-4)
+    # the first decision of the third row is alone at every level: its episode's advantage
+    assert float(found[2, 0]) == pytest.approx(1.0, abs=1e-4)
+
+
+TREE = {
+    "lengths": [3, 3, 3, 3],
+    "group": [0, 0, 0, 0],
+    "returns": [1.0, 0.0, 1.0, 0.0],
+    "parent": [-1, 0, -1, 2],
+    "branch_step": [-1, 1, -1, 2],
+}
+
+
+def test_owners_of_shared_decisions():
+    assert step_advantages.owners(make_rollouts(**TREE)).tolist() == [[0, 0, 0], [0, 1, 1], [2, 2, 2], [2, 2, 3]]
+
+
+def test_subtree_means_give_tree_advantages():
+    rollouts = make_rollouts(**TREE)
+    values, _ = step_advantages.subtree_values(rollouts)
+    assert values.tolist() == [[0.5, 1, 1], [0.5, 0, 0], [0.5, 0.5, 1], [0.5, 0.5, 0]]
+    leaf = torch.tensor([(1 - 0.5) + (1 - 0.5), -1.0, (0.5 + 0.5 + 0.5), -1.5]) / 4
+    found = first(advantage_of("tree_po", rollouts))
+    assert found == pytest.approx((leaf / leaf.std(unbiased=False)).tolist(), abs=1e-5)
+
+
+def test_nodes_are_standardised_by_depth_and_shared_ones_counted_once():
+    found = advantage_of("branch_grpo", make_rollouts(**TREE))
+    assert found[:, 0].tolist() == [0.0] * 4  # both nodes are worth 0.5: no spread
+    depth = np.array([1.0, 0.0, 0.5])
+    scaled = (depth - depth.mean()) / depth.std()
+    assert found[:, 1].tolist() == pytest.approx([scaled[0], scaled[1], scaled[2], scaled[2]], abs=1e-5)
+    assert found[:, 2].tolist() == pytest.approx([1.0, -1.0, 1.0, -1.0], abs=1e-5)
+
+
+def test_a_fork_is_judged_against_its_siblings():
+    found = advantage_of("fork", make_rollouts(**TREE), trajectory=0.0)
+    assert found.tolist() == [[0, 0.5, 0], [0, -0.5, 0], [0, 0, 0.5], [0, 0, -0.5]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), sizes=st.lists(st.integers(2, 4), min_size=2, max_size=3))
+def test_neither_order_nor_padding_matters(name: str, seed: int, sizes: list[int]):
+    draws = np.random.default_rng(seed)
+    group = [number for number, size in enumerate(sizes) for _ in range(size)]
+    rollouts = make_rollouts(draws.integers(1, 4, len(group)).tolist(), group, seed=seed)
+    expected = advantage_of(name, rollouts)
+    assert bool(expected.isfinite().all())
+    assert not expected[~rollouts.alive].any()
+    order = torch.as_tensor(draws.permutation(len(group)))
+    torch.testing.assert_close(advantage_of(name, rollouts.take(order)), expected[order], atol=1e-5, rtol=1e-4)
+    longer = make_rollouts([6], [0], [0.0])
+    padded = concatenate([rollouts, longer]).take(torch.arange(len(group)))
+    found = advantage_of(name, padded)
+    torch.testing.assert_close(found[:, : expected.shape[1]], expected, atol=1e-5, rtol=1e-4)
+    assert not found[:, expected.shape[1] :].any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 20))
+def test_segments_equal_slow_references(seed: int, count: int):
+    draws = np.random.default_rng(seed)
+    values, keys, mask = draws.normal(size=count), draws.integers(0, 4, count), draws.random(count) < 0.7
+    segments = Segments.of(torch.tensor(keys))
+    tensor, chosen = torch.tensor(values), torch.tensor(mask)
+    for number, key in enumerate(np.unique(keys)):
+        member = values[(keys == key) & mask]
+        assert int(segments.size(chosen)[number]) == len(member)
+        references = {
+            "sum": np.sum(member),
+            "mean": np.mean(member) if len(member) else 0.0,
+            "std": np.std(member) if len(member) else 0.0,
+            "median": np.median(member) if len(member) else 0.0,
+            "maximum": np.max(member) if len(member) else 0.0,
+            "minimum": np.min(member) if len(member) else 0.0,
+        }
+        for name, reference in references.items():
+            assert float(getattr(segments, name)(tensor, chosen)[number]) == pytest.approx(reference, abs=1e-9), name
+        if len(member):
+            assert float(segments.quantile(tensor, 0.3, chosen)[number]) == pytest.approx(np.quantile(member, 0.3))
+    assert sorted(segments.rank(tensor)[torch.tensor(keys == keys[0])].tolist()) == list(range((keys == keys[0]).sum()))

@@ -1,0 +1,175 @@
+"""Every coefficient is the gradient of its textbook loss, by autograd in fp64."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_rollouts import make_rollouts, make_scored
+from torch import Tensor
+from torch.nn import functional
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.rl import off_policy
+from robopolicy.rl.context import Scored
+from robopolicy.rl.objective import policy_loss
+
+Loss = Callable[[Tensor, Tensor, Tensor, Scored], Tensor]
+"""(logp, old, advantage, scored) -> textbook loss of each unit [B, T, K]."""
+
+
+def clipped(ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    return -torch.min(
+        ratio * advantage, torch.minimum(torch.maximum(ratio, torch.as_tensor(low)), torch.as_tensor(high)) * advantage
+    )
+
+
+def decoupled(logp, old, advantage, scored):
+    return scored.staleness.exp().clamp(max=5.0) * clipped((logp - old).exp(), advantage, 0.8, 1.2)
+
+
+def cispo(logp, old, advantage, scored):
+    return -(logp - old).exp().clamp(0.0, 1.28).detach() * advantage * logp
+
+
+def one_side(logp, old, advantage, scored):
+    ratio = (logp - old).exp()
+    kept = torch.where(advantage >= 0, ratio <= 1.2, ratio >= 0.8)
+    return -kept.double() * ratio * advantage
+
+
+def two_side_plain(logp, old, advantage, scored):
+    ratio = (logp - old).exp()
+    return -((ratio <= 1.2) & (ratio >= 0.8)).double() * advantage * logp
+
+
+def opmd(logp, old, advantage, scored):
+    return (-advantage * logp + 0.5 * 0.7 * (logp - old).square()) / 1.7
+
+
+def asym(logp, old, advantage, scored):
+    return -(advantage + 0.1) * logp
+
+
+def dcpo(logp, old, advantage, scored):
+    q = old.exp()
+    low = 0.5 + 0.5 * (1 - 4 * 0.16 / q).clamp(min=0).sqrt()
+    return clipped((logp - old).exp(), advantage, low, 0.5 + 0.5 * (1 + 4 * 0.2 / q).sqrt())
+
+
+def min_pro(logp, old, advantage, scored):
+    log_ratio = torch.where(scored.mask, logp - old, 0.0).detach()
+    weight = torch.zeros_like(log_ratio).flatten(1)
+    flat = log_ratio.flatten(1)
+    for row in range(len(flat)):
+        smallest = 0.0
+        for place in range(flat.shape[1]):
+            weight[row, place] = min(5.0, float((flat[row, place] + smallest).exp()))
+            smallest = min(smallest, float(flat[row, place]))
+    return -weight.reshape(logp.shape) * advantage * logp
+
+
+CASES: dict[str, tuple[Callable, dict, Loss]] = {
+    "decoupled": (off_policy.decoupled_ppo, {}, decoupled),
+    "cispo": (off_policy.cispo, {}, cispo),
+    "rec one side": (off_policy.rec, {}, one_side),
+    "rec two sides": (off_policy.rec, {"region": "two_side", "importance": False}, two_side_plain),
+    "opmd": (off_policy.opmd, {"tau": 0.7}, opmd),
+    "asym_re": (off_policy.asym_re, {}, asym),
+    "dcpo": (off_policy.dcpo, {}, dcpo),
+    "min_pro": (off_policy.min_pro, {}, min_pro),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), lengths=st.lists(st.integers(1, 4), min_size=2, max_size=5))
+def test_coefficients_are_gradients(name: str, seed: int, lengths: list[int]):
+    function, options, textbook = CASES[name]
+    draws = torch.Generator().manual_seed(seed)
+    rollouts = make_rollouts(lengths, [0] * len(lengths), seed=seed)
+    old = -rollouts.logp_behaviour.abs() - 0.05
+    stale = old - 0.3 * torch.rand(old.shape, generator=draws, dtype=torch.float64)
+    rollouts = replace(rollouts, logp_behaviour=stale, logp_proximal=old)
+    noise, advantage = (torch.randn(old.shape, generator=draws, dtype=torch.float64) for _ in range(2))
+    advantage = torch.where(rollouts.mask, advantage, 0.0)
+    logp = (old + 0.3 * noise).requires_grad_()
+    scored = make_scored(rollouts, logp, advantage)
+
+    loss = torch.where(scored.mask, textbook(logp, old, advantage, scored), 0.0).sum()
+    (expected,) = torch.autograd.grad(loss, logp)
+    c, _ = function(scored, **options)
+    (found,) = torch.autograd.grad(policy_loss(logp, c, scored.mask.double()), logp)
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pacs_is_the_gradient_of_cross_entropy(seed: int):
+    rollouts = make_rollouts([2, 3, 1, 3, 2, 2], [0, 0, 0, 1, 1, 1], [1.0, -1.0, 1.0, -1.0, -1.0, 1.0], seed=seed)
+    noise = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logp = (rollouts.logp_behaviour + 0.3 * noise).requires_grad_()
+    scored = make_scored(rollouts, logp, torch.zeros_like(noise))
+    score = 0.5 * torch.where(scored.mask, logp - rollouts.logp_behaviour, 0.0).sum((1, 2))
+    centred = torch.stack(
+        [score[i] - torch.stack([score[j] for j in range(6) if j != i and j // 3 == i // 3]).mean() for i in range(6)]
+    )
+    label = rollouts.row_success.double()
+    loss = functional.binary_cross_entropy_with_logits(centred, label, reduction="none")  # 3 of each: balance 1
+    (expected,) = torch.autograd.grad(loss.sum(), logp)
+    c, _ = off_policy.pacs(scored, beta=0.5)
+    (found,) = torch.autograd.grad(policy_loss(logp, c, scored.mask.double()), logp)
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-6)
+
+
+def test_bapo_widens_until_good_decisions_are_half():
+    rollouts = make_rollouts([1] * 8, [0] * 8, units=1)
+    ratio = torch.tensor([1.0, 1.5, 2.0, 0.65, 0.7, 0.75, 1.0, 1.1], dtype=torch.float64)[:, None, None]
+    advantage = torch.tensor([1.0, 1.0, 1.0, -1, -1, -1, -1, -1], dtype=torch.float64)[:, None, None]
+    scored = make_scored(rollouts, rollouts.logp_behaviour + ratio.log(), advantage)
+    c, stats = off_policy.bapo(scored)
+    assert float(stats["positive_share"]) >= 0.5
+    assert float(stats["bapo_low"]) == pytest.approx(0.9)
+    assert float(stats["bapo_high"]) > 1.2
+    assert float(c[1, 0, 0]) == pytest.approx(1.5)  # beyond PPO's 1.2, inside the widened bound
+    assert float(c[3, 0, 0]) == 0.0
+    balanced, stats = off_policy.bapo(replace(scored, advantage=torch.where(advantage > 0, -0.5, 1.0).double()))
+    assert float(stats["bapo_low"]) == pytest.approx(0.6)
+    assert float(stats["bapo_high"]) == pytest.approx(1.2)
+    assert float(balanced[3, 0, 0]) == pytest.approx(0.65)
+
+
+def test_the_guarded_ratio_stays_at_one_where_the_plain_one_drifts():
+    draws = torch.Generator().manual_seed(0)
+    rows, dimensions, std = 20_000, 6, 0.2
+    old = torch.randn(rows, 1, 1, 2, 3, generator=draws, dtype=torch.float64)
+    new = old + 0.15 * torch.randn(old.shape, generator=draws, dtype=torch.float64)
+    value = old + std * torch.randn(old.shape, generator=draws, dtype=torch.float64)
+    density = torch.distributions.Normal
+    log_ratio = (density(new, std).log_prob(value) - density(old, std).log_prob(value)).mean((3, 4))
+    guarded = off_policy.guarded_log_ratio(log_ratio, new, old, torch.full_like(old, std), dimensions)
+    assert float(log_ratio.exp().mean()) < 0.85
+    assert float(guarded.mean()) == pytest.approx(0.0, abs=2e-3)
+    assert float(guarded.exp().mean()) == pytest.approx(1.0, abs=5e-3)
+
+
+def test_an_exact_kl_clip_stops_only_what_moves_further_away():
+    rollouts = make_rollouts([1] * 4, [0] * 4, units=1)
+    mean_old = torch.zeros(4, 1, 1, 1, 1, dtype=torch.float64)
+    mean = mean_old + torch.tensor([0.0, 0.01, 0.5, 0.5], dtype=torch.float64)[:, None, None, None, None]
+    rollouts = replace(rollouts, units={"mean": mean_old})
+    log_ratio = torch.tensor([0.0, 0.1, 0.2, 0.2], dtype=torch.float64)[:, None, None]
+    advantage = torch.tensor([1.0, 1.0, 1.0, -1.0], dtype=torch.float64)[:, None, None]
+    extras = {"mean": mean, "std": torch.full_like(mean, 0.2)}
+    scored = make_scored(rollouts, rollouts.logp_behaviour + log_ratio, advantage, extras=extras)
+    c, _ = off_policy.gaussian_kl(scored)
+    ratio = log_ratio.exp().flatten()
+    torch.testing.assert_close(c.flatten(), torch.tensor([1.0, 1.0, 0.0, -1.0]).double() * ratio)
+
+
+def test_an_unknown_region_is_named():
+    rollouts = make_rollouts([1, 1], [0, 0])
+    scored = make_scored(rollouts, rollouts.logp_behaviour, torch.zeros_like(rollouts.logp_behaviour))
+    with pytest.raises(ConfigError, match=r"one_sided.*one_side"):
+        off_policy.rec(scored, region="one_sided")
