@@ -81,7 +81,8 @@ class MujocoWorld:
     batch_size: rows B; seed: of the generator that draws episode seeds when `reset` is given none; history: H frames;
     cameras: whose images (image_size x image_size) are part of the observation; threads: native threads, default one
     per usable core; terminate_on_success: False lets an episode run on to its time limit.
-    `reset` options: "uniforms" [R, task.uniforms], the start's random numbers instead of those a seed gives.
+    `reset` options: "uniforms" [R, task.uniforms], the start's random numbers instead of those a seed gives; "task"
+    [R], indices of instructions, -1 for the one that the seed gives.
     """
 
     def __init__(
@@ -150,10 +151,10 @@ class MujocoWorld:
         """Start new episodes in `rows`; the first reset must cover every row. Returns all rows' observation."""
         index = self._rows(rows)
         options = dict(options or {})
-        numbers = options.pop("uniforms", None)
+        numbers, instruction = options.pop("uniforms", None), options.pop("task", None)
         if options:
             unknown = next(iter(options))
-            raise ConfigError(f"Unknown reset option '{unknown}'.{did_you_mean(unknown, ['uniforms'])}")
+            raise ConfigError(f"Unknown reset option '{unknown}'.{did_you_mean(unknown, ['uniforms', 'task'])}")
         if seeds is None:
             seeds = self._generator.integers(0, 2**62, size=len(index))
         seeds = np.asarray(seeds, dtype=np.int64)
@@ -165,6 +166,8 @@ class MujocoWorld:
         if numbers.shape != (len(index), self.task.uniforms):
             raise SpecError(f"uniforms have shape {numbers.shape}, expected [{len(index)}, {self.task.uniforms}].")
         fresh = self._start(numbers)
+        if instruction is not None:
+            fresh["instruction"] = self._instructed(np.asarray(instruction), fresh["instruction"])
         if self._arrays is None:
             if len(index) != self._batch_size:
                 raise SpecError("The first reset must start every row: call reset() before reset(rows).")
@@ -172,6 +175,14 @@ class MujocoWorld:
         for name, value in fresh.items():
             self._arrays[name][index] = value
         return self._observation()
+
+    def _instructed(self, asked: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+        """Return the instructions asked for [R], and the drawn ones where they are -1."""
+        if asked.shape != drawn.shape or asked.dtype.kind not in "iu":
+            raise SpecError(f"task has shape {list(asked.shape)} and dtype {asked.dtype}: give an index per row, [R].")
+        if asked.min(initial=0) < -1 or asked.max(initial=0) >= len(self.task.instructions):
+            raise SpecError(f"task is {asked.tolist()}: '{self.task.name}' has {len(self.task.instructions)}, from 0.")
+        return np.where(asked < 0, drawn, asked)
 
     def _start(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         """Return the arrays of freshly started rows."""
@@ -251,8 +262,9 @@ class MujocoWorld:
 
         path = {key: np.concatenate([arrays[f"history/{key}"][take], value], axis=1) for key, value in observed.items()}
         newest = {key: np.ascontiguousarray(value[:, self._history - 1 :]) for key, value in path.items()}
-        potential = task.potential(newest).astype(np.float64)
-        latched = arrays["success"][take, None] | np.logical_or.accumulate(task.succeeded(observed), axis=1)
+        told = {TASK: np.asarray(task.instructions)[arrays["instruction"][take]][:, None]}
+        potential = task.potential(newest | told).astype(np.float64)
+        latched = arrays["success"][take, None] | np.logical_or.accumulate(task.succeeded(observed | told), axis=1)
         first = latched & ~np.concatenate([arrays["success"][take, None], latched[:, :-1]], axis=1)
         count = arrays["steps"][take, None] + np.arange(1, chunk + 1)
         ends = (first & self._spec.terminate_on_success) | (count >= task.horizon)

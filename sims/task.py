@@ -22,7 +22,8 @@ class Start:
 
     qpos: [R, nq]; goal: [R, G] parameters that stay constant within the episode (may be [R, 0]); control: [R, nu], the
     control in force before the first action (default zeros); qvel: [R, nv] and activation: [R, na] (default zeros);
-    instruction: [R] index into the task's instructions (default the first).
+    instruction: [R] index into the task's instructions (default the first); reset may replace it, so nothing else of a
+    start may depend on it.
     """
 
     qpos: np.ndarray
@@ -73,7 +74,8 @@ class Task:
     succeeded: observation -> bool [...]; markers: goal [R, G] -> Markers for rendering (None: nothing to show);
     expert: makes the scripted expert, which sees observations [B, H, ...] and reads the newest frame.
 
-    potential and succeeded read the observation alone, so a learned world can be judged by the very same functions.
+    potential and succeeded read the observation alone, so a learned world can be judged by the very same functions; it
+    includes `task`, texts that broadcast against the leading axes.
     """
 
     name: str

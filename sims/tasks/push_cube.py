@@ -75,27 +75,31 @@ class PushCubeExpert:
         """Return actions [B, 2]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
         target = state[:, 0:2] + state[:, 4:6]
-        cube, to_goal = environment[:, 0:2], environment[:, 11:13]
-        distance = _length(to_goal)[:, None]
-        forward = to_goal / np.maximum(distance, 1e-6)
-        sideways = np.stack([-forward[:, 1], forward[:, 0]], axis=-1)
-        relative = target - cube
-        along = (relative * forward).sum(axis=1, keepdims=True)
-        across = (relative * sideways).sum(axis=1, keepdims=True)
-        # Pushing: stay behind the centre, steering against the lateral error, and slow down near the goal.
-        push = forward * np.minimum(0.6, 8.0 * distance + 0.15) - sideways * np.clip(12.0 * across, -0.5, 0.5)
-        # Going round: head for a point behind the cube; while still beside or ahead of it, keep clear of its corners.
-        clear = 0.10
-        side = np.where(across >= 0, 1.0, -1.0)
-        waypoint = (
-            cube - forward * np.where(along > -0.02, 0.0, clear) + sideways * np.where(along > -0.02, side * clear, 0.0)
-        )
-        waypoint = np.where(
-            (along > -0.02) & (np.abs(across) > 0.085), cube - forward * clear + sideways * side * 0.09, waypoint
-        )
-        approach = 6.0 * (waypoint - target)
-        behind = (along < -0.05) & (np.abs(across) < 0.02)
-        return np.clip(np.where(behind, push, approach), -1.0, 1.0)
+        return steer(target, environment[:, 0:2], environment[:, 11:13])
+
+
+def steer(target: np.ndarray, cube: np.ndarray, to_goal: np.ndarray) -> np.ndarray:
+    """Return actions [B, 2] that go round the cube and push it along `to_goal`, all [B, 2]; target: the pusher's."""
+    distance = _length(to_goal)[:, None]
+    forward = to_goal / np.maximum(distance, 1e-6)
+    sideways = np.stack([-forward[:, 1], forward[:, 0]], axis=-1)
+    relative = target - cube
+    along = (relative * forward).sum(axis=1, keepdims=True)
+    across = (relative * sideways).sum(axis=1, keepdims=True)
+    # Pushing: stay behind the centre, steering against the lateral error, and slow down near the goal.
+    push = forward * np.minimum(0.6, 8.0 * distance + 0.15) - sideways * np.clip(12.0 * across, -0.5, 0.5)
+    # Going round: head for a point behind the cube; while still beside or ahead of it, keep clear of its corners.
+    clear = 0.10
+    side = np.where(across >= 0, 1.0, -1.0)
+    waypoint = (
+        cube - forward * np.where(along > -0.02, 0.0, clear) + sideways * np.where(along > -0.02, side * clear, 0.0)
+    )
+    waypoint = np.where(
+        (along > -0.02) & (np.abs(across) > 0.085), cube - forward * clear + sideways * side * 0.09, waypoint
+    )
+    approach = 6.0 * (waypoint - target)
+    behind = (along < -0.05) & (np.abs(across) < 0.02)
+    return np.clip(np.where(behind, push, approach), -1.0, 1.0)
 
 
 def _length(vector: np.ndarray) -> np.ndarray:
