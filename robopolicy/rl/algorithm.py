@@ -16,6 +16,7 @@ from robopolicy.rl import (  # noqa: F401 they register
     credit,
     group_advantages,
     off_policy,
+    rewards,
     step_advantages,
     tasks,
     weights,
@@ -103,6 +104,10 @@ class Algorithm:
         """What its mechanisms need."""
         needs = frozenset().union(*(entry.needs for entry in self.entries))
         return needs | {Need.EPISODES} if self.ratio_level.whole_episodes else needs
+
+    def credits_with(self, need: Need) -> bool:
+        """Whether a credit mechanism has this need, so that the trainer has to provide for it."""
+        return any(entry.slot is Slot.CREDIT and need in entry.needs for entry in self.entries)
 
     def check(self, have: frozenset[Need]) -> None:
         """Raise ConfigError naming the first mechanism that cannot work with what there is."""

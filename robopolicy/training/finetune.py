@@ -31,7 +31,7 @@ from robopolicy.rl.mechanisms import Need
 from robopolicy.rl.returns import ReturnScale
 from robopolicy.training.collection import Collector
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.experience import decisions_at, episode_metrics, with_executed, with_values
+from robopolicy.training.experience import decisions_at, episode_metrics, rescored, with_executed, with_values
 from robopolicy.training.state import load_trainer, require_finite, require_same_config, save_trainer
 from robopolicy.training.update import Learner
 
@@ -173,6 +173,13 @@ class _Finetuning:
     def _prepare(self, rollouts: Rollouts) -> Rollouts:
         """Turn rewards into one advantage a unit."""
         rollouts = with_executed(rollouts, self.policy, self.world.spec.instructions)
+        if self.algorithm.credits_with(Need.CATEGORICAL):
+            _, entropy = rescored(rollouts, self.policy, self.world.spec.instructions)
+            rollouts = rollouts.with_extras(entropy=entropy)
+        if self.algorithm.credits_with(Need.IMAGES):
+            draws = self.generators["blackout"]
+            corrupted, _ = rescored(rollouts, self.policy, self.world.spec.instructions, draws)
+            rollouts = rollouts.with_extras(corrupted_logp=corrupted)
         for shape_rewards in self.algorithm.rewards:
             rollouts = shape_rewards(rollouts, self._context)
         if self.critic is not None:

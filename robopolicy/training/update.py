@@ -35,13 +35,18 @@ from robopolicy.training.state import (
 
 @dataclass(frozen=True)
 class AuxiliaryInputs:
-    """What an auxiliary loss may use: the minibatch's decisions [n] (`where` [b, t]), their differentiable evaluation,
-    the policy, its base (frozen, None unless asked for) and the context.
+    """What an auxiliary loss may use of the minibatch's n decisions.
+
+    observation, units: what the policy was given to score; mask: [n, k] which units were choices; evaluation: its
+    differentiable scores; base: the frozen policy that fine-tuning started from; rollouts, where: the minibatch itself
+    and the places [b, t] of its decisions.
     """
 
     rollouts: Rollouts
     where: Tensor
     observation: Mapping[str, Any]
+    units: Mapping[str, Tensor]
+    mask: Tensor
     evaluation: Evaluation
     policy: Any
     base: Any
@@ -157,7 +162,9 @@ class Learner:
             return stats, True
         coefficient, extra = self.algorithm.coefficient(scored)
         weight = self.algorithm.weight(scored.mask, batch)
-        inputs = AuxiliaryInputs(batch, alive, observation, evaluation, self.policy, self.base, context)
+        inputs = AuxiliaryInputs(
+            batch, alive, observation, units, scored.mask[alive], evaluation, self.policy, self.base, context
+        )
         auxiliaries = {name: function(inputs) for name, function in self.algorithm.auxiliaries.items()}
         loss = policy_loss(logp, coefficient, weight, auxiliaries)
         require_finite("the policy loss", loss.detach(), where)
