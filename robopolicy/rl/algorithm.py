@@ -38,6 +38,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weight": "episode_mean",
         "ratio_level": RatioLevel.EPISODE_MEAN,
     },
+    "branch_grpo": {"advantage": "branch_grpo", "coefficient": "ppo", "weight": "unit_mean"},
+    "mc_grpo": {"advantage": "mc_grpo", "coefficient": "ppo", "weight": "unit_mean"},
+    "ngrpo": {"advantage": "ngrpo", "coefficient": "ppo", "weight": "unit_mean"},
+    "gigpo": {"advantage": "gigpo", "coefficient": "ppo", "weight": "unit_mean"},
+    "step_grpo": {"advantage": "step_groups", "coefficient": "ppo", "weight": "unit_mean"},
+    "grpo_guard": {"advantage": "grpo", "coefficient": "grpo_guard", "weight": "unit_mean"},
+    "w_reinforce": {"advantage": "w_reinforce", "coefficient": "rec", "weight": "unit_mean"},
+    "pacs": {"advantage": "dr_grpo", "coefficient": "pacs", "weight": "constant"},
     "reinforce_pp": {"advantage": "reinforce_pp", "coefficient": "ppo", "weight": "unit_mean"},
 }
 """Yardsticks by name: what they put into the slots; every slot can be overridden."""

@@ -13,7 +13,7 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.world import World
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.collect import Streams, play, start_streams
-from robopolicy.rl.episodes import EpisodePlayer, groups_of
+from robopolicy.rl.episodes import Branching, EpisodePlayer, groups_of
 from robopolicy.rl.mechanisms import Need
 from robopolicy.training.configuration import FinetuneConfig
 
@@ -31,7 +31,7 @@ class Collector:
         self.grouped = Need.GROUPS in algorithm.needs or Need.EPISODES in algorithm.needs
         self.sampler = algorithm.sampler()
         self.streams: Streams | None = None
-        self.player = EpisodePlayer(world, policy)
+        self.player = EpisodePlayer(world, policy, Branching(config.branch_at, config.branch_width))
         self.starts = np.zeros(0, dtype=np.int64)
 
     def restart(self) -> None:

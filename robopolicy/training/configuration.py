@@ -13,7 +13,8 @@ class FinetuneConfig(AlgorithmConfig):
     algorithm and the slots below it choose the mechanisms. iterations of collecting, then `epochs` over minibatches of
     `minibatch` decisions (or of minibatch_episodes whole episodes; group algorithms with episode ratios need those).
     Collected are `decisions` chunks a row with a critic, or whole episodes in `groups` groups of group_size with the
-    same start, out of a pool of `starts` (0: always fresh ones), for algorithms that compare episodes.
+    same start, out of a pool of `starts` (0: always fresh ones), for algorithms that compare episodes; before the
+    decisions branch_at every running episode splits into branch_width that go on from the same state.
     discount is per control step, gae_lambda per decision; clip runs from clip_base (null: clip) at the noisiest unit to
     clip at the cleanest with clip_rate, clip_high is the width above 1 (null: clip); target_kl (of the whole decision)
     ends the epochs of an iteration, and a step that went beyond twice of it is taken back; actor_rate is reached over
@@ -29,6 +30,8 @@ class FinetuneConfig(AlgorithmConfig):
     groups: int = 64
     group_size: int = 8
     starts: int = 0
+    branch_at: tuple[int, ...] = ()
+    branch_width: int = 2
     epochs: int = 5
     minibatch: int = 2048
     minibatch_episodes: int = 0
