@@ -11,14 +11,17 @@ from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl import (  # noqa: F401 they register
     advantages,
+    allocation,
     auxiliaries,
     coefficients,
+    controllers,
     credit,
     group_advantages,
     off_policy,
     rewards,
+    samplers,
+    selection,
     step_advantages,
-    tasks,
     weights,
 )
 from robopolicy.rl.context import Coefficients, Context, Scored

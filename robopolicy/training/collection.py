@@ -9,7 +9,7 @@ from torch import Tensor
 from robopolicy.core.errors import NonFiniteError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive, episode_seeds
-from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.world import World
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.collect import Streams, play, start_streams
@@ -30,6 +30,7 @@ class Collector:
         self.algorithm = algorithm
         self.grouped = Need.GROUPS in algorithm.needs or Need.EPISODES in algorithm.needs
         self.sampler = algorithm.sampler()
+        self.allocator = algorithm.allocator()
         self.streams: Streams | None = None
         self.player = EpisodePlayer(world, policy, Branching(config.branch_at, config.branch_width))
         self.starts = np.zeros(0, dtype=np.int64)
@@ -65,6 +66,7 @@ class Collector:
         self.sampler.observe(self.starts, won, episodes, advantage)
 
     def _groups(self, iteration: int, generator: torch.Generator) -> Rollouts:
+        """Play the groups that sampler and allocator ask for, and what the allocator adds after seeing them."""
         config = self.config
         if config.starts:
             pool = episode_seeds(self.seed, "starts", config.starts)
@@ -74,8 +76,17 @@ class Collector:
         else:
             seeds = episode_seeds(self.seed, f"collect/{iteration}", config.groups)
             self.starts = np.arange(len(seeds))
-        sizes = self.algorithm.allocator(self.sampler.predict(self.starts), config.group_size)
-        return self.player.play(groups_of(seeds, list(sizes)), generator, version=iteration)
+        instructions = len(self.world.spec.instructions)
+        tasks = (self.starts % instructions).tolist() if config.starts and instructions > 1 else []
+        sizes = self.allocator.plan(self.sampler.predict(self.starts), config.group_size)
+        rollouts = self.player.play(groups_of(seeds, list(sizes), tasks), generator, version=iteration)
+        won = np.bincount(rollouts.group.cpu(), rollouts.row_success.cpu(), len(seeds))
+        played = np.bincount(rollouts.group.cpu(), minlength=len(seeds))
+        more = self.allocator.extend(won / np.maximum(played, 1), played)
+        if not sum(more):
+            return rollouts
+        added = self.player.play(groups_of(seeds, list(more), tasks), generator, version=iteration)
+        return concatenate([rollouts, added])
 
     def tree(self) -> dict[str, Any]:
         """Return the sampler's state."""

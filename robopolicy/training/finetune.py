@@ -155,7 +155,7 @@ class _Finetuning:
             self.learner.knobs.update(controller.step(update, self._context))
         updated = time.perf_counter()
         metrics = {**episode_metrics(collected_rollouts), **update}
-        self.env_steps += int(collected_rollouts.valid.sum())
+        self.env_steps += int(collected_rollouts.duration[collected_rollouts.played].sum())
         self.iteration += 1
         last = self.iteration == self.config.iterations
         if self.evaluate is not None and self._due(self.config.evaluate_every, last):

@@ -121,8 +121,8 @@ class Learner:
         if self.by_episode:
             return rollouts, self.config.minibatch_episodes or max(1, len(rollouts.group) // 4)
         flat = rollouts.flat()
-        alive = flat.alive.squeeze(1)
-        return (flat if bool(alive.all()) else flat.take(alive.nonzero().squeeze(1))), self.config.minibatch
+        played = flat.played.squeeze(1)
+        return (flat if bool(played.all()) else flat.take(played.nonzero().squeeze(1))), self.config.minibatch
 
     def _critic_step(self, batch: Rollouts, where: str) -> dict[str, Tensor]:
         assert self.critic is not None
