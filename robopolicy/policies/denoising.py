@@ -81,6 +81,7 @@ class DenoisingPolicy(nn.Module):
         self.base: ChunkNetwork | None = None
         self.finetuned_units = self.schedule.units
         self._train_encoder = True
+        self.keep_means = False
         for name, bound in (("action_low", action.low), ("action_high", action.high)):
             values = torch.tensor(bound, dtype=torch.float32).expand(action.shape).clone()
             self.register_buffer(name, values, persistent=False)
@@ -125,8 +126,8 @@ class DenoisingPolicy(nn.Module):
 
         deterministic: the noise-free sampler (DDIM with eta 0, or the flow's ODE) from random initial noise; its steps
         are no choices, so mask is False and logp zero. With a frozen image encoder, units also holds "condition"
-        [B, D], which spares `evaluate` the images. Raises SpecError or NonFiniteError on a bad observation, and
-        NonFiniteError rather than returning a non-finite action.
+        [B, D], which spares `evaluate` the images; with `keep_means`, "mean" [B, K', P, A] of every step. Raises
+        SpecError or NonFiniteError on a bad observation, and NonFiniteError rather than returning a non-finite action.
         """
         return self._act(self.network, observation, generator, deterministic)
 
@@ -277,6 +278,8 @@ class DenoisingPolicy(nn.Module):
         units = {"chain": torch.stack(chain, 1)}
         if self.caches_condition:
             units["condition"] = condition
+        if self.keep_means:
+            units["mean"] = torch.stack(means, 1)
         scored = slice(first, None)
         density = schedule.density[scored].expand(batch, -1)
         if deterministic:

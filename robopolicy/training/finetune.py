@@ -89,6 +89,8 @@ class _Finetuning:
         self.run_folder, self.evaluate = run, evaluate
         self.algorithm = build_algorithm(config)
         self.algorithm.check(self._have(critic))
+        if Need.MEANS in self.algorithm.needs:
+            policy.keep_means = True
         self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None
         needs_base = bool(self.algorithm.auxiliaries)
         base: Any = copy.deepcopy(policy).requires_grad_(False) if needs_base else None
@@ -110,6 +112,8 @@ class _Finetuning:
         have = {Need.EPISODES, Need.CATEGORICAL if self.policy.spec.categorical else Need.GAUSSIAN}
         if critic is not None:
             have.add(Need.CRITIC)
+        if hasattr(self.policy, "keep_means"):
+            have.add(Need.MEANS)
         if self.config.group_size > 1:
             have.add(Need.GROUPS)
         if self.policy.spec.cameras:
