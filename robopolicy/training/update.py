@@ -191,8 +191,10 @@ class Learner:
         alive = batch.alive
 
         def extra(name: str) -> Tensor:
-            value = evaluation.extras[name].expand(evaluation.logp.shape + evaluation.extras[name].shape[2:])
-            return value.new_zeros(unit.shape + value.shape[2:]).index_put((alive,), value.detach())
+            value = evaluation.extras[name].detach()
+            trailing = () if value.shape == evaluation.logp.shape else value.shape[-2:]
+            value = value.expand(*evaluation.logp.shape, *trailing)
+            return value.new_zeros((*unit.shape, *trailing)).index_put((alive,), value)
 
         return Scored(
             logp=logp,
