@@ -54,6 +54,9 @@ METHODS: dict[str, Method] = {
     "BranchGRPO": Method(
         "diffusion", ("finetune.algorithm=branch_grpo", "finetune.group_size=2", "finetune.branch_at=[2,5]", *GENTLE)
     ),
+    "GRPO-Guard": Method(
+        "diffusion", ("finetune.algorithm=grpo_guard", *GENTLE, "finetune.clip=0.012", "finetune.clip_base=0.012")
+    ),
     "MC-GRPO": Method(
         "diffusion", ("finetune.algorithm=mc_grpo", "finetune.group_size=3", "finetune.groups=170", *GENTLE)
     ),
