@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.rl.mechanisms import Need, Slot, mechanism
+from robopolicy.rl.mechanisms import Slot, mechanism
 from robopolicy.rl.weights import unit_mean
 
 
@@ -19,9 +19,17 @@ def imitate_base(inputs: Any, *, weight: float = 0.05) -> Tensor:
     return -weight * likelihood
 
 
-@mechanism(Slot.AUXILIARY, "entropy", source="Williams & Peng 1991", needs=(Need.CATEGORICAL,))
+@mechanism(Slot.AUXILIARY, "entropy", source="Williams & Peng 1991; ReinFlow, arXiv:2505.22094")
 def entropy_bonus(inputs: Any, *, weight: float = 0.01) -> Tensor:
-    """Minus the mean entropy of the scored units: keeps a token policy exploring."""
+    """Minus the mean entropy of the scored units: keeps tokens, or learned noise, exploring.
+
+    Raises ConfigError where the entropy is constant: denoising steps with fixed noise.
+    """
+    if not inputs.evaluation.entropy.requires_grad:
+        raise ConfigError(
+            "finetune.auxiliaries=[entropy]: this policy's noise is fixed, so its entropy is constant. Use tokens, or "
+            "policy.kind=flow policy.flow_noise=learned."
+        )
     return -weight * (unit_mean(inputs.mask) * inputs.evaluation.entropy).sum()
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from made_rollouts import make_rollouts
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Evaluation
 from robopolicy.core.spec import STATE
 from robopolicy.rl import auxiliaries, credit, rewards
@@ -104,7 +105,9 @@ def test_the_kl_to_the_base_has_its_minimum_at_the_base(estimator):
 
 
 def test_an_entropy_bonus_pays_for_entropy():
-    inputs = SimpleNamespace(
-        mask=torch.tensor([[True, False]]), evaluation=Evaluation(torch.zeros(1, 2), torch.tensor([[0.5, 9.0]]))
-    )
-    assert float(auxiliaries.entropy_bonus(inputs, weight=0.1)) == pytest.approx(-0.05)
+    entropy = torch.tensor([[0.5, 9.0]], requires_grad=True)
+    inputs = SimpleNamespace(mask=torch.tensor([[True, False]]), evaluation=Evaluation(torch.zeros(1, 2), entropy))
+    assert float(auxiliaries.entropy_bonus(inputs, weight=0.1).detach()) == pytest.approx(-0.05)
+    inputs.evaluation = Evaluation(torch.zeros(1, 2), entropy.detach())
+    with pytest.raises(ConfigError, match="noise is fixed"):
+        auxiliaries.entropy_bonus(inputs)
