@@ -15,7 +15,7 @@ def _task(module: str) -> Callable[[], Task]:
 
 TASKS: dict[str, Callable[[], Task]] = {
     name: _task(name)
-    for name in ("push_cube", "push_instructed", "push_t", "reach_planar", "arm_reach", "pick_place", "stack")
+    for name in ("push_cube", "push_choice", "push_t", "reach_planar", "arm_reach", "pick_place", "stack")
 }
 """Task name -> function that loads and returns it."""
 

@@ -21,7 +21,7 @@ from robopolicy.nn.denoisers import make_denoiser
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.nn.normalizer import Normalizer
 from robopolicy.nn.schedules import Normal, truncated_noise
-from robopolicy.policies.configuration import DenoisingPolicyConfig, LogpReduction, make_schedule
+from robopolicy.policies.configuration import DenoisingPolicyConfig, LogpReduction, PolicyKind, make_schedule
 
 ACTION = "action"
 """LeRobot's key of the action in data passed to `fit_normalizers`."""
@@ -68,8 +68,10 @@ class DenoisingPolicy(nn.Module):
         super().__init__()
         if len(action.shape) != 1:
             raise ConfigError(f"A denoising policy needs a vector of actions per control step, not {action.shape}.")
+        if config.kind is PolicyKind.TOKEN:
+            raise ConfigError("policy.kind=token is no denoising policy: build it with build_token_policy.")
         self.config = config
-        self.fields = _select_fields(config.observation_keys, observation)
+        self.fields = select_fields(config.observation_keys, observation)
         self.action = action
         self.fps = fps
         self.instructions = tuple(instructions)
@@ -343,7 +345,8 @@ class DenoisingPolicy(nn.Module):
         return (total / count if self.config.logp_reduction is LogpReduction.MEAN else total), clamped
 
 
-def _select_fields(keys: tuple[str, ...], observation: Mapping[str, Field]) -> dict[str, Field]:
+def select_fields(keys: tuple[str, ...], observation: Mapping[str, Field]) -> dict[str, Field]:
+    """Return the fields that `keys` name, all but the instruction for (); raises ConfigError for unknown ones."""
     known = {key: spec for key, spec in observation.items() if key != TASK}
     for key in keys:
         if key not in known:

@@ -1,4 +1,4 @@
-"""Push-instructed: two cubes and two goals on one table; the instruction alone says which cube goes to which goal.
+"""Push-choice: two cubes and two goals on one table; the instruction alone says which cube goes to which goal.
 
 Nothing but `task` tells the four instructions apart: starts are drawn without regard to it. A policy that ignores the
 language does the same for all four and succeeds in a quarter of the episodes; the time limit leaves no room to try one
@@ -10,8 +10,9 @@ import numpy as np
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK, Field, Observation
 from robopolicy.core.world import Rows
 from sims.task import Arrays, Markers, Readings, Start, Task, flat_quaternion, newest, scale, vector_field
-from sims.tasks.push_cube import CONTACT, TOLERANCE, control, steer
+from sims.tasks.push_cube import CONTACT, control, steer
 
+TOLERANCE = 0.05  # m, so that the cube's centre lies on the disc
 CUBES, GOALS = ("red", "blue"), ("left", "right")
 INSTRUCTIONS = tuple(f"push the {cube} cube to the {goal} goal" for cube in CUBES for goal in GOALS)
 
@@ -78,7 +79,7 @@ def markers(goal: np.ndarray) -> Markers:
     return Markers(position, flat_quaternion(np.zeros(position.shape[:2])))
 
 
-class PushInstructedExpert:
+class PushChoiceExpert:
     """Reads the instruction and pushes like push-cube's expert; the other cube is seldom in the way."""
 
     def reset(self, rows: Rows = None) -> None:
@@ -97,13 +98,13 @@ def _length(vector: np.ndarray) -> np.ndarray:
 
 
 def task() -> Task:
-    """Return the push-instructed task."""
+    """Return the push-choice task."""
     cube = "{0}_x {0}_y {0}_cos {0}_sin {0}_velocity_x {0}_velocity_y {0}_spin"
     offsets = [f"pusher_to_{name}" for name in CUBES] + [f"{name}_to_{goal}" for name in CUBES for goal in GOALS]
     names = [cube.format(name) for name in CUBES] + [f"{name}_x {name}_y" for name in (*GOALS, *offsets)]
     return Task(
-        name="push_instructed",
-        model="planar/push_instructed.xml",
+        name="push_choice",
+        model="planar/push_choice.xml",
         instructions=INSTRUCTIONS,
         success_text=f"The instructed cube's centre is within {100 * TOLERANCE:.0f} cm of the instructed goal's.",
         fps=10,
@@ -121,6 +122,6 @@ def task() -> Task:
         observe=observe,
         potential=potential,
         succeeded=succeeded,
-        expert=PushInstructedExpert,
+        expert=PushChoiceExpert,
         markers=markers,
     )

@@ -1,4 +1,4 @@
-"""Push-instructed: the instruction decides, is drawn from the seed or asked for, and shows in `task` alone."""
+"""Push-choice: the instruction decides, is drawn from the seed or asked for, and shows in `task` alone."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,12 @@ import pytest
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.spec import ENVIRONMENT_STATE, TASK
 from sims.registry import load_task, make_world
-from sims.tasks.push_instructed import INSTRUCTIONS, PushInstructedExpert, instructed, potential, succeeded
+from sims.tasks.push_choice import INSTRUCTIONS, PushChoiceExpert, instructed, potential, succeeded
 
 
 def play(episodes, instruction=None, told=None):
     """Return success [E] and return [E] of an expert that is told `told(texts)` while `instruction` is in force."""
-    world, expert = make_world("push_instructed", episodes), PushInstructedExpert()
+    world, expert = make_world("push_choice", episodes), PushChoiceExpert()
     options = None if instruction is None else {"task": np.full(episodes, instruction)}
     observation = world.reset(seeds=np.arange(episodes), options=options)
     returns = np.zeros(episodes)
@@ -46,7 +46,7 @@ def test_doing_always_the_same_succeeds_in_a_quarter():
 
 
 def test_the_instruction_is_drawn_from_the_seed_and_shows_in_the_task_alone():
-    world = make_world("push_instructed", 400)
+    world = make_world("push_choice", 400)
     drawn = world.reset(seeds=np.arange(400))
     counts = [int((drawn[TASK] == text).sum()) for text in INSTRUCTIONS]
     assert min(counts) > 70
@@ -63,7 +63,7 @@ def test_the_instruction_is_drawn_from_the_seed_and_shows_in_the_task_alone():
 
 
 def test_asking_for_what_there_is_not_is_refused():
-    world = make_world("push_instructed", 2)
+    world = make_world("push_choice", 2)
     for task in ([0], [0, 4], [-2, 0], [0.0, 1.0]):
         with pytest.raises(SpecError, match="task"):
             world.reset(options={"task": np.array(task)})
@@ -83,6 +83,6 @@ def test_success_and_progress_are_those_of_the_instructed_cube_and_goal():
 
 
 def test_names_cover_the_vectors():
-    task = load_task("push_instructed")
+    task = load_task("push_choice")
     for field in task.observation.values():
         assert len(field.names) == len(set(field.names)) == field.size
