@@ -182,7 +182,7 @@ class DoctorSection:
 class BenchSection:
     """Which benchmark: `sims` in interleaved rounds, or `algorithms` on tasks, seeds and methods (() for all).
 
-    overrides: settings for every run of `algorithms`, such as [finetune.iterations=10].
+    overrides: settings for every run of `algorithms`, quoted: bench.overrides=['finetune.iterations=10'].
     """
 
     name: str = "sims"

@@ -75,6 +75,11 @@ class Rollouts:
         return self.valid.any(-1)
 
     @property
+    def played(self) -> Tensor:
+        """[B, T]: decisions that were taken in this row, not copied from an ancestor; they are what is learned from."""
+        return self.alive & self.mask.any(-1)
+
+    @property
     def proximal(self) -> Tensor:
         """[B, T, K]: log-probabilities under the policy to clip around."""
         return self.logp_behaviour if self.logp_proximal is None else self.logp_proximal
@@ -137,7 +142,16 @@ def sum_of_rewards(rewards: Mapping[str, Tensor], valid: Tensor) -> Tensor:
 
 
 def concatenate(parts: list[Rollouts]) -> Rollouts:
-    """Join rows of rollouts of whole episodes, padding time with decisions that are not valid."""
+    """Join rows of rollouts of whole episodes, padding time with decisions that are not valid; rows get new numbers."""
+    offsets = [sum(len(part.episode) for part in parts[:index]) for index in range(len(parts))]
+    parts = [
+        replace(
+            part,
+            episode=part.episode + offset,
+            parent=torch.where(part.parent >= 0, part.parent + offset, part.parent),
+        )
+        for part, offset in zip(parts, offsets, strict=True)
+    ]
     length = max(part.shape[1] for part in parts)
 
     def join(values: list[Any], per_row: bool) -> Any:

@@ -34,11 +34,14 @@ class Spacing(Enum):
 
 
 class FlowNoise(Enum):
-    """ode: none; sde: Flow-GRPO's marginal-preserving noise; constant: ReinFlow's bounded noise on every step."""
+    """ode: none; sde: Flow-GRPO's marginal-preserving noise; constant: the same bounded noise on every step; learned:
+    ReinFlow's, a network's function of observation and time within the bounds.
+    """
 
     ODE = "ode"
     SDE = "sde"
     CONSTANT = "constant"
+    LEARNED = "learned"
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,7 @@ class FlowSchedule(NoiseSchedule):
             sigma[-1] = 0.0
             table = _flow_table(time, step, sigma)
             table[:-1, 4] = table[:-1, 4].clamp_min(min_std)
-        elif noise is FlowNoise.CONSTANT:
+        elif noise in (FlowNoise.CONSTANT, FlowNoise.LEARNED):  # learned: where the network starts from
             table[:, 4] = max(min(max(level, bounds[0]), bounds[1]), min_std)
         super().__init__(time, table, ode, clip)
 

@@ -18,6 +18,15 @@ class PolicyKind(Enum):
     TOKEN = "token"
 
 
+class Likelihood(Enum):
+    """What scores a decision: chain, the transitions of its denoising steps; matching, minus the denoising loss at
+    random noise levels, as a surrogate without a density of its own (FPO, arXiv:2507.21053).
+    """
+
+    CHAIN = "chain"
+    MATCHING = "matching"
+
+
 class LogpReduction(Enum):
     """How a unit's log-probability is reduced over the executed chunk steps and action dimensions."""
 
@@ -41,7 +50,9 @@ class DenoisingPolicyConfig:
     Exploration and scores: min_sampling_std: floor of each step's noise, in normalised actions; min_logprob_std: the
     same floor in log-probabilities; noise_clip: noise is truncated to this many standard deviations; logp_clamp: bounds
     on each element's log-density (clamping zeroes gradients: how often is in the extras); logp_reduction over the
-    executed C x A elements: state it beside any clip range.
+    executed C x A elements: state it beside any clip range. noisy_units: so many random steps of each decision are
+    noisy and scored, the others follow the noise-free sampler (null: all; pi_RL's flow-SDE has 1); likelihood, with
+    matching_samples noise levels a decision for matching, whose actions come from the noise-free sampler.
     """
 
     kind: PolicyKind = PolicyKind.DIFFUSION
@@ -69,6 +80,9 @@ class DenoisingPolicyConfig:
     noise_clip: float | None = 3.0
     logp_clamp: tuple[float, float] | None = (-5.0, 2.0)
     logp_reduction: LogpReduction = LogpReduction.MEAN
+    noisy_units: int | None = None
+    likelihood: Likelihood = Likelihood.CHAIN
+    matching_samples: int = 8
     state_normalization: NormalizationMode = NormalizationMode.MIN_MAX
     action_normalization: NormalizationMode = NormalizationMode.MIN_MAX
 
@@ -82,6 +96,10 @@ class DenoisingPolicyConfig:
             raise ConfigError(
                 f"finetuned_units is {self.finetuned_units}: choose 1 to sampling_steps, {self.sampling_steps}."
             )
+        if self.noisy_units is not None and not 1 <= self.noisy_units <= self.sampling_steps:
+            raise ConfigError(f"noisy_units is {self.noisy_units}: choose 1 to sampling_steps, {self.sampling_steps}.")
+        if self.matching_samples < 1:
+            raise ConfigError(f"matching_samples is {self.matching_samples}; at least 1 noise level scores a decision.")
         if self.history < 1:
             raise ConfigError(f"history is {self.history}: a policy reads at least one frame.")
         if min(self.min_sampling_std, self.min_logprob_std) < 0:

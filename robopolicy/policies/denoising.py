@@ -19,9 +19,17 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, check_fi
 from robopolicy.core.world import Rows
 from robopolicy.nn.denoisers import make_denoiser
 from robopolicy.nn.encoders import ObservationEncoder
+from robopolicy.nn.noise import NoiseHead
 from robopolicy.nn.normalizer import Normalizer
-from robopolicy.nn.schedules import Normal, truncated_noise
-from robopolicy.policies.configuration import DenoisingPolicyConfig, LogpReduction, PolicyKind, make_schedule
+from robopolicy.nn.schedules import FlowNoise, Normal, truncated_noise
+from robopolicy.policies.configuration import (
+    DenoisingPolicyConfig,
+    Likelihood,
+    LogpReduction,
+    PolicyKind,
+    make_schedule,
+)
+from robopolicy.policies.matching import matching_loss, matching_units
 
 ACTION = "action"
 """LeRobot's key of the action in data passed to `fit_normalizers`."""
@@ -42,6 +50,10 @@ class ChunkNetwork(nn.Module):
             config.depth,
             config.heads,
         )
+        self.noise_head: NoiseHead | None = None
+        if config.kind is PolicyKind.FLOW and config.flow_noise is FlowNoise.LEARNED:
+            low, high = config.flow_noise_bounds
+            self.noise_head = NoiseHead(self.encoder.dimension, action_size, max(low, config.min_sampling_std), high)
 
 
 class DenoisingPolicy(nn.Module):
@@ -83,6 +95,7 @@ class DenoisingPolicy(nn.Module):
         self.base: ChunkNetwork | None = None
         self.finetuned_units = self.schedule.units
         self._train_encoder = True
+        self.keep_means = False
         for name, bound in (("action_low", action.low), ("action_high", action.high)):
             values = torch.tensor(bound, dtype=torch.float32).expand(action.shape).clone()
             self.register_buffer(name, values, persistent=False)
@@ -96,7 +109,7 @@ class DenoisingPolicy(nn.Module):
             history=self.config.history,
             chunk=self.config.chunk,
             prediction=self.config.prediction_steps,
-            units=self.finetuned_units,
+            units=self.config.matching_samples if self._matching else self.finetuned_units,
             fps=self.fps,
             instructions=self.instructions,
         )
@@ -107,6 +120,11 @@ class DenoisingPolicy(nn.Module):
         if self.base is None:
             return None
         return {"units": self.finetuned_units, "train_encoder": self._train_encoder}
+
+    @property
+    def _matching(self) -> bool:
+        """Whether decisions are scored by minus the denoising loss at random levels (see `matching`)."""
+        return self.config.likelihood is Likelihood.MATCHING
 
     @property
     def first_unit(self) -> int:
@@ -127,8 +145,8 @@ class DenoisingPolicy(nn.Module):
 
         deterministic: the noise-free sampler (DDIM with eta 0, or the flow's ODE) from random initial noise; its steps
         are no choices, so mask is False and logp zero. With a frozen image encoder, units also holds "condition"
-        [B, D], which spares `evaluate` the images. Raises SpecError or NonFiniteError on a bad observation, and
-        NonFiniteError rather than returning a non-finite action.
+        [B, D], which spares `evaluate` the images; with `keep_means`, "mean" [B, K', P, A] of every step. Raises
+        SpecError or NonFiniteError on a bad observation, and NonFiniteError rather than returning a non-finite action.
         """
         return self._act(self.network, observation, generator, deterministic)
 
@@ -217,7 +235,7 @@ class DenoisingPolicy(nn.Module):
         count = units if units is not None else self.config.finetuned_units or (total + 1) // 2
         if not 1 <= count <= total:
             raise ConfigError(f"{count} fine-tuned units do not fit a chain of {total}: choose 1 to {total}.")
-        if not bool(self.schedule.density[total - count :].any()):
+        if not self._matching and not bool(self.schedule.density[total - count :].any()):
             raise ConfigError(
                 f"None of the last {count} steps has noise, so there is nothing to score: fine-tune more units, "
                 "set flow_noise=constant, or raise eta or min_sampling_std."
@@ -257,35 +275,65 @@ class DenoisingPolicy(nn.Module):
         batch, device = len(condition), condition.device
         shape = (batch, config.prediction_steps, self.action.size)
         x = torch.randn(shape, generator=generator, device=generator.device).to(device)
-        noise = None
-        if not deterministic:
+        noise, quiet = None, None
+        if not deterministic and not self._matching:
             noise = truncated_noise((schedule.units, *shape), config.noise_clip, generator).to(device)
+            quiet = self._quiet_units(batch, generator, device)
         features = self._features(leading, leading.encoder(observation) if leading is not network else condition)
-        chain, means = [x], []
+        chain, means, stds = [x], [], []
         for unit in range(schedule.units):
             if unit == first:
                 features = features if leading is network else self._features(network, condition)
                 chain = [x]
             acting = leading if unit < first else network
             prediction = acting.denoiser.denoise(x, features[0][unit], features[1])
-            normal = schedule.transition(x, prediction, unit, deterministic=deterministic)
-            x = normal.mean if noise is None else normal.sample(noise[unit])
+            normal = schedule.transition(x, prediction, unit, deterministic=noise is None)
+            if unit >= first and network.noise_head is not None:
+                normal = Normal(normal.mean, network.noise_head(condition, schedule.times[unit : unit + 1])[:, 0])
+            after = normal.mean if noise is None else normal.sample(noise[unit])
+            if quiet is not None and unit >= first:
+                still = schedule.transition(x, prediction, unit, deterministic=True).mean
+                after = torch.where(quiet[:, unit - first, None, None], still, after)
+            x = after
             if unit >= first:
                 chain.append(x)
                 means.append(normal.mean)
+                stds.append(normal.std)
         actions = self.action_normalizer.inverse(x[:, : config.chunk])
         actions = torch.minimum(torch.maximum(actions, self.action_low), self.action_high)
         check_finite("actions", actions)
         units = {"chain": torch.stack(chain, 1)}
+        if self._matching:
+            units = matching_units(x, self.schedule, config.matching_samples, generator)
         if self.caches_condition:
             units["condition"] = condition
-        scored = slice(first, None)
-        density = schedule.density[scored].expand(batch, -1)
+        if self.keep_means and not self._matching:
+            units["mean"] = torch.stack(means, 1)
+        density = schedule.density[first:].expand(batch, -1)
+        if self._matching:
+            density = torch.ones((batch, config.matching_samples), dtype=torch.bool, device=device)
         if deterministic:
             return Decision(actions, units, torch.zeros(density.shape, device=device), torch.zeros_like(density))
-        transition = Normal(torch.stack(means, 1), schedule.table[scored, 4][:, None, None])
-        logp, _ = self._score(transition, units["chain"][:, 1:], None)
+        if self._matching:
+            return Decision(actions, units, self._match(network, condition, units).logp, density)
+        if quiet is not None:
+            density = density & ~quiet
+        std = schedule.table[first:, 4][:, None, None] if network.noise_head is None else torch.stack(stds, 1)
+        logp, _ = self._score(Normal(torch.stack(means, 1), std), units["chain"][:, 1:], None)
         return Decision(actions, units, logp, density.clone())
+
+    def _quiet_units(self, batch: int, generator: torch.Generator, device: torch.device) -> Tensor | None:
+        """Return which of the scored units follow the noise-free sampler, [B, K'] bool; None: none of them."""
+        count, dense = self.config.noisy_units, self.schedule.density[self.first_unit :]
+        if count is None or count >= int(dense.sum()):
+            return None
+        draw = torch.rand((batch, len(dense)), generator=generator, device=generator.device).to(device)
+        noisy = torch.where(dense, draw, -1.0).topk(count, dim=1).indices
+        return torch.ones((batch, len(dense)), dtype=torch.bool, device=device).scatter(1, noisy, False)
+
+    def _match(self, network: ChunkNetwork, condition: Tensor, units: Mapping[str, Tensor]) -> Evaluation:
+        loss = matching_loss(network.denoiser, self.schedule, condition, units, self.config.chunk)
+        return Evaluation(-loss, torch.zeros_like(loss))
 
     def _features(self, network: ChunkNetwork, condition: Tensor) -> tuple[Tensor, Tensor]:
         denoiser = network.denoiser
@@ -294,6 +342,11 @@ class DenoisingPolicy(nn.Module):
     def _evaluate(
         self, network: ChunkNetwork, observation: TensorObservation, units: Mapping[str, Tensor]
     ) -> Evaluation:
+        if self._matching:
+            if self.caches_condition and "condition" in units:
+                return self._match(network, units["condition"], units)
+            self._validate(observation)
+            return self._match(network, network.encoder(observation), units)
         chain, first = units["chain"], self.first_unit
         expected = (self.finetuned_units + 1, self.config.prediction_steps, self.action.size)
         if tuple(chain.shape[1:]) != expected:
@@ -303,21 +356,25 @@ class DenoisingPolicy(nn.Module):
         else:
             self._validate(observation)
             condition = network.encoder(observation)
-        times = network.denoiser.encode_time(self.schedule.times[first:])
+        times_at = self.schedule.times[first:]
+        times = network.denoiser.encode_time(times_at)
         unit: Tensor | slice = slice(first, None)
         x, after = chain[:, :-1], chain[:, 1:]
         if "unit" in units:
             chosen = units["unit"]
             rows = torch.arange(len(chain), device=chain.device)[:, None]
             x, after, times, unit = chain[rows, chosen], chain[rows, chosen + 1], times[chosen], chosen + first
+            times_at = times_at[chosen]
         features = network.denoiser.encode_condition(condition)[:, None]
         prediction = network.denoiser.denoise(x, times, features)
         normal = self.schedule.transition(x, prediction, unit)
+        if network.noise_head is not None:
+            normal = Normal(normal.mean, network.noise_head(condition, times_at))
         logp, clamped = self._score(normal, after, units.get("executed"))
+        entropy = normal.entropy(self.config.min_logprob_std).mean((-2, -1)).expand(logp.shape)
+        if self.config.logp_reduction is LogpReduction.SUM:
+            entropy = entropy * self.config.chunk * self.action.size
         with torch.no_grad():
-            entropy = normal.entropy(self.config.min_logprob_std)[..., 0, 0].expand(logp.shape)
-            if self.config.logp_reduction is LogpReduction.SUM:
-                entropy = entropy * self.config.chunk * self.action.size
             clipped = torch.zeros_like(clamped)
             if self.schedule.clip is not None:
                 estimate = self.schedule.clean_estimate(x, prediction, unit)[..., : self.config.chunk, :]

@@ -11,13 +11,17 @@ from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl import (  # noqa: F401 they register
     advantages,
+    allocation,
     auxiliaries,
     coefficients,
+    controllers,
     credit,
     group_advantages,
     off_policy,
+    rewards,
+    samplers,
+    selection,
     step_advantages,
-    tasks,
     weights,
 )
 from robopolicy.rl.context import Coefficients, Context, Scored
@@ -37,6 +41,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weight": "episode_mean",
         "ratio_level": RatioLevel.EPISODE_MEAN,
     },
+    "branch_grpo": {"advantage": "branch_grpo", "coefficient": "ppo", "weight": "unit_mean"},
+    "mc_grpo": {"advantage": "mc_grpo", "coefficient": "ppo", "weight": "unit_mean"},
+    "ngrpo": {"advantage": "ngrpo", "coefficient": "ppo", "weight": "unit_mean"},
+    "gigpo": {"advantage": "gigpo", "coefficient": "ppo", "weight": "unit_mean"},
+    "step_grpo": {"advantage": "step_groups", "coefficient": "ppo", "weight": "unit_mean"},
+    "grpo_guard": {"advantage": "grpo", "coefficient": "grpo_guard", "weight": "unit_mean"},
+    "w_reinforce": {"advantage": "w_reinforce", "coefficient": "rec", "weight": "unit_mean"},
+    "pacs": {"advantage": "dr_grpo", "coefficient": "pacs", "weight": "constant"},
     "reinforce_pp": {"advantage": "reinforce_pp", "coefficient": "ppo", "weight": "unit_mean"},
 }
 """Yardsticks by name: what they put into the slots; every slot can be overridden."""
@@ -103,6 +115,10 @@ class Algorithm:
         """What its mechanisms need."""
         needs = frozenset().union(*(entry.needs for entry in self.entries))
         return needs | {Need.EPISODES} if self.ratio_level.whole_episodes else needs
+
+    def credits_with(self, need: Need) -> bool:
+        """Whether a credit mechanism has this need, so that the trainer has to provide for it."""
+        return any(entry.slot is Slot.CREDIT and need in entry.needs for entry in self.entries)
 
     def check(self, have: frozenset[Need]) -> None:
         """Raise ConfigError naming the first mechanism that cannot work with what there is."""

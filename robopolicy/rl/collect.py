@@ -49,6 +49,7 @@ def play(
     streams: Streams,
     *,
     deterministic: bool = False,
+    version: int = 0,
 ) -> Rollouts:
     """Let `policy` decide `decisions` times in every row and return [B, T] of it; `streams` is moved on in place.
 
@@ -59,7 +60,9 @@ def play(
     """
     columns: list[dict] = []
     for _ in range(decisions):
-        step, column = decide(world, policy, streams.observation, generator, deterministic=deterministic)
+        step, column = decide(
+            world, policy, streams.observation, generator, deterministic=deterministic, version=version
+        )
         streams.observation, streams.returns = step.observation, streams.returns + step.reward.sum(-1)
         column["extras"]["episode_return"] = torch.tensor(streams.returns, dtype=torch.float32).to(generator.device)
         columns.append(column)

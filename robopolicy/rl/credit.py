@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.segments import Segments
 from robopolicy.rl.context import Context
 from robopolicy.rl.mechanisms import Need, Slot, mechanism
 
@@ -17,3 +18,145 @@ def denoising_discount(units: int, gamma: float) -> Tensor:
 def discount_denoising(rollouts: Rollouts, advantage: Tensor, context: Context, *, gamma: float = 0.9) -> Tensor:
     """Discount credit towards the noisy end of the chain: A_k = gamma^(K - 1 - k) A."""
     return advantage * denoising_discount(advantage.shape[-1], gamma).to(advantage.device)
+
+
+def entropy_of(rollouts: Rollouts) -> Tensor:
+    """Return the entropy of every unit under the policy that acted, [B, T, K], in nats; the trainer provides it."""
+    return rollouts.extras["entropy"]
+
+
+def _among(values: Tensor, mask: Tensor) -> Tensor:
+    """Scale to [0, 1] between the smallest and the largest masked entry."""
+    chosen = values[mask]
+    low, high = chosen.min(), chosen.max()
+    return (values - low) / (high - low).clamp(min=1e-8)
+
+
+@mechanism(Slot.CREDIT, "top_entropy", source="80/20 rule, arXiv:2506.01939", needs=(Need.CATEGORICAL,))
+def top_entropy(rollouts: Rollouts, advantage: Tensor, context: Context, *, share: float = 0.2) -> Tensor:
+    """Learn only from the `share` of units with the highest entropy in the batch: the forks in the road."""
+    entropy = entropy_of(rollouts)
+    threshold = torch.quantile(entropy[rollouts.mask], 1 - share)
+    return torch.where(entropy >= threshold, advantage, 0.0)
+
+
+@mechanism(Slot.CREDIT, "d3s_units", source="D3S (dual-scale down-sampling)", needs=(Need.CATEGORICAL,))
+def d3s_units(rollouts: Rollouts, advantage: Tensor, context: Context, *, start: float = 0.3) -> Tensor:
+    """Learn only from the units with the largest |A| H; the share kept grows from `start` to all along the run."""
+    share = start + (1 - start) * context.share
+    size = torch.where(rollouts.mask, advantage.abs() * entropy_of(rollouts), -1.0)
+    threshold = torch.quantile(size[rollouts.mask], 1 - share)
+    return torch.where(size >= threshold, advantage, 0.0)
+
+
+@mechanism(Slot.CREDIT, "empg", source="EMPG, arXiv:2509.09265", needs=(Need.CATEGORICAL,))
+def empg(
+    rollouts: Rollouts,
+    advantage: Tensor,
+    context: Context,
+    *,
+    damping: float = 1.0,
+    clarity: float = 1.0,
+    bonus: float = 0.1,
+) -> Tensor:
+    """Confident decisions weigh more, uncertain ones less, and leading to a clear next decision is rewarded.
+
+        A_t g(H_t) + bonus exp(-clarity H_{t+1}),  g = exp(-damping H) / mean,  then centred over the batch
+
+    H: mean entropy of a decision's units, scaled to [0, 1] over the batch (the final centring is from memory).
+    """
+    alive = rollouts.alive
+    count = rollouts.mask.sum(-1).clamp(min=1)
+    step = _among((entropy_of(rollouts) * rollouts.mask).sum(-1) / count, alive)
+    gain = torch.exp(-damping * step)
+    gain = gain / gain[alive].mean()
+    ahead = torch.cat([step[:, 1:], torch.ones_like(step[:, :1])], 1)
+    follows = torch.cat([alive[:, 1:], torch.zeros_like(alive[:, :1])], 1)
+    shaped = advantage * gain[..., None] + bonus * (torch.exp(-clarity * ahead) * follows)[..., None]
+    return torch.where(rollouts.mask, shaped - shaped[rollouts.mask].mean(), 0.0)
+
+
+@mechanism(Slot.CREDIT, "hapo", source="HAPO (heterogeneous adaptive)", needs=(Need.CATEGORICAL,))
+def hapo(rollouts: Rollouts, advantage: Tensor, context: Context, *, gain: float = 0.3) -> Tensor:
+    """A (1 + gain h), with h in [-1, 1] the unit's log-entropy scaled over the batch: forks count more."""
+    level = _among(entropy_of(rollouts).clamp(min=1e-6).log(), rollouts.mask)
+    return advantage * (1 + gain * (2 * level - 1))
+
+
+@mechanism(Slot.CREDIT, "gtpo", source="GTPO, arXiv:2508.03772", needs=(Need.CATEGORICAL, Need.GROUPS))
+def gtpo(
+    rollouts: Rollouts, advantage: Tensor, context: Context, *, entropy_limit: float = 0.6931, penalty: float = 0.1
+) -> Tensor:
+    """Protect what good and bad episodes of a group have in common at their start, and drop episodes gone wild.
+
+    A token that both a positive and a negative episode chose at the same place, in an unbroken run from the start,
+    counts double in the positive ones and not at all in the negative ones. Episodes with a mean entropy above
+    entropy_limit (ln 2) are left out; A -= penalty * entropy. Runs from the end, also in the paper, are not treated:
+    episodes of a robot do not end alike.
+    """
+    tokens = rollouts.units["tokens"].flatten(1)
+    good = (advantage > 0).any((1, 2))
+    bad = (advantage < 0).any((1, 2))
+    same = (tokens[:, None] == tokens[None]) & rollouts.mask.flatten(1)[:, None] & rollouts.mask.flatten(1)[None]
+    together = (rollouts.group[:, None] == rollouts.group[None])[..., None] & same.cummin(-1).values
+    shared_with_good = (together & good[None, :, None]).any(1)
+    shared_with_bad = (together & bad[None, :, None]).any(1)
+    conflict = (shared_with_good & shared_with_bad).reshape(advantage.shape)
+    weighted = torch.where(conflict & good[:, None, None], 2.0 * advantage, advantage)
+    weighted = torch.where(conflict & bad[:, None, None], 0.0, weighted)
+    entropy = entropy_of(rollouts)
+    mean = (entropy * rollouts.mask).sum((1, 2)) / rollouts.mask.sum((1, 2)).clamp(min=1)
+    kept = (mean <= entropy_limit)[:, None, None]
+    return torch.where(kept & rollouts.mask, weighted - penalty * entropy * (advantage != 0), 0.0)
+
+
+@mechanism(Slot.CREDIT, "vppo", source="VPPO, arXiv:2510.09285", needs=(Need.IMAGES,))
+def vppo(
+    rollouts: Rollouts,
+    advantage: Tensor,
+    context: Context,
+    *,
+    share: float = 0.2,
+    low: float = 0.8,
+    high: float = 1.2,
+) -> Tensor:
+    """Learn from the units that depend on the picture, and more from episodes that look.
+
+    extras["corrupted_logp"] [B, T, K], which the trainer provides, scores the same units with patches of the images
+    blacked out; dependency d = exp(x) - 1 - x with x = corrupted - original log-probability (k3). The top `share` of
+    units is kept; an episode's advantage is scaled by its mean d, mapped to [low, high] and centred at 1.
+    """
+    shift = (rollouts.extras["corrupted_logp"] - rollouts.logp_behaviour).clamp(-10, 10)
+    dependency = torch.where(rollouts.mask, torch.expm1(shift) - shift, 0.0)
+    threshold = torch.quantile(dependency[rollouts.mask].float(), 1 - share)
+    mean = dependency.sum((1, 2)) / rollouts.mask.sum((1, 2)).clamp(min=1)
+    scale = low + (high - low) * _among(mean, torch.ones_like(mean, dtype=torch.bool))
+    scale = scale / scale.mean()
+    return torch.where(dependency >= threshold, advantage, 0.0) * scale[:, None, None]
+
+
+@mechanism(Slot.CREDIT, "seed_grpo", source="SEED-GRPO, arXiv:2505.12346", needs=(Need.GROUPS,))
+def seed_grpo(
+    rollouts: Rollouts, advantage: Tensor, context: Context, *, alpha: float = 0.5, resolution: float = 1.0
+) -> Tensor:
+    """Shrink updates on starts where the policy does many different things: A (1 - alpha SE / SE_max).
+
+    SE is the entropy of a group over clusters of final states: vectors of the last decision's next observation, divided
+    by their standard deviation over the batch and rounded to multiples of `resolution`.
+    """
+    last = rollouts.alive.sum(1) - 1
+    rows = torch.arange(len(last), device=last.device)
+    vectors = [
+        value[rows, last, -1].flatten(1)
+        for value in rollouts.next_observation.values()
+        if isinstance(value, Tensor) and value.dtype.is_floating_point
+    ]
+    final = torch.cat(vectors, -1)
+    cells = (final / (final.std(0) + 1e-6) / resolution).round().long()
+    _, cluster = torch.unique(cells, dim=0, return_inverse=True)
+    groups = Segments.of(rollouts.group)
+    members = Segments.of(rollouts.group, cluster)
+    size = groups.size()[groups.index].float()
+    share = members.size()[members.index].float() / size
+    entropy = groups.sum(-share.log() / size)[groups.index]
+    return advantage * (1 - alpha * entropy / size.log().clamp(min=1e-6)).clamp(min=0)[:, None, None]

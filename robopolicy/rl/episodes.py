@@ -3,6 +3,9 @@
 More episodes than rows are played by continuous batching: a row that ends takes the next request. What is unfinished
 when enough episodes are done may be kept and gone on with at the next call, under the newer policy: every decision
 remembers which version made it (APRIL, partial rollouts).
+
+Episodes may branch: at given decisions a row's state is kept, and children go on from there with noise of their own.
+What parent and children share is played once. The children's rows hold a copy of it that is masked out.
 """
 
 from collections import deque
@@ -15,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.progress import progress
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import Observation, require_fit
-from robopolicy.core.world import World
+from robopolicy.core.world import Snapshot, Snapshots, World
 from robopolicy.rl.collect import decide
 
 
@@ -32,6 +36,25 @@ class Request:
     seed: int
     group: int
     task: int = -1
+
+
+@dataclass(frozen=True)
+class Branching:
+    """at: decisions (from 0) before which every running episode splits; width: into how many, itself among them."""
+
+    at: tuple[int, ...] = ()
+    width: int = 2
+
+    def __post_init__(self):
+        if self.width < 2 or any(step < 0 for step in self.at) or len(set(self.at)) != len(self.at):
+            raise ConfigError(
+                f"branch_width is {self.width}, branch_at {list(self.at)}: split in 2 or more, at 0 or later."
+            )
+
+    @property
+    def leaves(self) -> int:
+        """Episodes that one root becomes, if none ends before the last split."""
+        return self.width ** len(self.at)
 
 
 def groups_of(
@@ -49,35 +72,49 @@ def groups_of(
 
 @dataclass
 class _Running:
-    """One episode in flight: its request, its number among all and how many decisions it has taken."""
+    """One episode, waiting or in flight: how many decisions it has taken, and where it came from.
+
+    snapshot, returned: state and return so far at the branch; parent: number of the episode it branched off, -1: none.
+    """
 
     request: Request
-    number: int
     steps: int = 0
+    snapshot: Snapshot | None = None
+    returned: float = 0.0
+    parent: int = -1
+    number: int = -1
+    branch_step: int = -1
 
 
 class EpisodePlayer:
-    """Plays requests in the rows of a world; holds what is in flight between two calls of `play`."""
+    """Plays requests in the rows of a world; holds what is in flight between two calls of `play`.
 
-    def __init__(self, world: World, policy: Policy):
+    branching: where episodes split, None for nowhere; the world must then be able to save and restore rows.
+    """
+
+    def __init__(self, world: World, policy: Policy, branching: Branching | None = None):
         require_fit(policy.spec, world.spec)
+        if branching is not None and branching.at and not isinstance(world, Snapshots):
+            raise ConfigError(f"The world '{world.spec.name}' cannot save its rows, so episodes cannot branch in it.")
         self.world, self.policy = world, policy
+        self.branching = branching or Branching()
         self.clear()
 
     def clear(self) -> None:
         """Drop what is in flight and waiting; the next call starts from fresh resets."""
         self.rows: list[_Running | None] = [None] * self.world.batch_size
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[_Running] = deque()
         self.observation: Observation | None = None
         self.parts: list[dict[str, Any]] = []
         self.finished: set[int] = set()
+        self.lineage: dict[int, tuple[int, int]] = {}
         self.count = 0
         self.returns = np.zeros(self.world.batch_size)
 
     @property
-    def in_flight(self) -> int:
-        """Number of unfinished episodes."""
-        return sum(row is not None for row in self.rows)
+    def unfinished(self) -> int:
+        """Number of episodes in flight or waiting."""
+        return sum(row is not None for row in self.rows) + len(self.waiting)
 
     @torch.no_grad()
     def play(
@@ -93,15 +130,15 @@ class EpisodePlayer:
         """Play until `enough` episodes are done (default: all that are in flight or requested) and return those.
 
         Groups are numbered by the requests; rows of the result are in the order in which episodes were started.
-        extras: `episode_return` [B, T]. What is not done stays in flight, or waiting, for the next call.
+        extras: `episode_return` [B, T]. What is not done stays in flight, or waiting, for the next call. An episode
+        whose ancestor is still in flight waits for it.
         """
-        self.waiting.extend(requests)
-        wanted = self.in_flight + len(self.waiting) if enough is None else enough
-        wanted = min(wanted, self.in_flight + len(self.waiting))
-        with progress(label, wanted) if label else nullcontext(_nothing) as advance:
-            while len(self.finished) < wanted:
+        self.waiting.extend(_Running(request) for request in requests)
+        with progress(label, enough or self.unfinished) if label else nullcontext(_nothing) as advance:
+            while self.unfinished and (enough is None or len(self._complete()) < enough):
                 self._fill()
                 assert self.observation is not None
+                self._branch()
                 step, column = decide(
                     self.world, self.policy, self.observation, generator, deterministic=deterministic, version=version
                 )
@@ -115,77 +152,151 @@ class EpisodePlayer:
                     self.finished.add(running.number)
                     self.rows[index] = None
                 advance(len(done))
-        return self._assemble()
+        return self._assemble(sorted(self._complete()))
 
     def _fill(self) -> None:
-        free = [index for index, row in enumerate(self.rows) if row is None][: len(self.waiting)]
-        if self.observation is None:
+        """Give waiting episodes to free rows: fresh starts and branches."""
+        free = [index for index, row in enumerate(self.rows) if row is None]
+        taken = [(index, self.waiting.popleft()) for index in free[: len(self.waiting)]]
+        for index, running in taken:
+            running.number = self.count
+            self.lineage[self.count] = (running.parent, running.branch_step)
+            self.rows[index], self.count = running, self.count + 1
+            self.returns[index] = running.returned
+        starts = [(index, running.request) for index, running in taken if running.snapshot is None]
+        if self.observation is None and len(starts) < self.world.batch_size:
             # every row has to start once; those beyond the requests play along and are not recorded
-            free = list(range(min(len(self.waiting), self.world.batch_size)))
-        if not free:
+            idle = sorted(set(range(self.world.batch_size)) - {index for index, _ in starts})
+            starts += [(index, starts[-1][1]) for index in idle]
+        if starts:
+            rows = np.array([index for index, _ in starts])
+            tasks = np.array([request.task for _, request in starts])
+            options = {"task": tasks} if (tasks >= 0).any() else None
+            seeds = [request.seed for _, request in starts]
+            self.observation = self.world.reset(rows=rows, seeds=seeds, options=options)
+        kept = [(index, running.snapshot) for index, running in taken if running.snapshot is not None]
+        if kept and isinstance(self.world, Snapshots):
+            rows = np.array([index for index, _ in kept])
+            self.observation = self.world.restore(_joined([snapshot for _, snapshot in kept]), rows)
+        if taken:
+            self.policy.reset(np.array([index for index, _ in taken]))
+
+    def _branch(self) -> None:
+        """Where it is time, keep the state and queue children that go on from it, before anything else waiting.
+
+        A child does not split again where it began.
+        """
+        at = self.branching.at
+        due = [
+            (index, running)
+            for index, running in enumerate(self.rows)
+            if running is not None and running.steps in at and running.branch_step != running.steps
+        ]
+        if not due:
             return
-        taken = [self.waiting.popleft() for _ in free]
-        for index, request in zip(free, taken, strict=True):
-            self.rows[index] = _Running(request, self.count)
-            self.count += 1
-        rows, starts = (free, taken)
-        if self.observation is None and len(free) < self.world.batch_size:
-            missing = self.world.batch_size - len(free)
-            rows, starts = list(range(self.world.batch_size)), taken + [taken[-1]] * missing
-        options = None
-        if any(request.task >= 0 for request in starts):
-            options = {"task": np.array([request.task for request in starts])}
-        self.observation = self.world.reset(
-            rows=np.array(rows), seeds=[request.seed for request in starts], options=options
-        )
-        self.returns[rows] = 0.0
-        self.policy.reset(np.array(rows))
+        assert isinstance(self.world, Snapshots)
+        states = self.world.snapshot([index for index, _ in due])
+        for place, (index, running) in enumerate(due):
+            state, returned, step = states.take([place]), float(self.returns[index]), running.steps
+            for _ in range(self.branching.width - 1):
+                self.waiting.appendleft(
+                    _Running(running.request, step, state, returned, running.number, branch_step=step)
+                )
 
     def _keep(self, column: dict[str, Any], device: torch.device) -> None:
-        """Record the column's live rows as flat decisions with the number and step of their episodes."""
-        live = [index for index, row in enumerate(self.rows) if row is not None]
-        numbers, steps = [], []
-        for index in live:
-            running = self.rows[index]
-            assert running is not None
-            numbers.append((running.number, running.request.group))
-            steps.append(running.steps)
-            running.steps += 1
+        """Record the column's live rows as flat decisions with number, group and step of their episodes."""
+        place, rows = [], []
+        for index, running in enumerate(self.rows):
+            if running is not None:
+                place.append((running.number, running.request.group, running.steps))
+                rows.append(index)
+                running.steps += 1
         column["extras"]["episode_return"] = torch.tensor(self.returns, dtype=torch.float32).to(device)
-        rows = torch.tensor(live, device=device)
-        part = _tree(lambda tensor: tensor[rows], column)
-        part["place"] = torch.tensor(
-            [(*number, step) for number, step in zip(numbers, steps, strict=True)], device=device
-        )
+        chosen = torch.tensor(rows, device=device)
+        part = _tree(lambda tensor: tensor[chosen], column)
+        part["place"] = torch.tensor(place, device=device)
         self.parts.append(part)
 
-    def _assemble(self) -> Rollouts:
-        """Scatter the decisions of finished episodes into [B, T, ...]; keep the others."""
+    def _complete(self) -> set[int]:
+        """Numbers of finished episodes all of whose ancestors are finished too, or were returned before."""
+        if not self.branching.at:
+            return self.finished
+        running = {row.number for row in self.rows if row is not None}
+        return {number for number in self.finished if not running & set(self._ancestors(number))}
+
+    def _ancestors(self, number: int) -> list[int]:
+        chain = []
+        while (number := self.lineage[number][0]) >= 0:
+            chain.append(number)
+        return chain
+
+    def _assemble(self, numbers: list[int]) -> Rollouts:
+        """Gather the decisions of `numbers`, and of what they share with ancestors, into [B, T, ...]; keep the rest."""
         flat = _join(self.parts)
         place = flat.pop("place")
-        done = torch.isin(place[:, 0], torch.tensor(sorted(self.finished), device=place.device))
-        rest = _tree(lambda tensor: tensor[~done], flat)
-        rest["place"] = place[~done]
-        self.parts, self.finished = ([rest] if len(rest["place"]) else []), set()
-        place = place[done]
-        episodes, row = torch.unique(place[:, 0], return_inverse=True)
         length = int(place[:, 2].max()) + 1
-        group = torch.zeros_like(episodes)
-        group[row] = place[:, 1]
+        position = torch.full((self.count, length), -1, dtype=torch.int64, device=place.device)
+        position[place[:, 0], place[:, 2]] = torch.arange(len(place), device=place.device)
+        group = torch.zeros(self.count, dtype=torch.int64, device=place.device)
+        group[place[:, 0]] = place[:, 1]
+        own = position >= 0
+        for number in range(self.count):  # parents come before their children
+            parent, step = self.lineage[number]
+            if parent >= 0:
+                position[number, :step] = position[parent, :step]
+        chosen = torch.tensor(numbers, device=place.device)
+        position, own = position[chosen], own[chosen]
+        longest = int((position >= 0).any(0).sum())
+        position, own = position[:, :longest], own[:, :longest]
+        there = position >= 0
 
-        def scatter(tensor: Tensor) -> Tensor:
-            out = tensor.new_zeros((len(episodes), length, *tensor.shape[1:]))
-            out[row, place[:, 2]] = tensor[done]
-            return out
+        def gather(tensor: Tensor) -> Tensor:
+            found = tensor[position.clamp(min=0)]
+            return torch.where(there.reshape(*there.shape, *[1] * (tensor.dim() - 1)), found, torch.zeros_like(found))
 
-        padded = _tree(scatter, flat)
-        alone = torch.full_like(episodes, -1)
-        numbers = torch.arange(len(episodes), device=place.device)
-        return Rollouts(**padded, episode=numbers, group=group, parent=alone, branch_step=alone, whole=True)
+        padded = _tree(gather, flat)
+        padded["mask"] = padded["mask"] & own[..., None]
+        order = {number: row for row, number in enumerate(numbers)}
+        lineage = [self.lineage[number] for number in numbers]
+        parents = [order.get(parent, -1) for parent, _ in lineage]
+        steps = [step if parent in order else -1 for parent, step in lineage]
+        self._forget(flat, place, set(numbers))
+        return Rollouts(
+            **padded,
+            episode=torch.arange(len(numbers), device=place.device),
+            group=group[chosen],
+            parent=torch.tensor(parents, device=place.device),
+            branch_step=torch.tensor(steps, device=place.device),
+            whole=True,
+        )
+
+    def _forget(self, flat: dict[str, Any], place: Tensor, returned: set[int]) -> None:
+        """Drop what was returned, apart from what episodes still in flight or waiting share with it."""
+        self.finished -= returned
+        going_on = [row for row in [*self.rows, *self.waiting] if row is not None]
+        if not going_on and not self.finished:
+            self.parts, self.lineage, self.count = [], {}, 0
+            return
+        needed = {running.number for running in going_on if running.number >= 0} | self.finished
+        for running in going_on:
+            if running.parent >= 0:
+                needed |= {running.parent, *self._ancestors(running.parent)}
+        for number in list(needed):
+            needed |= set(self._ancestors(number))
+        kept = torch.isin(place[:, 0], torch.tensor(sorted(needed), device=place.device))
+        rest = _tree(lambda tensor: tensor[kept], flat)
+        rest["place"] = place[kept]
+        self.parts = [rest] if bool(kept.any()) else []
 
 
 def _nothing(steps: int = 1, note: str = "") -> None:
     """Advance no bar."""
+
+
+def _joined(snapshots: Sequence[Snapshot | None]) -> Snapshot:
+    """Put snapshots of single rows together."""
+    parts = [snapshot for snapshot in snapshots if snapshot is not None]
+    return Snapshot({name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays})
 
 
 def _tree(function: Any, value: Any) -> Any:

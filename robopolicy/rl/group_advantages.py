@@ -67,17 +67,21 @@ def reinforce_pp(rollouts: Rollouts, context: Context) -> Tensor:
 
 
 @mechanism(Slot.ADVANTAGE, "mc_grpo", source="MC-GRPO (median-centred GRPO for few rollouts)", needs=(Need.GROUPS,))
-def mc_grpo(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-3) -> tuple[Tensor, Tensor]:
+def mc_grpo(
+    rollouts: Rollouts, context: Context, *, epsilon: float = 1e-3, limit: float = 3.0
+) -> tuple[Tensor, Tensor]:
     """A = (R - group median) / (median absolute deviation + epsilon); the median episode is left out of the update.
 
-    Made for tiny groups: play an odd number G + 1, learn from G. With an even number nothing is left out.
+    Made for tiny groups: play an odd number G + 1, learn from G. With an even number nothing is left out. A is bounded
+    by `limit`, which the paper does not need: its rewards are binary, while of three dense returns two may lie so close
+    that the third is hundreds of deviations away.
     """
     returns, counts, groups = outcomes(rollouts)
     centred = returns - groups.median(returns, counts)[groups.index]
     spread = groups.median(centred.abs(), counts)[groups.index]
     size = groups.size(counts)[groups.index]
     middle = (groups.rank(returns, counts) == (size - 1) // 2) & (size % 2 == 1) & (size > 1)
-    advantage = torch.where(counts, centred / (spread + epsilon), 0.0)
+    advantage = torch.where(counts, (centred / (spread + epsilon)).clamp(-limit, limit), 0.0)
     return broadcast(advantage, rollouts), counts & ~middle
 
 

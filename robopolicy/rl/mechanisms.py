@@ -36,6 +36,7 @@ class Need(Enum):
     EPISODES = "minibatches of whole episodes"
     CATEGORICAL = "units drawn from categorical distributions (a token policy)"
     GAUSSIAN = "units drawn from Gaussians (a denoising policy)"
+    MEANS = "the means of the behaviour's steps (a denoising policy, which then keeps them)"
     CRITIC = "a critic"
     STATE_KEY = "keys of visited states"
     TREE = "episodes that branch off one another"

@@ -4,8 +4,6 @@ Every one is c with d(loss)/d(logp) = -w c; where a paper states a surrogate, it
 compared with autograd in the tests.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -127,20 +125,28 @@ def min_pro(scored: Scored, *, cap: float = 5.0) -> Coefficients:
     return weight * scored.advantage, {"prefix_weight": weight[scored.mask].mean()}
 
 
-@mechanism(Slot.COEFFICIENT, "gaussian_kl", source="exact trust region of a Gaussian step", needs=(Need.GAUSSIAN,))
-def gaussian_kl(scored: Scored, *, nats: float = 0.005) -> Coefficients:
-    """PPO whose clip is exact: a unit stops once KL(old || new) of its Gaussian exceeds `nats` a dimension.
+def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
+    """Return |mean - mean_old|^2 / (2 std^2) averaged over the executed elements, and std, both [b, t, K].
 
-        KL = |mean - mean_old|^2 / (2 std^2), averaged over the executed dimensions
-
-    Needs units["mean"] of the behaviour (policy.keep_means=true). Units beyond the bound keep their gradient only where
-    it brings them back.
+    It is KL(old || new) of a Gaussian step a dimension. units["mean"] holds the behaviour's means [b, t, K', P, A].
     """
     mean, std = scored.extra("mean"), scored.extra("std")
     old = scored.rollouts.units["mean"]
-    if old.shape != mean.shape:
-        old = torch.gather(old, 2, scored.unit[..., None, None].expand(mean.shape))
-    divergence = ((mean - old).square() / (2 * std.square().clamp(min=1e-12))).flatten(3).mean(-1)
+    old = torch.gather(old, 2, scored.unit[..., None, None].expand(mean.shape))
+    executed = scored.rollouts.valid[:, :, None, :, None].to(mean.dtype)
+    chunk = executed.shape[3]
+    distance = ((mean - old).square() / (2 * std.square().clamp(min=1e-12)))[..., :chunk, :] * executed
+    count = (executed.sum((3, 4)) * mean.shape[-1]).clamp(min=1)
+    return distance.sum((3, 4)) / count, std.expand(mean.shape).flatten(3)[..., 0]
+
+
+@mechanism(Slot.COEFFICIENT, "gaussian_kl", source="exact trust region of a Gaussian step", needs=(Need.MEANS,))
+def gaussian_kl(scored: Scored, *, nats: float = 0.005) -> Coefficients:
+    """PPO whose clip is exact: a unit stops once KL(old || new) of its Gaussian exceeds `nats` a dimension.
+
+    Units beyond the bound keep their gradient only where it brings them back.
+    """
+    divergence, _ = mean_shift(scored)
     away = scored.advantage * (scored.ratio - 1) > 0
     kept = (divergence <= nats) | ~away
     c = torch.where(kept & ~scored.clamped, scored.ratio * scored.advantage, 0.0)
@@ -175,37 +181,31 @@ def _unknown(option: str, value: str, known: dict[str, Tensor]) -> Exception:
     return ConfigError(f"finetune.options.{option}={value} is not known.{did_you_mean(value, known)}")
 
 
-def guarded_log_ratio(log_ratio: Tensor, mean: Tensor, old: Tensor, std: Tensor, dimensions: int) -> Tensor:
-    """Return GRPO-Guard's regulated log-ratio, [b, t, K]: the left shift of a Gaussian step's ratio taken out.
+def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
+    """Return GRPO-Guard's regulated log-ratio: the left shift of a Gaussian step's ratio taken out, all [b, t, K].
 
         log r' = [log r + |mean - mean_old|^2 / (2 std^2)] * std
 
-    log_ratio must be reduced like the squared distance: a mean over `dimensions` elements, or their sum. Under samples
-    of the old policy E[log r'] = 0, while E[log r] = -KL; the factor std makes all steps alike in scale.
-    mean, old, std: [b, t, K, P, A]. Source: GRPO-Guard, arXiv:2510.22319 (public documentation).
+    log_ratio and shift must be reduced alike over dimensions. Under samples of the old policy E[log r'] = 0, while
+    E[log r] = -shift; the factor std makes all steps alike in scale. Source: GRPO-Guard, arXiv:2510.22319 (public
+    documentation).
     """
-    distance = ((mean - old).square() / (2 * std.square().clamp(min=1e-12))).flatten(3)
-    shift = distance.sum(-1) / dimensions
-    return (log_ratio + shift) * std.flatten(3)[..., 0]
+    return (log_ratio + shift) * std
 
 
-@mechanism(Slot.COEFFICIENT, "grpo_guard", source="GRPO-Guard, arXiv:2510.22319", needs=(Need.GAUSSIAN,))
+@mechanism(Slot.COEFFICIENT, "grpo_guard", source="GRPO-Guard, arXiv:2510.22319", needs=(Need.MEANS,))
 def grpo_guard(scored: Scored, *, summed: bool = False) -> Coefficients:
     """PPO on ratios whose mean is held at 1: the clip bites equally on both sides of a Gaussian step.
 
-    Needs units["mean"] of the behaviour (policy.keep_means=true); summed: log-probabilities are sums over dimensions
-    (policy.logp_reduction=sum). Clip widths are those of the scaled log r, std times smaller. Gradients are balanced
-    over the steps, as the paper does with 1 / dt: c = r' A mean(std) / std (the shift's own gradient is second order in
-    the step and dropped: stated deviation).
+    summed: log-probabilities are sums over dimensions (policy.logp_reduction=sum). Clip widths are those of the scaled
+    log-ratio, std times smaller. Gradients are balanced over the steps, as the paper does with 1 / dt:
+    c = r' A mean(std) / std (the shift's own gradient is second order in the step and dropped: stated deviation).
     """
-    mean, std = scored.extra("mean"), scored.extra("std")
-    old = scored.rollouts.units["mean"]
-    if old.shape != mean.shape:
-        old = torch.gather(old, 2, scored.unit[..., None, None].expand(mean.shape))
-    dimensions = 1 if summed else math.prod(mean.shape[3:])
-    log_ratio = guarded_log_ratio(scored.log_ratio, mean, old, std.expand_as(mean), dimensions)
-    deviation = std.expand_as(mean).flatten(3)[..., 0]
-    balance = torch.where(scored.mask, deviation[scored.mask].mean() / deviation.clamp(min=1e-6), 0.0)
+    shift, std = mean_shift(scored)
+    if summed:
+        shift = shift * scored.rollouts.duration[..., None] * scored.rollouts.actions.shape[-1]
+    log_ratio = guarded_log_ratio(scored.log_ratio, shift, std)
+    balance = std[scored.mask].mean() / std.clamp(min=1e-6)
     c = balance * ppo(log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
     plain, guarded = scored.ratio[scored.mask].mean(), log_ratio.exp()[scored.mask].mean()
-    return c, {"ratio_mean": plain, "guarded_ratio_mean": guarded}
+    return torch.where(scored.mask, c, 0.0), {"ratio_mean": plain, "guarded_ratio_mean": guarded}

@@ -1,5 +1,7 @@
 """Where an iteration's rollouts come from: endless streams for a critic, or groups of whole episodes to compare."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,17 +11,18 @@ from torch import Tensor
 from robopolicy.core.errors import NonFiniteError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive, episode_seeds
-from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.world import World
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.collect import Streams, play, start_streams
-from robopolicy.rl.episodes import EpisodePlayer, groups_of
+from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
 from robopolicy.rl.mechanisms import Need
 from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.experience import with_executed
 
 
 class Collector:
-    """Collects for one run; everything it needs after a restart is (seed, iteration) and the sampler's state.
+    """Collects for one run; everything it needs after a restart is (seed, batch) and the sampler's state.
 
     Streams and episodes in flight are dropped by `restart`, which the trainer calls at every checkpoint whether or not
     the run was killed: so no world state has to be saved.
@@ -27,55 +30,86 @@ class Collector:
 
     def __init__(self, world: World, policy: Policy, algorithm: Algorithm, config: FinetuneConfig, seed: int):
         self.world, self.policy, self.config, self.seed = world, policy, config, seed
-        self.algorithm = algorithm
         self.grouped = Need.GROUPS in algorithm.needs or Need.EPISODES in algorithm.needs
         self.sampler = algorithm.sampler()
+        self.allocator = algorithm.allocator()
         self.streams: Streams | None = None
-        self.player = EpisodePlayer(world, policy)
-        self.starts = np.zeros(0, dtype=np.int64)
+        self.player = EpisodePlayer(world, policy, Branching(config.branch_at, config.branch_width))
+        self.start_of: dict[int, int] = {}
 
     def restart(self) -> None:
         """Begin with fresh episodes at the next call."""
         self.streams = None
         self.player.clear()
+        self.start_of = {}
 
-    def collect(self, iteration: int, generator: torch.Generator, where: str) -> Rollouts:
-        """Return the rollouts of an iteration."""
+    def collect(self, batch: int, generator: torch.Generator, version: int | None = None) -> Rollouts:
+        """Return the rollouts of batch number `batch`, made by version `version` (default: batch) of the policy.
+
+        Grouped rollouts say in extras["start"] [B, T] which start of the pool each episode had.
+        """
+        version = batch if version is None else version
         try:
-            if self.grouped:
-                return self._groups(iteration, generator)
-            if self.streams is None:
-                self.streams = start_streams(self.world, self.policy, self.seed, f"collect/{iteration}")
-            return play(self.world, self.policy, self.config.decisions, generator, self.streams)
+            rollouts = (
+                self._groups(batch, generator, version) if self.grouped else self._play(batch, generator, version)
+            )
         except NonFiniteError as error:
-            raise NonFiniteError(f"{error} It happened while collecting for {where}.") from error
+            raise NonFiniteError(
+                f"{error} It happened while collecting for fine-tuning iteration {batch + 1}."
+            ) from error
+        return with_executed(rollouts, self.policy, self.world.spec.instructions)
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
         """Tell the sampler what came of the starts it proposed: all that was collected, and what is learned from."""
-        count = len(self.starts)
+        found, place = torch.unique(collected.extras["start"][:, 0], return_inverse=True)
 
-        def per_start(values: Tensor, group: Tensor) -> np.ndarray:
-            total = torch.zeros(count, dtype=torch.float64, device=values.device)
-            return total.index_add_(0, group, values.double()).cpu().numpy()
+        def per_start(values: Tensor, index: Tensor) -> np.ndarray:
+            total = torch.zeros(len(found), dtype=torch.float64, device=values.device)
+            return total.index_add_(0, index, values.double()).cpu().numpy()
 
-        episodes = per_start(torch.ones_like(collected.group), collected.group)
-        won = per_start(collected.row_success, collected.group)
-        size = prepared.extras["advantage"].abs().mean((1, 2))
-        advantage = per_start(size, prepared.group) / np.maximum(episodes, 1)
-        self.sampler.observe(self.starts, won, episodes, advantage)
+        episodes = per_start(torch.ones_like(place), place)
+        won = per_start(collected.row_success, place)
+        learned = torch.searchsorted(found, prepared.extras["start"][:, 0].contiguous())
+        advantage = per_start(prepared.extras["advantage"].abs().mean((1, 2)), learned) / episodes
+        self.sampler.observe(found.cpu().numpy(), won, episodes, advantage)
 
-    def _groups(self, iteration: int, generator: torch.Generator) -> Rollouts:
+    def _play(self, batch: int, generator: torch.Generator, version: int) -> Rollouts:
+        if self.streams is None:
+            self.streams = start_streams(self.world, self.policy, self.seed, f"collect/{batch}")
+        return play(self.world, self.policy, self.config.decisions, generator, self.streams, version=version)
+
+    def _groups(self, batch: int, generator: torch.Generator, version: int) -> Rollouts:
+        """Play the groups that sampler and allocator ask for, and what the allocator adds after seeing them."""
+        config, first = self.config, batch * self.config.groups
+        seeds, starts = self._propose(batch)
+        instructions = len(self.world.spec.instructions)
+        tasks = (starts % instructions).tolist() if config.starts and instructions > 1 else []
+        self.start_of |= {first + number: int(start) for number, start in enumerate(starts)}
+
+        def requests(sizes: list[int]) -> list[Request]:
+            return [replace(item, group=first + item.group) for item in groups_of(seeds, sizes, tasks)]
+
+        sizes = self.allocator.plan(self.sampler.predict(starts), config.group_size)
+        enough = None if config.unfinished == 0 else math.ceil((1 - config.unfinished) * sum(sizes))
+        rollouts = self.player.play(requests(list(sizes)), generator, enough=enough, version=version)
+        own = rollouts.group >= first
+        won = np.bincount((rollouts.group[own] - first).cpu(), rollouts.row_success[own].cpu(), len(seeds))
+        played = np.bincount((rollouts.group[own] - first).cpu(), minlength=len(seeds))
+        more = self.allocator.extend(won / np.maximum(played, 1), played)
+        if sum(more):
+            added = self.player.play(requests(list(more)), generator, version=version)
+            rollouts = concatenate([rollouts, added])
+        start = torch.tensor([self.start_of[group] for group in rollouts.group.tolist()], device=rollouts.group.device)
+        return rollouts.with_extras(start=start[:, None].expand(rollouts.shape))
+
+    def _propose(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return seeds and numbers of the starts to play."""
         config = self.config
-        if config.starts:
-            pool = episode_seeds(self.seed, "starts", config.starts)
-            draws = np.random.default_rng(derive(self.seed, f"starts/{iteration}"))
-            self.starts = self.sampler.propose(config.groups, config.starts, draws)
-            seeds = pool[self.starts]
-        else:
-            seeds = episode_seeds(self.seed, f"collect/{iteration}", config.groups)
-            self.starts = np.arange(len(seeds))
-        sizes = self.algorithm.allocator(self.sampler.predict(self.starts), config.group_size)
-        return self.player.play(groups_of(seeds, list(sizes)), generator, version=iteration)
+        if not config.starts:
+            return episode_seeds(self.seed, f"collect/{batch}", config.groups), np.arange(config.groups)
+        draws = np.random.default_rng(derive(self.seed, f"starts/{batch}"))
+        starts = self.sampler.propose(config.groups, config.starts, draws)
+        return episode_seeds(self.seed, "starts", config.starts)[starts], starts
 
     def tree(self) -> dict[str, Any]:
         """Return the sampler's state."""

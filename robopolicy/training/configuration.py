@@ -13,7 +13,10 @@ class FinetuneConfig(AlgorithmConfig):
     algorithm and the slots below it choose the mechanisms. iterations of collecting, then `epochs` over minibatches of
     `minibatch` decisions (or of minibatch_episodes whole episodes; group algorithms with episode ratios need those).
     Collected are `decisions` chunks a row with a critic, or whole episodes in `groups` groups of group_size with the
-    same start, out of a pool of `starts` (0: always fresh ones), for algorithms that compare episodes.
+    same start, out of a pool of `starts` (0: always fresh ones), for algorithms that compare episodes; before the
+    decisions branch_at every running episode splits into branch_width that go on from the same state. unfinished: share
+    of the episodes that an iteration may leave in flight, to go on with in the next one. staleness: how many updates
+    old the weights may be that collect, in a thread beside the learner; 0 collects and learns in turns, repeatably.
     discount is per control step, gae_lambda per decision; clip runs from clip_base (null: clip) at the noisiest unit to
     clip at the cleanest with clip_rate, clip_high is the width above 1 (null: clip); target_kl (of the whole decision)
     ends the epochs of an iteration, and a step that went beyond twice of it is taken back; actor_rate is reached over
@@ -29,6 +32,10 @@ class FinetuneConfig(AlgorithmConfig):
     groups: int = 64
     group_size: int = 8
     starts: int = 0
+    branch_at: tuple[int, ...] = ()
+    branch_width: int = 2
+    unfinished: float = 0.0
+    staleness: int = 0
     epochs: int = 5
     minibatch: int = 2048
     minibatch_episodes: int = 0
@@ -58,6 +65,8 @@ class FinetuneConfig(AlgorithmConfig):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if not 0 < self.discount <= 1 or not 0 <= self.gae_lambda <= 1:
             raise ConfigError(f"discount {self.discount} must be in (0, 1], gae_lambda {self.gae_lambda} in [0, 1].")
+        if not 0 <= self.unfinished < 1 or self.staleness < 0:
+            raise ConfigError(f"unfinished {self.unfinished} must be in [0, 1), staleness {self.staleness} at least 0.")
         if self.actor_warmup < 1:
             raise ConfigError(f"actor_warmup is {self.actor_warmup}; 1 means none.")
         if min(self.clip, self.clip_base or self.clip, self.clip_high or self.clip, self.log_ratio_clamp) <= 0:

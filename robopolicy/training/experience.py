@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.core.spec import TASK
+from robopolicy.core.spec import IMAGE_PREFIX, TASK
 from robopolicy.rl.advantages import chunk_rewards, gae, next_values
 from robopolicy.rl.returns import ReturnScale
 
@@ -64,6 +64,44 @@ def with_values(
         gae_lambda,
     )
     return rollouts.with_extras(value=values, **{"return": returns, "advantage_gae": advantages})
+
+
+@torch.no_grad()
+def rescored(
+    rollouts: Rollouts, policy: Policy, instructions: tuple[str, ...], blackout: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Score every decision again with the current policy; return logp and entropy, [B, T, K], 0 on padding.
+
+    blackout: draws which patches of the camera images are made black first, for telling what depends on the picture.
+    """
+    alive = rollouts.alive
+    observation, units = decisions_at(rollouts, alive, instructions)
+    if blackout is not None:
+        observation = {key: _blacked(key, value, blackout) for key, value in observation.items()}
+        units.pop("condition", None)  # what a frozen encoder made of the whole picture
+    logp, entropy = [], []
+    for rows in torch.arange(int(alive.sum()), device=alive.device).split(4096):
+        part = {key: _at(value, rows) for key, value in observation.items()}
+        evaluation = policy.evaluate(part, {key: value[rows] for key, value in units.items()})
+        logp.append(evaluation.logp)
+        entropy.append(evaluation.entropy)
+    empty = torch.zeros_like(rollouts.logp_behaviour, dtype=torch.float32)
+    return tuple(empty.index_put((alive,), torch.cat(part)) for part in (logp, entropy))  # type: ignore[return-value]
+
+
+def _at(value: Tensor | list[str], rows: Tensor) -> Any:
+    return value[rows] if isinstance(value, Tensor) else [value[row] for row in rows.tolist()]
+
+
+def _blacked(key: str, value: Any, draws: torch.Generator, patches: int = 8, share: float = 0.5) -> Any:
+    """Make a random half of the patches of images [N, H, height, width, 3] black, the same in every frame."""
+    if not key.startswith(IMAGE_PREFIX):
+        return value
+    count, _, height, width, _ = value.shape
+    kept = torch.rand((count, patches, patches), generator=draws, device=draws.device) >= share
+    rows = torch.arange(height, device=value.device) * patches // height
+    columns = torch.arange(width, device=value.device) * patches // width
+    return value * kept[:, rows][:, :, columns][:, None, :, :, None]
 
 
 def decisions_at(

@@ -11,7 +11,7 @@ iteration) alone, after every checkpoint, whether or not the run was killed. So 
 import copy
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.critic import Critic
 from robopolicy.rl.mechanisms import Need
 from robopolicy.rl.returns import ReturnScale
+from robopolicy.training.asynchronous import BackgroundCollector, copy_for_collecting
 from robopolicy.training.collection import Collector
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.experience import decisions_at, episode_metrics, with_executed, with_values
+from robopolicy.training.experience import decisions_at, episode_metrics, rescored, with_values
 from robopolicy.training.state import load_trainer, require_finite, require_same_config, save_trainer
 from robopolicy.training.update import Learner
 
@@ -89,6 +90,8 @@ class _Finetuning:
         self.run_folder, self.evaluate = run, evaluate
         self.algorithm = build_algorithm(config)
         self.algorithm.check(self._have(critic))
+        if Need.MEANS in self.algorithm.needs:
+            policy.keep_means = True
         self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None
         needs_base = bool(self.algorithm.auxiliaries)
         base: Any = copy.deepcopy(policy).requires_grad_(False) if needs_base else None
@@ -96,7 +99,7 @@ class _Finetuning:
         self.generators = Generators(seed, self.device)
         self.return_scale = ReturnScale().to(self.device)
         self.learner = Learner(policy, self.critic, base, self.algorithm, config, world.spec.instructions)
-        self.collector = Collector(world, policy, self.algorithm, config, seed)
+        self.collector = self._collector(world)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
         self.history: tuple[float, ...] = ()
@@ -110,20 +113,34 @@ class _Finetuning:
         have = {Need.EPISODES, Need.CATEGORICAL if self.policy.spec.categorical else Need.GAUSSIAN}
         if critic is not None:
             have.add(Need.CRITIC)
+        if hasattr(self.policy, "keep_means"):
+            have.add(Need.MEANS)
         if self.config.group_size > 1:
             have.add(Need.GROUPS)
         if self.policy.spec.cameras:
             have.add(Need.IMAGES)
         return frozenset(have)
 
+    def _collector(self, world: World) -> Collector | BackgroundCollector:
+        """Return what collects: in turns with the learner, or beside it with a copy of the policy."""
+        config, seed = self.config, self.seed
+        if config.staleness == 0:
+            return Collector(world, self.policy, self.algorithm, config, seed)
+        inner = Collector(world, copy_for_collecting(self.policy), self.algorithm, config, seed)
+        return BackgroundCollector(inner, self.generators["act"], config.staleness)
+
     def run(self) -> FinetuneResult:
         if self.iteration == 0:
             self._begin()
-        with progress("Fine-tuning", self.config.iterations) as advance:
-            advance(self.iteration)
-            while self.iteration < self.config.iterations and not self.reached_target:
-                metrics = self._iterate()
-                advance(note=f"success {metrics['success']:.2f}" if metrics["episodes"] else "")
+        try:
+            with progress("Fine-tuning", self.config.iterations) as advance:
+                advance(self.iteration)
+                while self.iteration < self.config.iterations and not self.reached_target:
+                    metrics = self._iterate()
+                    advance(note=f"success {metrics['success']:.2f}" if metrics["episodes"] else "")
+        finally:
+            if isinstance(self.collector, BackgroundCollector):
+                self.collector.close()
         if self.best_weights is not None:
             self.policy.load_state_dict(self.best_weights)
         if self.run_folder is not None:
@@ -140,7 +157,11 @@ class _Finetuning:
 
     def _iterate(self) -> dict[str, float]:
         started = time.perf_counter()
-        collected_rollouts = self.collector.collect(self.iteration, self.generators["act"], self._where)
+        if isinstance(self.collector, BackgroundCollector):
+            self.collector.publish(self.policy, self.iteration)
+            collected_rollouts = self.collector.collect(self.iteration)
+        else:
+            collected_rollouts = self.collector.collect(self.iteration, self.generators["act"])
         rollouts = self._prepare(collected_rollouts)
         collected = time.perf_counter()
         self._require_same_scores(rollouts)
@@ -155,7 +176,10 @@ class _Finetuning:
             self.learner.knobs.update(controller.step(update, self._context))
         updated = time.perf_counter()
         metrics = {**episode_metrics(collected_rollouts), **update}
-        self.env_steps += int(collected_rollouts.valid.sum())
+        if self.config.staleness or self.config.unfinished:
+            played = collected_rollouts.played
+            metrics["staleness"] = float((self.iteration - collected_rollouts.policy_version[played]).float().mean())
+        self.env_steps += int(collected_rollouts.duration[collected_rollouts.played].sum())
         self.iteration += 1
         last = self.iteration == self.config.iterations
         if self.evaluate is not None and self._due(self.config.evaluate_every, last):
@@ -172,7 +196,17 @@ class _Finetuning:
 
     def _prepare(self, rollouts: Rollouts) -> Rollouts:
         """Turn rewards into one advantage a unit."""
-        rollouts = with_executed(rollouts, self.policy, self.world.spec.instructions)
+        instructions = self.world.spec.instructions
+        stale = rollouts.played & (rollouts.policy_version != self.iteration)
+        if bool(stale.any()):
+            rollouts = replace(rollouts, logp_proximal=rescored(rollouts, self.policy, instructions)[0])
+        if self.algorithm.credits_with(Need.CATEGORICAL):
+            _, entropy = rescored(rollouts, self.policy, instructions)
+            rollouts = rollouts.with_extras(entropy=entropy)
+        if self.algorithm.credits_with(Need.IMAGES):
+            draws = self.generators["blackout"]
+            corrupted, _ = rescored(rollouts, self.policy, instructions, draws)
+            rollouts = rollouts.with_extras(corrupted_logp=corrupted)
         for shape_rewards in self.algorithm.rewards:
             rollouts = shape_rewards(rollouts, self._context)
         if self.critic is not None:
@@ -211,9 +245,7 @@ class _Finetuning:
     @torch.no_grad()
     def _require_same_scores(self, rollouts: Rollouts) -> None:
         """Check on some decisions of the current policy that the ratio is 1 before the first update."""
-        fresh = rollouts.alive & (
-            (rollouts.policy_version == rollouts.policy_version.max()) | ~torch.tensor(rollouts.whole)
-        )
+        fresh = rollouts.played & (rollouts.policy_version == self.iteration)
         chosen = fresh.flatten().nonzero().squeeze(1)
         if not len(chosen):
             return

@@ -35,13 +35,18 @@ from robopolicy.training.state import (
 
 @dataclass(frozen=True)
 class AuxiliaryInputs:
-    """What an auxiliary loss may use: the minibatch's decisions [n] (`where` [b, t]), their differentiable evaluation,
-    the policy, its base (frozen, None unless asked for) and the context.
+    """What an auxiliary loss may use of the minibatch's n decisions.
+
+    observation, units: what the policy was given to score; mask: [n, k] which units were choices; evaluation: its
+    differentiable scores; base: the frozen policy that fine-tuning started from; rollouts, where: the minibatch itself
+    and the places [b, t] of its decisions.
     """
 
     rollouts: Rollouts
     where: Tensor
     observation: Mapping[str, Any]
+    units: Mapping[str, Tensor]
+    mask: Tensor
     evaluation: Evaluation
     policy: Any
     base: Any
@@ -116,8 +121,8 @@ class Learner:
         if self.by_episode:
             return rollouts, self.config.minibatch_episodes or max(1, len(rollouts.group) // 4)
         flat = rollouts.flat()
-        alive = flat.alive.squeeze(1)
-        return (flat if bool(alive.all()) else flat.take(alive.nonzero().squeeze(1))), self.config.minibatch
+        played = flat.played.squeeze(1)
+        return (flat if bool(played.all()) else flat.take(played.nonzero().squeeze(1))), self.config.minibatch
 
     def _critic_step(self, batch: Rollouts, where: str) -> dict[str, Tensor]:
         assert self.critic is not None
@@ -157,7 +162,9 @@ class Learner:
             return stats, True
         coefficient, extra = self.algorithm.coefficient(scored)
         weight = self.algorithm.weight(scored.mask, batch)
-        inputs = AuxiliaryInputs(batch, alive, observation, evaluation, self.policy, self.base, context)
+        inputs = AuxiliaryInputs(
+            batch, alive, observation, units, scored.mask[alive], evaluation, self.policy, self.base, context
+        )
         auxiliaries = {name: function(inputs) for name, function in self.algorithm.auxiliaries.items()}
         loss = policy_loss(logp, coefficient, weight, auxiliaries)
         require_finite("the policy loss", loss.detach(), where)
@@ -184,8 +191,10 @@ class Learner:
         alive = batch.alive
 
         def extra(name: str) -> Tensor:
-            value = evaluation.extras[name].expand(evaluation.logp.shape + evaluation.extras[name].shape[2:])
-            return value.new_zeros(unit.shape + value.shape[2:]).index_put((alive,), value.detach())
+            value = evaluation.extras[name].detach()
+            trailing = () if value.shape == evaluation.logp.shape else value.shape[-2:]
+            value = value.expand(*evaluation.logp.shape, *trailing)
+            return value.new_zeros((*unit.shape, *trailing)).index_put((alive,), value)
 
         return Scored(
             logp=logp,

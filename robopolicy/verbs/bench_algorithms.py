@@ -37,12 +37,31 @@ BASES: dict[str, tuple[str, ...]] = {
 }
 """Pre-trained policies by name, with what they change about the recipe."""
 
+GENTLE = (
+    "finetune.iterations=60",
+    "finetune.actor_rate=3e-4",
+    "finetune.clip=0.05",
+    "finetune.clip_base=0.05",
+    "finetune.target_kl=0.03",
+)
+"""Small steps for methods without a critic: their advantages are noisier."""
+
 METHODS: dict[str, Method] = {
     "PPO": Method("diffusion"),
-    "GRPO": Method("diffusion", ("finetune.algorithm=grpo",)),
     "flow PPO": Method("flow"),
+    "GRPO": Method("diffusion", ("finetune.algorithm=grpo", *GENTLE)),
+    "step GRPO": Method("diffusion", ("finetune.algorithm=step_grpo", *GENTLE)),
+    "BranchGRPO": Method(
+        "diffusion", ("finetune.algorithm=branch_grpo", "finetune.group_size=2", "finetune.branch_at=[2,5]", *GENTLE)
+    ),
+    "GRPO-Guard": Method(
+        "diffusion", ("finetune.algorithm=grpo_guard", *GENTLE, "finetune.clip=0.012", "finetune.clip_base=0.012")
+    ),
+    "MC-GRPO": Method(
+        "diffusion", ("finetune.algorithm=mc_grpo", "finetune.group_size=3", "finetune.groups=170", *GENTLE)
+    ),
 }
-"""Rows of the benchmark."""
+"""Rows of the benchmark; group methods play 512 episodes an iteration."""
 
 
 def benchmark(config: Config) -> dict[str, Any]:

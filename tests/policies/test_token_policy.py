@@ -230,7 +230,7 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")
-    text = transformers.Qwen2Config(
+    sizes = dict(
         vocab_size=len(words),
         hidden_size=16,
         intermediate_size=32,
@@ -238,6 +238,7 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
         num_attention_heads=2,
         num_key_value_heads=1,
     )
+    text = transformers.LlamaConfig(**sizes)
     vision = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
     )
@@ -246,7 +247,7 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         for name, model in {
-            "causal": transformers.Qwen2ForCausalLM(text),
+            "causal": transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes)),
             "vision-language": transformers.LlavaForConditionalGeneration(seeing),
         }.items():
             folders[name] = tmp_path_factory.mktemp("hub") / name

@@ -49,6 +49,8 @@ def test_the_median_episode_of_an_odd_group_is_left_out():
     advantage, keep = group_advantages.mc_grpo(rollouts, CONTEXT, epsilon=0.0)
     assert keep.tolist() == [True, True, False, True, True]
     assert first(advantage) == pytest.approx([2.0, -1.0, 0.0, 1.0, -1.0])
+    close = make_rollouts([1] * 3, [0] * 3, [0.0, 0.01, 3.0])
+    assert first(advantage_of("mc_grpo", close, limit=3.0)) == pytest.approx([-1 / 1.1, 0.0, 3.0], abs=1e-4)
 
 
 def test_a_group_of_failures_is_pushed_away_by_a_virtual_success():

@@ -1,0 +1,73 @@
+"""Knobs that follow the diagnostics: classes with step(stats, context) -> knobs, state() and restore(state).
+
+Knobs read by the learner: lr_scale, clip_low_scale, clip_high_scale.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from robopolicy.rl.context import Context
+from robopolicy.rl.mechanisms import Slot, mechanism
+
+
+class _Stateless:
+    """A controller that remembers nothing."""
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+@mechanism(Slot.CONTROLLER, "vcpo", source="VCPO, variance-controlled off-policy RL")
+class Vcpo(_Stateless):
+    """Scale the learning rate by sqrt(effective sample size / sample size): stale data makes small steps."""
+
+    def __init__(self, *, least: float = 0.05):
+        self.least = least
+
+    def step(self, stats: Mapping[str, float], context: Context) -> dict[str, float]:
+        """Return the learning rate's scale for the next iteration."""
+        share = stats.get("effective_sample_size", 1.0)
+        return {"lr_scale": max(self.least, math.sqrt(min(1.0, max(0.0, share))))}
+
+
+@mechanism(Slot.CONTROLLER, "linear_decay", source="schedule")
+class LinearDecay(_Stateless):
+    """Let the learning rate fall linearly to `final` of its value at the end of the run."""
+
+    def __init__(self, *, final: float = 0.1):
+        self.final = final
+
+    def step(self, stats: Mapping[str, float], context: Context) -> dict[str, float]:
+        """Return the scale."""
+        return {"lr_scale": 1 - (1 - self.final) * context.share}
+
+
+@mechanism(Slot.CONTROLLER, "kl_target", source="adaptive KL penalty of PPO, arXiv:1707.06347, on the learning rate")
+class KlTarget:
+    """Hold the KL of an iteration near `target`: halve the learning rate above 1.5 times of it, raise it below 2/3."""
+
+    def __init__(self, *, target: float = 0.01, factor: float = 1.5, least: float = 0.1, most: float = 10.0):
+        self.target, self.factor, self.least, self.most = target, factor, least, most
+        self.scale = 1.0
+
+    def step(self, stats: Mapping[str, float], context: Context) -> dict[str, float]:
+        """Return the scale."""
+        divergence = stats.get("kl")
+        if divergence is not None and divergence > 1.5 * self.target:
+            self.scale = max(self.least, self.scale / self.factor)
+        elif divergence is not None and divergence < self.target / 1.5:
+            self.scale = min(self.most, self.scale * self.factor)
+        return {"lr_scale": self.scale}
+
+    def state(self) -> dict[str, Any]:
+        """Return the scale."""
+        return {"scale": self.scale}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from the scale."""
+        self.scale = state["scale"]

@@ -1,0 +1,32 @@
+"""What the policy is paid for, changed before advantages are made: (rollouts, context) -> rollouts."""
+
+from dataclasses import replace
+
+import torch
+
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.rl.context import Context
+from robopolicy.rl.mechanisms import Slot, mechanism
+
+
+@mechanism(Slot.REWARD, "success_only", source="sparse outcome reward")
+def success_only(rollouts: Rollouts, context: Context) -> Rollouts:
+    """Pay 1 at the decision in which an episode succeeds, and nothing else."""
+    before = torch.cat(
+        [torch.zeros_like(rollouts.success[:, :1]), rollouts.success[:, :-1] & ~rollouts.ended[:, :-1]], 1
+    )
+    first = rollouts.success & ~before & rollouts.alive
+    reward = torch.zeros_like(rollouts.valid, dtype=torch.float32)
+    last = (rollouts.valid.sum(-1) - 1).clamp(min=0)
+    reward = reward.scatter(-1, last[..., None], first[..., None].float())
+    return replace(rollouts, rewards={"success": reward})
+
+
+@mechanism(Slot.REWARD, "hurry", source="length shaping, cf. PALU and DRPO")
+def hurry(rollouts: Rollouts, context: Context, *, cost: float = 0.01) -> Rollouts:
+    """Charge `cost` a control step, but only in episodes that succeed: a slow success stays better than a failure."""
+    charged = (rollouts.success.any(1) if rollouts.whole else torch.ones_like(rollouts.group, dtype=torch.bool))[
+        :, None
+    ]
+    time = torch.where(rollouts.valid & charged[..., None], -cost, 0.0)
+    return replace(rollouts, rewards={**rollouts.rewards, "time": time})

@@ -1,0 +1,60 @@
+"""Which of the played episodes to learn from: (rollouts, context) -> keep [B] bool."""
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.segments import Segments
+from robopolicy.rl.context import Context
+from robopolicy.rl.mechanisms import Need, Slot, mechanism
+
+
+@mechanism(Slot.SELECTION, "mixed_outcomes", source="DAPO, arXiv:2503.14476", needs=(Need.GROUPS,))
+def keep_mixed(rollouts: Rollouts, context: Context) -> Tensor:
+    """Drop groups in which every episode succeeded or every one failed; keep all where no group is mixed."""
+    groups = Segments.of(rollouts.group)
+    rate = groups.mean(rollouts.row_success.float())[groups.index]
+    mixed = (rate > 0) & (rate < 1)
+    return mixed if bool(mixed.any()) else torch.ones_like(mixed)
+
+
+@mechanism(Slot.SELECTION, "roc", source="GRPO-RoC, arXiv:2508.20722", needs=(Need.GROUPS,))
+def resample_on_correct(rollouts: Rollouts, context: Context, *, keep: float = 0.5) -> Tensor:
+    """Keep a share of every group: the cleanest successes and failures at random, in their own proportion.
+
+    Play more than you need (a larger group_size). Clean means short: the fewest control steps. At least one success
+    and one failure stay where there are any.
+    """
+    success, groups = rollouts.row_success, Segments.of(rollouts.group)
+    steps = rollouts.duration.sum(1).double()
+    chance = torch.rand(len(steps), generator=context.generator, device=context.generator.device).double()
+    order = torch.where(success, steps, 1e9 + chance)
+    kinds = Segments.of(rollouts.group, success)
+    place = kinds.rank(order)
+    size = kinds.size()[kinds.index]
+    wanted = (keep * size.double()).round().clamp(min=1)
+    return (place < wanted) & (groups.size()[groups.index] > 0)
+
+
+@mechanism(Slot.SELECTION, "max_variance", source="D3S; PODS, arXiv:2504.13818", needs=(Need.GROUPS,))
+def max_variance(rollouts: Rollouts, context: Context, *, keep: float = 0.5) -> Tensor:
+    """Keep the share of every group with the largest variance of returns: its lowest and its highest ones.
+
+    The best subset of k is always some number from the bottom and the rest from the top; all splits are compared.
+    """
+    returns = rollouts.row_return
+    kept = torch.zeros_like(rollouts.group, dtype=torch.bool)
+    for group in rollouts.group.unique():
+        members = (rollouts.group == group).nonzero().squeeze(1)
+        order = members[returns[members].argsort(stable=True)]
+        count = max(1, round(keep * len(order)))
+        splits = [torch.cat([order[:low], order[len(order) - count + low :]]) for low in range(count + 1)]
+        kept[max(splits, key=lambda rows: float(returns[rows].var(unbiased=False)))] = True
+    return kept
+
+
+@mechanism(Slot.SELECTION, "finite", source="SimpleTIR (void turns), arXiv:2509.02479")
+def keep_finite(rollouts: Rollouts, context: Context) -> Tensor:
+    """Drop episodes with a reward, action or log-probability that is not finite."""
+    good = rollouts.row_return.isfinite() & rollouts.actions.isfinite().flatten(1).all(1)
+    return good & torch.where(rollouts.mask, rollouts.logp_behaviour, 0.0).isfinite().flatten(1).all(1)

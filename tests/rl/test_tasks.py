@@ -1,0 +1,155 @@
+"""Samplers go where the signal is and resume exactly; allocators keep their budget; selections keep what they say."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_rollouts import make_rollouts
+
+from robopolicy.rl import allocation, selection
+from robopolicy.rl.context import Context
+from robopolicy.rl.controllers import KlTarget, LinearDecay, Vcpo
+from robopolicy.rl.mechanisms import Slot, mechanisms
+from robopolicy.rl.samplers import MoppsSampler, ReplaySampler, SecSampler, UniformSampler
+
+CONTEXT = Context(torch.Generator().manual_seed(0))
+SAMPLERS = [entry.name for entry in mechanisms(Slot.SAMPLER)]
+
+
+def make(name: str):
+    return next(entry.function for entry in mechanisms(Slot.SAMPLER) if entry.name == name)()
+
+
+def simulate(sampler, rates: np.ndarray, rounds: int = 30, count: int = 8, seed: int = 0) -> np.ndarray:
+    """Play groups of 8 on starts with these success rates; return how often each start was played late in the run."""
+    draws, played = np.random.default_rng(seed), np.zeros(len(rates))
+    for number in range(rounds):
+        index = sampler.propose(count, len(rates), draws)
+        won = draws.binomial(8, rates[index])
+        share = won / 8
+        sampler.observe(index, won.astype(float), np.full(len(index), 8.0), 2 * share * (1 - share))
+        if number >= rounds // 2:
+            played[index] += 1
+    return played
+
+
+@pytest.mark.parametrize("name", ["mopps", "vade"])
+def test_thompson_samplers_concentrate_on_uncertain_starts(name):
+    rates = np.repeat([0.0, 0.5, 1.0], 16)
+    played = simulate(make(name), rates)
+    assert played[16:32].sum() > 2 * (played.sum() - played[16:32].sum())
+    uniform = simulate(UniformSampler(), rates)
+    assert uniform[16:32].sum() < 0.5 * uniform.sum()
+
+
+def test_a_bandit_prefers_categories_that_teach():
+    rates = np.where(np.arange(48) % 4 == 2, 0.5, 0.0)
+    played = simulate(SecSampler(temperature=0.1), rates)
+    assert played[np.arange(48) % 4 == 2].sum() > 0.5 * played.sum()
+
+
+def test_replayed_starts_wait_and_are_not_used_for_ever():
+    sampler = ReplaySampler(share=1.0, cooldown=2, limit=3)
+    draws = np.random.default_rng(0)
+    seen: list[list[int]] = []
+    for _ in range(12):
+        index = sampler.propose(4, 100, draws)
+        seen.append(index.tolist())
+        sampler.observe(index, np.full(4, 4.0), np.full(4, 8.0), np.ones(4))
+    counts = np.bincount(np.concatenate(seen), minlength=100)
+    assert counts.max() == 3
+    for start in np.flatnonzero(counts > 1):
+        rounds = [number for number, chosen in enumerate(seen) if start in chosen]
+        assert min(b - a for a, b in itertools.pairwise(rounds)) > 2
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_propose_different_starts_and_resume_exactly(name):
+    sampler, other = make(name), make(name)
+    rates = np.linspace(0, 1, 20)
+    simulate(sampler, rates, rounds=6)
+    other.restore(json.loads(json.dumps(sampler.state())))
+    first, second = (item.propose(8, 20, np.random.default_rng(3)) for item in (sampler, other))
+    assert len(set(first.tolist())) == 8
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(sampler.predict(np.arange(20)), other.predict(np.arange(20)))
+    assert sorted(sampler.propose(50, 20, np.random.default_rng(4)).tolist()) == list(range(20))
+
+
+def test_beliefs_fade_with_time():
+    forgetful, stubborn = MoppsSampler(decay=0.5), MoppsSampler(decay=1.0)
+    for sampler in (forgetful, stubborn):
+        for won in (0, 0, 0, 8):
+            sampler.observe(np.array([0]), np.array([float(won)]), np.array([8.0]), np.array([1.0]))
+    assert forgetful.predict(np.array([0]))[0] > stubborn.predict(np.array([0]))[0] + 0.2
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rates=st.lists(st.floats(0.0, 1.0), min_size=2, max_size=4),
+    low=st.integers(1, 2),
+    room=st.integers(1, 4),
+    share=st.floats(0, 1),
+)
+def test_the_knapsack_is_optimal(rates, low, room, share):
+    rate, high = np.array(rates), low + room
+    budget = round(len(rate) * (low + share * room))
+    found = allocation.knapsack(rate, budget, low, high)
+    assert found.sum() == budget
+    assert found.min() >= low
+    assert found.max() <= high
+    value = allocation.signal_value(found, rate).sum()
+    for sizes in itertools.product(range(low, high + 1), repeat=len(rate)):
+        if sum(sizes) == budget:
+            assert value >= allocation.signal_value(np.array(sizes), rate).sum() - 1e-12
+
+
+def test_allocators():
+    uncertain = allocation.Knapsack(least=2, most=20).plan(np.array([0.01, 0.5, 0.99, 0.3]), 8)
+    assert sum(uncertain) == 32
+    assert uncertain[3] > uncertain[2]
+    assert allocation.Uniform().plan(np.zeros(3), 8) == [8, 8, 8]
+    with pytest.raises(ValueError, match="cannot be shared"):
+        allocation.knapsack(np.array([0.5]), 9, 1, 8)
+
+
+def test_hard_starts_get_more_episodes():
+    rate, sizes = np.array([0.25, 0.5, 0.9, 0.0]), np.full(4, 8)
+    assert allocation.Dars(most=32).extend(rate, sizes) == [3, 0, 0, 24]  # (4 - 8 * .375) / .375 = 2.67
+    assert allocation.Dars(weighted=True, most=32).extend(rate, sizes)[0] == 8  # (6 - 3) / .375
+    assert allocation.Uniform().extend(rate, sizes) == [0] * 4
+
+
+def test_dapo_keeps_groups_with_mixed_outcomes():
+    rollouts = make_rollouts([1] * 6, [0, 0, 1, 1, 2, 2], [1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
+    assert selection.keep_mixed(rollouts, CONTEXT).tolist() == [False, False, True, True, False, False]
+    assert selection.keep_mixed(rollouts.take(torch.tensor([0, 1])), CONTEXT).all()
+
+
+def test_roc_keeps_the_shortest_successes_and_the_proportion():
+    rollouts = make_rollouts([4, 1, 2, 3, 2, 2, 2, 2], [0] * 8, [1.0] * 4 + [-1.0] * 4)
+    kept = selection.resample_on_correct(rollouts, CONTEXT, keep=0.5)
+    assert kept[:4].tolist() == [False, True, True, False]
+    assert int(kept[4:].sum()) == 2
+
+
+def test_the_most_different_returns_are_kept():
+    rollouts = make_rollouts([1] * 6, [0, 0, 0, 0, 1, 1], [0.0, 1.0, 0.4, 0.5, 0.0, 1.0])
+    assert selection.max_variance(rollouts, CONTEXT, keep=0.5).tolist() == [True, True, False, False, False, True]
+
+
+def test_controllers():
+    assert Vcpo().step({"effective_sample_size": 0.25}, CONTEXT) == {"lr_scale": 0.5}
+    assert Vcpo(least=0.1).step({"effective_sample_size": 0.0}, CONTEXT) == {"lr_scale": 0.1}
+    half = Context(torch.Generator(), iteration=5, iterations=10)
+    assert LinearDecay(final=0.0).step({}, half) == {"lr_scale": 0.5}
+    controller = KlTarget(target=0.01, factor=2.0)
+    assert controller.step({"kl": 0.1}, CONTEXT) == {"lr_scale": 0.5}
+    other = KlTarget(target=0.01, factor=2.0)
+    other.restore(controller.state())
+    assert other.step({"kl": 0.001}, CONTEXT) == {"lr_scale": 1.0}
+    assert other.step({"kl": 0.01}, CONTEXT) == {"lr_scale": 1.0}

@@ -1,0 +1,149 @@
+"""Collecting beside the learner: staleness stays within its bound, errors come out, nothing is left running."""
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.run import RunFolder
+from robopolicy.rl.algorithm import Algorithm
+from robopolicy.rl.critic import state_critic
+from robopolicy.training.finetune import FinetuneConfig, finetune
+
+CONFIG = FinetuneConfig(
+    algorithm="grpo",
+    coefficient="decoupled_ppo",
+    iterations=30,
+    groups=16,
+    group_size=8,
+    epochs=4,
+    minibatch=128,
+    actor_rate=5e-3,
+    clip=0.1,
+    target_kl=0.1,
+    evaluate_every=0,
+    staleness=2,
+)
+
+
+def collectors() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "collector"]
+
+
+def test_a_bandit_improves_on_stale_data_within_the_bound(tmp_path: Path):
+    policy = ChainPolicy()
+    before = mean_reward(policy, True)["reward"]
+    finetune(policy, None, BanditWorld(64), CONFIG, RunFolder(tmp_path))
+    assert mean_reward(policy, True)["reward"] > before / 3
+    records = RunFolder(tmp_path).metrics()[1:]
+    assert all(0 <= record["staleness"] <= 2 for record in records)
+    assert max(record["staleness"] for record in records) > 0
+    assert not collectors()
+
+
+def test_behaviour_and_proximal_probabilities_are_kept_apart(monkeypatch: pytest.MonkeyPatch):
+    seen: list[Rollouts] = []
+    prepare = Algorithm.prepare
+
+    def spy(self, rollouts, context):
+        seen.append(rollouts)
+        return prepare(self, rollouts, context)
+
+    monkeypatch.setattr(Algorithm, "prepare", spy)
+    finetune(ChainPolicy(), None, BanditWorld(32), replace(CONFIG, iterations=6, groups=4))
+    stale = [rollouts for rollouts in seen if rollouts.logp_proximal is not None]
+    assert stale
+    for rollouts in stale:
+        difference = (rollouts.proximal - rollouts.logp_behaviour)[rollouts.mask]
+        assert float(difference.abs().max()) > 1e-4
+
+
+def test_streams_with_a_critic_can_be_collected_in_the_background_too():
+    torch.manual_seed(0)
+    policy, critic = ChainPolicy(), state_critic(FIELDS, 1, width=16)
+    before = mean_reward(policy, True)["reward"]
+    config = replace(CONFIG, algorithm="ppo", decisions=8, discount=0.9, iterations=40, staleness=1)
+    finetune(policy, critic, BanditWorld(64), config)
+    assert mean_reward(policy, True)["reward"] > before / 3
+    assert not collectors()
+
+
+class Mortal(BanditWorld):
+    """Dies at its tenth step."""
+
+    def step(self, actions):
+        if self.calls == 9:
+            raise RuntimeError("the simulator is gone")
+        return super().step(actions)
+
+
+def test_an_error_in_the_thread_reaches_the_caller_and_ends_it():
+    with pytest.raises(RuntimeError, match="the simulator is gone"):
+        finetune(ChainPolicy(), None, Mortal(32), replace(CONFIG, groups=4))
+    assert not collectors()
+
+
+def test_an_interrupt_stops_the_thread(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Algorithm, "prepare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(ChainPolicy(), None, BanditWorld(32), replace(CONFIG, groups=4))
+    assert not collectors()
+
+
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(tmp_path: Path):
+    config = replace(CONFIG, checkpoint_every=2)
+    finetune(ChainPolicy(), None, BanditWorld(32), replace(config, iterations=4), RunFolder(tmp_path))
+    result = finetune(ChainPolicy(), None, BanditWorld(32), replace(config, iterations=8), RunFolder(tmp_path))
+    assert result.iterations == 8
+    assert [record["iteration"] for record in RunFolder(tmp_path).metrics()] == list(range(9))
+
+
+def test_slow_worlds_are_hidden_behind_learning():
+    class Slow(BanditWorld):
+        def step(self, actions):
+            time.sleep(0.01)  # releases the lock, as physics does
+            return super().step(actions)
+
+    config = replace(CONFIG, iterations=6, staleness=0, coefficient="ppo", epochs=8)
+    spent = {}
+    for staleness in (0, 1):
+        world = Slow(32)
+        finetune(ChainPolicy(), None, world, replace(config, staleness=staleness))
+        spent[staleness] = world.calls
+    # not a matter of time: beside the learner the world has been asked for at most one batch more
+    per_batch = spent[0] / 6
+    assert spent[0] <= spent[1] <= spent[0] + 2 * per_batch
+
+
+class Varied(BanditWorld):
+    """Episodes of different lengths: they start up to four steps in."""
+
+    def reset(self, rows=None, seeds=None, options=None):
+        super().reset(rows, seeds, options)
+        chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
+        self.time[chosen] = np.asarray(seeds) // 8 % 5
+        return self.observe()
+
+
+def test_unfinished_episodes_are_gone_on_with(tmp_path: Path):
+    config = replace(CONFIG, staleness=0, unfinished=0.3, iterations=8, groups=6, group_size=4)
+    finetune(ChainPolicy(), None, Varied(8, horizon=6), config, RunFolder(tmp_path))
+    records = RunFolder(tmp_path).metrics()[1:]
+    assert any(record["staleness"] > 0 for record in records)
+    assert all(record["episodes"] >= 17 for record in records)
+
+
+@pytest.mark.parametrize("changes", [{"staleness": -1}, {"unfinished": 1.0}])
+def test_impossible_settings_are_told(changes):
+    with pytest.raises(ConfigError, match="staleness"):
+        replace(CONFIG, **changes)

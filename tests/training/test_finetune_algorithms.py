@@ -1,0 +1,142 @@
+"""Every preset trains a real denoising policy in a real world without an error, and improves a bandit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.policies import build_policy
+from robopolicy.policies.configuration import DenoisingPolicyConfig
+from robopolicy.rl.algorithm import PRESETS
+from robopolicy.rl.critic import state_critic
+from robopolicy.rl.mechanisms import Slot, mechanisms
+from robopolicy.rl.ratios import RatioLevel
+from robopolicy.training.finetune import FinetuneConfig, finetune
+from sims.registry import make_world
+
+CONFIG = FinetuneConfig(
+    iterations=30,
+    decisions=4,
+    groups=16,
+    group_size=9,
+    epochs=4,
+    minibatch=128,
+    actor_rate=5e-3,
+    clip=0.1,
+    target_kl=0.1,
+    discount=0.9,
+    evaluate_every=0,
+)
+GAUSSIAN_MEANS = {"grpo_guard"}
+FROM_SUCCESS = {"w_reinforce", "pacs"}
+IMPROVING = [name for name in PRESETS if name not in FROM_SUCCESS | GAUSSIAN_MEANS]
+"""The others learn from successes, which the bandit's start does not have, or need a denoising policy."""
+
+
+@pytest.mark.parametrize("name", IMPROVING)
+def test_presets_improve_a_bandit(name: str):
+    policy = ChainPolicy()
+    before = mean_reward(policy, True)["reward"]
+    episodes = 36 if name == "gspo" else 0
+    torch.manual_seed(0)
+    critic = state_critic(FIELDS, 1, width=16)
+    config = replace(CONFIG, algorithm=name, minibatch_episodes=episodes)
+    finetune(policy, critic, BanditWorld(64), config, seed=0)
+    assert mean_reward(policy, True)["reward"] > before / 3
+
+
+@pytest.mark.parametrize("name", sorted(FROM_SUCCESS))
+def test_presets_that_learn_from_outcomes_raise_a_low_success_rate(name: str):
+    policy = ChainPolicy()
+    finetune(policy, None, BanditWorld(64), replace(CONFIG, algorithm="grpo", iterations=25), seed=0)
+    before = mean_reward(policy, False)["success"]
+    assert 0.05 < before < 0.3
+    config = replace(CONFIG, algorithm=name, minibatch_episodes=36, actor_rate=1e-3)
+    finetune(policy, None, BanditWorld(64), config, seed=1)
+    assert mean_reward(policy, False)["success"] > 0.5
+
+
+def small_policy(world):
+    config = DenoisingPolicyConfig(width=16, depth=1, sampling_steps=3)
+    spec = world.spec
+    policy = build_policy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions)
+    policy.prepare_finetuning(2)
+    return policy
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_run_on_a_denoising_policy(name: str):
+    world = make_world("reach_planar", 8)
+    policy = small_policy(world)
+    weight = policy.trainable_parameters()[0].detach().clone()
+    config = replace(
+        CONFIG, algorithm=name, iterations=2, groups=3, group_size=3, epochs=1, critic_warmup=1, branch_at=(1,)
+    )
+    critic = state_critic(world.spec.observation, 1, width=16)
+    result = finetune(policy, critic, world, config, seed=0)
+    assert result.iterations == 2
+    assert result.env_steps > 0
+    assert not torch.equal(weight, policy.trainable_parameters()[0])
+    assert all(bool(parameter.isfinite().all()) for parameter in policy.parameters())
+
+
+OTHERS = [
+    {"credit": ("seed_grpo",)},
+    {"selection": ("roc",)},
+    {"selection": ("max_variance", "finite")},
+    {"auxiliaries": ("kl_base", "bc")},
+    {"controllers": ("vcpo",)},
+    {"controllers": ("kl_target",)},
+    {"rewards": ("success_only", "hurry")},
+    {"weight": "duration"},
+    {"coefficient": "decoupled_ppo"},
+    {"coefficient": "gaussian_kl"},
+    {"coefficient": "min_pro", "minibatch_episodes": 3},
+    {"sampler": "mopps", "starts": 6},
+    {"sampler": "sec", "starts": 6},
+    {"sampler": "prompt_replay", "starts": 6, "allocator": "knapsack"},
+    {"allocator": "dars"},
+    {"ratio_level": RatioLevel.DECISION_MEAN},
+    {"ratio_level": RatioLevel.EPISODE_SUM},
+]
+
+
+@pytest.mark.parametrize(
+    "changes", OTHERS, ids=lambda changes: "-".join(f"{key}={value}" for key, value in changes.items())
+)
+def test_mechanisms_compose(changes: dict):
+    world = make_world("reach_planar", 8)
+    policy = small_policy(world)
+    config = replace(CONFIG, algorithm="grpo", iterations=2, groups=3, group_size=4, epochs=1, **changes)
+    result = finetune(policy, None, world, config, seed=0)
+    assert result.iterations == 2
+    assert all(bool(parameter.isfinite().all()) for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"algorithm": "dppo"}, "needs a critic"),
+        ({"algorithm": "grpo", "group_size": 1}, "group_size >= 2"),
+        ({"algorithm": "grpo", "coefficient": "dcpo"}, "categorical"),
+        ({"algorithm": "grpo", "credit": ("top_entropy",)}, "categorical"),
+        ({"algorithm": "grpo", "credit": ("vppo",)}, "camera images"),
+        ({"algorithm": "grpo", "ratio_level": RatioLevel.ACTION_MEAN}, "single actions"),
+        ({"algorithm": "grpo", "options": {"grpo": {"epsilom": 1}}}, "epsilon"),
+        ({"algorithm": "grpo", "options": {"gae": {}}}, "not part of this algorithm"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(changes: dict, text: str):
+    world = make_world("reach_planar", 4)
+    config = replace(CONFIG, iterations=1, groups=1, group_size=2 if "group_size" not in changes else 1)
+    with pytest.raises(ConfigError, match=text):
+        finetune(small_policy(world), None, world, replace(config, **changes), seed=0)
+
+
+def test_every_mechanism_says_what_it_does_and_where_it_is_from():
+    for entry in mechanisms():
+        assert entry.line.endswith((".", "]")), entry.name
+        assert entry.source, entry.name
+    assert len(mechanisms(Slot.ADVANTAGE)) >= 15
