@@ -19,6 +19,7 @@ from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.resources import resource
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.policies.denoising import DenoisingPolicyConfig
+from robopolicy.policies.token_configuration import TokenConfig
 from robopolicy.training.finetune import FinetuneConfig
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.pretrain import PretrainConfig
@@ -71,6 +72,17 @@ class CollectSection:
 
 
 @dataclass(frozen=True)
+class PolicySection(DenoisingPolicyConfig):
+    """What `train` builds: kind diffusion or flow, or kind token, a language model over action tokens.
+
+    A token policy reads `policy.token`, observation_keys, history, chunk and the normalisations; its image patches
+    replace the encoder, and what is about chains and denoisers does not concern it.
+    """
+
+    token: TokenConfig = field(default_factory=TokenConfig)
+
+
+@dataclass(frozen=True)
 class TrainSection(PretrainConfig):
     """Pre-training by regression on the dataset `data` (default: what collect wrote under the same name and seed)."""
 
@@ -83,12 +95,14 @@ class TrainSection(PretrainConfig):
 class FinetuneSection(FinetuneConfig):
     """PPO in the denoising chain of `policy` (default: what train wrote under the same name and seed).
 
-    units: how many of the last denoising steps are tuned, null for all; worlds: rows collected in parallel.
+    units: how many of the last denoising steps are tuned, null for all; worlds: rows collected in parallel; lora_rank:
+    tune adapters of this rank instead of the weights (token policies), 0 for none.
     """
 
     policy: Path | None = None
     units: int | None = None
     train_encoder: bool = True
+    lora_rank: int = 0
     worlds: int = 256
     critic_width: int = 256
     critic_depth: int = 2
@@ -111,10 +125,15 @@ class WorldModelSection(EnsembleConfig):
 
 @dataclass(frozen=True)
 class EvaluateSection:
-    """Success of `policy` over paired episodes, in both modes; base: a second policy on the same seeds."""
+    """Success of `policy` over paired episodes, in both modes; base: a second policy on the same seeds.
+
+    instruction: what the policy is told, "" for what the world asks for, "wrong" for another of its instructions, or
+    any text: a policy that minds the language then fails.
+    """
 
     policy: Path | None = None
     base: Path | None = None
+    instruction: str = ""
     episodes: int = 200
     videos: int = 8
 
@@ -203,7 +222,7 @@ class Config:
     run: RunSection = field(default_factory=RunSection)
     world: WorldSection = field(default_factory=WorldSection)
     collect: CollectSection = field(default_factory=CollectSection)
-    policy: DenoisingPolicyConfig = field(default_factory=DenoisingPolicyConfig)
+    policy: PolicySection = field(default_factory=PolicySection)
     train: TrainSection = field(default_factory=TrainSection)
     finetune: FinetuneSection = field(default_factory=FinetuneSection)
     worldmodel: WorldModelSection = field(default_factory=WorldModelSection)

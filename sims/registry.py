@@ -14,7 +14,8 @@ def _task(module: str) -> Callable[[], Task]:
 
 
 TASKS: dict[str, Callable[[], Task]] = {
-    name: _task(name) for name in ("push_cube", "push_t", "reach_planar", "arm_reach", "pick_place", "stack")
+    name: _task(name)
+    for name in ("push_cube", "push_choice", "push_t", "reach_planar", "arm_reach", "pick_place", "stack")
 }
 """Task name -> function that loads and returns it."""
 

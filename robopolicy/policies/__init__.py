@@ -3,5 +3,16 @@
 from robopolicy.policies.checkpoint import load_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy, build_policy
+from robopolicy.policies.token_configuration import TokenConfig, TokenPolicyConfig
+from robopolicy.policies.token_policy import TokenPolicy, build_token_policy
 
-__all__ = ["DenoisingPolicy", "DenoisingPolicyConfig", "build_policy", "load_policy"]
+__all__ = [
+    "DenoisingPolicy",
+    "DenoisingPolicyConfig",
+    "TokenConfig",
+    "TokenPolicy",
+    "TokenPolicyConfig",
+    "build_policy",
+    "build_token_policy",
+    "load_policy",
+]

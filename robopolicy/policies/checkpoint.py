@@ -21,6 +21,7 @@ from robopolicy.core.storage import (
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.token_checkpoint import TOKEN_POLICY, load_token_policy
 
 DENOISING_POLICY = "denoising_policy"
 FORMAT = 1
@@ -97,5 +98,6 @@ def _load_denoising_policy(folder: Path, description: Mapping[str, Any], device:
 
 
 _LOADERS: dict[str, Callable[[Path, Mapping[str, Any], torch.device | str], Policy]] = {
-    DENOISING_POLICY: _load_denoising_policy
+    DENOISING_POLICY: _load_denoising_policy,
+    TOKEN_POLICY: load_token_policy,
 }

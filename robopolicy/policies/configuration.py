@@ -11,10 +11,11 @@ from robopolicy.nn.schedules import DiffusionSchedule, FlowNoise, FlowSchedule, 
 
 
 class PolicyKind(Enum):
-    """Diffusion (DDPM, DDIM) or rectified flow."""
+    """Diffusion (DDPM, DDIM), rectified flow, or action tokens from a language model (`TokenPolicyConfig`)."""
 
     DIFFUSION = "diffusion"
     FLOW = "flow"
+    TOKEN = "token"
 
 
 class Likelihood(Enum):

@@ -80,8 +80,10 @@ class DenoisingPolicy(nn.Module):
         super().__init__()
         if len(action.shape) != 1:
             raise ConfigError(f"A denoising policy needs a vector of actions per control step, not {action.shape}.")
+        if config.kind is PolicyKind.TOKEN:
+            raise ConfigError("policy.kind=token is no denoising policy: build it with build_token_policy.")
         self.config = config
-        self.fields = _select_fields(config.observation_keys, observation)
+        self.fields = select_fields(config.observation_keys, observation)
         self.action = action
         self.fps = fps
         self.instructions = tuple(instructions)
@@ -400,7 +402,8 @@ class DenoisingPolicy(nn.Module):
         return (total / count if self.config.logp_reduction is LogpReduction.MEAN else total), clamped
 
 
-def _select_fields(keys: tuple[str, ...], observation: Mapping[str, Field]) -> dict[str, Field]:
+def select_fields(keys: tuple[str, ...], observation: Mapping[str, Field]) -> dict[str, Field]:
+    """Return the fields that `keys` name, all but the instruction for (); raises ConfigError for unknown ones."""
     known = {key: spec for key, spec in observation.items() if key != TASK}
     for key in keys:
         if key not in known:

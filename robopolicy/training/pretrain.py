@@ -6,7 +6,7 @@ from typing import Any
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import PolicySpec
+from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.data.episodes import Episodes
 from robopolicy.training.fit import FitConfig, FitResult, fit
 
@@ -34,8 +34,9 @@ def pretrain(
     spec: PolicySpec = policy.spec
     device = next(policy.parameters()).device
     generators = Generators(seed, device)
+    keys = [*spec.observation, TASK] if len(spec.instructions) > 1 else list(spec.observation)
     batches = episodes.to(device).sampler(
-        spec.history, spec.prediction, config.batch_size, generators["batches"], keys=list(spec.observation)
+        spec.history, spec.prediction, config.batch_size, generators["batches"], keys=keys
     )
     result = fit(policy, batches, config.fit, generators, run=run, label="Behaviour cloning")
     if run is not None:

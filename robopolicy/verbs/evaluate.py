@@ -1,7 +1,8 @@
 """Measures success over paired seeds, deterministic and stochastic, with Wilson intervals; writes a report with videos.
 
 evaluate.base=CHECKPOINT judges a second policy on the same seeds and tests the difference. world=worldmodel judges in
-imagination (world.model=CHECKPOINT): the same starts, the same policy, a learned world.
+imagination (world.model=CHECKPOINT): the same starts, the same policy, a learned world. evaluate.instruction=wrong
+tells the policy another of the world's instructions: success above chance then means that it does not listen.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.world import Renders, World
+from robopolicy.evaluation.instructions import misinform
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
 from robopolicy.evaluation.video import record_grid, write_video
@@ -90,6 +92,7 @@ def run(config: Config) -> int:
         world = build_world(
             config.world, policy, episodes=config.evaluate.episodes, seed=config.run.seed, device=device
         )
+        policy = misinform(policy, section.instruction, world.spec.instructions)
         verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
         if section.videos and isinstance(world, Renders):

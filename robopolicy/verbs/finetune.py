@@ -1,4 +1,4 @@
-"""Fine-tunes a pre-trained policy with PPO in its denoising chain, then judges it beside the base it came from.
+"""Fine-tunes a pre-trained policy with RL (in its denoising chain or on its tokens), then judges it beside its base.
 
 Progress is measured on validation seeds, the final judgement uses other seeds. Killed? Run the same command again: it
 goes on from the last checkpoint and ends in the same place. world=worldmodel tunes in imagination.
@@ -9,6 +9,7 @@ from typing import Any
 
 from robopolicy.build import build_critic, build_world, choose_device, open_policy
 from robopolicy.configuration import Config
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.structured import narrowed
@@ -16,6 +17,7 @@ from robopolicy.core.world import Renders
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare, evaluate_policy
 from robopolicy.evaluation.video import beside, record_grid, write_video
+from robopolicy.policies import TokenPolicy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.finetune import FinetuneConfig, finetune
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
@@ -33,6 +35,8 @@ def run(config: Config) -> int:
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
     base, policy = open_policy(path, device), open_policy(path, device)
     policy.prepare_finetuning(section.units, train_encoder=section.train_encoder)
+    if section.lora_rank:
+        add_lora(policy, section.lora_rank)
     world = build_world(config.world, base, batch_size=section.worlds, device=device)
     judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
     validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
@@ -83,6 +87,13 @@ def run(config: Config) -> int:
     )
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
+
+
+def add_lora(policy: Policy, rank: int) -> None:
+    """Let adapters of a token policy learn instead of its weights; ConfigError for other policies."""
+    if not isinstance(policy, TokenPolicy):
+        raise ConfigError(f"finetune.lora_rank={rank} is for token policies; {type(policy).__name__} has no adapters.")
+    policy.add_lora(rank)
 
 
 def summary(verdicts: dict[str, Verdict]) -> dict[str, Any]:

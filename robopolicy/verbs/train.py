@@ -1,4 +1,4 @@
-"""Pre-trains a diffusion or flow policy by behaviour cloning on a LeRobotDataset, then measures its success.
+"""Pre-trains a policy by behaviour cloning on a LeRobotDataset, then measures its success.
 
 Killed? Run the same command again: it goes on and ends in the same place. train.evaluate_episodes=0 skips the judgement
 (for data of a robot that has no simulator here).
@@ -13,7 +13,15 @@ from robopolicy.core.structured import narrowed
 from robopolicy.data.episodes import Episodes
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
-from robopolicy.policies.denoising import DenoisingPolicy, build_policy
+from robopolicy.policies import (
+    DenoisingPolicy,
+    DenoisingPolicyConfig,
+    TokenPolicy,
+    TokenPolicyConfig,
+    build_policy,
+    build_token_policy,
+)
+from robopolicy.policies.configuration import PolicyKind
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.pretrain import PretrainConfig, pretrain
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
@@ -55,14 +63,15 @@ def run(config: Config) -> int:
     return 0
 
 
-def new_policy(config: Config, episodes: Episodes) -> DenoisingPolicy:
+def new_policy(config: Config, episodes: Episodes) -> DenoisingPolicy | TokenPolicy:
     """Build the configured policy with fields and normalisers from `episodes`; its weights follow from run.seed."""
-    return build_policy(
-        config.policy,
-        episodes.observation_fields,
-        episodes.action_field,
-        fps=episodes.fps,
-        instructions=tuple(sorted(set(episodes.tasks))),
-        values={**episodes.observation, "action": episodes.actions},
-        seed=derive(config.run.seed, "initial weights"),
-    )
+    known: dict[str, Any] = {
+        "fps": episodes.fps,
+        "instructions": tuple(sorted(set(episodes.tasks))),
+        "values": {**episodes.observation, "action": episodes.actions},
+        "seed": derive(config.run.seed, "initial weights"),
+    }
+    fields, action = episodes.observation_fields, episodes.action_field
+    if config.policy.kind is PolicyKind.TOKEN:
+        return build_token_policy(narrowed(TokenPolicyConfig, config.policy), fields, action, **known)
+    return build_policy(narrowed(DenoisingPolicyConfig, config.policy), fields, action, **known)

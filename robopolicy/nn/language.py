@@ -1,0 +1,221 @@
+"""Causal language models of transformers (extra `vla`) that read a text and are then fed embeddings, step by step.
+
+The text comes first, so its keys and values are the same in all rows with that text: they are computed once per
+distinct text and copied, in sampling and in training alike (gradients add up through the copies).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, require_extra
+
+EXTRA = "vla"
+PADDING, BEGIN = "<pad>", "<begin>"
+
+
+class TextTokenizer(Protocol):
+    """Texts to padded integers."""
+
+    def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return tokens [U, L] int64 and which of them are text [U, L] bool; padding is on the left."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write what `load_text_tokenizer` needs into `folder`."""
+        ...
+
+
+class WordTokenizer:
+    """Lower-case words of a fixed vocabulary, for models made from scratch; it is saved with the policy's config."""
+
+    def __init__(self, texts: Sequence[str]):
+        self.words = tuple(sorted({word for text in texts for word in text.lower().split()}))
+        self._index = {word: index for index, word in enumerate((PADDING, BEGIN, *self.words))}
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return len(self._index)
+
+    def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return tokens [U, L] and text [U, L]; raises SpecError for words never seen."""
+        rows = [[BEGIN, *text.lower().split()] for text in texts]
+        for row, text in zip(rows, texts, strict=True):
+            for word in row:
+                if word not in self._index:
+                    raise SpecError(f"The policy was not taught the word '{word}' of '{text}'.{_nearest(word, self)}")
+        longest = max(map(len, rows))
+        padded = [[PADDING] * (longest - len(row)) + row for row in rows]
+        tokens = torch.tensor([[self._index[word] for word in row] for row in padded])
+        return tokens, tokens != self._index[PADDING]
+
+    def save(self, folder: Path) -> None:
+        """Nothing beyond the instructions is needed."""
+
+
+class PretrainedTokenizer:
+    """The tokenizer of a Hugging Face checkpoint."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token
+        if tokenizer.pad_token is None:
+            raise ConfigError("The checkpoint's tokenizer has no padding, end or beginning token: give it one of them.")
+
+    def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return tokens [U, L] and text [U, L]; raises SpecError where a text has no token at all."""
+        found = self.tokenizer(list(texts), padding=True, padding_side="left", return_tensors="pt")
+        text = found["attention_mask"].bool()
+        if text.shape[1] == 0 or not bool(text[:, -1].all()):
+            raise SpecError(f"The tokenizer makes nothing of one of the instructions {list(texts)}: give it words.")
+        return found["input_ids"], text
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's own files."""
+        self.tokenizer.save_pretrained(folder)
+
+
+@dataclass
+class Reading:
+    """What rows have read so far: the model's cache, and which of its positions are text [N, L] bool."""
+
+    cache: Any
+    seen: Tensor
+
+
+class LanguageModel(nn.Module):
+    """A transformers backbone (no language head); of a vision-language model, its language part.
+
+    backbone: e.g. a LlamaModel or the model of a checkpoint. It never leaves evaluation mode: dropout would make
+    sampling and scoring differ.
+    """
+
+    def __init__(self, backbone: Any):
+        super().__init__()
+        self.backbone = backbone
+        self.train(False)
+
+    @property
+    def width(self) -> int:
+        """Size of an embedding."""
+        return self.backbone.get_input_embeddings().weight.shape[1]
+
+    def train(self, mode: bool = True) -> "LanguageModel":
+        """Stay in evaluation mode."""
+        return super().train(False)
+
+    def read(self, tokens: Tensor, text: Tensor, rows: Tensor) -> Reading:
+        """Read distinct texts, tokens [U, L] with text [U, L] bool, and copy what was read to rows [N] (each < U)."""
+        cache = require_extra("transformers", EXTRA).DynamicCache(config=self.backbone.config)
+        position = (text.long().cumsum(-1) - 1).clamp_min(0)
+        embedded = self.backbone.get_input_embeddings()(tokens)
+        self.backbone(
+            inputs_embeds=embedded,
+            attention_mask=text.long(),
+            position_ids=position,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache.batch_select_indices(rows)
+        return Reading(cache, text[rows])
+
+    def extend(self, reading: Reading, embeddings: Tensor) -> Tensor:
+        """Read on, [N, S, width] -> hidden states of the last layer [N, S, width]; `reading` grows in place."""
+        rows, steps = embeddings.shape[:2]
+        position = reading.seen.sum(-1, keepdim=True) + torch.arange(steps, device=embeddings.device)
+        reading.seen = torch.cat([reading.seen, reading.seen.new_ones(rows, steps)], 1)
+        found = self.backbone(
+            inputs_embeds=embeddings,
+            attention_mask=reading.seen.long(),
+            position_ids=position,
+            past_key_values=reading.cache,
+            use_cache=True,
+        )
+        return found.last_hidden_state
+
+    def add_lora(self, rank: int, alpha: float) -> None:
+        """Freeze the weights and add low-rank adapters to every linear layer (Hu et al. 2021, arXiv:2106.09685).
+
+        Nothing changes at first: the second factor is zero. No dropout.
+        """
+        peft = require_extra("peft", EXTRA)
+        settings = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear")
+        peft.inject_adapter_in_model(settings, self.backbone)
+        for name, weight in self.backbone.named_parameters():
+            weight.requires_grad_("lora_" in name)
+        self.train(False)
+
+    @torch.no_grad()
+    def merge_lora(self) -> None:
+        """Add the adapters to the weights and remove them; all weights are trainable again."""
+        layer = require_extra("peft.tuners.lora", EXTRA).LoraLayer
+        for name, module in list(self.backbone.named_modules()):
+            if isinstance(module, layer):
+                module.merge()
+                self.backbone.set_submodule(name, module.get_base_layer())
+        self.backbone.requires_grad_(True)
+
+
+def small_backbone(vocabulary: int, width: int, depth: int, heads: int, feed_forward: int) -> Any:
+    """Return a Llama of random weights (drawn from torch's global generator).
+
+    They have a standard deviation of width^-1/2: the usual 0.02 is made for widths near a thousand and, at a hundred,
+    leaves so little of the signal that learning starts late.
+    """
+    transformers = require_extra("transformers", EXTRA)
+    if width % heads:
+        raise ConfigError(f"token.width {width} is not a multiple of token.heads {heads}: choose one that is.")
+    return transformers.LlamaModel(
+        transformers.LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=feed_forward,
+            num_hidden_layers=depth,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            initializer_range=width**-0.5,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=None,
+        )
+    )
+
+
+def pretrained_backbone(name: str) -> tuple[Any, PretrainedTokenizer]:
+    """Return the (language) backbone and the tokenizer of a causal or vision-language checkpoint, in fp32.
+
+    name: a folder, or a name on the Hugging Face hub (downloaded unless HF_HUB_OFFLINE is set). Raises ConfigError.
+    """
+    transformers = require_extra("transformers", EXTRA)
+    try:
+        model = transformers.AutoModel.from_pretrained(name, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"token.model={name} could not be loaded: {str(error).splitlines()[0]} Give a folder written by "
+            "save_pretrained (model and tokenizer), or a name on the hub and a network connection."
+        ) from error
+    return model.get_decoder(), PretrainedTokenizer(tokenizer)
+
+
+def described_backbone(description: Mapping[str, Any]) -> Any:
+    """Return a backbone of random weights from `backbone.config.to_dict()`."""
+    transformers = require_extra("transformers", EXTRA)
+    settings = dict(description)
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    return transformers.AutoModel.from_config(config, dtype=torch.float32)
+
+
+def load_pretrained_tokenizer(folder: Path) -> PretrainedTokenizer:
+    """Read what `PretrainedTokenizer.save` wrote."""
+    return PretrainedTokenizer(require_extra("transformers", EXTRA).AutoTokenizer.from_pretrained(folder))
+
+
+def _nearest(word: str, tokenizer: WordTokenizer) -> str:
+    return did_you_mean(word, tokenizer.words)

@@ -1,0 +1,80 @@
+"""Observations as embeddings that a transformer reads: one per vector field, one per image patch and history frame."""
+
+from collections.abc import Mapping
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.policy import TensorObservation
+from robopolicy.core.spec import IMAGE_PREFIX, Field
+from robopolicy.nn.encoders import module_name, shift_images
+from robopolicy.nn.normalizer import NormalizationMode, Normalizer
+
+
+class ObservationTokens(nn.Module):
+    """Embeds an observation [N, H, ...] as [N, S, width], fields in the order given.
+
+    A vector with its history is normalised per element (fit `normalizer(key)`), bounded by +-`bound` and goes through a
+    layer with SiLU; every history frame of a camera is cut into patches of `patch` pixels, embedded linearly with
+    learned positions (ViT, arXiv:2010.11929). random_shift: pixels of augmentation in training losses, 0 for none.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Field],
+        history: int,
+        width: int,
+        normalization: NormalizationMode = NormalizationMode.MIN_MAX,
+        patch: int = 16,
+        random_shift: int = 0,
+        bound: float = 10.0,
+    ):
+        super().__init__()
+        self.keys = tuple(fields)
+        self.bound, self.random_shift = bound, random_shift
+        self.normalizers = nn.ModuleDict()
+        self.layers = nn.ModuleDict()
+        self.positions = nn.ParameterDict()
+        for key, spec in fields.items():
+            name = module_name(key)
+            if not key.startswith(IMAGE_PREFIX):
+                self.normalizers[name] = Normalizer(spec.shape, normalization)
+                self.layers[name] = nn.Sequential(
+                    nn.Linear(history * spec.size, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)
+                )
+                continue
+            height, breadth, _ = spec.shape
+            if height % patch or breadth % patch:
+                raise ConfigError(f"token.patch is {patch}, which does not divide '{key}', {height} x {breadth}.")
+            self.layers[name] = nn.Conv2d(3, width, patch, patch)
+            count = history * (height // patch) * (breadth // patch)
+            self.positions[name] = nn.Parameter(0.02 * torch.randn(count, width))
+        if not self.keys:
+            raise ConfigError("The policy reads nothing: name at least one observation key.")
+
+    def normalizer(self, key: str) -> Normalizer:
+        """The normaliser of a vector field."""
+        module = self.normalizers[module_name(key)]
+        assert isinstance(module, Normalizer)
+        return module
+
+    def forward(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Tensor:
+        """Return [N, S, width]; a generator turns on the random shift of images (training losses only)."""
+        return torch.cat([self._embed(key, observation[key], generator) for key in self.keys], 1)
+
+    def _embed(self, key: str, value: Tensor | list[str], generator: torch.Generator | None) -> Tensor:
+        assert isinstance(value, Tensor)
+        name = module_name(key)
+        if name in self.normalizers:
+            normalized = self.normalizers[name](value.float()).clamp(-self.bound, self.bound)
+            return self.layers[name](normalized.flatten(1))[:, None]
+        if value.dtype != torch.uint8:
+            raise SpecError(f"'{key}' is {value.dtype}; images are uint8, [B, H, height, width, 3].")
+        frames = rearrange(value, "n t h w c -> (n t) h w c")
+        if generator is not None and self.random_shift:
+            frames = shift_images(frames, self.random_shift, generator)
+        pixels = rearrange(frames, "n h w c -> n c h w").float() / 127.5 - 1
+        patches = rearrange(self.layers[name](pixels), "(n t) d h w -> n (t h w) d", n=len(value))
+        return patches + self.positions[name]

@@ -1,0 +1,65 @@
+"""Every choice that makes a token policy, with its default."""
+
+from dataclasses import dataclass, field
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.nn.action_tokens import ActionTokens
+from robopolicy.nn.encoders import ImageEncoderConfig
+from robopolicy.nn.normalizer import NormalizationMode
+
+
+@dataclass(frozen=True)
+class TokenConfig:
+    """The language model and its action tokens.
+
+    actions, bins, resolution, frequencies: see `action_tokens`; temperature: of sampling, and of log-probabilities.
+    model: folder or hub name of a Hugging Face causal or vision-language checkpoint, or "" for a small Llama from
+    scratch with width, depth, heads and feed_forward; patch: pixels of an image patch's side; lora_rank: a checkpoint's
+    weights stay frozen and adapters of this rank learn instead, 0 trains all; lora_alpha: their scale times the rank.
+    """
+
+    actions: ActionTokens = ActionTokens.BINS
+    bins: int = 33
+    resolution: float = 10.0
+    frequencies: int = 0
+    temperature: float = 1.0
+    model: str = ""
+    width: int = 128
+    depth: int = 4
+    heads: int = 4
+    feed_forward: int = 384
+    patch: int = 16
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ConfigError(f"token.temperature is {self.temperature}: it must be positive (act deterministically?).")
+        if min(self.width, self.depth, self.heads, self.feed_forward, self.patch) < 1 or self.lora_rank < 0:
+            raise ConfigError("token.width, depth, heads, feed_forward and patch are at least 1, lora_rank at least 0.")
+        if self.lora_rank and not self.model:
+            raise ConfigError(
+                "token.lora_rank adapts a checkpoint, but a model from scratch has random weights: set token.model, or "
+                "train all weights and use finetune.lora_rank."
+            )
+
+
+@dataclass(frozen=True)
+class TokenPolicyConfig:
+    """A language-conditioned policy over action tokens.
+
+    observation_keys: what it reads beside the instruction, () for everything the world shows; history: H frames; chunk:
+    C executed steps, all that is predicted; image: only its random_shift is used here (patches are `token.patch`).
+    """
+
+    observation_keys: tuple[str, ...] = ()
+    history: int = 1
+    chunk: int = 4
+    image: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
+    state_normalization: NormalizationMode = NormalizationMode.MIN_MAX
+    action_normalization: NormalizationMode = NormalizationMode.MIN_MAX
+    token: TokenConfig = field(default_factory=TokenConfig)
+
+    def __post_init__(self) -> None:
+        if min(self.chunk, self.history) < 1:
+            raise ConfigError(f"chunk is {self.chunk} and history {self.history}: both are at least 1.")

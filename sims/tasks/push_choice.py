@@ -1,0 +1,127 @@
+"""Push-choice: two cubes and two goals on one table; the instruction alone says which cube goes to which goal.
+
+Nothing but `task` tells the four instructions apart: starts are drawn without regard to it. A policy that ignores the
+language does the same for all four and succeeds in a quarter of the episodes; the time limit leaves no room to try one
+after the other (an expert that does two of them succeeds in 25 to 27 %).
+"""
+
+import numpy as np
+
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK, Field, Observation
+from robopolicy.core.world import Rows
+from sims.task import Arrays, Markers, Readings, Start, Task, flat_quaternion, newest, scale, vector_field
+from sims.tasks.push_cube import CONTACT, control, steer
+
+TOLERANCE = 0.05  # m, so that the cube's centre lies on the disc
+CUBES, GOALS = ("red", "blue"), ("left", "right")
+INSTRUCTIONS = tuple(f"push the {cube} cube to the {goal} goal" for cube in CUBES for goal in GOALS)
+
+
+def start(uniforms: np.ndarray) -> Start:
+    """Cubes side by side (which is left is drawn), goals behind them to the left and right, pusher in front."""
+    left = np.stack([scale(uniforms[:, 0], -0.13, -0.08), scale(uniforms[:, 1], -0.08, 0.0)], axis=-1)
+    right = np.stack([scale(uniforms[:, 2], 0.08, 0.13), scale(uniforms[:, 3], -0.08, 0.0)], axis=-1)
+    swapped = uniforms[:, 4:5] < 0.5
+    red, blue = np.where(swapped, right, left), np.where(swapped, left, right)
+    yaw = scale(uniforms[:, 5:7], -0.4, 0.4)
+    goals = scale(uniforms[:, 7:11], (-0.20, 0.12, 0.12, 0.12), (-0.12, 0.20, 0.20, 0.20))
+    pusher = scale(uniforms[:, 11:13], (-0.15, -0.24), (0.15, -0.18))
+    return Start(
+        qpos=np.concatenate([red, yaw[:, :1], blue, yaw[:, 1:], pusher], axis=1),
+        goal=goals,
+        activation=pusher,
+        instruction=(len(INSTRUCTIONS) * uniforms[:, 13]).astype(np.int64),
+    )
+
+
+def observe(readings: Readings) -> dict[str, np.ndarray]:
+    """Pusher: position, velocity, target ahead of it. Environment: both cubes, both goals, all offsets between them."""
+    pusher, velocity, goals = readings.qpos[..., 6:8], readings.qvel, readings.goal
+    red, blue, left, right = readings.qpos[..., 0:2], readings.qpos[..., 3:5], goals[..., 0:2], goals[..., 2:4]
+    environment = []
+    for cube, first in ((red, 0), (blue, 3)):
+        yaw = readings.qpos[..., first + 2 : first + 3]
+        environment += [cube, np.cos(yaw), np.sin(yaw), velocity[..., first : first + 3]]
+    environment += [goals, red - pusher, blue - pusher]
+    environment += [goal - cube for cube in (red, blue) for goal in (left, right)]
+    state = [pusher, velocity[..., 6:8], readings.activation - pusher]
+    return {STATE: np.concatenate(state, axis=-1), ENVIRONMENT_STATE: np.concatenate(environment, axis=-1)}
+
+
+def instructed(environment: np.ndarray, task: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ways from the pusher to the instructed cube and from it to the instructed goal, [..., 2] each.
+
+    environment: [..., 30]; task: texts that broadcast against its leading axes.
+    """
+    to_cube, to_goal = environment[..., 18:20], environment[..., 22:24]
+    for index, text in enumerate(INSTRUCTIONS[1:], start=1):
+        meant, cube = (task == text)[..., None], index // len(GOALS)
+        to_cube = np.where(meant, environment[..., 18 + 2 * cube : 20 + 2 * cube], to_cube)
+        to_goal = np.where(meant, environment[..., 22 + 2 * index : 24 + 2 * index], to_goal)
+    return to_cube, to_goal
+
+
+def potential(observation: Arrays) -> np.ndarray:
+    """Ten per metre that the instructed cube nears its goal, plus two per metre that the pusher nears the cube."""
+    to_cube, to_goal = instructed(observation[ENVIRONMENT_STATE], observation[TASK])
+    return -10.0 * _length(to_goal) - 2.0 * np.maximum(_length(to_cube), CONTACT)
+
+
+def succeeded(observation: Arrays) -> np.ndarray:
+    """The instructed cube's centre is within the tolerance of the instructed goal."""
+    return _length(instructed(observation[ENVIRONMENT_STATE], observation[TASK])[1]) < TOLERANCE
+
+
+def markers(goal: np.ndarray) -> Markers:
+    """A disc lies at each goal."""
+    ground = goal.reshape(-1, 2, 2)
+    position = np.concatenate([ground, np.zeros_like(ground[..., :1])], axis=-1)
+    return Markers(position, flat_quaternion(np.zeros(position.shape[:2])))
+
+
+class PushChoiceExpert:
+    """Reads the instruction and pushes like push-cube's expert; the other cube is seldom in the way."""
+
+    def reset(self, rows: Rows = None) -> None:
+        """Nothing is remembered."""
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Return actions [B, 2]."""
+        state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
+        to_cube, to_goal = instructed(environment, observation[TASK])
+        pusher = state[:, 0:2]
+        return steer(pusher + state[:, 4:6], pusher + to_cube, to_goal)
+
+
+def _length(vector: np.ndarray) -> np.ndarray:
+    return np.sqrt(vector[..., 0] ** 2 + vector[..., 1] ** 2)
+
+
+def task() -> Task:
+    """Return the push-choice task."""
+    cube = "{0}_x {0}_y {0}_cos {0}_sin {0}_velocity_x {0}_velocity_y {0}_spin"
+    offsets = [f"pusher_to_{name}" for name in CUBES] + [f"{name}_to_{goal}" for name in CUBES for goal in GOALS]
+    names = [cube.format(name) for name in CUBES] + [f"{name}_x {name}_y" for name in (*GOALS, *offsets)]
+    return Task(
+        name="push_choice",
+        model="planar/push_choice.xml",
+        instructions=INSTRUCTIONS,
+        success_text=f"The instructed cube's centre is within {100 * TOLERANCE:.0f} cm of the instructed goal's.",
+        fps=10,
+        substeps=10,
+        horizon=40,
+        cameras=("top", "front"),
+        action=Field((2,), low=-1.0, high=1.0, unit="share of 0.4 m/s", names=("velocity_x", "velocity_y")),
+        observation={
+            STATE: vector_field("x y velocity_x velocity_y target_x target_y", "m, m/s"),
+            ENVIRONMENT_STATE: vector_field(" ".join(names), "m, m/s, rad/s"),
+        },
+        uniforms=14,
+        start=start,
+        control=control,
+        observe=observe,
+        potential=potential,
+        succeeded=succeeded,
+        expert=PushChoiceExpert,
+        markers=markers,
+    )

@@ -1,0 +1,314 @@
+"""The token policy: exact scores, shared texts, adapters, Hugging Face checkpoints, and that it listens."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
+from robopolicy.core.policy_conformance import check_policy
+from robopolicy.core.spec import Field
+from robopolicy.evaluation.instructions import misinform
+from robopolicy.nn.action_tokens import ActionTokens
+from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, build_token_policy, load_policy
+
+STATE, CAMERA = "observation.state", "observation.images.front"
+FIELDS = {STATE: Field((3,)), "observation.environment_state": Field((4,))}
+PICTURES = {STATE: Field((3,)), CAMERA: Field((16, 32, 3), "uint8", 0, 255)}
+ACTION = Field((2,), low=(-0.5, -2.0), high=(0.5, 2.0))
+TEXTS = ("push the red cube", "push the blue cube to the left", "stop")
+TOKEN = TokenConfig(width=32, depth=2, heads=2, feed_forward=64, bins=9, patch=8)
+CONFIG = TokenPolicyConfig(chunk=3, token=TOKEN)
+
+
+def make(config: TokenPolicyConfig = CONFIG, fields: dict[str, Field] = FIELDS, seed: int = 0) -> TokenPolicy:
+    draws = torch.Generator().manual_seed(0)
+    values = {key: torch.randn(50, *field.shape, generator=draws) for key, field in fields.items()}
+    values["action"] = torch.rand(50, 2, generator=draws) - 0.5
+    return build_token_policy(config, fields, ACTION, fps=10, instructions=TEXTS, values=values, seed=seed)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def observe(rows: int = 7, texts: Any = None) -> dict[str, Any]:
+    draws = generator(3)
+    vectors = {key: torch.randn(rows, 1, *field.shape, generator=draws) for key, field in FIELDS.items()}
+    return {**vectors, "task": texts or [TEXTS[row % 3] for row in range(rows)]}
+
+
+def disturb(policy: TokenPolicy) -> None:
+    with torch.no_grad():
+        for weight in policy.trainable_parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator(5)))
+
+
+def token(**changes: Any) -> TokenPolicyConfig:
+    return replace(CONFIG, token=replace(TOKEN, **changes))
+
+
+CONFIGS = {
+    "bins": CONFIG,
+    "frequencies": token(actions=ActionTokens.FREQUENCIES, resolution=5.0),
+    "two frequencies": token(actions=ActionTokens.FREQUENCIES, frequencies=2),
+    "warm": token(temperature=1.7),
+    "history": replace(CONFIG, history=3),
+    "one step": replace(CONFIG, chunk=1),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_token_policies_conform(name: str):
+    check_policy(make(CONFIGS[name]), load_policy)
+
+
+def test_policies_with_pictures_and_adapters_conform():
+    policy = make(replace(CONFIG, history=2), PICTURES)
+    check_policy(policy, load_policy)
+    policy.prepare_finetuning(train_encoder=False)
+    policy.add_lora(2)
+    check_policy(policy, load_policy)
+
+
+def test_the_spec_says_what_units_are():
+    assert (make().spec.units, make().spec.units_per_action, make().spec.categorical) == (6, 2, True)
+    slow = make(CONFIGS["two frequencies"]).spec
+    assert (slow.units, slow.units_per_action) == (4, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_scores_are_those_of_the_whole_sequence_without_a_cache(temperature: float):
+    """Against one plain forward pass per row: no cache, no padding, no sharing, one logit at a time."""
+    policy, observation = make(token(temperature=temperature)), observe()
+    disturb(policy)
+    decision = policy.act(observation, generator())
+    evaluation = policy.evaluate(observation, decision.units)
+    assert (evaluation.logp - decision.logp).abs().max() <= 1e-4
+    embedded = policy.observation_tokens(observation)
+    for row in range(7):
+        words, _ = policy.text_tokens([observation["task"][row]])
+        text = policy.language.backbone.get_input_embeddings()(words)
+        said = policy.action_embedding(decision.units["tokens"][row : row + 1])
+        whole = torch.cat([text, embedded[row : row + 1], said], 1)
+        hidden = policy.language.backbone(inputs_embeds=whole).last_hidden_state[0]
+        start = text.shape[1] + embedded.shape[1] - 1
+        logits = policy.head(hidden[start : start + 6])
+        expected = torch.distributions.Categorical(logits=logits / temperature)
+        assert torch.allclose(decision.logp[row], expected.log_prob(decision.units["tokens"][row]), atol=1e-4)
+        assert torch.allclose(evaluation.entropy[row], expected.entropy(), atol=1e-4)
+
+
+def test_tokens_are_drawn_from_the_stated_distribution():
+    policy = make(replace(CONFIG, chunk=1))
+    observation = {key: value[:1].expand(4000, -1, -1) for key, value in observe().items() if key != "task"}
+    observation["task"] = ["stop"] * 4000
+    decision = policy.act(observation, generator())
+    counts = torch.bincount(decision.units["tokens"][:, 0], minlength=9) / 4000
+    likely = policy.evaluate(observation, decision.units).extras["log_probabilities"][0, 0].exp()
+    assert (counts - likely).abs().max() < 0.04
+
+
+def test_deterministic_is_the_likeliest_token_and_no_choice():
+    policy, observation = make(), observe()
+    decision = policy.act(observation, generator(), deterministic=True)
+    assert not decision.mask.any() and not decision.logp.any()
+    every = policy.evaluate(observation, decision.units).extras["log_probabilities"]
+    assert torch.equal(every.argmax(-1), decision.units["tokens"])
+
+
+def test_gradients_add_up_through_shared_texts():
+    policy, observation = make(), observe()
+    units = policy.act(observation, generator()).units
+
+    def gradients(rows: list[int]) -> list[Tensor]:
+        part = {key: [value[i] for i in rows] if key == "task" else value[rows] for key, value in observation.items()}
+        policy.zero_grad()
+        policy.evaluate(part, {"tokens": units["tokens"][rows]}).logp.sum().backward()
+        return [torch.zeros_like(w) if w.grad is None else w.grad.clone() for w in policy.parameters()]
+
+    together = gradients(list(range(7)))
+    apart = [sum(parts) for parts in zip(*(gradients([row]) for row in range(7)), strict=True)]
+    for one, other in zip(together, apart, strict=True):
+        assert torch.allclose(one, torch.as_tensor(other), atol=2e-4)
+
+
+def test_chosen_units_and_executed_steps_are_scored_alone():
+    policy, observation = make(), observe(2)
+    units = policy.act(observation, generator()).units
+    whole = policy.evaluate(observation, units)
+    chosen = torch.tensor([[5, 0], [2, 2]])
+    part = policy.evaluate(observation, {**units, "unit": chosen})
+    assert torch.equal(part.logp, whole.logp.gather(1, chosen))
+    executed = torch.tensor([[True, True, False], [True, True, True]])
+    cut = policy.evaluate(observation, {**units, "executed": executed})
+    assert torch.equal(cut.logp[0, :4], whole.logp[0, :4]) and not cut.logp[0, 4:].any()
+    assert torch.equal(cut.logp[1], whole.logp[1])
+    slow = make(CONFIGS["frequencies"])
+    units = slow.act(observation, generator()).units
+    assert torch.equal(
+        slow.evaluate(observation, {**units, "executed": executed}).logp, slow.evaluate(observation, units).logp
+    )
+
+
+def test_loss_is_the_cross_entropy_of_demonstrated_tokens_without_padding():
+    policy, observation = make(), observe(4)
+    actions = 0.5 * torch.rand(4, 3, 2, generator=generator()) - 0.25
+    valid = torch.tensor([[True] * 3, [True] * 3, [True, True, False], [True, False, False]])
+    batch = {"observation": observation, "actions": actions, "action_valid": valid}
+    tokens = policy.action_tokens.encode(policy.action_normalizer(actions))
+    logp = policy.evaluate(observation, {"tokens": tokens}).logp
+    counts = torch.tensor([6, 6, 4, 2])
+    expected = torch.stack([-logp[row, :count].mean() for row, count in enumerate(counts.tolist())])
+    assert torch.allclose(policy.loss(batch, generator())["tokens"], expected, atol=1e-5)
+    with pytest.raises(SpecError, match="chunks"):
+        policy.loss({**batch, "actions": actions[:, :2]}, generator())
+
+
+def test_instructions_it_was_not_taught_are_refused():
+    with pytest.raises(SpecError, match=r"'green'.*Did you mean"):
+        make().act(observe(1, ["push the green cube"]), generator())
+    with pytest.raises(SpecError, match="no 'task'"):
+        make().act({key: value for key, value in observe().items() if key != "task"}, generator())
+    with pytest.raises(SpecError, match="2 texts for 7 rows"):
+        make().act(observe(7, ["stop", "stop"]), generator())
+
+
+def test_adapters_learn_alone_and_merge_into_the_weights():
+    policy, observation = make(), observe()
+    before = policy.act(observation, generator())
+    policy.add_lora(3)
+    same = policy.act(observation, generator())
+    assert torch.equal(same.units["tokens"], before.units["tokens"])
+    frozen = {name: value.clone() for name, value in policy.state_dict().items() if "lora_" not in name}
+    trainable = policy.trainable_parameters()
+    assert sum(weight.numel() for weight in trainable) < 0.5 * sum(value.numel() for value in frozen.values())
+    optimiser = torch.optim.Adam(trainable, lr=0.01)
+    for _ in range(3):
+        optimiser.zero_grad()
+        (-policy.evaluate(observation, before.units).logp.mean()).backward()
+        optimiser.step()
+    state = policy.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in frozen.items())
+    tuned = policy.evaluate(observation, before.units).logp
+    assert (tuned - before.logp).mean() > 0.01
+    with pytest.raises(ConfigError, match="has adapters already"):
+        policy.add_lora(3)
+    policy.merge_lora()
+    assert not any("lora_" in name for name in policy.state_dict())
+    assert torch.allclose(policy.evaluate(observation, before.units).logp, tuned, atol=1e-5)
+    assert set(policy.state_dict()) == set(make().state_dict())
+
+
+def test_adapters_survive_a_checkpoint(tmp_path: Path):
+    policy, observation = make(), observe()
+    policy.prepare_finetuning()
+    policy.add_lora(2)
+    disturb(policy)
+    policy.save(tmp_path / "tuned")
+    loaded = load_policy(tmp_path / "tuned")
+    assert isinstance(loaded, TokenPolicy)
+    assert loaded.adapters == {"rank": 2, "alpha": 4.0}
+    first, second = policy.act(observation, generator()), loaded.act(observation, generator())
+    assert torch.equal(first.logp, second.logp)
+    assert len(loaded.trainable_parameters()) == len(policy.trainable_parameters())
+    (tmp_path / "tuned" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_policy(tmp_path / "tuned")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    """A causal and a vision-language checkpoint as their own save_pretrained writes them."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: index for index, word in enumerate(["<pad>", *sorted({w for text in TEXTS for w in text.split()})])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")
+    sizes = {
+        "vocab_size": len(words),
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    text = transformers.LlamaConfig(**sizes)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    seeing = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=0)
+    folders = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for name, model in {
+            "causal": transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes)),
+            "vision-language": transformers.LlavaForConditionalGeneration(seeing),
+        }.items():
+            folders[name] = tmp_path_factory.mktemp("hub") / name
+            model.save_pretrained(folders[name])
+            tokenizer.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.mark.parametrize("name", ["causal", "vision-language"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_checkpoints_of_the_hub_load_by_name_and_are_not_needed_again(
+    checkpoints, name: str, rank: int, tmp_path: Path
+):
+    from safetensors.torch import load_file
+
+    policy = make(token(model=str(checkpoints[name]), lora_rank=rank))
+    saved = load_file(checkpoints[name] / "model.safetensors")
+    embedding = next(value for key, value in saved.items() if key.endswith("embed_tokens.weight"))
+    assert torch.equal(policy.language.backbone.get_input_embeddings().weight, embedding)
+    learns = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    assert all(("lora_" in item) == (rank > 0) for item in learns if item.startswith("language."))
+    assert any(item.startswith("head.") for item in learns)
+    check_policy(policy, load_policy)
+    policy.save(tmp_path / "policy")
+    moved = checkpoints[name].rename(tmp_path / "away")
+    try:
+        assert load_policy(tmp_path / "policy").spec == policy.spec
+    finally:
+        moved.rename(checkpoints[name])
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="could not be loaded"):
+        make(token(model=str(tmp_path / "nothing")))
+    with pytest.raises(ConfigError, match=r"finetune\.lora_rank"):
+        token(lora_rank=4)
+
+
+def test_it_learns_to_listen():
+    """Two instructions, one state: the text alone decides the action, and the wrong one gives the wrong action."""
+    policy = build_token_policy(
+        replace(CONFIG, chunk=1), {STATE: Field((3,))}, ACTION, fps=10, instructions=("go left", "go right")
+    )
+    optimiser = torch.optim.Adam(policy.parameters(), lr=3e-3)
+    state = torch.zeros(16, 1, 3)
+    texts = ["go left", "go right"] * 8
+    actions = torch.tensor([-0.5, 0.5]).repeat(8)[:, None, None].expand(-1, -1, 2)
+    batch = {
+        "observation": {STATE: state, "task": texts},
+        "actions": actions,
+        "action_valid": torch.ones(16, 1, dtype=torch.bool),
+    }
+    for _ in range(60):
+        optimiser.zero_grad()
+        policy.loss(batch, generator())["tokens"].mean().backward()
+        optimiser.step()
+    right = policy.act(batch["observation"], generator(), deterministic=True).actions
+    assert functional.mse_loss(right, actions) < 0.01
+    wrong = misinform(policy, "wrong", policy.instructions)
+    assert (wrong.act(batch["observation"], generator(), deterministic=True).actions * actions).max() < 0
+    always = misinform(policy, "go left", policy.instructions)
+    assert (always.act(batch["observation"], generator(), deterministic=True).actions < 0).all()
+    with pytest.raises(ConfigError, match="several instructions"):
+        misinform(policy, "wrong", ("go left",))
