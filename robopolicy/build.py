@@ -123,4 +123,7 @@ def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "critic weights"))
-        return state_critic(world.spec.observation, world.spec.history, section.critic_width, section.critic_depth)
+        spec = world.spec
+        return state_critic(
+            spec.observation, spec.history, section.critic_width, section.critic_depth, spec.instructions
+        )

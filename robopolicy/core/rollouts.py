@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.policy import TensorObservation
+from robopolicy.core.spec import TASK
 
 ROW_FIELDS = ("episode", "group", "parent", "branch_step")
 """Those with one entry a row, [B]."""
@@ -133,6 +134,13 @@ class Rollouts:
             return apply(value)
 
         return Rollouts(**{item.name: changed(item.name) for item in fields(self)})
+
+
+def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False) -> dict[str, Tensor]:
+    """Return what a critic sees at the n decisions `where` [B, T], or after them: key -> [n, ...]; `task` as index."""
+    source = rollouts.next_observation if following else rollouts.observation
+    found = {key: value[where] for key, value in source.items() if isinstance(value, Tensor)}
+    return {**found, TASK: rollouts.task[where]}
 
 
 def sum_of_rewards(rewards: Mapping[str, Tensor], valid: Tensor) -> Tensor:

@@ -173,6 +173,22 @@ class DenoisingPolicy(nn.Module):
         """`evaluate` under the frozen base policy, without gradient."""
         return self._evaluate(self.base or self.network, observation, units)
 
+    @torch.no_grad()
+    def finish(self, observation: TensorObservation, latents: Tensor, unit: Tensor) -> Tensor:
+        """Return the actions [N, C, A] that noise-free steps make of latents [N, P, A] about to enter `unit` [N].
+
+        unit: 0..K' counts the scored units, K' are finished latents.
+        """
+        self._validate(observation)
+        network, first = self.network, self.first_unit
+        features = self._features(network, network.encoder(observation))
+        x = latents
+        for step in range(self.finetuned_units):
+            prediction = network.denoiser.denoise(x, features[0][first + step], features[1])
+            after = self.schedule.transition(x, prediction, first + step, deterministic=True).mean
+            x = torch.where((unit <= step)[:, None, None], after, x)
+        return self._actions(x)
+
     def encode(self, observation: TensorObservation) -> Tensor:
         """Return the condition [N, D] that the denoiser sees, e.g. as the input of a critic."""
         self._validate(observation)
@@ -299,9 +315,7 @@ class DenoisingPolicy(nn.Module):
                 chain.append(x)
                 means.append(normal.mean)
                 stds.append(normal.std)
-        actions = self.action_normalizer.inverse(x[:, : config.chunk])
-        actions = torch.minimum(torch.maximum(actions, self.action_low), self.action_high)
-        check_finite("actions", actions)
+        actions = self._actions(x)
         units = {"chain": torch.stack(chain, 1)}
         if self._matching:
             units = matching_units(x, self.schedule, config.matching_samples, generator)
@@ -321,6 +335,13 @@ class DenoisingPolicy(nn.Module):
         std = schedule.table[first:, 4][:, None, None] if network.noise_head is None else torch.stack(stds, 1)
         logp, _ = self._score(Normal(torch.stack(means, 1), std), units["chain"][:, 1:], None)
         return Decision(actions, units, logp, density.clone())
+
+    def _actions(self, x: Tensor) -> Tensor:
+        """Return what is executed of clean latents [N, P, A], in the world's units and bounds: [N, C, A]."""
+        actions = self.action_normalizer.inverse(x[:, : self.config.chunk])
+        actions = torch.minimum(torch.maximum(actions, self.action_low), self.action_high)
+        check_finite("actions", actions)
+        return actions
 
     def _quiet_units(self, batch: int, generator: torch.Generator, device: torch.device) -> Tensor | None:
         """Return which of the scored units follow the noise-free sampler, [B, K'] bool; None: none of them."""

@@ -7,7 +7,7 @@ action tokens alone: they have embeddings and a head of their own, so the distri
 pi0-FAST overwrite rarely used words instead) and the text's logits are never computed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 

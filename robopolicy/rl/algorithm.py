@@ -16,8 +16,15 @@ from robopolicy.rl import (  # noqa: F401 they register
     coefficients,
     controllers,
     credit,
+    distillation,
     group_advantages,
+    hints,
+    mirror,
+    models,
     off_policy,
+    preferences,
+    process_advantages,
+    replay,
     rewards,
     samplers,
     selection,
@@ -50,6 +57,30 @@ PRESETS: dict[str, dict[str, Any]] = {
     "w_reinforce": {"advantage": "w_reinforce", "coefficient": "rec", "weight": "unit_mean"},
     "pacs": {"advantage": "dr_grpo", "coefficient": "pacs", "weight": "constant"},
     "reinforce_pp": {"advantage": "reinforce_pp", "coefficient": "ppo", "weight": "unit_mean"},
+    "mdpo": {"advantage": "gae", "coefficient": "mdpo", "weight": "unit_mean"},
+    "truncated_ppo": {"advantage": "egae", "coefficient": "ppo", "weight": "unit_mean"},
+    "spear": {
+        "advantage": "grpo",
+        "coefficient": "ppo",
+        "weight": "unit_mean",
+        "rewards": ("success_only",),
+        "replay": "spear",
+    },
+    "remix": {"advantage": "grpo", "coefficient": "decoupled_ppo", "weight": "unit_mean", "replay": "remix"},
+    "prime": {"models": ("prime",), "advantage": "prime", "coefficient": "ppo", "weight": "unit_mean"},
+    "oprl": {"models": ("oprl",), "advantage": "oprl", "coefficient": "ppo", "weight": "unit_mean"},
+    "spa": {"models": ("progress",), "advantage": "step_groups", "coefficient": "ppo", "weight": "unit_mean"},
+    "digi_q": {
+        "models": ("q_ensemble",),
+        "advantage": "q_values",
+        "coefficient": "none",
+        "weight": "unit_mean",
+        "auxiliaries": ("best_of_n",),
+    },
+    "dpo": {"advantage": "grpo", "coefficient": "dpo", "weight": "constant"},
+    "sppo": {"advantage": "grpo", "coefficient": "sppo", "weight": "constant"},
+    "p3o": {"advantage": "grpo", "coefficient": "p3o", "weight": "constant"},
+    "distillation": {"advantage": "grpo", "coefficient": "opd", "weight": "unit_mean"},
 }
 """Yardsticks by name: what they put into the slots; every slot can be overridden."""
 
@@ -73,6 +104,9 @@ class AlgorithmConfig:
     controllers: tuple[str, ...] | None = None
     sampler: str | None = None
     allocator: str | None = None
+    models: tuple[str, ...] | None = None
+    replay: str | None = None
+    hint: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def of(self, name: str, default: Any) -> Any:
@@ -94,7 +128,7 @@ class Algorithm:
 
     rewards: (rollouts, context) -> rollouts; advantage: (rollouts, context) -> [B, T] or [B, T, K]; credit: (rollouts,
     A [B, T, K], context) -> A; selection: (rollouts, context) -> keep [B]; coefficient: scored -> (c, stats);
-    weight: (mask, rollouts) -> [b, t, K]; auxiliaries, controllers: by name.
+    weight: (mask, rollouts) -> [b, t, K]; auxiliaries, controllers, models: by name, the latter two to be constructed.
     """
 
     advantage: Callable[..., Any]
@@ -108,13 +142,16 @@ class Algorithm:
     controllers: Mapping[str, Callable[..., Any]]
     sampler: Callable[..., Any]
     allocator: Callable[..., Any]
+    models: Mapping[str, Callable[..., Any]]
+    replay: Callable[..., Any] | None
+    hint: Callable[..., Any] | None
     entries: tuple[Mechanism, ...]
 
     @property
     def needs(self) -> frozenset[Need]:
         """What its mechanisms need."""
-        needs = frozenset().union(*(entry.needs for entry in self.entries))
-        return needs | {Need.EPISODES} if self.ratio_level.whole_episodes else needs
+        needs = frozenset[Need]().union(*(entry.needs for entry in self.entries))
+        return needs | {Need.WHOLE_EPISODES} if self.ratio_level.whole_episodes else needs
 
     def credits_with(self, need: Need) -> bool:
         """Whether a credit mechanism has this need, so that the trainer has to provide for it."""
@@ -156,6 +193,10 @@ def build_algorithm(config: AlgorithmConfig) -> Algorithm:
     def several(slot: Slot) -> dict[str, Callable[..., Any]]:
         return {name: one(slot, name) for name in config.of(slot.value, ())}
 
+    def maybe(slot: Slot) -> Callable[..., Any] | None:
+        name = config.of(slot.value, None)
+        return None if name is None else one(slot, name)
+
     algorithm = Algorithm(
         advantage=one(Slot.ADVANTAGE, config.of("advantage", "gae")),
         coefficient=one(Slot.COEFFICIENT, config.of("coefficient", "ppo")),
@@ -168,6 +209,9 @@ def build_algorithm(config: AlgorithmConfig) -> Algorithm:
         controllers=several(Slot.CONTROLLER),
         sampler=one(Slot.SAMPLER, config.of("sampler", "uniform")),
         allocator=one(Slot.ALLOCATOR, config.of("allocator", "uniform")),
+        models=several(Slot.MODEL),
+        replay=maybe(Slot.REPLAY),
+        hint=maybe(Slot.HINT),
         entries=tuple(entries),
     )
     used = {entry.name for entry in entries}

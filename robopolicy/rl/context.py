@@ -38,7 +38,8 @@ class Scored:
     logp: current; log_ratio: current to proximal, reduced to the configured level and clamped; clamped: where that
     happened; staleness: log(proximal / behaviour), per unit; advantage; mask; clip_low, clip_high: widths around 1
     (broadcastable); unit: index of each unit in its decision; rollouts: the minibatch itself, [b, t]; knobs: what
-    controllers set, by name; extra: name -> an extra of the policy's evaluation, [b, t, K, ...], 0 outside `mask`.
+    controllers set, by name; share: how much of the run is done; extra: name -> an extra of the policy's evaluation (or
+    "entropy"), [b, t, K, ...], 0 outside `mask`.
     """
 
     logp: Tensor
@@ -52,6 +53,7 @@ class Scored:
     unit: Tensor
     rollouts: Rollouts
     knobs: Mapping[str, float] = field(default_factory=dict)
+    share: float = 0.0
     extra: Callable[[str], Tensor] = lambda name: torch.empty(0)
 
     @property

@@ -160,3 +160,17 @@ def seed_grpo(
     share = members.size()[members.index].float() / size
     entropy = groups.sum(-share.log() / size)[groups.index]
     return advantage * (1 - alpha * entropy / size.log().clamp(min=1e-6)).clamp(min=0)[:, None, None]
+
+
+@mechanism(Slot.CREDIT, "cepo", source="CEPO (contrastive evidence)", needs=(Need.INSTRUCTIONS,))
+def cepo(
+    rollouts: Rollouts, advantage: Tensor, context: Context, *, share: float = 0.5, epsilon: float = 0.5
+) -> Tensor:
+    """Credit what depends on the instruction: A ((1 - share) + share w), w = exp(sign(A) delta) within 1 +- epsilon.
+
+    delta: a unit's log-probability under its instruction minus that under another one. What would have been done anyway
+    keeps a weight of 1.
+    """
+    delta = rollouts.logp_behaviour - rollouts.extras["contrast_logp"]
+    weight = (advantage.sign() * delta).clamp(-10, 10).exp().clamp(1 - epsilon, 1 + epsilon)
+    return advantage * ((1 - share) + share * weight)

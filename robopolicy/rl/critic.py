@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.spec import Field
+from robopolicy.core.spec import TASK, Field
 from robopolicy.nn.normalizer import NormalizationMode, Normalizer
 
 
@@ -15,11 +16,13 @@ class StateFeatures(nn.Module):
     """Standardises the vector fields of an observation and concatenates them with their history: -> [N, features].
 
     fields: which keys to read, images excluded (a critic may see more of the state than the policy does). Standardised
-    values are limited to +-10, so a state never seen at `fit` cannot blow up the critic.
+    values are limited to +-10, so a state never seen at `fit` cannot blow up the critic. instructions: of the world; if
+    there are several, which of them is asked for is part of the state, one-hot.
     """
 
-    def __init__(self, fields: Mapping[str, Field], history: int):
+    def __init__(self, fields: Mapping[str, Field], history: int, instructions: tuple[str, ...] = ("",)):
         super().__init__()
+        self.instructions = instructions
         self.keys = [key for key, field in fields.items() if len(field.shape) == 1]
         if not self.keys:
             raise ConfigError(
@@ -28,6 +31,8 @@ class StateFeatures(nn.Module):
             )
         self.normalizers = nn.ModuleList(Normalizer(fields[key].shape, NormalizationMode.MEAN_STD) for key in self.keys)
         self.features = history * sum(fields[key].size for key in self.keys)
+        if len(instructions) > 1:
+            self.features += len(instructions)
 
     def fit(self, observation: Mapping[str, Any]) -> None:
         """Fit the standardisation on an observation [..., *shape] of many rows."""
@@ -35,9 +40,14 @@ class StateFeatures(nn.Module):
             normalizer.fit(observation[key])  # type: ignore[operator]
 
     def forward(self, observation: Mapping[str, Any]) -> Tensor:
-        """Return features [N, features] of an observation [N, H, *shape]."""
+        """Return features [N, features] of an observation [N, H, *shape]; `task`: N texts, or their indices [N]."""
         pairs = zip(self.keys, self.normalizers, strict=True)
         parts = [normalizer(observation[key]).clamp(-10, 10).flatten(1) for key, normalizer in pairs]
+        if len(self.instructions) > 1:
+            task = observation[TASK]
+            if not isinstance(task, Tensor):
+                task = torch.tensor([self.instructions.index(text) for text in task], device=parts[0].device)
+            parts.append(functional.one_hot(task, len(self.instructions)).float())
         return torch.cat(parts, dim=-1)
 
 
@@ -69,7 +79,13 @@ class Critic(nn.Module):
         return self.layers(self.encoder(observation)).squeeze(-1)
 
 
-def state_critic(fields: Mapping[str, Field], history: int, width: int = 256, depth: int = 2) -> Critic:
-    """Return a critic over the vector fields of a world's observation."""
-    encoder = StateFeatures(fields, history)
+def state_critic(
+    fields: Mapping[str, Field],
+    history: int,
+    width: int = 256,
+    depth: int = 2,
+    instructions: tuple[str, ...] = ("",),
+) -> Critic:
+    """Return a critic over the vector fields of a world's observation, and over its instructions if it has several."""
+    encoder = StateFeatures(fields, history, instructions)
     return Critic(encoder, encoder.features, width, depth)

@@ -30,12 +30,13 @@ from robopolicy.rl.collect import decide
 @dataclass(frozen=True)
 class Request:
     """One episode to play. seed: of its start; group: whose outcomes it is compared with; task: index of the
-    instruction, -1: whatever the seed says.
+    instruction, -1: whatever the seed says; state: one row's state to begin in instead.
     """
 
     seed: int
     group: int
     task: int = -1
+    state: Snapshot | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class EpisodePlayer:
         extras: `episode_return` [B, T]. What is not done stays in flight, or waiting, for the next call. An episode
         whose ancestor is still in flight waits for it.
         """
-        self.waiting.extend(_Running(request) for request in requests)
+        self.waiting.extend(_Running(request, snapshot=request.state) for request in requests)
         with progress(label, enough or self.unfinished) if label else nullcontext(_nothing) as advance:
             while self.unfinished and (enough is None or len(self._complete()) < enough):
                 self._fill()
@@ -167,7 +168,7 @@ class EpisodePlayer:
         if self.observation is None and len(starts) < self.world.batch_size:
             # every row has to start once; those beyond the requests play along and are not recorded
             idle = sorted(set(range(self.world.batch_size)) - {index for index, _ in starts})
-            starts += [(index, starts[-1][1]) for index in idle]
+            starts += [(index, taken[-1][1].request) for index in idle]
         if starts:
             rows = np.array([index for index, _ in starts])
             tasks = np.array([request.task for _, request in starts])

@@ -18,11 +18,14 @@ class Slot(Enum):
     """Where in an iteration a mechanism plugs in; the values are the configuration keys."""
 
     SAMPLER = "sampler"
+    HINT = "hint"
     ALLOCATOR = "allocator"
     SELECTION = "selection"
+    MODEL = "models"
     REWARD = "rewards"
     ADVANTAGE = "advantage"
     CREDIT = "credit"
+    REPLAY = "replay"
     COEFFICIENT = "coefficient"
     WEIGHT = "weight"
     AUXILIARY = "auxiliaries"
@@ -33,7 +36,9 @@ class Need(Enum):
     """What a mechanism cannot do without."""
 
     GROUPS = "several whole episodes from the same start (a group advantage, group_size >= 2)"
-    EPISODES = "minibatches of whole episodes"
+    EPISODES = "rollouts of whole episodes"
+    WHOLE_EPISODES = "minibatches of whole episodes"
+    WHOLE_GROUPS = "minibatches of whole groups (group_size >= 2)"
     CATEGORICAL = "units drawn from categorical distributions (a token policy)"
     GAUSSIAN = "units drawn from Gaussians (a denoising policy)"
     MEANS = "the means of the behaviour's steps (a denoising policy, which then keeps them)"
@@ -41,17 +46,28 @@ class Need(Enum):
     STATE_KEY = "keys of visited states"
     TREE = "episodes that branch off one another"
     IMAGES = "camera images in the observation"
+    INSTRUCTIONS = "a world with several instructions"
+    TEACHER = "a teacher (finetune.teacher=CHECKPOINT)"
+    SAME_UNITS = "a teacher of the policy's kind, with the same units (auxiliaries=[dagger] learns from any teacher)"
+    FINISHED = "a critic that learns from finished episodes alone"
+    BASE = "the base policy, frozen"
+    IMPLICIT = "a model that rewards every unit (finetune.models=[prime] or [oprl])"
+    VALUES = "a model of action values (finetune.models=[q_ensemble])"
+    DEMONSTRATIONS = "demonstrated states to begin from (finetune.starts=N and a world with an expert and snapshots)"
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One entry. function: as its slot says; source: paper or project; line: what it does, in one line."""
+    """One entry. function: as its slot says; source: paper or project; needs, gives: what it cannot do without and what
+    others need that it provides.
+    """
 
     slot: Slot
     name: str
     function: Callable[..., Any]
     source: str
     needs: frozenset[Need]
+    gives: frozenset[Need] = frozenset()
 
     @property
     def line(self) -> str:
@@ -69,14 +85,14 @@ _MECHANISMS: dict[tuple[Slot, str], Mechanism] = {}
 
 
 def mechanism[F: Callable[..., Any]](
-    slot: Slot, name: str, *, source: str = "", needs: tuple[Need, ...] = ()
+    slot: Slot, name: str, *, source: str = "", needs: tuple[Need, ...] = (), gives: tuple[Need, ...] = ()
 ) -> Callable[[F], F]:
     """Register a function (or a class, whose instances have state) in a slot."""
 
     def register(function: F) -> F:
         if (slot, name) in _MECHANISMS:
             raise ValueError(f"Two mechanisms are called {slot.value} '{name}'.")
-        _MECHANISMS[slot, name] = Mechanism(slot, name, function, source, frozenset(needs))
+        _MECHANISMS[slot, name] = Mechanism(slot, name, function, source, frozenset(needs), frozenset(gives))
         return function
 
     return register
@@ -115,7 +131,8 @@ def choose(slot: Slot, name: str, options: Mapping[str, Any] | None = None) -> C
 
 
 def require(entries: list[Mechanism], have: frozenset[Need]) -> None:
-    """Raise ConfigError naming the first mechanism that needs what this combination does not have."""
+    """Raise ConfigError naming the first mechanism that needs what this combination does not have or give."""
+    have = have.union(*(entry.gives for entry in entries))
     for entry in entries:
         for need in sorted(entry.needs - have, key=lambda item: item.name):
             raise ConfigError(

@@ -112,7 +112,7 @@ def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2) -> Coefficient
     return ppo(scored.log_ratio, scored.advantage, 1 - bottom, top - 1, scored.clamped), {}
 
 
-@mechanism(Slot.COEFFICIENT, "min_pro", source="MinPRO (non-cumulative prefix ratio)", needs=(Need.EPISODES,))
+@mechanism(Slot.COEFFICIENT, "min_pro", source="MinPRO (non-cumulative prefix ratio)", needs=(Need.WHOLE_EPISODES,))
 def min_pro(scored: Scored, *, cap: float = 5.0) -> Coefficients:
     """REINFORCE weighted by r_t times the smallest ratio before it, instead of the product of all of them.
 
@@ -153,7 +153,7 @@ def gaussian_kl(scored: Scored, *, nats: float = 0.005) -> Coefficients:
     return c, {"gaussian_kl": divergence[scored.mask].mean(), "kept": _share(kept, scored.mask)}
 
 
-@mechanism(Slot.COEFFICIENT, "pacs", source="PACS, implicit actor critic, arXiv:2509.02522", needs=(Need.EPISODES,))
+@mechanism(Slot.COEFFICIENT, "pacs", source="PACS, implicit actor critic, arXiv:2509.02522", needs=(Need.WHOLE_GROUPS,))
 def pacs(scored: Scored, *, beta: float = 1.0) -> Coefficients:
     """Supervised: the episode's centred log-ratio, as a logit, is to predict its success (binary cross-entropy).
 
@@ -209,3 +209,18 @@ def grpo_guard(scored: Scored, *, summed: bool = False) -> Coefficients:
     c = balance * ppo(log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
     plain, guarded = scored.ratio[scored.mask].mean(), log_ratio.exp()[scored.mask].mean()
     return torch.where(scored.mask, c, 0.0), {"ratio_mean": plain, "guarded_ratio_mean": guarded}
+
+
+@mechanism(Slot.COEFFICIENT, "hapo_clip", source="HAPO (heterogeneous clipping)", needs=(Need.CATEGORICAL,))
+def hapo_clip(scored: Scored, *, strength: float = 0.5) -> Coefficients:
+    """PPO whose widths depend on a unit's entropy: sure units may fall further, unsure ones may rise further.
+
+    h in [-1, 1] is the log-entropy, centred on the batch's mean and scaled by its largest deviation. Where h < 0 the
+    lower width becomes low (1 - strength h), where h > 0 the upper one high (1 + strength h).
+    """
+    log_entropy = scored.extra("entropy").clamp(min=1e-4).log()
+    centred = log_entropy - log_entropy[scored.mask].mean()
+    h = centred / centred[scored.mask].abs().max().clamp(min=1e-6)
+    low = scored.clip_low * (1 - strength * h.clamp(max=0))
+    high = scored.clip_high * (1 + strength * h.clamp(min=0))
+    return ppo(scored.log_ratio, scored.advantage, low, high, scored.clamped), {}

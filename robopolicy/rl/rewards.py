@@ -6,7 +6,7 @@ import torch
 
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl.context import Context
-from robopolicy.rl.mechanisms import Slot, mechanism
+from robopolicy.rl.mechanisms import Need, Slot, mechanism
 
 
 @mechanism(Slot.REWARD, "success_only", source="sparse outcome reward")
@@ -30,3 +30,21 @@ def hurry(rollouts: Rollouts, context: Context, *, cost: float = 0.01) -> Rollou
     ]
     time = torch.where(rollouts.valid & charged[..., None], -cost, 0.0)
     return replace(rollouts, rewards={**rollouts.rewards, "time": time})
+
+
+@mechanism(Slot.REWARD, "pav", source="PAV, arXiv:2410.08146", needs=(Need.VALUES,))
+def progress_under_prover(rollouts: Rollouts, context: Context, *, alpha: float = 0.5, tries: int = 4) -> Rollouts:
+    """Add alpha times the advantage of each decision under a prover: the best of `tries` attempts of the policy.
+
+    With success probabilities Q and V of the model q_ensemble (target=monte_carlo), the prover's are 1 - (1 - Q)^tries.
+    """
+
+    def prover(value: torch.Tensor) -> torch.Tensor:
+        return 1 - (1 - value.clamp(0, 1)) ** tries
+
+    gain = torch.where(rollouts.alive, prover(rollouts.extras["q"]) - prover(rollouts.extras["v"]), 0.0)
+    reward = torch.zeros_like(rollouts.valid, dtype=torch.float32)
+    last = (rollouts.valid.sum(-1) - 1).clamp(min=0)
+    return replace(
+        rollouts, rewards={**rollouts.rewards, "prover": reward.scatter(-1, last[..., None], alpha * gain[..., None])}
+    )

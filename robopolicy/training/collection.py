@@ -12,12 +12,14 @@ from robopolicy.core.errors import NonFiniteError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive, episode_seeds
 from robopolicy.core.rollouts import Rollouts, concatenate
-from robopolicy.core.world import World
+from robopolicy.core.world import Snapshot, World
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.collect import Streams, play, start_streams
+from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
 from robopolicy.rl.mechanisms import Need
 from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import with_executed
 
 
@@ -28,11 +30,22 @@ class Collector:
     the run was killed: so no world state has to be saved.
     """
 
-    def __init__(self, world: World, policy: Policy, algorithm: Algorithm, config: FinetuneConfig, seed: int):
+    def __init__(
+        self,
+        world: World,
+        policy: Policy,
+        algorithm: Algorithm,
+        config: FinetuneConfig,
+        seed: int,
+        demonstrations: Demonstrations | None = None,
+    ):
         self.world, self.policy, self.config, self.seed = world, policy, config, seed
-        self.grouped = Need.GROUPS in algorithm.needs or Need.EPISODES in algorithm.needs
+        self.grouped = bool(algorithm.needs & {Need.GROUPS, Need.EPISODES, Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
         self.sampler = algorithm.sampler()
         self.allocator = algorithm.allocator()
+        self.hint = None if algorithm.hint is None else algorithm.hint()
+        self.demonstrations = demonstrations
+        self.depth_of: dict[int, float] = {}
         self.streams: Streams | None = None
         self.player = EpisodePlayer(world, policy, Branching(config.branch_at, config.branch_width))
         self.start_of: dict[int, int] = {}
@@ -41,7 +54,7 @@ class Collector:
         """Begin with fresh episodes at the next call."""
         self.streams = None
         self.player.clear()
-        self.start_of = {}
+        self.start_of, self.depth_of = {}, {}
 
     def collect(self, batch: int, generator: torch.Generator, version: int | None = None) -> Rollouts:
         """Return the rollouts of batch number `batch`, made by version `version` (default: batch) of the policy.
@@ -71,7 +84,11 @@ class Collector:
         won = per_start(collected.row_success, place)
         learned = torch.searchsorted(found, prepared.extras["start"][:, 0].contiguous())
         advantage = per_start(prepared.extras["advantage"].abs().mean((1, 2)), learned) / episodes
-        self.sampler.observe(found.cpu().numpy(), won, episodes, advantage)
+        starts = found.cpu().numpy()
+        self.sampler.observe(starts, won, episodes, advantage)
+        if self.hint is not None:
+            depth = per_start(collected.extras["hint"][:, 0], place) / episodes
+            self.hint.observe(starts, depth, won / episodes)
 
     def _play(self, batch: int, generator: torch.Generator, version: int) -> Rollouts:
         if self.streams is None:
@@ -85,9 +102,12 @@ class Collector:
         instructions = len(self.world.spec.instructions)
         tasks = (starts % instructions).tolist() if config.starts and instructions > 1 else []
         self.start_of |= {first + number: int(start) for number, start in enumerate(starts)}
+        states, depths = self._hinted(batch, starts)
+        self.depth_of |= {first + number: depth for number, depth in enumerate(depths)}
 
         def requests(sizes: list[int]) -> list[Request]:
-            return [replace(item, group=first + item.group) for item in groups_of(seeds, sizes, tasks)]
+            asked = groups_of(seeds, sizes, tasks)
+            return [replace(item, group=first + item.group, state=states[item.group]) for item in asked]
 
         sizes = self.allocator.plan(self.sampler.predict(starts), config.group_size)
         enough = None if config.unfinished == 0 else math.ceil((1 - config.unfinished) * sum(sizes))
@@ -99,8 +119,23 @@ class Collector:
         if sum(more):
             added = self.player.play(requests(list(more)), generator, version=version)
             rollouts = concatenate([rollouts, added])
-        start = torch.tensor([self.start_of[group] for group in rollouts.group.tolist()], device=rollouts.group.device)
-        return rollouts.with_extras(start=start[:, None].expand(rollouts.shape))
+        groups, device = rollouts.group.tolist(), rollouts.group.device
+        start = torch.tensor([self.start_of[group] for group in groups], device=device)
+        depth = torch.tensor([self.depth_of[group] for group in groups], device=device)
+        shape = rollouts.shape
+        return rollouts.with_extras(start=start[:, None].expand(shape), hint=depth[:, None].expand(shape))
+
+    def _hinted(self, batch: int, starts: np.ndarray) -> tuple[list[Snapshot | None], list[float]]:
+        """Return the demonstrated state that each start's group begins in (None: the start), and how far that is."""
+        if self.hint is None or self.demonstrations is None:
+            return [None] * len(starts), [0.0] * len(starts)
+        context = Context(torch.Generator(), iteration=batch, iterations=self.config.iterations)
+        draws = np.random.default_rng(derive(self.seed, f"hints/{batch}"))
+        depths = self.hint.depth(starts, self.sampler.predict(starts), context, draws)
+        found = [
+            self.demonstrations.state(int(start), float(depth)) for start, depth in zip(starts, depths, strict=True)
+        ]
+        return [state for state, _ in found], [depth for _, depth in found]
 
     def _propose(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return seeds and numbers of the starts to play."""
@@ -112,9 +147,11 @@ class Collector:
         return episode_seeds(self.seed, "starts", config.starts)[starts], starts
 
     def tree(self) -> dict[str, Any]:
-        """Return the sampler's state."""
-        return self.sampler.state()
+        """Return the sampler's state, and the hints'."""
+        return {"sampler": self.sampler.state(), "hint": {} if self.hint is None else self.hint.state()}
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Go on from `tree`."""
-        self.sampler.restore(tree)
+        self.sampler.restore(tree["sampler"])
+        if self.hint is not None:
+            self.hint.restore(tree["hint"])

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.policy import Policy, TensorObservation
-from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
 from robopolicy.rl.advantages import chunk_rewards, gae, next_values
+from robopolicy.rl.process_advantages import finished_returns
 from robopolicy.rl.returns import ReturnScale
 
 
@@ -35,10 +36,17 @@ def with_executed(rollouts: Rollouts, policy: Policy, instructions: tuple[str, .
 
 @torch.no_grad()
 def with_values(
-    rollouts: Rollouts, critic: nn.Module, return_scale: ReturnScale, discount: float, gae_lambda: float
+    rollouts: Rollouts,
+    critic: nn.Module,
+    return_scale: ReturnScale,
+    discount: float,
+    gae_lambda: float,
+    *,
+    finished: bool = False,
 ) -> Rollouts:
     """Add `value`, `return` and `advantage_gae`; `return_scale` takes in the rewards first and divides them.
 
+    finished: the targets are returns of episodes that end here, and `return_known` [B, T] says which those are.
     critic: observation [N, H, ...] -> values [N]; it is asked for the pre-reset next observation only where an episode
     was cut without being over and in the last column.
     """
@@ -46,13 +54,12 @@ def with_values(
     per_chunk = chunk_rewards(rewards, rollouts.valid, discount)
     return_scale.update(per_chunk, rollouts.ended, discount ** rollouts.duration.float())
     rewards = rewards / return_scale.scale.to(rewards.dtype)
-    flat = {key: value.flatten(0, 1) for key, value in rollouts.observation.items() if isinstance(value, Tensor)}
+    flat = visible(rollouts, torch.ones_like(rollouts.alive))
     values = critic_values(critic, flat).reshape(rollouts.shape)
     needed = rollouts.ended & ~rollouts.terminated
     needed[:, -1] = True
     at_end = torch.zeros_like(values)
-    following = {key: value[needed] for key, value in rollouts.next_observation.items() if isinstance(value, Tensor)}
-    at_end[needed] = critic_values(critic, following)
+    at_end[needed] = critic_values(critic, visible(rollouts, needed, following=True))
     advantages, returns = gae(
         rewards,
         rollouts.valid,
@@ -63,7 +70,12 @@ def with_values(
         discount,
         gae_lambda,
     )
-    return rollouts.with_extras(value=values, **{"return": returns, "advantage_gae": advantages})
+    found = {"value": values, "return": returns, "advantage_gae": advantages}
+    if finished:
+        scaled = chunk_rewards(rewards, rollouts.valid, discount)
+        decay = discount ** rollouts.duration.float()
+        found["return"], found["return_known"] = finished_returns(rollouts, scaled, decay)
+    return rollouts.with_extras(**found)
 
 
 @torch.no_grad()

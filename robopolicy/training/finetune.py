@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.policy import Policy
+from robopolicy.core.policy import Evaluation, Policy
 from robopolicy.core.progress import progress
-from robopolicy.core.randomness import Generators
+from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import to_plain
@@ -28,10 +28,12 @@ from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.critic import Critic
 from robopolicy.rl.mechanisms import Need
+from robopolicy.rl.models import Tools
 from robopolicy.rl.returns import ReturnScale
 from robopolicy.training.asynchronous import BackgroundCollector, copy_for_collecting
 from robopolicy.training.collection import Collector
 from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import decisions_at, episode_metrics, rescored, with_values
 from robopolicy.training.state import load_trainer, require_finite, require_same_config, save_trainer
 from robopolicy.training.update import Learner
@@ -59,18 +61,20 @@ def finetune(
     *,
     evaluate: Evaluate | None = None,
     seed: int = 0,
+    teacher: Policy | None = None,
+    demonstrations: Demonstrations | None = None,
 ) -> FinetuneResult:
     """Improve `policy` (a Policy and nn.Module with `trainable_parameters()`) in `world`, in place.
 
     critic: maps an observation [N, H, ...] to values [N]; it is fitted to the scale of the first rollouts, and left out
-    by algorithms that compare episodes instead. run: gets
-    metrics.jsonl, `base/` (the policy as it came), `last/`, `checkpoint/` (the best evaluated, the base among them, or
-    the last without `evaluate`) and the resume point; the same call again after a kill goes on from there and ends, on
-    a CPU, byte for byte in the same place. At the end `policy` holds what is in `checkpoint/`. seed: root of every
-    random number drawn. Raises ConfigError for a combination that cannot work, NonFiniteError naming the quantity and
-    the iteration, and RuntimeError if the policy scores its decisions differently from when it acted.
+    by algorithms that compare episodes instead. run: gets metrics.jsonl, `base/` (the policy as it came), `last/`,
+    `checkpoint/` (the best evaluated, the base among them, or the last without `evaluate`) and the resume point; the
+    same call again after a kill goes on from there and ends, on a CPU, byte for byte in the same place. teacher,
+    demonstrations: for mechanisms that need them. At the end `policy` holds what is in `checkpoint/`. seed: root of
+    every random number drawn. Raises ConfigError for a combination that cannot work, NonFiniteError naming the quantity
+    and the iteration, and RuntimeError if the policy scores its decisions differently from when it acted.
     """
-    return _Finetuning(policy, critic, world, config, run, evaluate, seed).run()
+    return _Finetuning(policy, critic, world, config, run, evaluate, seed, teacher, demonstrations).run()
 
 
 class _Finetuning:
@@ -85,20 +89,26 @@ class _Finetuning:
         run: RunFolder | None,
         evaluate: Evaluate | None,
         seed: int,
+        teacher: Any,
+        demonstrations: Demonstrations | None,
     ):
         self.policy, self.world, self.config, self.seed = policy.eval(), world, config, seed
-        self.run_folder, self.evaluate = run, evaluate
+        self.run_folder, self.evaluate, self.teacher, self.demonstrations = run, evaluate, teacher, demonstrations
         self.algorithm = build_algorithm(config)
         self.algorithm.check(self._have(critic))
         if Need.MEANS in self.algorithm.needs:
             policy.keep_means = True
         self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None
-        needs_base = bool(self.algorithm.auxiliaries)
+        needs_base = bool(self.algorithm.auxiliaries) or Need.BASE in self.algorithm.needs
         base: Any = copy.deepcopy(policy).requires_grad_(False) if needs_base else None
         self.device = next(policy.parameters()).device
         self.generators = Generators(seed, self.device)
         self.return_scale = ReturnScale().to(self.device)
-        self.learner = Learner(policy, self.critic, base, self.algorithm, config, world.spec.instructions)
+        self.models = self._build_models(base)
+        self.replay = None if self.algorithm.replay is None else self.algorithm.replay()
+        self.learner = Learner(
+            policy, self.critic, base, self.algorithm, config, world.spec.instructions, teacher, self.models
+        )
         self.collector = self._collector(world)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
@@ -110,13 +120,29 @@ class _Finetuning:
 
     def _have(self, critic: Critic | None) -> frozenset[Need]:
         """What mechanisms may count on."""
-        have = {Need.EPISODES, Need.CATEGORICAL if self.policy.spec.categorical else Need.GAUSSIAN}
+        have = {
+            Need.EPISODES,
+            Need.WHOLE_EPISODES,
+            Need.BASE,
+            Need.CATEGORICAL if self.policy.spec.categorical else Need.GAUSSIAN,
+        }
         if critic is not None:
-            have.add(Need.CRITIC)
+            have |= {Need.CRITIC, Need.FINISHED}
         if hasattr(self.policy, "keep_means"):
             have.add(Need.MEANS)
         if self.config.group_size > 1:
-            have.add(Need.GROUPS)
+            have |= {Need.GROUPS, Need.WHOLE_GROUPS}
+        if len(self.config.branch_at):
+            have.add(Need.TREE)
+        if len(self.world.spec.instructions) > 1:
+            have.add(Need.INSTRUCTIONS)
+        if self.teacher is not None:
+            have.add(Need.TEACHER)
+            mine, its = self.policy.spec, self.teacher.spec
+            if (mine.units, mine.categorical) == (its.units, its.categorical):
+                have.add(Need.SAME_UNITS)
+        if self.demonstrations is not None:
+            have.add(Need.DEMONSTRATIONS)
         if self.policy.spec.cameras:
             have.add(Need.IMAGES)
         return frozenset(have)
@@ -125,8 +151,9 @@ class _Finetuning:
         """Return what collects: in turns with the learner, or beside it with a copy of the policy."""
         config, seed = self.config, self.seed
         if config.staleness == 0:
-            return Collector(world, self.policy, self.algorithm, config, seed)
-        inner = Collector(world, copy_for_collecting(self.policy), self.algorithm, config, seed)
+            return Collector(world, self.policy, self.algorithm, config, seed, self.demonstrations)
+        actor = copy_for_collecting(self.policy)
+        inner = Collector(world, actor, self.algorithm, config, seed, self.demonstrations)
         return BackgroundCollector(inner, self.generators["act"], config.staleness)
 
     def run(self) -> FinetuneResult:
@@ -197,9 +224,6 @@ class _Finetuning:
     def _prepare(self, rollouts: Rollouts) -> Rollouts:
         """Turn rewards into one advantage a unit."""
         instructions = self.world.spec.instructions
-        stale = rollouts.played & (rollouts.policy_version != self.iteration)
-        if bool(stale.any()):
-            rollouts = replace(rollouts, logp_proximal=rescored(rollouts, self.policy, instructions)[0])
         if self.algorithm.credits_with(Need.CATEGORICAL):
             _, entropy = rescored(rollouts, self.policy, instructions)
             rollouts = rollouts.with_extras(entropy=entropy)
@@ -207,20 +231,46 @@ class _Finetuning:
             draws = self.generators["blackout"]
             corrupted, _ = rescored(rollouts, self.policy, instructions, draws)
             rollouts = rollouts.with_extras(corrupted_logp=corrupted)
+        if self.algorithm.credits_with(Need.INSTRUCTIONS):
+            count = len(instructions)
+            other = replace(rollouts, task=(rollouts.task + 1 + self.iteration % (count - 1)) % count)
+            rollouts = rollouts.with_extras(contrast_logp=rescored(other, self.policy, instructions)[0])
+        if Need.SAME_UNITS in self.algorithm.needs:
+            rollouts = rollouts.with_extras(teacher_logp=rescored(rollouts, self.teacher, instructions)[0])
+        for model in self.models.values():
+            rollouts = model.annotate(rollouts, self._context)
         for shape_rewards in self.algorithm.rewards:
             rollouts = shape_rewards(rollouts, self._context)
         if self.critic is not None:
             if self.iteration == 0:
                 self.critic.fit(rollouts.observation)
             discount, gae_lambda = self.config.discount, self.config.gae_lambda
-            rollouts = with_values(rollouts, self.critic, self.return_scale, discount, gae_lambda)
+            finished = Need.FINISHED in self.algorithm.needs
+            rollouts = with_values(rollouts, self.critic, self.return_scale, discount, gae_lambda, finished=finished)
             require_finite("the return", rollouts.extras["return"], self._where)
         prepared = self.algorithm.prepare(rollouts, self._context)
         require_finite("the advantage", prepared.extras["advantage"], self._where)
         if rollouts.whole:
             self.collector.observe(rollouts, prepared)
+        if self.replay is not None:
+            prepared = self.replay.mix(prepared, self._context)
+        if rollouts.whole:
             self.history = (*self.history, float(rollouts.row_return.mean()))[-256:]
+        stale = prepared.played & (prepared.policy_version != self.iteration)
+        if bool(stale.any()):
+            prepared = replace(prepared, logp_proximal=rescored(prepared, self.policy, instructions)[0])
         return prepared
+
+    def _build_models(self, base: Any) -> dict[str, Any]:
+        """Construct the models that learn beside the policy, their weights drawn from the run's seed."""
+        spec = self.world.spec
+        tools = Tools(self.policy, base, spec.observation, spec.history, spec.instructions, self._score)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(self.seed, "models"))
+            return {name: build(tools) for name, build in self.algorithm.models.items()}
+
+    def _score(self, policy: Any, rollouts: Rollouts, where: Tensor) -> Evaluation:
+        return policy.evaluate(*decisions_at(rollouts, where, self.world.spec.instructions))
 
     @property
     def _context(self) -> Context:
@@ -294,6 +344,8 @@ class _Finetuning:
             "best_weights": self.best_weights or {},
             "learner": self.learner.tree(),
             "collector": self.collector.tree(),
+            "models": {name: model.tree() for name, model in self.models.items()},
+            "replay": {} if self.replay is None else self.replay.tree(),
             "controllers": {name: controller.state() for name, controller in self.controllers.items()},
             "return_scale": self.return_scale.state_dict(),
             "generators": self.generators.state(),
@@ -313,6 +365,10 @@ class _Finetuning:
         self.best_weights = tree["best_weights"] or None
         self.learner.restore(tree["learner"])
         self.collector.restore(tree["collector"])
+        for name, model in self.models.items():
+            model.restore(tree["models"][name])
+        if self.replay is not None:
+            self.replay.restore(tree["replay"])
         for name, controller in self.controllers.items():
             controller.restore(tree["controllers"][name])
         self.return_scale.load_state_dict(tree["return_scale"])

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Evaluation
-from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.rollouts import Rollouts, visible
+from robopolicy.core.segments import Segments
 from robopolicy.rl import diagnostics
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.coefficients import clip_schedule
 from robopolicy.rl.context import Context, Scored
 from robopolicy.rl.critic import Critic
+from robopolicy.rl.mechanisms import Need
 from robopolicy.rl.objective import policy_loss, value_loss
 from robopolicy.rl.ratios import log_ratios
 from robopolicy.training.configuration import FinetuneConfig
@@ -32,14 +34,17 @@ from robopolicy.training.state import (
     set_learning_rate,
 )
 
+WHOLE = frozenset({Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
+
 
 @dataclass(frozen=True)
 class AuxiliaryInputs:
     """What an auxiliary loss may use of the minibatch's n decisions.
 
     observation, units: what the policy was given to score; mask: [n, k] which units were choices; evaluation: its
-    differentiable scores; base: the frozen policy that fine-tuning started from; rollouts, where: the minibatch itself
-    and the places [b, t] of its decisions.
+    differentiable scores; base: the frozen policy that fine-tuning started from; teacher: another policy, or None;
+    models: what is learned beside the policy, by name; rollouts, where: the minibatch itself and the places [b, t] of
+    its decisions.
     """
 
     rollouts: Rollouts
@@ -50,6 +55,8 @@ class AuxiliaryInputs:
     evaluation: Evaluation
     policy: Any
     base: Any
+    teacher: Any
+    models: Mapping[str, Any]
     context: Context
 
 
@@ -64,8 +71,11 @@ class Learner:
         algorithm: Algorithm,
         config: FinetuneConfig,
         instructions: tuple[str, ...],
+        teacher: Any = None,
+        models: Mapping[str, Any] | None = None,
     ):
-        self.policy, self.critic, self.base = policy, critic, base
+        self.policy, self.critic, self.base, self.teacher = policy, critic, base, teacher
+        self.models = models or {}
         self.algorithm, self.config, self.instructions = algorithm, config, instructions
         self.parameters = list(policy.trainable_parameters())
         self.optimiser = adamw(self.parameters, config.actor_rate, config.weight_decay)
@@ -82,7 +92,7 @@ class Learner:
         self.steps = 0
         self.knobs: dict[str, float] = {}
         self.before_step: list[Tensor] = []
-        self.by_episode = algorithm.ratio_level.whole_episodes or config.minibatch_episodes > 0
+        self.by_episode = bool(algorithm.needs & WHOLE) or config.minibatch_episodes > 0
 
     def update(
         self, rollouts: Rollouts, context: Context, draws: torch.Generator, where: str, *, train_actor: bool = True
@@ -94,10 +104,9 @@ class Learner:
         self.before_step = []
         rows: list[dict[str, Tensor]] = []
         stopped = False
-        source, size = self._minibatches(rollouts)
+        source = self._source(rollouts)
         for _ in range(self.config.epochs):
-            order = torch.randperm(len(source.group), generator=draws, device=draws.device)
-            for index in order.split(size):
+            for index in self._minibatches(source, draws):
                 batch = source.take(index)
                 stats: dict[str, Tensor] = {}
                 if self.critic is not None:
@@ -116,20 +125,31 @@ class Learner:
             means["explained_variance"] = float(explained)
         return {**means, "actor_steps": sum("policy_loss" in row for row in rows), "kl_stop": float(stopped)}
 
-    def _minibatches(self, rollouts: Rollouts) -> tuple[Rollouts, int]:
-        """Return what to draw rows from, and how many: whole episodes, or single decisions."""
+    def _source(self, rollouts: Rollouts) -> Rollouts:
+        """Return what minibatches are drawn from: rows are whole episodes, or single decisions."""
         if self.by_episode:
-            return rollouts, self.config.minibatch_episodes or max(1, len(rollouts.group) // 4)
+            return rollouts
         flat = rollouts.flat()
         played = flat.played.squeeze(1)
-        return (flat if bool(played.all()) else flat.take(played.nonzero().squeeze(1))), self.config.minibatch
+        return flat if bool(played.all()) else flat.take(played.nonzero().squeeze(1))
+
+    def _minibatches(self, source: Rollouts, draws: torch.Generator) -> list[Tensor]:
+        """Return the rows of each minibatch of an epoch: some rows of every size, or the episodes of some groups."""
+        rows, config = len(source.group), self.config
+        size = (config.minibatch_episodes or max(1, rows // 4)) if self.by_episode else config.minibatch
+        if Need.WHOLE_GROUPS not in self.algorithm.needs:
+            return list(torch.randperm(rows, generator=draws, device=draws.device).split(size))
+        groups = Segments.of(source.group)
+        order = torch.randperm(groups.count, generator=draws, device=draws.device)
+        some = order.split(max(1, round(size * groups.count / rows)))
+        return [torch.isin(groups.index, part).nonzero().squeeze(1) for part in some]
 
     def _critic_step(self, batch: Rollouts, where: str) -> dict[str, Tensor]:
         assert self.critic is not None
         assert self.critic_optimiser is not None
         alive = batch.alive
-        values = self.critic({key: value[alive] for key, value in batch.observation.items()})
-        loss = value_loss(values, batch.extras["return"][alive])
+        known = batch.extras["return_known"][alive] if "return_known" in batch.extras else None
+        loss = value_loss(self.critic(visible(batch, alive)), batch.extras["return"][alive], known)
         require_finite("the value loss", loss.detach(), where)
         self.critic_optimiser.zero_grad(set_to_none=True)
         loss.backward()
@@ -153,7 +173,7 @@ class Learner:
                 "score a choice of units, so set scored_units=0."
             )
         logp = torch.zeros(unit.shape, device=alive.device).masked_scatter(alive[..., None], evaluation.logp)
-        scored = self._score(batch, logp.detach(), unit, evaluation)
+        scored = self._score(batch, logp.detach(), unit, evaluation, context.share)
         require_finite("the log-probability", torch.where(scored.mask, scored.logp, 0.0), where)
         stats = self._diagnose(scored)
         if config.target_kl is not None and float(stats["kl"]) > config.target_kl:
@@ -163,7 +183,17 @@ class Learner:
         coefficient, extra = self.algorithm.coefficient(scored)
         weight = self.algorithm.weight(scored.mask, batch)
         inputs = AuxiliaryInputs(
-            batch, alive, observation, units, scored.mask[alive], evaluation, self.policy, self.base, context
+            rollouts=batch,
+            where=alive,
+            observation=observation,
+            units=units,
+            mask=scored.mask[alive],
+            evaluation=evaluation,
+            policy=self.policy,
+            base=self.base,
+            teacher=self.teacher,
+            models=self.models,
+            context=context,
         )
         auxiliaries = {name: function(inputs) for name, function in self.algorithm.auxiliaries.items()}
         loss = policy_loss(logp, coefficient, weight, auxiliaries)
@@ -179,7 +209,7 @@ class Learner:
         named = {name: value.detach() for name, value in auxiliaries.items()}
         return {**stats, **extra, **named, "policy_loss": loss.detach(), "gradient_norm": norm.detach()}, False
 
-    def _score(self, batch: Rollouts, logp: Tensor, unit: Tensor, evaluation: Evaluation) -> Scored:
+    def _score(self, batch: Rollouts, logp: Tensor, unit: Tensor, evaluation: Evaluation, share: float) -> Scored:
         """Put a minibatch and its scores together as coefficients see it."""
         behaviour, proximal, mask, advantage = (
             item.gather(-1, unit)
@@ -191,7 +221,7 @@ class Learner:
         alive = batch.alive
 
         def extra(name: str) -> Tensor:
-            value = evaluation.extras[name].detach()
+            value = (evaluation.entropy if name == "entropy" else evaluation.extras[name]).detach()
             trailing = () if value.shape == evaluation.logp.shape else value.shape[-2:]
             value = value.expand(*evaluation.logp.shape, *trailing)
             return value.new_zeros((*unit.shape, *trailing)).index_put((alive,), value)
@@ -208,6 +238,7 @@ class Learner:
             unit=unit,
             rollouts=batch,
             knobs=self.knobs,
+            share=share,
             extra=extra,
         )
 

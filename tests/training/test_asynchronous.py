@@ -16,6 +16,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.finetune import FinetuneConfig, finetune
+from robopolicy.training.update import Learner
 
 CONFIG = FinetuneConfig(
     algorithm="grpo",
@@ -50,13 +51,13 @@ def test_a_bandit_improves_on_stale_data_within_the_bound(tmp_path: Path):
 
 def test_behaviour_and_proximal_probabilities_are_kept_apart(monkeypatch: pytest.MonkeyPatch):
     seen: list[Rollouts] = []
-    prepare = Algorithm.prepare
+    update = Learner.update
 
-    def spy(self, rollouts, context):
+    def spy(self, rollouts, *arguments, **options):
         seen.append(rollouts)
-        return prepare(self, rollouts, context)
+        return update(self, rollouts, *arguments, **options)
 
-    monkeypatch.setattr(Algorithm, "prepare", spy)
+    monkeypatch.setattr(Learner, "update", spy)
     finetune(ChainPolicy(), None, BanditWorld(32), replace(CONFIG, iterations=6, groups=4))
     stale = [rollouts for rollouts in seen if rollouts.logp_proximal is not None]
     assert stale

@@ -31,7 +31,12 @@ CONFIG = FinetuneConfig(
 )
 GAUSSIAN_MEANS = {"grpo_guard"}
 FROM_SUCCESS = {"w_reinforce", "pacs"}
-IMPROVING = [name for name in PRESETS if name not in FROM_SUCCESS | GAUSSIAN_MEANS]
+FROM_OUTCOMES = {"prime", "spear"}
+NEED_TEACHER = {"distillation"}
+OWN_TESTS = {"spa", "digi_q"}
+IMPROVING = [
+    name for name in PRESETS if name not in {*FROM_SUCCESS, *GAUSSIAN_MEANS, *FROM_OUTCOMES, *NEED_TEACHER, *OWN_TESTS}
+]
 """The others learn from successes, which the bandit's start does not have, or need a denoising policy."""
 
 
@@ -47,7 +52,7 @@ def test_presets_improve_a_bandit(name: str):
     assert mean_reward(policy, True)["reward"] > before / 3
 
 
-@pytest.mark.parametrize("name", sorted(FROM_SUCCESS))
+@pytest.mark.parametrize("name", sorted(FROM_SUCCESS | FROM_OUTCOMES))
 def test_presets_that_learn_from_outcomes_raise_a_low_success_rate(name: str):
     policy = ChainPolicy()
     finetune(policy, None, BanditWorld(64), replace(CONFIG, algorithm="grpo", iterations=25), seed=0)
@@ -58,12 +63,28 @@ def test_presets_that_learn_from_outcomes_raise_a_low_success_rate(name: str):
     assert mean_reward(policy, False)["success"] > 0.5
 
 
+def test_imitating_the_best_by_action_values_raises_success():
+    policy = ChainPolicy()
+    config = replace(CONFIG, iterations=12, algorithm="grpo")
+    finetune(policy, None, BanditWorld(64, horizon=1, terminates=True), config, seed=0)
+    before = mean_reward(policy, False)
+    config = replace(CONFIG, algorithm="digi_q", actor_rate=3e-3)
+    finetune(policy, None, BanditWorld(64, horizon=1, terminates=True), config, seed=1)
+    after = mean_reward(policy, False)
+    assert after["success"] > before["success"] + 0.05
+    assert after["reward"] > 0.8 * before["reward"]
+
+
 def small_policy(world):
     config = DenoisingPolicyConfig(width=16, depth=1, sampling_steps=3)
     spec = world.spec
     policy = build_policy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions)
     policy.prepare_finetuning(2)
     return policy
+
+
+NOTHING_WITHOUT_SUCCESS = {"spear", "digi_q"}
+"""No episode succeeds here: the one is paid for nothing else, the other warms up for two iterations."""
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -75,10 +96,15 @@ def test_presets_run_on_a_denoising_policy(name: str):
         CONFIG, algorithm=name, iterations=2, groups=3, group_size=3, epochs=1, critic_warmup=1, branch_at=(1,)
     )
     critic = state_critic(world.spec.observation, 1, width=16)
-    result = finetune(policy, critic, world, config, seed=0)
+    teacher = small_policy(world) if name in NEED_TEACHER else None
+    if name == "distillation":
+        with torch.no_grad():
+            for parameter in teacher.trainable_parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    result = finetune(policy, critic, world, config, seed=0, teacher=teacher)
     assert result.iterations == 2
     assert result.env_steps > 0
-    assert not torch.equal(weight, policy.trainable_parameters()[0])
+    assert torch.equal(weight, policy.trainable_parameters()[0]) == (name in NOTHING_WITHOUT_SUCCESS)
     assert all(bool(parameter.isfinite().all()) for parameter in policy.parameters())
 
 
@@ -99,6 +125,13 @@ OTHERS = [
     {"sampler": "prompt_replay", "starts": 6, "allocator": "knapsack"},
     {"allocator": "dars"},
     {"ratio_level": RatioLevel.DECISION_MEAN},
+    {"models": ("q_ensemble",), "auxiliaries": ("best_of_n", "spo"), "rewards": ("pav",)},
+    {"models": ("progress", "prime"), "advantage": "prime"},
+    {"replay": "spear"},
+    {"replay": "remix", "coefficient": "decoupled_ppo", "minibatch_episodes": 4},
+    {"auxiliaries": ("velocity",), "coefficient": "awr"},
+    {"coefficient": "clipped_advantage"},
+    {"coefficient": "mdpo", "controllers": ("linear_decay",)},
     {"ratio_level": RatioLevel.EPISODE_SUM},
 ]
 
@@ -109,9 +142,9 @@ OTHERS = [
 def test_mechanisms_compose(changes: dict):
     world = make_world("reach_planar", 8)
     policy = small_policy(world)
-    config = replace(CONFIG, algorithm="grpo", iterations=2, groups=3, group_size=4, epochs=1, **changes)
+    config = replace(CONFIG, algorithm="grpo", iterations=4, groups=3, group_size=4, epochs=1, **changes)
     result = finetune(policy, None, world, config, seed=0)
-    assert result.iterations == 2
+    assert result.iterations == 4
     assert all(bool(parameter.isfinite().all()) for parameter in policy.parameters())
 
 

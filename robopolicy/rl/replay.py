@@ -1,0 +1,168 @@
+"""Episodes of earlier iterations that are learned from again: classes with mix(prepared, context) -> prepared.
+
+They get rollouts with `advantage` among their extras and return those with older rows beside them. The trainer scores
+the older rows again, so that clips are around the policy as it is now (`logp_proximal`) and the probabilities they were
+drawn with stay known (`logp_behaviour`); coefficient=decoupled_ppo or rec corrects for the difference.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.rollouts import Rollouts, concatenate
+from robopolicy.core.segments import Segments
+from robopolicy.rl.context import Context
+from robopolicy.rl.mechanisms import Need, Slot, mechanism
+
+
+class Replay(Protocol):
+    """See the module."""
+
+    def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
+        """Keep what is worth it of these rollouts, and return them with older ones beside them."""
+        ...
+
+    def tree(self) -> dict[str, Any]:
+        """Return what `restore` needs."""
+        ...
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        ...
+
+
+class _Buffer:
+    """Rollouts of earlier iterations, each with the iteration it is from."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[int, Rollouts]] = []
+
+    def tree(self) -> dict[str, Any]:
+        """Return all tensors."""
+        return {
+            "iterations": [iteration for iteration, _ in self.kept],
+            "rollouts": {str(place): _plain(rollouts) for place, (_, rollouts) in enumerate(self.kept)},
+        }
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from all tensors."""
+        parts = [Rollouts(**tree["rollouts"][str(place)]) for place in range(len(tree["iterations"]))]
+        self.kept = list(zip(tree["iterations"], parts, strict=True))
+
+
+def _plain(rollouts: Rollouts) -> dict[str, Any]:
+    return {item.name: getattr(rollouts, item.name) for item in fields(Rollouts)}
+
+
+def _older(rollouts: Rollouts, first_group: int) -> Rollouts:
+    """Give rows of the past groups of their own, apart from today's, and no lineage (their prefixes stay masked)."""
+    groups = Segments.of(rollouts.group).index + first_group
+    alone = torch.full_like(rollouts.parent, -1)
+    return replace(rollouts, group=groups, parent=alone, branch_step=alone, logp_proximal=None)
+
+
+def _joined(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
+    parts = [replace(rollouts, logp_proximal=None)]
+    for part in older:
+        if len(part.group):
+            parts.append(_older(part, int(max(int(item.group.max()) for item in parts)) + 1))
+    if any("executed" in part.units for part in parts):
+        parts = [replace(part, units={"executed": part.valid, **part.units}) for part in parts]
+    names = set(parts[0].extras).intersection(*(part.extras for part in parts))
+    parts = [replace(part, extras={name: part.extras[name] for name in sorted(names)}) for part in parts]
+    return concatenate(parts) if len(parts) > 1 else rollouts
+
+
+@mechanism(Slot.REPLAY, "spear", source="SPEAR, arXiv:2509.22601", needs=(Need.GROUPS,))
+class Spear(_Buffer):
+    """Self-imitation: good episodes of the past come back with an advantage against how good the policy is by now.
+
+    Kept are episodes whose advantage was positive, the best `capacity` of them, for `age` iterations. At each use their
+    advantage is R minus the median of the recent groups' mean returns, over the spread of returns, and those that are
+    no longer positive are left out. Their weight grows along a cosine over the first `warmup` of the run to `weight`.
+    """
+
+    def __init__(
+        self, *, capacity: int = 256, age: int = 20, weight: float = 0.5, warmup: float = 0.1, share: float = 0.5
+    ):
+        super().__init__()
+        self.capacity, self.age, self.weight, self.warmup, self.share = capacity, age, weight, warmup, share
+
+    def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
+        """Return today's episodes and, beside them, at most `share` times as many of the past's good ones."""
+        today = context.iteration
+        past = [part for iteration, part in self.kept if today - iteration <= self.age]
+        self._keep(rollouts, today)
+        returns = rollouts.row_return
+        if not past or not context.history:
+            return rollouts
+        middle, spread = _median(context.history[-64:]), float(returns.std(unbiased=False)) + 1e-6
+        replayed = []
+        for part in past:
+            advantage = (part.row_return - middle) / spread
+            part = part.take((advantage > 0).nonzero().squeeze(-1))
+            replayed.append(_with_advantage(part, self._grown(context) * ((part.row_return - middle) / spread)))
+        older = _joined(replayed[0], replayed[1:])
+        allowed = int(self.share * len(returns))
+        if len(older.group) > allowed:
+            order = torch.randperm(len(older.group), generator=context.generator, device=context.generator.device)
+            older = older.take(order[:allowed].sort().values)
+        return _joined(rollouts, [older])
+
+    def _grown(self, context: Context) -> float:
+        """The weight by now."""
+        done = min(1.0, context.share / self.warmup) if self.warmup > 0 else 1.0
+        return self.weight * 0.5 * (1 - float(torch.cos(torch.tensor(torch.pi * done))))
+
+    def _keep(self, rollouts: Rollouts, today: int) -> None:
+        played = rollouts.mask.any(-1) & rollouts.alive
+        total = torch.where(played, rollouts.extras["advantage"].mean(-1), 0.0).sum(1)
+        good = (total > 0).nonzero().squeeze(-1)
+        self.kept = [(iteration, part) for iteration, part in self.kept if today - iteration < self.age]
+        self.kept.append((today, rollouts.take(good)))
+        while len(self.kept) > 1 and sum(len(part.group) for _, part in self.kept) > self.capacity:
+            oldest, part = self.kept[0]
+            excess = sum(len(item.group) for _, item in self.kept) - self.capacity
+            best = part.row_return.argsort(descending=True)[: max(0, len(part.group) - excess)]
+            self.kept[0] = (oldest, part.take(best.sort().values))
+            if not len(best):
+                self.kept.pop(0)
+
+
+@mechanism(Slot.REPLAY, "remix", source="ReMix, arXiv:2507.06892", needs=())
+class ReMix(_Buffer):
+    """Mix episodes of the last `keep` iterations into each batch, with the advantages they had.
+
+    share: older rows per row of today. Use coefficient=decoupled_ppo, which weighs by the probabilities they were drawn
+    with, capped. From `until` of the run on only today's rows are used: back on-policy at the end.
+    """
+
+    def __init__(self, *, keep: int = 2, share: float = 0.5, until: float = 0.7):
+        super().__init__()
+        self.keep, self.share, self.until = keep, share, until
+
+    def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
+        """Return today's rows and older ones."""
+        past = [part for _, part in self.kept]
+        self.kept = [*self.kept, (context.iteration, rollouts)][-self.keep :]
+        if not past or context.share >= self.until:
+            return rollouts
+        wanted = max(1, round(self.share * len(rollouts.group) / len(past)))
+        older = []
+        for part in past:
+            order = torch.randperm(len(part.group), generator=context.generator, device=context.generator.device)
+            older.append(part.take(order[:wanted].sort().values))
+        return _joined(rollouts, older)
+
+
+def _with_advantage(rollouts: Rollouts, per_row: Tensor) -> Rollouts:
+    """Give every scored unit of a row its advantage [B]."""
+    scored = rollouts.mask & rollouts.alive[..., None]
+    return rollouts.with_extras(advantage=torch.where(scored, per_row[:, None, None].float(), 0.0))
+
+
+def _median(values: tuple[float, ...]) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).median())
