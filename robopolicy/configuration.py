@@ -96,10 +96,13 @@ class FinetuneSection(FinetuneConfig):
     """PPO in the denoising chain of `policy` (default: what train wrote under the same name and seed).
 
     units: how many of the last denoising steps are tuned, null for all; worlds: rows collected in parallel; lora_rank:
-    tune adapters of this rank instead of the weights (token policies), 0 for none.
+    tune adapters of this rank instead of the weights (token policies), 0 for none; teacher: checkpoint of the policy
+    that distillation learns from; expert: dotted path of the controller whose states hints begin in, "" for the task's.
     """
 
     policy: Path | None = None
+    teacher: Path | None = None
+    expert: str = ""
     units: int | None = None
     train_encoder: bool = True
     lora_rank: int = 0

@@ -23,6 +23,12 @@ from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import with_executed
 
 
+def start_pool(seed: int, starts: int, instructions: int = 1) -> tuple[np.ndarray, list[int]]:
+    """Return the seeds of a run's pool of starts and, where there are several instructions, each start's: i mod n."""
+    tasks = [start % instructions for start in range(starts)] if instructions > 1 else []
+    return episode_seeds(seed, "starts", starts), tasks
+
+
 class Collector:
     """Collects for one run; everything it needs after a restart is (seed, batch) and the sampler's state.
 
@@ -99,8 +105,8 @@ class Collector:
         """Play the groups that sampler and allocator ask for, and what the allocator adds after seeing them."""
         config, first = self.config, batch * self.config.groups
         seeds, starts = self._propose(batch)
-        instructions = len(self.world.spec.instructions)
-        tasks = (starts % instructions).tolist() if config.starts and instructions > 1 else []
+        _, pool = start_pool(self.seed, config.starts, len(self.world.spec.instructions))
+        tasks = [pool[start] for start in starts] if pool else []
         self.start_of |= {first + number: int(start) for number, start in enumerate(starts)}
         states, depths = self._hinted(batch, starts)
         self.depth_of |= {first + number: depth for number, depth in enumerate(depths)}
@@ -144,7 +150,7 @@ class Collector:
             return episode_seeds(self.seed, f"collect/{batch}", config.groups), np.arange(config.groups)
         draws = np.random.default_rng(derive(self.seed, f"starts/{batch}"))
         starts = self.sampler.propose(config.groups, config.starts, draws)
-        return episode_seeds(self.seed, "starts", config.starts)[starts], starts
+        return start_pool(self.seed, config.starts)[0][starts], starts
 
     def tree(self) -> dict[str, Any]:
         """Return the sampler's state, and the hints'."""

@@ -7,18 +7,20 @@ goes on from the last checkpoint and ends in the same place. world=worldmodel tu
 import time
 from typing import Any
 
-from robopolicy.build import build_critic, build_world, choose_device, open_policy
+from robopolicy.build import build_controller, build_critic, build_world, choose_device, open_policy
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.structured import narrowed
-from robopolicy.core.world import Renders
+from robopolicy.core.world import Renders, World
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare, evaluate_policy
 from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.policies import TokenPolicy
 from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.training.collection import start_pool
+from robopolicy.training.demonstrations import Demonstrations, demonstrate
 from robopolicy.training.finetune import FinetuneConfig, finetune
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 
@@ -57,6 +59,8 @@ def run(config: Config) -> int:
         folder,
         evaluate=evaluate,
         seed=config.run.seed,
+        teacher=None if section.teacher is None else open_policy(section.teacher, device),
+        demonstrations=demonstrated(config, world),
     )
     seconds = time.perf_counter() - started
     seeds = evaluation_seeds(config, section.evaluate_episodes)
@@ -87,6 +91,18 @@ def run(config: Config) -> int:
     )
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
+
+
+def demonstrated(config: Config, world: World) -> Demonstrations | None:
+    """Let the expert play the pool of starts, if a hint is configured to begin in its states."""
+    section, spec = config.finetune, world.spec
+    if section.hint is None:
+        return None
+    if not section.starts:
+        raise ConfigError(f"finetune.hint={section.hint} needs starts that come back: set finetune.starts=N, say 64.")
+    expert = build_controller(config.world, spec, section.expert)
+    seeds, tasks = start_pool(config.run.seed, section.starts, len(spec.instructions))
+    return demonstrate(world, expert, seeds, tasks)
 
 
 def add_lora(policy: Policy, rank: int) -> None:
