@@ -72,6 +72,21 @@ class Policy(Protocol):
         ...
 
 
+@runtime_checkable
+class Resumes(Protocol):
+    """A policy that can go on from the middle of a decision: its tree branches inside denoising chains or sentences."""
+
+    def resume(
+        self, observation: TensorObservation, units: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
+    ) -> Decision:
+        """Decide like `act`, but keep the first count[b] units [B] of `units` where count is not negative.
+
+        Kept units are no choices of this decision: mask is False there. count 0 keeps what came before the first unit
+        (the initial noise of a chain; nothing of a sentence), -1 nothing at all.
+        """
+        ...
+
+
 def to_tensors(observation: Observation, device: torch.device | str = "cpu") -> TensorObservation:
     """Copy a numpy observation to `device`; floats become fp32, images stay uint8, `task` becomes a list of strings."""
     tensors: TensorObservation = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import TASK
 
-ROW_FIELDS = ("episode", "group", "parent", "branch_step")
+ROW_FIELDS = ("episode", "group", "parent", "branch_step", "branch_unit")
 """Those with one entry a row, [B]."""
 
 
@@ -27,10 +27,11 @@ class Rollouts:
     actions: [B, T, C, A]; logp_behaviour: [B, T, K] fp32 under the policy that acted; mask: [B, T, K] bool, False on
     padding and on prefixes copied from a parent; rewards: name -> [B, T, C]; valid: [B, T, C]; terminated, truncated,
     horizon_end, success: [B, T] bool; task, policy_version: [B, T] int64, index of the instruction and number of
-    updates of the policy that acted; extras: anything else by name, [B, T, ...].
-    episode, group, parent, branch_step: [B] int64. episode: identity of the row; group: episodes with the same start
-    and task, whose outcomes are compared; parent: the episode that this one branched off at decision branch_step
-    (both -1: none). logp_proximal: [B, T, K] under the policy to clip around, None: the behaviour's.
+    updates of the policy that acted; extras: anything else by name, [B, T, ...]. episode, group, parent, branch_step:
+    [B] int64. episode: identity of the row; group: episodes with the same start and task, whose outcomes are compared;
+    parent: the episode that this one branched off at decision branch_step (both -1: none), keeping the first
+    branch_unit of its units there (None: 0 everywhere). logp_proximal: [B, T, K] under the policy to clip around, None:
+    the behaviour's.
     """
 
     observation: TensorObservation
@@ -51,6 +52,7 @@ class Rollouts:
     group: Tensor
     parent: Tensor
     branch_step: Tensor
+    branch_unit: Tensor | None = None
     logp_proximal: Tensor | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     whole: bool = False
@@ -102,7 +104,8 @@ class Rollouts:
 
     def flat(self) -> "Rollouts":
         """Merge rows and time: every [B, T, ...] becomes [B * T, 1, ...], so decisions can be drawn as minibatches."""
-        repeated = {name: getattr(self, name).repeat_interleave(self.shape[1]) for name in ROW_FIELDS}
+        rows = {name: getattr(self, name) for name in ROW_FIELDS if getattr(self, name) is not None}
+        repeated = {name: value.repeat_interleave(self.shape[1]) for name, value in rows.items()}
         return replace(self._map(lambda tensor: tensor.flatten(0, 1).unsqueeze(1)), **repeated)
 
     def take(self, index: Tensor) -> "Rollouts":
@@ -130,7 +133,7 @@ class Rollouts:
         def changed(name: str) -> Any:
             value = getattr(self, name)
             if name in ROW_FIELDS:
-                return value if rows is None else rows(value)
+                return value if rows is None or value is None else rows(value)
             return apply(value)
 
         return Rollouts(**{item.name: changed(item.name) for item in fields(self)})

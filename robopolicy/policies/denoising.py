@@ -151,6 +151,20 @@ class DenoisingPolicy(nn.Module):
         return self._act(self.network, observation, generator, deterministic)
 
     @torch.no_grad()
+    def resume(
+        self, observation: TensorObservation, units: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
+    ) -> Decision:
+        """`act` that keeps the first count[b] steps of units["chain"] and the initial noise; -1: none. See `Resumes`.
+
+        The frozen first K - K' steps are no units: they are kept with the initial noise.
+        """
+        if self._matching:
+            raise ConfigError(
+                "policy.likelihood=matching keeps no chains to go on from: set finetune.branch_unit=null."
+            )
+        return self._act(self.network, observation, generator, False, (units["chain"], count))
+
+    @torch.no_grad()
     def base_act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
@@ -282,7 +296,12 @@ class DenoisingPolicy(nn.Module):
         validate_observation(observation, self.fields, history=self.config.history)
 
     def _act(
-        self, network: ChunkNetwork, observation: TensorObservation, generator: torch.Generator, deterministic: bool
+        self,
+        network: ChunkNetwork,
+        observation: TensorObservation,
+        generator: torch.Generator,
+        deterministic: bool,
+        kept: tuple[Tensor, Tensor] | None = None,
     ) -> Decision:
         self._validate(observation)
         config, schedule, first = self.config, self.schedule, self.first_unit
@@ -300,6 +319,8 @@ class DenoisingPolicy(nn.Module):
         for unit in range(schedule.units):
             if unit == first:
                 features = features if leading is network else self._features(network, condition)
+                if kept is not None:
+                    x = torch.where((kept[1] >= 0)[:, None, None], kept[0][:, 0], x)
                 chain = [x]
             acting = leading if unit < first else network
             prediction = acting.denoiser.denoise(x, features[0][unit], features[1])
@@ -310,6 +331,8 @@ class DenoisingPolicy(nn.Module):
             if quiet is not None and unit >= first:
                 still = schedule.transition(x, prediction, unit, deterministic=True).mean
                 after = torch.where(quiet[:, unit - first, None, None], still, after)
+            if kept is not None and unit >= first:
+                after = torch.where((kept[1] > unit - first)[:, None, None], kept[0][:, unit - first + 1], after)
             x = after
             if unit >= first:
                 chain.append(x)
@@ -332,6 +355,8 @@ class DenoisingPolicy(nn.Module):
             return Decision(actions, units, self._match(network, condition, units).logp, density)
         if quiet is not None:
             density = density & ~quiet
+        if kept is not None:
+            density = density & (torch.arange(density.shape[1], device=device) >= kept[1][:, None])
         std = schedule.table[first:, 4][:, None, None] if network.noise_head is None else torch.stack(stds, 1)
         logp, _ = self._score(Normal(torch.stack(means, 1), std), units["chain"][:, 1:], None)
         return Decision(actions, units, logp, density.clone())

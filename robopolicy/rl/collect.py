@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import SpecError
-from robopolicy.core.policy import Decision, Policy, to_tensors
+from robopolicy.core.policy import Decision, Policy, Resumes, to_tensors
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import TASK, Observation, check_finite, require_fit, validate_observation
@@ -80,14 +80,19 @@ def decide(
     *,
     deterministic: bool = False,
     version: int = 0,
+    kept: tuple[Mapping[str, Tensor], Tensor] | None = None,
 ) -> tuple[Step, dict[str, Any]]:
     """Let `policy` decide once in every row; return the world's step and one column [B, ...] of `Rollouts`.
 
+    kept: units [B, ...] of other decisions, and how many of them each row goes on from [B] (see `Resumes`).
     Raises NonFiniteError, before anything reaches the world, when something is not finite.
     """
     validate_observation(observation, policy.spec.observation, world.batch_size, policy.spec.history)
     before = to_tensors(observation, generator.device)
-    decision = policy.act(before, generator, deterministic=deterministic)
+    if kept is not None and isinstance(policy, Resumes):
+        decision = policy.resume(before, *kept, generator)
+    else:
+        decision = policy.act(before, generator, deterministic=deterministic)
     check_finite("actions", decision.actions)
     check_finite("log-probabilities", decision.logp)
     step = world.step(decision.actions.cpu().numpy())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Policy
+from robopolicy.core.policy import Policy, Resumes
 from robopolicy.core.progress import progress
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import Observation, require_fit
@@ -41,10 +41,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Branching:
-    """at: decisions (from 0) before which every running episode splits; width: into how many, itself among them."""
+    """at: decisions (from 0) at which every running episode splits; width: into how many, itself among them.
+
+    unit: how many units of the decision the branches share (BranchGRPO's tree over the denoising chain; 0 shares the
+    initial noise), None: they split before it and share nothing of it.
+    """
 
     at: tuple[int, ...] = ()
     width: int = 2
+    unit: int | None = None
 
     def __post_init__(self):
         if self.width < 2 or any(step < 0 for step in self.at) or len(set(self.at)) != len(self.at):
@@ -99,6 +104,11 @@ class EpisodePlayer:
             raise ConfigError(f"The world '{world.spec.name}' cannot save its rows, so episodes cannot branch in it.")
         self.world, self.policy = world, policy
         self.branching = branching or Branching()
+        unit = self.branching.unit
+        if unit is not None and not isinstance(policy, Resumes):
+            raise ConfigError(f"{type(policy).__name__} cannot go on inside a decision: set finetune.branch_unit=null.")
+        if unit is not None and not 0 <= unit < policy.spec.units:
+            raise ConfigError(f"branch_unit is {unit}, a decision has {policy.spec.units} units: choose 0 to one less.")
         self.clear()
 
     def clear(self) -> None:
@@ -109,6 +119,7 @@ class EpisodePlayer:
         self.parts: list[dict[str, Any]] = []
         self.finished: set[int] = set()
         self.lineage: dict[int, tuple[int, int]] = {}
+        self.shared: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.count = 0
         self.returns = np.zeros(self.world.batch_size)
 
@@ -141,7 +152,13 @@ class EpisodePlayer:
                 assert self.observation is not None
                 self._branch()
                 step, column = decide(
-                    self.world, self.policy, self.observation, generator, deterministic=deterministic, version=version
+                    self.world,
+                    self.policy,
+                    self.observation,
+                    generator,
+                    deterministic=deterministic,
+                    version=version,
+                    kept=self._shared_units(generator.device),
                 )
                 self.observation = step.observation
                 self.returns += step.reward.sum(-1)
@@ -204,11 +221,34 @@ class EpisodePlayer:
                     _Running(running.request, step, state, returned, running.number, branch_step=step)
                 )
 
+    def _shared_units(self, device: torch.device) -> tuple[dict[str, Tensor], Tensor] | None:
+        """Return the units that rows go on from, which have just branched off inside a decision, and how many."""
+        unit = self.branching.unit
+        due = {
+            index: self.shared[running.parent, running.steps]
+            for index, running in enumerate(self.rows)
+            if running is not None and running.branch_step == running.steps and unit is not None
+        }
+        if not due or unit is None:
+            return None
+        some = next(iter(due.values()))
+        units = {name: value.new_zeros((len(self.rows), *value.shape)) for name, value in some.items()}
+        count = torch.full((len(self.rows),), -1, device=device)
+        for index, found in due.items():
+            count[index] = unit
+            for name, value in found.items():
+                units[name][index] = value
+        return units, count
+
     def _keep(self, column: dict[str, Any], device: torch.device) -> None:
         """Record the column's live rows as flat decisions with number, group and step of their episodes."""
         place, rows = [], []
+        at, unit = self.branching.at, self.branching.unit
         for index, running in enumerate(self.rows):
             if running is not None:
+                if unit is not None and running.steps in at and running.branch_step != running.steps:
+                    kept = {name: value[index].clone() for name, value in column["units"].items()}
+                    self.shared[running.number, running.steps] = kept
                 place.append((running.number, running.request.group, running.steps))
                 rows.append(index)
                 running.steps += 1
@@ -268,15 +308,21 @@ class EpisodePlayer:
             group=group[chosen],
             parent=torch.tensor(parents, device=place.device),
             branch_step=torch.tensor(steps, device=place.device),
+            branch_unit=self._branch_units(steps, place.device),
             whole=True,
         )
+
+    def _branch_units(self, steps: list[int], device: torch.device) -> Tensor | None:
+        """Return how many units each row shares of the decision it branched at, None where branches share none."""
+        unit = self.branching.unit
+        return None if unit is None else torch.tensor([unit if step >= 0 else 0 for step in steps], device=device)
 
     def _forget(self, flat: dict[str, Any], place: Tensor, returned: set[int]) -> None:
         """Drop what was returned, apart from what episodes still in flight or waiting share with it."""
         self.finished -= returned
         going_on = [row for row in [*self.rows, *self.waiting] if row is not None]
         if not going_on and not self.finished:
-            self.parts, self.lineage, self.count = [], {}, 0
+            self.parts, self.lineage, self.shared, self.count = [], {}, {}, 0
             return
         needed = {running.number for running in going_on if running.number >= 0} | self.finished
         for running in going_on:

@@ -122,7 +122,7 @@ class _ImplicitReward(_Learned):
         """Log-probabilities of all that was done, copied prefixes included, [b, t, K], 0 on padding."""
         alive = rollouts.alive
         logp = self.tools.score(policy, rollouts, alive).logp
-        return torch.zeros_like(rollouts.logp_behaviour).index_put((alive,), logp)
+        return logp.new_zeros(rollouts.mask.shape).index_put((alive,), logp)
 
 
 @mechanism(

@@ -53,7 +53,7 @@ class Collector:
         self.demonstrations = demonstrations
         self.depth_of: dict[int, float] = {}
         self.streams: Streams | None = None
-        self.player = EpisodePlayer(world, policy, Branching(config.branch_at, config.branch_width))
+        self.player = EpisodePlayer(world, policy, Branching(config.branch_at, config.branch_width, config.branch_unit))
         self.start_of: dict[int, int] = {}
 
     def restart(self) -> None:

@@ -14,7 +14,8 @@ class FinetuneConfig(AlgorithmConfig):
     `minibatch` decisions (or of minibatch_episodes whole episodes; group algorithms with episode ratios need those).
     Collected are `decisions` chunks a row with a critic, or whole episodes in `groups` groups of group_size with the
     same start, out of a pool of `starts` (0: always fresh ones), for algorithms that compare episodes; before the
-    decisions branch_at every running episode splits into branch_width that go on from the same state. unfinished: share
+    decisions branch_at every running episode splits into branch_width that go on from the same state, sharing the first
+    branch_unit units of the decision there (null: none). unfinished: share
     of the episodes that an iteration may leave in flight, to go on with in the next one. staleness: how many updates
     old the weights may be that collect, in a thread beside the learner; 0 collects and learns in turns, repeatably.
     discount is per control step, gae_lambda per decision; clip runs from clip_base (null: clip) at the noisiest unit to
@@ -34,6 +35,7 @@ class FinetuneConfig(AlgorithmConfig):
     starts: int = 0
     branch_at: tuple[int, ...] = ()
     branch_width: int = 2
+    branch_unit: int | None = None
     unfinished: float = 0.0
     staleness: int = 0
     epochs: int = 5

@@ -25,6 +25,17 @@ def advantage_of(name: str, rollouts: Rollouts, **options) -> torch.Tensor:
     return found[0] if isinstance(found, tuple) else found
 
 
+def annotated(rollouts: Rollouts, seed: int) -> Rollouts:
+    """Add what models and a critic would have said."""
+    draws = torch.Generator().manual_seed(seed)
+    names = {"q": (), "v": (), "advantage_gae": (), "process": rollouts.mask.shape[-1:]}
+    drawn = {name: torch.randn((*rollouts.shape, *trailing), generator=draws) for name, trailing in names.items()}
+    alive = rollouts.alive
+    return rollouts.with_extras(
+        **{name: value * alive.reshape(*alive.shape, *[1] * (value.dim() - 2)) for name, value in drawn.items()}
+    )
+
+
 def first(advantage: torch.Tensor) -> list[float]:
     return advantage[:, 0].tolist()
 
@@ -144,13 +155,13 @@ def test_a_fork_is_judged_against_its_siblings():
 def test_neither_order_nor_padding_matters(name: str, seed: int, sizes: list[int]):
     draws = np.random.default_rng(seed)
     group = [number for number, size in enumerate(sizes) for _ in range(size)]
-    rollouts = make_rollouts(draws.integers(1, 4, len(group)).tolist(), group, seed=seed)
+    rollouts = annotated(make_rollouts(draws.integers(1, 4, len(group)).tolist(), group, seed=seed), seed)
     expected = advantage_of(name, rollouts)
     assert bool(expected.isfinite().all())
     assert not expected[~rollouts.alive].any()
     order = torch.as_tensor(draws.permutation(len(group)))
     torch.testing.assert_close(advantage_of(name, rollouts.take(order)), expected[order], atol=1e-5, rtol=1e-4)
-    longer = make_rollouts([6], [0], [0.0])
+    longer = annotated(make_rollouts([6], [0], [0.0]), seed)
     padded = concatenate([rollouts, longer]).take(torch.arange(len(group)))
     found = advantage_of(name, padded)
     torch.testing.assert_close(found[:, : expected.shape[1]], expected, atol=1e-5, rtol=1e-4)

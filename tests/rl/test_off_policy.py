@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.rl import mirror as mirror_descent
 from robopolicy.rl import off_policy
 from robopolicy.rl.context import Scored
 from robopolicy.rl.objective import policy_loss
@@ -71,11 +72,27 @@ def min_pro(logp, old, advantage, scored):
     return -weight.reshape(logp.shape) * advantage * logp
 
 
+def mirror(logp, old, advantage, scored):
+    ratio = (logp - old).exp()
+    return -ratio * advantage + (ratio * (logp - old) - ratio + 1) / 0.55
+
+
+def awr(logp, old, advantage, scored):
+    return -advantage.div(0.5).exp().clamp(max=10.0) * logp
+
+
+def positive_part(logp, old, advantage, scored):
+    return -advantage.clamp(0, 3) * logp
+
+
 CASES: dict[str, tuple[Callable, dict, Loss]] = {
     "decoupled": (off_policy.decoupled_ppo, {}, decoupled),
     "cispo": (off_policy.cispo, {}, cispo),
     "rec one side": (off_policy.rec, {}, one_side),
     "rec two sides": (off_policy.rec, {"region": "two_side", "importance": False}, two_side_plain),
+    "mdpo": (mirror_descent.mdpo, {"start": 0.55, "end": 0.55}, mirror),
+    "awr": (mirror_descent.advantage_weighted, {"temperature": 0.5}, awr),
+    "clipped advantage": (mirror_descent.clipped_advantage, {}, positive_part),
     "opmd": (off_policy.opmd, {"tau": 0.7}, opmd),
     "asym_re": (off_policy.asym_re, {}, asym),
     "dcpo": (off_policy.dcpo, {}, dcpo),
