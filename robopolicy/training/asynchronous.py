@@ -108,6 +108,46 @@ class BackgroundCollector:
                 self._changed.notify_all()
 
 
+class DelayedCollector:
+    """Collects in turns with the learner, but with weights that are `delay` updates old: staleness that is repeatable.
+
+    A stand-in for a slow link to the robots, and for measuring what stale data does to an algorithm.
+    """
+
+    def __init__(self, collector: Collector, generator: torch.Generator, delay: int):
+        self.collector, self.generator, self.delay = collector, generator, delay
+        self.past: deque[dict[str, Tensor]] = deque(maxlen=delay + 1)
+
+    def publish(self, policy: Any, version: int) -> None:
+        """Take in the weights after `version` updates."""
+        self.past.append({name: value.detach().clone() for name, value in policy.state_dict().items()})
+
+    def collect(self, iteration: int) -> Rollouts:
+        """Collect with the oldest weights there are, at most `delay` updates old."""
+        self.collector.policy.load_state_dict(self.past[0])  # type: ignore[attr-defined]
+        return self.collector.collect(iteration, self.generator, iteration + 1 - len(self.past))
+
+    def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
+        """Tell the sampler what came of its starts."""
+        self.collector.observe(collected, prepared)
+
+    def restart(self) -> None:
+        """Begin with fresh episodes at the next call; the old weights stay."""
+        self.collector.restart()
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    def tree(self) -> dict[str, Any]:
+        """Return the sampler's state and the old weights."""
+        return {**self.collector.tree(), "past": {str(place): weights for place, weights in enumerate(self.past)}}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Go on from `tree`."""
+        self.collector.restore(tree)
+        self.past.extend(tree["past"][str(place)] for place in range(len(tree["past"])))
+
+
 def copy_for_collecting(policy: Any) -> Any:
     """Return a frozen copy of the policy for the thread."""
     return copy.deepcopy(policy).requires_grad_(False).eval()

@@ -15,17 +15,17 @@ class FinetuneConfig(AlgorithmConfig):
     Collected are `decisions` chunks a row with a critic, or whole episodes in `groups` groups of group_size with the
     same start, out of a pool of `starts` (0: always fresh ones), for algorithms that compare episodes; before the
     decisions branch_at every running episode splits into branch_width that go on from the same state, sharing the first
-    branch_unit units of the decision there (null: none). unfinished: share
-    of the episodes that an iteration may leave in flight, to go on with in the next one. staleness: how many updates
-    old the weights may be that collect, in a thread beside the learner; 0 collects and learns in turns, repeatably.
-    discount is per control step, gae_lambda per decision; clip runs from clip_base (null: clip) at the noisiest unit to
-    clip at the cleanest with clip_rate, clip_high is the width above 1 (null: clip); target_kl (of the whole decision)
-    ends the epochs of an iteration, and a step that went beyond twice of it is taken back; actor_rate is reached over
-    actor_warmup steps (Adam's first are its largest, and every one of them can change what every unit does); the first
-    critic_warmup iterations train the critic alone; scored_units > 0 scores that many random units of each decision per
-    minibatch instead of all (cheaper, noisier).
-    Checkpoints come every checkpoint_every iterations; evaluations before the first and every evaluate_every (0: none);
-    target_success ends the run once the deterministic success reaches it.
+    branch_unit units of the decision there (null: none). unfinished: share of the episodes that an iteration may leave
+    in flight, to go on with in the next one. staleness: how many updates old the weights may be that collect, in a
+    thread beside the learner; 0 collects and learns in turns, repeatably; delay: how many updates old they are made to
+    be, in turns and repeatably. discount is per control step, gae_lambda per decision; clip runs from clip_base (null:
+    clip) at the noisiest unit to clip at the cleanest with clip_rate, clip_high is the width above 1 (null: clip);
+    target_kl (of the whole decision) ends the epochs of an iteration, and a step that went beyond twice of it is taken
+    back; actor_rate is reached over actor_warmup steps (Adam's first are its largest, and every one of them can change
+    what every unit does); the first critic_warmup iterations train the critic alone; scored_units > 0 scores that many
+    random units of each decision per minibatch instead of all (cheaper, noisier). Checkpoints come every
+    checkpoint_every iterations; evaluations before the first and every evaluate_every (0: none); target_success ends
+    the run once the deterministic success reaches it.
     """
 
     iterations: int = 60
@@ -38,6 +38,7 @@ class FinetuneConfig(AlgorithmConfig):
     branch_unit: int | None = None
     unfinished: float = 0.0
     staleness: int = 0
+    delay: int = 0
     epochs: int = 5
     minibatch: int = 2048
     minibatch_episodes: int = 0
@@ -67,8 +68,10 @@ class FinetuneConfig(AlgorithmConfig):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if not 0 < self.discount <= 1 or not 0 <= self.gae_lambda <= 1:
             raise ConfigError(f"discount {self.discount} must be in (0, 1], gae_lambda {self.gae_lambda} in [0, 1].")
-        if not 0 <= self.unfinished < 1 or self.staleness < 0:
-            raise ConfigError(f"unfinished {self.unfinished} must be in [0, 1), staleness {self.staleness} at least 0.")
+        if not 0 <= self.unfinished < 1 or min(self.staleness, self.delay) < 0:
+            raise ConfigError(f"unfinished {self.unfinished} must be in [0, 1), staleness and delay at least 0.")
+        if self.staleness and self.delay:
+            raise ConfigError(f"staleness {self.staleness} is in a thread, delay {self.delay} in turns: choose one.")
         if self.actor_warmup < 1:
             raise ConfigError(f"actor_warmup is {self.actor_warmup}; 1 means none.")
         if min(self.clip, self.clip_base or self.clip, self.clip_high or self.clip, self.log_ratio_clamp) <= 0:

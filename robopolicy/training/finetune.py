@@ -30,7 +30,7 @@ from robopolicy.rl.critic import Critic
 from robopolicy.rl.mechanisms import Need
 from robopolicy.rl.models import Tools
 from robopolicy.rl.returns import ReturnScale
-from robopolicy.training.asynchronous import BackgroundCollector, copy_for_collecting
+from robopolicy.training.asynchronous import BackgroundCollector, DelayedCollector, copy_for_collecting
 from robopolicy.training.collection import Collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
@@ -147,13 +147,15 @@ class _Finetuning:
             have.add(Need.IMAGES)
         return frozenset(have)
 
-    def _collector(self, world: World) -> Collector | BackgroundCollector:
+    def _collector(self, world: World) -> Collector | BackgroundCollector | DelayedCollector:
         """Return what collects: in turns with the learner, or beside it with a copy of the policy."""
         config, seed = self.config, self.seed
-        if config.staleness == 0:
+        if config.staleness == 0 and config.delay == 0:
             return Collector(world, self.policy, self.algorithm, config, seed, self.demonstrations)
         actor = copy_for_collecting(self.policy)
         inner = Collector(world, actor, self.algorithm, config, seed, self.demonstrations)
+        if config.delay:
+            return DelayedCollector(inner, self.generators["act"], config.delay)
         return BackgroundCollector(inner, self.generators["act"], config.staleness)
 
     def run(self) -> FinetuneResult:
@@ -166,7 +168,7 @@ class _Finetuning:
                     metrics = self._iterate()
                     advance(note=f"success {metrics['success']:.2f}" if metrics["episodes"] else "")
         finally:
-            if isinstance(self.collector, BackgroundCollector):
+            if not isinstance(self.collector, Collector):
                 self.collector.close()
         if self.best_weights is not None:
             self.policy.load_state_dict(self.best_weights)
@@ -184,11 +186,11 @@ class _Finetuning:
 
     def _iterate(self) -> dict[str, float]:
         started = time.perf_counter()
-        if isinstance(self.collector, BackgroundCollector):
+        if isinstance(self.collector, Collector):
+            collected_rollouts = self.collector.collect(self.iteration, self.generators["act"])
+        else:
             self.collector.publish(self.policy, self.iteration)
             collected_rollouts = self.collector.collect(self.iteration)
-        else:
-            collected_rollouts = self.collector.collect(self.iteration, self.generators["act"])
         rollouts = self._prepare(collected_rollouts)
         collected = time.perf_counter()
         self._require_same_scores(rollouts)
@@ -203,7 +205,7 @@ class _Finetuning:
             self.learner.knobs.update(controller.step(update, self._context))
         updated = time.perf_counter()
         metrics = {**episode_metrics(collected_rollouts), **update}
-        if self.config.staleness or self.config.unfinished:
+        if self.config.staleness or self.config.delay or self.config.unfinished:
             played = collected_rollouts.played
             metrics["staleness"] = float((self.iteration - collected_rollouts.policy_version[played]).float().mean())
         self.env_steps += int(collected_rollouts.duration[collected_rollouts.played].sum())

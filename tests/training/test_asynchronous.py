@@ -49,6 +49,22 @@ def test_a_bandit_improves_on_stale_data_within_the_bound(tmp_path: Path):
     assert not collectors()
 
 
+def test_delayed_weights_are_exactly_as_old_as_asked_for_and_repeatable(tmp_path: Path):
+    config = replace(CONFIG, staleness=0, delay=3, iterations=8)
+    scores = []
+    for name in ("a", "b"):
+        policy = ChainPolicy()
+        finetune(policy, None, BanditWorld(32), config, RunFolder(tmp_path / name))
+        scores.append(mean_reward(policy, True)["reward"])
+    assert [record["staleness"] for record in RunFolder(tmp_path / "a").metrics()[1:]] == [0, 1, 2, 3, 3, 3, 3, 3]
+    assert scores[0] == scores[1]
+    first = replace(config, iterations=5, checkpoint_every=5)
+    finetune(ChainPolicy(), None, BanditWorld(32), first, RunFolder(tmp_path / "c"))
+    policy = ChainPolicy()
+    finetune(policy, None, BanditWorld(32), replace(first, iterations=8), RunFolder(tmp_path / "c"))
+    assert mean_reward(policy, True)["reward"] == pytest.approx(scores[0], abs=1e-6)
+
+
 def test_behaviour_and_proximal_probabilities_are_kept_apart(monkeypatch: pytest.MonkeyPatch):
     seen: list[Rollouts] = []
     update = Learner.update
