@@ -183,9 +183,10 @@ class DoctorSection:
 
 @dataclass(frozen=True)
 class BenchSection:
-    """Which benchmark: `sims` in interleaved rounds, or `algorithms` on tasks, seeds and methods (() for all).
+    """Which benchmark: `sims` in interleaved rounds, `algorithms` on tasks, seeds and methods (() for all), or
+    `mechanisms` on seeds, where methods are the checks.
 
-    overrides: settings for every run of `algorithms`, quoted: bench.overrides=['finetune.iterations=10'].
+    overrides: settings for every run, quoted: bench.overrides=['finetune.iterations=10'].
     """
 
     name: str = "sims"

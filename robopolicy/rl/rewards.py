@@ -32,6 +32,15 @@ def hurry(rollouts: Rollouts, context: Context, *, cost: float = 0.01) -> Rollou
     return replace(rollouts, rewards={**rollouts.rewards, "time": time})
 
 
+@mechanism(Slot.REWARD, "smooth", source="action-rate penalty of robot learning")
+def smooth(rollouts: Rollouts, context: Context, *, cost: float = 0.1) -> Rollouts:
+    """Charge `cost` times the squared change of the action from one control step of a decision to the next."""
+    change = (rollouts.actions[:, :, 1:] - rollouts.actions[:, :, :-1]).square().mean(-1)
+    change = torch.cat([torch.zeros_like(change[:, :, :1]), change], 2)
+    charged = torch.where(rollouts.valid, -cost * change, 0.0)
+    return replace(rollouts, rewards={**rollouts.rewards, "smooth": charged})
+
+
 @mechanism(Slot.REWARD, "pav", source="PAV, arXiv:2410.08146", needs=(Need.VALUES,))
 def progress_under_prover(rollouts: Rollouts, context: Context, *, alpha: float = 0.5, tries: int = 4) -> Rollouts:
     """Add alpha times the advantage of each decision under a prover: the best of `tries` attempts of the policy.

@@ -148,3 +148,15 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
         metrics["success"] = float(rollouts.success[ended].float().mean())
         metrics["return"] = float(rollouts.extras["episode_return"][ended].mean())
     return metrics
+
+
+def learning_metrics(prepared: Rollouts) -> dict[str, float]:
+    """Return what is learned from: the share of rows with an advantage, reward terms per decision, models' accuracy."""
+    signal = (prepared.extras["advantage"].abs().amax((1, 2)) > 1e-6).float().mean()
+    metrics = {"signal": float(signal)}
+    decisions = max(1, int(prepared.alive.sum()))
+    if len(prepared.rewards) > 1:
+        metrics |= {f"reward_{name}": float(reward.sum()) / decisions for name, reward in prepared.rewards.items()}
+    if "process_accuracy" in prepared.extras:
+        metrics["process_accuracy"] = float(prepared.extras["process_accuracy"][0, 0])
+    return metrics

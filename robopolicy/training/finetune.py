@@ -34,7 +34,7 @@ from robopolicy.training.asynchronous import BackgroundCollector, DelayedCollect
 from robopolicy.training.collection import Collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
-from robopolicy.training.experience import decisions_at, episode_metrics, rescored, with_values
+from robopolicy.training.experience import decisions_at, episode_metrics, learning_metrics, rescored, with_values
 from robopolicy.training.state import load_trainer, require_finite, require_same_config, save_trainer
 from robopolicy.training.update import Learner
 
@@ -204,7 +204,7 @@ class _Finetuning:
         for controller in self.controllers.values():
             self.learner.knobs.update(controller.step(update, self._context))
         updated = time.perf_counter()
-        metrics = {**episode_metrics(collected_rollouts), **update}
+        metrics = {**episode_metrics(collected_rollouts), **learning_metrics(rollouts), **update}
         if self.config.staleness or self.config.delay or self.config.unfinished:
             played = collected_rollouts.played
             metrics["staleness"] = float((self.iteration - collected_rollouts.policy_version[played]).float().mean())

@@ -1,14 +1,15 @@
-"""Prints figures side by side: `bench sims` measures speed, `bench algorithms` how methods learn.
+"""Prints figures side by side: `bench sims` measures speed, `bench algorithms` and `bench mechanisms` how methods learn.
 
 sims: our engine against pure physics, gymnasium's vector environments on the same scene, and Meta-World's own,
 interleaved in one process. algorithms: success against environment steps on the same tasks, bases and seeds.
+mechanisms: ten small experiments, each asking whether a paper's claim shows. Both go on where they were interrupted.
 """
 
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.runs import publish
 
-BENCHMARKS = ("sims", "algorithms")
+BENCHMARKS = ("sims", "algorithms", "mechanisms")
 
 
 def run(config: Config) -> int:
@@ -20,6 +21,10 @@ def run(config: Config) -> int:
         from robopolicy.verbs.bench_algorithms import benchmark
 
         benchmark(config)
+    elif name == "mechanisms":
+        from robopolicy.verbs import bench_mechanisms
+
+        bench_mechanisms.benchmark(config)
     else:
         from robopolicy.benchmarks.sims import benchmark_sims
 

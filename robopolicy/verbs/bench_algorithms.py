@@ -1,41 +1,16 @@
-"""`bench algorithms`: fine-tuning methods on the same tasks, bases and seeds; success against environment steps.
+"""`bench algorithms`: fine-tuning methods on the same tasks, bases and seeds; success against environment steps."""
 
-Every method is the verb `finetune` with other settings, in its own run folder under root/bench/algorithms/<task>: a
-benchmark that was interrupted goes on where it stopped, and each of its runs can be looked at by itself.
-"""
-
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.rule import Rule
-from rich.table import Table
-
-from robopolicy.configuration import Config, compose
+from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.run import RunFolder
-from robopolicy.core.storage import read_json, write_atomic, write_json
+from robopolicy.core.storage import write_atomic, write_json
 from robopolicy.evaluation.curves import method_curves
-from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.report import Report, Section, render
 from robopolicy.runs import output, publish
-from robopolicy.verbs import collect, finetune, train
-
-
-@dataclass(frozen=True)
-class Method:
-    """base: which pre-trained policy it starts from; settings: what it changes about fine-tuning."""
-
-    base: str
-    settings: tuple[str, ...] = ()
-
-
-BASES: dict[str, tuple[str, ...]] = {
-    "diffusion": (),
-    "flow": ("policy.kind=flow",),
-}
-"""Pre-trained policies by name, with what they change about the recipe."""
+from robopolicy.verbs.bench_runs import Variant, pooled, print_table, rate_text, run_variant
 
 GENTLE = (
     "finetune.iterations=60",
@@ -46,19 +21,31 @@ GENTLE = (
 )
 """Small steps for methods without a critic: their advantages are noisier."""
 
-METHODS: dict[str, Method] = {
-    "PPO": Method("diffusion"),
-    "flow PPO": Method("flow"),
-    "GRPO": Method("diffusion", ("finetune.algorithm=grpo", *GENTLE)),
-    "step GRPO": Method("diffusion", ("finetune.algorithm=step_grpo", *GENTLE)),
-    "BranchGRPO": Method(
+METHODS: dict[str, Variant] = {
+    "PPO": Variant("diffusion"),
+    "flow PPO": Variant("flow"),
+    "GRPO": Variant("diffusion", ("finetune.algorithm=grpo", *GENTLE)),
+    "step GRPO": Variant("diffusion", ("finetune.algorithm=step_grpo", *GENTLE)),
+    "BranchGRPO": Variant(
         "diffusion", ("finetune.algorithm=branch_grpo", "finetune.group_size=2", "finetune.branch_at=[2,5]", *GENTLE)
     ),
-    "GRPO-Guard": Method(
+    "GRPO-Guard": Variant(
         "diffusion", ("finetune.algorithm=grpo_guard", *GENTLE, "finetune.clip=0.012", "finetune.clip_base=0.012")
     ),
-    "MC-GRPO": Method(
+    "MC-GRPO": Variant(
         "diffusion", ("finetune.algorithm=mc_grpo", "finetune.group_size=3", "finetune.groups=170", *GENTLE)
+    ),
+    "token GRPO": Variant(
+        "token",
+        (
+            "finetune.algorithm=step_grpo",
+            "finetune.iterations=120",
+            "finetune.actor_rate=5e-4",
+            "finetune.epochs=2",
+            "finetune.minibatch=512",
+            "finetune.target_kl=0.2",
+            "finetune.ratio_tolerance=1e-4",
+        ),
     ),
 }
 """Rows of the benchmark; group methods play 512 episodes an iteration."""
@@ -92,43 +79,20 @@ def benchmark(config: Config) -> dict[str, Any]:
 
 def measure(config: Config, root: Path, task: str, name: str) -> dict[str, Any]:
     """Return a method's figures on a task, pooled over the seeds; runs that have ended are not run again."""
-    method = METHODS[name]
     label = name.replace(" ", "_")
-    results, curves = [], []
-    for seed in config.bench.seeds:
-        shared = [f"recipe={task}", f"run.root={root / task}", f"run.seed={seed}", *config.bench.overrides]
-        data, base = (
-            root / task / verb / label / str(seed) for verb, label in (("collect", "data"), ("train", method.base))
-        )
-        tuned = root / task / "finetune" / label / str(seed)
-        if not (tuned / "result.json").exists():
-            output.print(Rule(f"[bold]{task}, {name}, seed {seed}", align="left"))
-            collect.run(compose([*shared, "run.name=data"]))
-            pretrained = [*shared, f"run.name={method.base}", *BASES[method.base], f"train.data={data / 'dataset'}"]
-            train.run(compose(pretrained))
-            changed = [f"run.name={label}", f"finetune.policy={base / 'checkpoint'}", *method.settings]
-            finetune.run(compose([*shared, *changed]))
-        results.append(read_json(tuned / "result.json"))
-        records = RunFolder(tuned).metrics()
-        curves.append(
-            [(row["env_steps"], row["deterministic_success"]) for row in records if "deterministic_success" in row]
-        )
+    runs = [run_variant(config, root, task, label, METHODS[name], seed) for seed in config.bench.seeds]
+    results = [run.result for run in runs]
     return {
         "base": pooled([result["base"]["deterministic"] for result in results]),
         "tuned": pooled([result["tuned"]["deterministic"] for result in results]),
         "stochastic": pooled([result["tuned"]["stochastic"] for result in results]),
         "env_steps": [result["env_steps"] for result in results],
         "seconds": [result["seconds"] for result in results],
-        "curves": curves,
+        "curves": [
+            [(row["env_steps"], row["deterministic_success"]) for row in run.records if "deterministic_success" in row]
+            for run in runs
+        ],
     }
-
-
-def pooled(measured: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the success rate over all seeds' episodes with its Wilson interval."""
-    successes = sum(row["successes"] for row in measured)
-    episodes = sum(row["episodes"] for row in measured)
-    low, high = wilson(successes, episodes)
-    return {"success_rate": successes / episodes, "low": low, "high": high, "episodes": episodes}
 
 
 def table_of(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -138,20 +102,6 @@ def table_of(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[lis
     for name, row in rows.items():
         better = row["tuned"]["low"] > row["base"]["high"]
         steps, seconds = (sum(row[key]) / len(row[key]) for key in ("env_steps", "seconds"))
-        rates = [_rate(row[key]) for key in ("base", "tuned", "stochastic")]
+        rates = [rate_text(row[key]) for key in ("base", "tuned", "stochastic")]
         lines.append([name, *rates, f"{steps / 1e3:,.0f}", f"{seconds / 60:.1f}", "yes" if better else "no"])
     return header, lines
-
-
-def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Print one task's table."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index == 0 else "right")
-    for line in lines:
-        table.add_row(*line)
-    output.print(table)
-
-
-def _rate(rate: Mapping[str, float]) -> str:
-    return f"{rate['success_rate']:.1%} [{rate['low']:.1%}, {rate['high']:.1%}]"

@@ -1,0 +1,247 @@
+"""`bench mechanisms`: small experiments, each of which asks whether a paper's claim shows here, with the ablation beside it.
+
+All variants of a check start from the same pre-trained policies, play the same starts and differ in one thing. Judged
+is the policy after the last iteration (not the best one on the way), on the same validation episodes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from robopolicy.configuration import Config
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.storage import write_atomic, write_json
+from robopolicy.evaluation.intervals import wilson
+from robopolicy.evaluation.report import Report, Section, render
+from robopolicy.runs import output, publish
+from robopolicy.verbs.bench_runs import Outcome, Variant, print_table, rate_text, run_variant
+
+TASK = "push_cube"
+SMALL = (
+    "finetune.algorithm=grpo",
+    "finetune.iterations=25",
+    "finetune.groups=32",
+    "finetune.group_size=8",
+    "finetune.evaluate_every=25",
+    "finetune.target_success=null",
+    "finetune.actor_rate=3e-4",
+    "finetune.clip=0.05",
+    "finetune.clip_base=0.05",
+    "finetune.target_kl=0.03",
+    "finetune.videos=0",
+)
+"""256 episodes an iteration, 25 iterations, gentle steps."""
+
+SPARSE = "finetune.rewards=[success_only]"
+
+
+@dataclass(frozen=True)
+class Check:
+    """claim: what the paper says; variants: name -> settings on top of SMALL, the method last; base: see BASES.
+
+    figures: name of a column -> what to average of a variant's runs; compare: the column that decides, and whether more
+    of it is better.
+    """
+
+    claim: str
+    variants: Mapping[str, tuple[str, ...]]
+    base: str = "diffusion"
+    figures: Mapping[str, Callable[[Outcome], float]] | None = None
+
+
+def mean_of(name: str, last: int | None = None) -> Callable[[Outcome], float]:
+    """Return a function that averages a metric over the iterations (the last few) of a run."""
+
+    def average(run: Outcome) -> float:
+        values = [record[name] for record in run.records if name in record][-(last or 10**9) :]
+        return sum(values) / max(1, len(values))
+
+    return average
+
+
+SIGNAL = {"episodes with signal": mean_of("signal")}
+
+CHECKS: dict[str, Check] = {
+    "mc_grpo": Check(
+        "With two episodes a start, a median of three is a better baseline than a mean of two.",
+        {
+            "GRPO, 2 a start": ("finetune.group_size=2", "finetune.groups=128"),
+            "MC-GRPO, 2 + the median": (
+                "finetune.algorithm=mc_grpo",
+                "finetune.group_size=3",
+                "finetune.groups=128",
+            ),
+        },
+    ),
+    "ngrpo": Check(
+        "A virtual success makes groups of failures teach.",
+        {
+            "GRPO": (SPARSE, "finetune.group_size=4", "finetune.groups=64"),
+            "NGRPO": (
+                SPARSE,
+                "finetune.algorithm=ngrpo",
+                "finetune.group_size=4",
+                "finetune.groups=64",
+                "finetune.options.ngrpo.best=1.0",
+            ),
+        },
+        base="early",
+        figures=SIGNAL,
+    ),
+    "gdpo": Check(
+        "Rewards of different scales are both learned if each is normalised by itself.",
+        {
+            "GRPO of the sum": ("finetune.rewards=[smooth]", "finetune.options.smooth.cost=3.0"),
+            "GDPO": (
+                "finetune.advantage=gdpo",
+                "finetune.rewards=[smooth]",
+                "finetune.options.smooth.cost=3.0",
+            ),
+        },
+        figures={"jerk": mean_of("reward_smooth", 3)},
+    ),
+    "gigpo": Check(
+        "Comparing what followed equal states adds credit within episodes from the same start.",
+        {"GRPO": (), "GiGPO": ("finetune.algorithm=gigpo", "finetune.options.gigpo.resolution=0.5")},
+    ),
+    "mopps": Check(
+        "Choosing starts of predicted success near one half leaves fewer groups without signal.",
+        {
+            "uniform": (SPARSE, "finetune.starts=128"),
+            "MoPPS": (SPARSE, "finetune.starts=128", "finetune.sampler=mopps"),
+        },
+        figures=SIGNAL,
+    ),
+    "knapsack": Check(
+        "Large groups where outcomes are uncertain leave fewer groups without signal at the same budget.",
+        {
+            "uniform": (SPARSE, "finetune.starts=64"),
+            "knapsack": (SPARSE, "finetune.starts=64", "finetune.allocator=knapsack"),
+        },
+        figures=SIGNAL,
+    ),
+    "stale": Check(
+        "Eight updates behind, adaptive bounds (BAPO) and steps scaled by the effective sample size (VCPO) hold.",
+        {
+            "PPO clip": ("finetune.delay=8", "finetune.actor_rate=1e-3", "finetune.target_kl=null"),
+            "BAPO": (
+                "finetune.delay=8",
+                "finetune.actor_rate=1e-3",
+                "finetune.target_kl=null",
+                "finetune.coefficient=bapo",
+                "finetune.options.bapo.low=[0.93,0.98]",
+                "finetune.options.bapo.high=[1.02,1.1]",
+                "finetune.options.bapo.step=0.01",
+            ),
+            "VCPO": (
+                "finetune.delay=8",
+                "finetune.actor_rate=1e-3",
+                "finetune.target_kl=null",
+                "finetune.ratio_level=episode_sum",
+                "finetune.controllers=[vcpo]",
+            ),
+        },
+        figures={"effective sample size": mean_of("effective_sample_size")},
+    ),
+    "spear": Check(
+        "Imitating one's own rare successes helps where success is rare and nothing else is paid.",
+        {"GRPO": (SPARSE,), "SPEAR": ("finetune.algorithm=spear",)},
+        base="early",
+    ),
+    "tree_po": Check(
+        "Branches from snapshots give the same number of leaves for fewer environment steps, with baselines by subtree.",
+        {
+            "GRPO, 8 episodes a start": (),
+            "TreePO, 2 roots x 4 leaves": (
+                "finetune.algorithm=branch_grpo",
+                "finetune.advantage=tree_po",
+                "finetune.group_size=2",
+                "finetune.branch_at=[2,5]",
+            ),
+        },
+        figures={"steps / 1e3": lambda run: run.result["env_steps"] / 1e3},
+    ),
+    "prime": Check(
+        "An implicit process reward learned from outcomes is better than the outcomes alone.",
+        {
+            "RLOO of outcomes": ("finetune.algorithm=rloo", SPARSE),
+            "PRIME": ("finetune.algorithm=prime", SPARSE, "finetune.options.prime.beta=1.0"),
+        },
+        figures={"process accuracy": mean_of("process_accuracy", 5)},
+    ),
+}
+
+
+def benchmark(config: Config) -> dict[str, Any]:
+    """Run what is missing, print a table a check, write mechanisms.json and report.html, and return the figures."""
+    names = config.bench.methods or tuple(CHECKS)
+    for name in names:
+        if name not in CHECKS:
+            raise ConfigError(f"There is no check '{name}'.{did_you_mean(name, CHECKS)} There are {', '.join(CHECKS)}.")
+    root = config.run.root / "bench" / "mechanisms"
+    report = Report(title="Mechanisms", subtitle=f"{TASK}, {len(config.bench.seeds)} seeds, after the last iteration")
+    figures = {}
+    for name in names:
+        figures[name] = measure(config, root, name)
+        header, lines = table_of(figures[name])
+        report.sections.append(Section(name, CHECKS[name].claim, header=header, rows=lines))
+        print_table(f"{name}: {CHECKS[name].claim}", header, lines)
+    write_atomic(root / "report.html", render(report))
+    write_json(root / "mechanisms.json", figures)
+    publish(config, figures)
+    output.print(f"Report: {root / 'report.html'}")
+    return figures
+
+
+def measure(config: Config, root: Path, name: str) -> dict[str, dict[str, Any]]:
+    """Return the figures of a check's variants, pooled over the seeds."""
+    check = CHECKS[name]
+    rows = {}
+    for place, (variant, settings) in enumerate(check.variants.items()):
+        label = f"{name}_{place}"
+        runs = [
+            run_variant(config, root, TASK, label, Variant(check.base, (*SMALL, *settings)), seed)
+            for seed in config.bench.seeds
+        ]
+        averages = {key: sum(map(of, runs)) / len(runs) for key, of in (check.figures or {}).items()}
+        rows[variant] = {
+            **{
+                f"{when} {mode}": rate(runs, mode, index)
+                for mode in MODES
+                for when, index in (("base", 0), ("last", -1))
+            },
+            "seeds": [evaluations(run)[-1]["deterministic_success"] for run in runs],
+            "figures": averages,
+        }
+    return rows
+
+
+MODES = ("deterministic", "stochastic")
+
+
+def evaluations(run: Outcome) -> list[Mapping[str, Any]]:
+    """Return the records of a run that hold an evaluation."""
+    return [record for record in run.records if "deterministic_success" in record]
+
+
+def rate(runs: Sequence[Outcome], mode: str, index: int) -> dict[str, float]:
+    """Return success over all seeds' validation episodes, before or after, with its Wilson interval."""
+    episodes = sum(run.result["base"][mode]["episodes"] for run in runs)
+    successes = sum(
+        round(evaluations(run)[index][f"{mode}_success"] * run.result["base"][mode]["episodes"]) for run in runs
+    )
+    low, high = wilson(successes, episodes)
+    return {"success_rate": successes / episodes, "low": low, "high": high, "episodes": episodes}
+
+
+def table_of(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and lines of a check."""
+    extra = list(next(iter(rows.values()))["figures"])
+    header = ["variant", "base", "after", "after, stochastic", "seeds", *extra]
+    lines = []
+    for name, row in rows.items():
+        rates = [rate_text(row[key]) for key in ("base deterministic", "last deterministic", "last stochastic")]
+        seeds = " ".join(f"{value:.0%}" for value in row["seeds"])
+        lines.append([name, *rates, seeds, *(f"{row['figures'][key]:,.2f}" for key in extra)])
+    return header, lines

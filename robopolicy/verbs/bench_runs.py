@@ -1,0 +1,90 @@
+"""What benchmarks of fine-tuning share: demonstrations, pre-training and fine-tuning of one variant, each in a run folder.
+
+A benchmark that was interrupted goes on where it stopped, and each of its runs can be looked at by itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.rule import Rule
+from rich.table import Table
+
+from robopolicy.configuration import Config, compose
+from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import read_json
+from robopolicy.evaluation.intervals import wilson
+from robopolicy.runs import output
+from robopolicy.verbs import collect, finetune, train
+
+BASES: dict[str, tuple[str, ...]] = {
+    "diffusion": (),
+    "flow": ("policy.kind=flow",),
+    "token": (
+        "policy.kind=token",
+        "policy.token.bins=17",
+        "policy.token.depth=3",
+        "train.batch_size=128",
+        "train.fit.learning_rate=1e-3",
+    ),
+    "early": ("train.fit.steps=700",),
+}
+"""Pre-trained policies by name, with what they change about the recipe; early: stopped while success is rare."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """base: which pre-trained policy it starts from; settings: what it changes about fine-tuning."""
+
+    base: str
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """result: what fine-tuning wrote about base and tuned policy; records: its metrics, one an iteration."""
+
+    result: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]
+
+
+def run_variant(config: Config, root: Path, task: str, label: str, variant: Variant, seed: int) -> Outcome:
+    """Do what has not been done yet under root/task, and return what came of it."""
+    shared = [f"recipe={task}", f"run.root={root / task}", f"run.seed={seed}", *config.bench.overrides]
+    data, base = (
+        root / task / verb / name / str(seed) for verb, name in (("collect", "data"), ("train", variant.base))
+    )
+    tuned = root / task / "finetune" / label / str(seed)
+    if not (tuned / "result.json").exists():
+        output.print(Rule(f"[bold]{task}, {label}, seed {seed}", align="left"))
+        collect.run(compose([*shared, "run.name=data"]))
+        if not (base / "result.json").exists():
+            pretrained = [f"run.name={variant.base}", *BASES[variant.base], f"train.data={data / 'dataset'}"]
+            train.run(compose([*shared, *pretrained]))
+        changed = [f"run.name={label}", f"finetune.policy={base / 'checkpoint'}", *variant.settings]
+        finetune.run(compose([*shared, *changed]))
+    return Outcome(read_json(tuned / "result.json"), RunFolder(tuned).metrics())
+
+
+def pooled(measured: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the success rate over all seeds' episodes with its Wilson interval."""
+    successes = sum(row["successes"] for row in measured)
+    episodes = sum(row["episodes"] for row in measured)
+    low, high = wilson(successes, episodes)
+    return {"success_rate": successes / episodes, "low": low, "high": high, "episodes": episodes}
+
+
+def rate_text(rate: Mapping[str, float]) -> str:
+    """Return a rate with its interval."""
+    return f"{rate['success_rate']:.1%} [{rate['low']:.1%}, {rate['high']:.1%}]"
+
+
+def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Print a table whose first column is text and whose others are figures."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index == 0 else "right")
+    for line in lines:
+        table.add_row(*line)
+    output.print(table)
