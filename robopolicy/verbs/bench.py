@@ -1,4 +1,4 @@
-"""Prints figures side by side: `bench sims` measures speed, `bench algorithms` and `bench mechanisms` how methods learn.
+"""Prints figures side by side: `bench sims` measures speed; `bench algorithms` and `mechanisms` how methods learn.
 
 sims: our engine against pure physics, gymnasium's vector environments on the same scene, and Meta-World's own,
 interleaved in one process. algorithms: success against environment steps on the same tasks, bases and seeds.

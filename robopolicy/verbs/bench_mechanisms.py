@@ -1,4 +1,4 @@
-"""`bench mechanisms`: small experiments, each of which asks whether a paper's claim shows here, with the ablation beside it.
+"""`bench mechanisms`: small experiments that ask whether a paper's claim shows here, with the ablation beside it.
 
 All variants of a check start from the same pre-trained policies, play the same starts and differ in one thing. Judged
 is the policy after the last iteration (not the best one on the way), on the same validation episodes.
@@ -150,7 +150,7 @@ CHECKS: dict[str, Check] = {
         base="early",
     ),
     "tree_po": Check(
-        "Branches from snapshots give the same number of leaves for fewer environment steps, with baselines by subtree.",
+        "Branches from snapshots give as many leaves for fewer environment steps, with baselines by subtree.",
         {
             "GRPO, 8 episodes a start": (),
             "TreePO, 2 roots x 4 leaves": (

@@ -1,4 +1,4 @@
-"""What benchmarks of fine-tuning share: demonstrations, pre-training and fine-tuning of one variant, each in a run folder.
+"""What benchmarks of fine-tuning share: data, pre-training and fine-tuning of one variant, each in a run folder.
 
 A benchmark that was interrupted goes on where it stopped, and each of its runs can be looked at by itself.
 """
