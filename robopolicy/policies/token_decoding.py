@@ -115,8 +115,9 @@ class MaskedDecoding(nn.Module):
     position was committed, and its log-probability is taken from the masked state before that pass. It is that of the
     committed tokens given the states. Which positions are committed is decided by the draws, and is treated as part of
     the environment, as CJ-GRPO does: the sum over K is not the log-probability of the chunk, nor of the trajectory.
-    Only with S = K and an order fixed in advance would it be the former. That choice also favours likely tokens, so
-    samples vary less than the model's own distribution at that temperature.
+    Only with an order fixed in advance would it be both. The choice favours likely tokens: samples vary less than the
+    model's own distribution at that temperature, and the gradient of the scores does not average to zero over samples,
+    so advantages should (as those relative to a group do).
     """
 
     def __init__(self, units: int, width: int, steps: int, schedule: DecodeSchedule):
