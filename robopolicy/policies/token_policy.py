@@ -133,7 +133,7 @@ class TokenPolicy(nn.Module):
         return Decision(actions, units, torch.where(mask, logp, 0.0), mask)
 
     def evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:
-        """Score recorded tokens [N, K] in one pass: logp and entropy [N, K], both at the sampling temperature.
+        """Score the units that `act` returned, tokens [N, K]: logp and entropy [N, K] at the sampling temperature.
 
         Optional units: "unit" [N, k] int64 selects k of the K tokens per row; "executed" [N, C] bool: tokens of control
         steps that were not executed score 0 (with frequencies every token is part of every step, and all count). In
