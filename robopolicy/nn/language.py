@@ -88,6 +88,11 @@ class Reading:
     cache: Any
     seen: Tensor
 
+    def repeat(self, times: int) -> None:
+        """Have every row `times` times in succession, [N, L] -> [N * times, L]."""
+        self.cache.batch_repeat_interleave(times)
+        self.seen = self.seen.repeat_interleave(times, 0)
+
 
 class LanguageModel(nn.Module):
     """A transformers backbone (no language head); of a vision-language model, its language part.
@@ -127,9 +132,7 @@ class LanguageModel(nn.Module):
 
     def extend(self, reading: Reading, embeddings: Tensor) -> Tensor:
         """Read on, [N, S, width] -> hidden states of the last layer [N, S, width]; `reading` grows in place."""
-        rows, steps = embeddings.shape[:2]
-        position = reading.seen.sum(-1, keepdim=True) + torch.arange(steps, device=embeddings.device)
-        reading.seen = torch.cat([reading.seen, reading.seen.new_ones(rows, steps)], 1)
+        position, reading.seen = _next_positions(reading, embeddings)
         found = self.backbone(
             inputs_embeds=embeddings,
             attention_mask=reading.seen.long(),
@@ -138,6 +141,38 @@ class LanguageModel(nn.Module):
             use_cache=True,
         )
         return found.last_hidden_state
+
+    def attend(self, reading: Reading, embeddings: Tensor) -> Tensor:
+        """Like `extend`, but the S embeddings see one another in both directions, and `reading` stays as it is."""
+        position, seen = _next_positions(reading, embeddings)
+        steps = embeddings.shape[1]
+        # four axes [N, head, query, key]: transformers takes such a mask as it is and adds nothing causal to it
+        unseen = torch.zeros_like(seen, dtype=embeddings.dtype)
+        unseen = unseen.masked_fill(~seen, torch.finfo(embeddings.dtype).min)
+        found = self.backbone(
+            inputs_embeds=embeddings,
+            attention_mask=unseen[:, None, None].expand(-1, -1, steps, -1),
+            position_ids=position,
+            past_key_values=reading.cache,
+            use_cache=True,
+        )
+        reading.cache.crop(-steps)
+        return found.last_hidden_state
+
+    @torch.no_grad()
+    def require_attend(self, what: str) -> None:
+        """Raise ConfigError, saying that `what` needs it, where `attend` fails: some backbones are causal by nature."""
+        weight = self.backbone.get_input_embeddings().weight
+        token = torch.zeros((1, 1), dtype=torch.int64, device=weight.device)
+        # two rows, alike but for the second of their two embeddings
+        pairs = torch.linspace(-1, 1, self.width).to(weight).repeat(2, 2, 1)
+        pairs[1, 1] *= -1
+        try:
+            hidden = self.attend(self.read(token, token == 0, token.new_zeros(2)), pairs)
+        except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+            raise ConfigError(_causal_by_nature(self.backbone, what)) from error
+        if torch.allclose(hidden[0, 0], hidden[1, 0]):
+            raise ConfigError(_causal_by_nature(self.backbone, what))
 
     def add_lora(self, rank: int, alpha: float) -> None:
         """Freeze the weights and add low-rank adapters to every linear layer (Hu et al. 2021, arXiv:2106.09685).
@@ -160,6 +195,20 @@ class LanguageModel(nn.Module):
                 module.merge()
                 self.backbone.set_submodule(name, module.get_base_layer())
         self.backbone.requires_grad_(True)
+
+
+def _next_positions(reading: Reading, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions [N, S] of embeddings [N, S, width] read next, and what is then seen [N, L + S] bool."""
+    rows, steps = embeddings.shape[:2]
+    position = reading.seen.sum(-1, keepdim=True) + torch.arange(steps, device=embeddings.device)
+    return position, torch.cat([reading.seen, reading.seen.new_ones(rows, steps)], 1)
+
+
+def _causal_by_nature(backbone: Any, what: str) -> str:
+    return (
+        f"{what} needs attention in both directions, which a {type(backbone).__name__} does not offer: choose another "
+        "token.model, or policy.token.decoding=causal."
+    )
 
 
 def small_backbone(vocabulary: int, width: int, depth: int, heads: int, feed_forward: int) -> Any:

@@ -1,6 +1,7 @@
 """Every choice that makes a token policy, with its default."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.action_tokens import ActionTokens
@@ -8,11 +9,27 @@ from robopolicy.nn.encoders import ImageEncoderConfig
 from robopolicy.nn.normalizer import NormalizationMode
 
 
+class TokenDecoding(Enum):
+    """causal: token by token from left to right; masked: discrete diffusion, several tokens at a time in any order."""
+
+    CAUSAL = "causal"
+    MASKED = "masked"
+
+
+class DecodeSchedule(Enum):
+    """even: as many tokens in every pass; ascending: 1, 2, 4, ... tokens until all are said."""
+
+    EVEN = "even"
+    ASCENDING = "ascending"
+
+
 @dataclass(frozen=True)
 class TokenConfig:
     """The language model and its action tokens.
 
     actions, bins, resolution, frequencies: see `action_tokens`; temperature: of sampling, and of log-probabilities.
+    decoding, decode_steps, decode_schedule: see `token_decoding`; decode_steps is the number of passes in which masked
+    decoding says a chunk evenly (an ascending schedule has its own number, causal decoding one per token).
     model: folder or hub name of a Hugging Face causal or vision-language checkpoint, or "" for a small Llama from
     scratch with width, depth, heads and feed_forward; patch: pixels of an image patch's side; lora_rank: a checkpoint's
     weights stay frozen and adapters of this rank learn instead, 0 trains all; lora_alpha: their scale times the rank.
@@ -23,6 +40,9 @@ class TokenConfig:
     resolution: float = 10.0
     frequencies: int = 0
     temperature: float = 1.0
+    decoding: TokenDecoding = TokenDecoding.CAUSAL
+    decode_steps: int = 4
+    decode_schedule: DecodeSchedule = DecodeSchedule.EVEN
     model: str = ""
     width: int = 128
     depth: int = 4
@@ -35,6 +55,10 @@ class TokenConfig:
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ConfigError(f"token.temperature is {self.temperature}: it must be positive (act deterministically?).")
+        if self.decode_steps < 1:
+            raise ConfigError(
+                f"policy.token.decode_steps is {self.decode_steps}: set policy.token.decode_steps to at least 1."
+            )
         if min(self.width, self.depth, self.heads, self.feed_forward, self.patch) < 1 or self.lora_rank < 0:
             raise ConfigError("token.width, depth, heads, feed_forward and patch are at least 1, lora_rank at least 0.")
         if self.lora_rank and not self.model:

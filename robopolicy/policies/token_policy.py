@@ -1,10 +1,10 @@
-"""A small vision-language-action model: a causal transformer reads the instruction and the observation, then says the
-action chunk token by token.
+"""A small vision-language-action model: a transformer reads the instruction and the observation, then says the action
+chunk in tokens, one after the other or several at a time (`token_decoding`).
 
-Every token is a categorical choice with an exact log-probability at the sampling temperature; `act` samples with cached
-keys and values, `evaluate` scores the recorded tokens in one teacher-forced pass. The vocabulary is extended by the
-action tokens alone: they have embeddings and a head of their own, so the distribution covers nothing else (OpenVLA and
-pi0-FAST overwrite rarely used words instead) and the text's logits are never computed.
+Every token is a categorical choice with an exact log-probability at the sampling temperature: `evaluate` scores what
+`act` sampled, in the state in which it was sampled. The vocabulary is extended by the action tokens alone: they have
+embeddings and a head of their own, so the distribution covers nothing else (OpenVLA and pi0-FAST overwrite rarely used
+words instead) and the text's logits are never computed.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.policy import Decision, Evaluation, TensorObservation
@@ -23,7 +21,6 @@ from robopolicy.core.world import Rows
 from robopolicy.nn.action_tokens import make_action_tokenizer
 from robopolicy.nn.language import (
     LanguageModel,
-    Reading,
     TextTokenizer,
     WordTokenizer,
     pretrained_backbone,
@@ -33,6 +30,7 @@ from robopolicy.nn.normalizer import Normalizer
 from robopolicy.nn.observation_tokens import ObservationTokens
 from robopolicy.policies.denoising import ACTION, select_fields
 from robopolicy.policies.token_configuration import TokenPolicyConfig
+from robopolicy.policies.token_decoding import ActionLanguage, Prompt, make_decoding
 
 
 class TokenPolicy(nn.Module):
@@ -90,6 +88,7 @@ class TokenPolicy(nn.Module):
             self.action_embedding = nn.Embedding(self.action_tokens.vocabulary, width)
             nn.init.normal_(self.action_embedding.weight, std=0.02)
             self.head = nn.Linear(width, self.action_tokens.vocabulary)
+            self.decoding = make_decoding(token, self.action_tokens.units, self.language)
             if token.lora_rank:
                 self.language.add_lora(token.lora_rank, token.lora_alpha)
         self.adapters: dict[str, float] | None = None
@@ -118,42 +117,33 @@ class TokenPolicy(nn.Module):
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide for every row; units: "tokens" [B, K] int64.
+        """Decide for every row; units: "tokens" [B, K] int64, and in masked decoding "order" [B, K] int64.
 
         deterministic: the likeliest token each time; these are no choices, so mask is False and logp zero. Raises
         SpecError or NonFiniteError on a bad observation or unknown words, and NonFiniteError rather than returning a
         non-finite action.
         """
-        hidden, reading = self._observe(observation)
-        rows, units, device = len(hidden), self.action_tokens.units, hidden.device
-        draws = torch.rand((rows, units), generator=generator, device=generator.device).to(device)
-        tokens, scores = [], []
-        for unit in range(units):
-            logp = self._log_probabilities(hidden[:, -1])
-            check_finite("log-probabilities of action tokens", logp)
-            token = logp.argmax(-1) if deterministic else _draw(logp, draws[:, unit])
-            tokens.append(token)
-            scores.append(logp.gather(-1, token[:, None]).squeeze(-1))
-            if unit + 1 < units:
-                hidden = self.language.extend(reading, self.action_embedding(token)[:, None])
-        chosen, logp = torch.stack(tokens, 1), torch.stack(scores, 1)
+        prompt = self._prompt(observation)
+        units, logp = self.decoding.sample(self._action_language, prompt, generator, deterministic=deterministic)
+        chosen = units["tokens"]
         actions = self.action_normalizer.inverse(self.action_tokens.decode(chosen))
         actions = torch.minimum(torch.maximum(actions, self.action_low), self.action_high)
         check_finite("actions", actions)
-        mask = torch.full(chosen.shape, not deterministic, device=device)
-        return Decision(actions, {"tokens": chosen}, torch.where(mask, logp, 0.0), mask)
+        mask = torch.full(chosen.shape, not deterministic, device=chosen.device)
+        return Decision(actions, units, torch.where(mask, logp, 0.0), mask)
 
     def evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:
-        """Score recorded tokens [N, K] in one pass: logp and entropy [N, K], both at the sampling temperature.
+        """Score the units that `act` returned, tokens [N, K]: logp and entropy [N, K] at the sampling temperature.
 
         Optional units: "unit" [N, k] int64 selects k of the K tokens per row; "executed" [N, C] bool: tokens of control
-        steps that were not executed score 0 (with frequencies every token is part of every step, and all count).
+        steps that were not executed score 0 (with frequencies every token is part of every step, and all count). In
+        masked decoding other tokens may have been said in view of those, so that this is an approximation there.
         extras: log_probabilities [N, K, V] of the whole action vocabulary.
         """
         tokens = units["tokens"]
         if tuple(tokens.shape[1:]) != (self.action_tokens.units,):
             raise SpecError(f"The tokens have shape {list(tokens.shape)}, this policy's are [N, {self.spec.units}].")
-        every = self._log_probabilities(self._teacher_forced(observation, tokens))
+        every = self.decoding.score(self._action_language, self._prompt(observation), units)
         logp = every.gather(-1, tokens[..., None]).squeeze(-1)
         entropy = -(every.exp() * every).sum(-1)
         if "executed" in units and self.action_tokens.units_per_action:
@@ -180,13 +170,11 @@ class TokenPolicy(nn.Module):
             )
         check_finite("actions", actions)
         tokens = self.action_tokens.encode(self.action_normalizer(actions.float()))
-        logits = self.head(self._teacher_forced(observation, tokens, generator))
-        error = functional.cross_entropy(rearrange(logits, "n k v -> n v k"), tokens, reduction="none")
-        per_action = self.action_tokens.units_per_action
-        if not per_action:
-            return {"tokens": error.mean(-1)}
-        weight = valid.repeat_interleave(per_action, dim=1).to(error.dtype)
-        return {"tokens": (error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)}
+        counted = torch.ones_like(tokens, dtype=torch.bool)
+        if self.action_tokens.units_per_action:
+            counted = valid.repeat_interleave(self.action_tokens.units_per_action, dim=1)
+        prompt = self._prompt(observation, generator)
+        return {"tokens": self.decoding.loss(self._action_language, prompt, tokens, counted, generator)}
 
     def fit_normalizers(self, values: Mapping[str, Tensor]) -> None:
         """Fit every normaliser on data: values by observation key [samples, *shape] and "action" [samples, A]."""
@@ -241,27 +229,16 @@ class TokenPolicy(nn.Module):
 
         save_token_policy(self, folder)
 
-    def _observe(
-        self, observation: TensorObservation, generator: torch.Generator | None = None, actions: Tensor | None = None
-    ) -> tuple[Tensor, Reading]:
-        """Read instruction and observation (and action embeddings) -> hidden states [N, S, width] after the text."""
+    @property
+    def _action_language(self) -> ActionLanguage:
+        return ActionLanguage(self.language, self.action_embedding, self.head, self.config.token.temperature)
+
+    def _prompt(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Prompt:
+        """Read the instruction and embed the observation."""
         validate_observation(observation, self.fields, history=self.config.history)
         embedded = self.observation_tokens(observation, generator)
         tokens, text, rows = self._texts(observation, len(embedded), embedded.device)
-        reading = self.language.read(tokens, text, rows)
-        if actions is not None:
-            embedded = torch.cat([embedded, actions], 1)
-        return self.language.extend(reading, embedded), reading
-
-    def _teacher_forced(
-        self, observation: TensorObservation, tokens: Tensor, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """Return the hidden states [N, K, width] from which the tokens [N, K] are said."""
-        hidden, _ = self._observe(observation, generator, self.action_embedding(tokens[:, :-1]))
-        return hidden[:, -tokens.shape[1] :]
-
-    def _log_probabilities(self, hidden: Tensor) -> Tensor:
-        return (self.head(hidden).float() / self.config.token.temperature).log_softmax(-1)
+        return Prompt(self.language.read(tokens, text, rows), embedded)
 
     def _texts(self, observation: TensorObservation, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return the distinct instructions as tokens and text [U, L], and which of them each row has [N]."""
@@ -279,13 +256,6 @@ class TokenPolicy(nn.Module):
         tokens, text = self.text_tokens(distinct)
         index = torch.tensor([number[text] for text in texts], dtype=torch.int64)
         return tokens.to(device), text.to(device), index.to(device)
-
-
-def _draw(logp: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one of V choices per row by inverting the cumulative distribution of logp [N, V] at uniform [N]."""
-    cumulative = logp.exp().cumsum(-1)
-    # scaled by the last entry, which rounding leaves a little off 1
-    return (cumulative <= (uniform[:, None] * cumulative[:, -1:])).sum(-1).clamp_max(logp.shape[-1] - 1)
 
 
 def _language(config: TokenPolicyConfig, instructions: tuple[str, ...]) -> tuple[Any, TextTokenizer]:

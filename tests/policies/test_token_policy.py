@@ -15,6 +15,7 @@ from robopolicy.core.spec import Field
 from robopolicy.evaluation.instructions import misinform
 from robopolicy.nn.action_tokens import ActionTokens
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, build_token_policy, load_policy
+from robopolicy.policies.token_configuration import DecodeSchedule, TokenDecoding
 
 STATE, CAMERA = "observation.state", "observation.images.front"
 FIELDS = {STATE: Field((3,)), "observation.environment_state": Field((4,))}
@@ -59,6 +60,9 @@ CONFIGS = {
     "warm": token(temperature=1.7),
     "history": replace(CONFIG, history=3),
     "one step": replace(CONFIG, chunk=1),
+    "masked": token(decoding=TokenDecoding.MASKED),
+    "masked frequencies": token(decoding=TokenDecoding.MASKED, actions=ActionTokens.FREQUENCIES, decode_steps=6),
+    "ascending": token(decoding=TokenDecoding.MASKED, decode_schedule=DecodeSchedule.ASCENDING),
 }
 
 
@@ -67,8 +71,9 @@ def test_token_policies_conform(name: str):
     check_policy(make(CONFIGS[name]), load_policy)
 
 
-def test_policies_with_pictures_and_adapters_conform():
-    policy = make(replace(CONFIG, history=2), PICTURES)
+@pytest.mark.parametrize("name", ["history", "masked"])
+def test_policies_with_pictures_and_adapters_conform(name: str):
+    policy = make(replace(CONFIGS[name], history=2), PICTURES)
     check_policy(policy, load_policy)
     policy.prepare_finetuning(train_encoder=False)
     policy.add_lora(2)
@@ -258,12 +263,13 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["causal", "vision-language"])
 @pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("decoding", TokenDecoding)
 def test_checkpoints_of_the_hub_load_by_name_and_are_not_needed_again(
-    checkpoints, name: str, rank: int, tmp_path: Path
+    checkpoints, name: str, rank: int, decoding: TokenDecoding, tmp_path: Path
 ):
     from safetensors.torch import load_file
 
-    policy = make(token(model=str(checkpoints[name]), lora_rank=rank))
+    policy = make(token(model=str(checkpoints[name]), lora_rank=rank, decoding=decoding))
     saved = load_file(checkpoints[name] / "model.safetensors")
     embedding = next(value for key, value in saved.items() if key.endswith("embed_tokens.weight"))
     assert torch.equal(policy.language.backbone.get_input_embeddings().weight, embedding)
