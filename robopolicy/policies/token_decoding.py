@@ -69,9 +69,18 @@ class CausalDecoding(nn.Module):
         self.units = units
 
     def sample(
-        self, language: ActionLanguage, prompt: Prompt, generator: torch.Generator, *, deterministic: bool
+        self,
+        language: ActionLanguage,
+        prompt: Prompt,
+        generator: torch.Generator,
+        *,
+        deterministic: bool,
+        kept: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Say K tokens with cached keys and values; see `Decoding`."""
+        """Say K tokens with cached keys and values; see `Decoding`.
+
+        kept: tokens [N, K] and how many of them each row goes on from [N].
+        """
         hidden = language.model.extend(prompt.reading, prompt.observation)
         draws = torch.rand((len(hidden), self.units), generator=generator, device=generator.device).to(hidden.device)
         tokens, scores = [], []
@@ -79,6 +88,8 @@ class CausalDecoding(nn.Module):
             logp = language.log_probabilities(hidden[:, -1])
             check_finite("log-probabilities of action tokens", logp)
             token = logp.argmax(-1) if deterministic else _draw(logp, draws[:, unit])
+            if kept is not None:
+                token = torch.where(unit < kept[1], kept[0][:, unit], token)
             tokens.append(token)
             scores.append(_of_tokens(logp, token))
             if unit + 1 < self.units:

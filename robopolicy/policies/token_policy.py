@@ -30,7 +30,7 @@ from robopolicy.nn.normalizer import Normalizer
 from robopolicy.nn.observation_tokens import ObservationTokens
 from robopolicy.policies.denoising import ACTION, select_fields
 from robopolicy.policies.token_configuration import TokenPolicyConfig
-from robopolicy.policies.token_decoding import ActionLanguage, Prompt, make_decoding
+from robopolicy.policies.token_decoding import ActionLanguage, CausalDecoding, Prompt, make_decoding
 
 
 class TokenPolicy(nn.Module):
@@ -125,11 +125,31 @@ class TokenPolicy(nn.Module):
         """
         prompt = self._prompt(observation)
         units, logp = self.decoding.sample(self._action_language, prompt, generator, deterministic=deterministic)
+        mask = torch.full(logp.shape, not deterministic, device=logp.device)
+        return self._decision(units, logp, mask)
+
+    @torch.no_grad()
+    def resume(
+        self, observation: TensorObservation, units: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
+    ) -> Decision:
+        """`act` that keeps the first count[b] tokens of units["tokens"] [B, K]; see `Resumes`."""
+        if not isinstance(self.decoding, CausalDecoding):
+            raise ConfigError("Masked decoding has no first tokens to go on from: set finetune.branch_unit=null.")
+        found, logp = self.decoding.sample(
+            self._action_language,
+            self._prompt(observation),
+            generator,
+            deterministic=False,
+            kept=(units["tokens"], count),
+        )
+        return self._decision(found, logp, torch.arange(logp.shape[1], device=logp.device) >= count[:, None])
+
+    def _decision(self, units: dict[str, Tensor], logp: Tensor, mask: Tensor) -> Decision:
+        """Turn tokens into actions within the world's bounds."""
         chosen = units["tokens"]
         actions = self.action_normalizer.inverse(self.action_tokens.decode(chosen))
         actions = torch.minimum(torch.maximum(actions, self.action_low), self.action_high)
         check_finite("actions", actions)
-        mask = torch.full(chosen.shape, not deterministic, device=chosen.device)
         return Decision(actions, units, torch.where(mask, logp, 0.0), mask)
 
     def evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:

@@ -1,0 +1,176 @@
+"""Every preset and mechanism that makes sense for tokens trains a language-conditioned token policy in a real world."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.run import RunFolder
+from robopolicy.policies import TokenConfig, TokenPolicyConfig, build_token_policy
+from robopolicy.policies.token_configuration import TokenDecoding
+from robopolicy.rl.algorithm import PRESETS
+from robopolicy.rl.critic import state_critic
+from robopolicy.rl.mechanisms import Slot, mechanisms
+from robopolicy.rl.ratios import RatioLevel
+from robopolicy.training.demonstrations import demonstrate
+from robopolicy.training.finetune import FinetuneConfig, finetune
+from sims.registry import load_task, make_world
+
+CONFIG = FinetuneConfig(
+    algorithm="grpo",
+    iterations=3,
+    decisions=3,
+    groups=2,
+    group_size=3,
+    epochs=1,
+    minibatch=64,
+    actor_rate=1e-3,
+    ratio_tolerance=1e-4,
+    target_kl=None,
+    evaluate_every=0,
+)
+FOR_CHAINS = {"dppo", "grpo_guard"}
+"""What discounts along a chain or needs the means of its steps."""
+
+
+def token_policy(world, seed: int = 0, **token):
+    spec = world.spec
+    config = TokenPolicyConfig(token=TokenConfig(width=16, depth=1, heads=2, feed_forward=16, bins=5, **token))
+    return build_token_policy(
+        config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions, seed=seed
+    )
+
+
+def tune(config: FinetuneConfig, world=None, policy=None, **options):
+    world = world or make_world("push_choice", 6)
+    policy = policy or token_policy(world)
+    policy.prepare_finetuning()
+    critic = state_critic(world.spec.observation, 1, width=16, instructions=world.spec.instructions)
+    result = finetune(policy, critic, world, config, **options)
+    assert result.iterations == config.iterations
+    assert all(bool(parameter.isfinite().all()) for parameter in policy.parameters())
+    return policy
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in FOR_CHAINS])
+def test_presets(name: str):
+    world = make_world("push_choice", 6)
+    policy = token_policy(world)
+    before = [parameter.detach().clone() for parameter in policy.parameters()]
+    teacher = token_policy(world, seed=1) if name == "distillation" else None
+    tune(replace(CONFIG, algorithm=name, branch_at=(1,)), world, policy, teacher=teacher)
+    changed = any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert changed or name == "spear"  # which is paid for success alone
+
+
+OTHERS = [
+    {"credit": ("top_entropy", "gtpo")},
+    {"credit": ("d3s_units", "empg")},
+    {"credit": ("hapo", "seed_grpo")},
+    {"credit": ("cepo",)},
+    {"coefficient": "dcpo", "advantage": "sas"},
+    {"coefficient": "hapo_clip"},
+    {"coefficient": "bapo", "controllers": ("vcpo",), "delay": 1},
+    {"coefficient": "decoupled_ppo", "replay": "remix"},
+    {"auxiliaries": ("entropy", "kl_base", "bc")},
+    {"models": ("q_ensemble",), "auxiliaries": ("best_of_n",), "rewards": ("pav",)},
+    {"ratio_level": RatioLevel.ACTION_MEAN, "advantage": "rank_grpo"},
+    {"ratio_level": RatioLevel.DECISION_SUM},
+    {"advantage": "branch_grpo", "branch_at": (1,), "branch_unit": 4},
+    {"advantage": "tree_po", "branch_at": (0, 2), "branch_width": 2},
+    {"sampler": "sec", "starts": 8},
+    {"sampler": "mopps", "starts": 8, "allocator": "knapsack"},
+    {"unfinished": 0.5, "coefficient": "decoupled_ppo"},
+]
+
+
+@pytest.mark.parametrize("changes", OTHERS, ids=lambda changes: "-".join(map(str, changes.values())))
+def test_mechanisms_compose(changes: dict):
+    tune(replace(CONFIG, **changes))
+
+
+def test_masked_decoding_is_fine_tuned_along_its_own_trajectory():
+    world = make_world("push_choice", 6)
+    tune(CONFIG, world, token_policy(world, decoding=TokenDecoding.MASKED))
+
+
+@pytest.mark.parametrize("auxiliary", ["dagger", "distill"])
+def test_a_student_comes_nearer_to_its_teacher(auxiliary: str):
+    world = make_world("push_choice", 6)
+    teacher, student = token_policy(world, seed=1), token_policy(world, seed=2)
+    with torch.no_grad():
+        teacher.head.weight.mul_(20)
+
+    def distance() -> float:
+        generator = torch.Generator().manual_seed(0)
+        from robopolicy.core.policy import to_tensors
+
+        observation = to_tensors(world.reset(seeds=range(6)))
+        decision = teacher.act(observation, generator)
+        with torch.no_grad():
+            told, said = (each.evaluate(observation, decision.units) for each in (teacher, student))
+        p, q = (item.extras["log_probabilities"] for item in (told, said))
+        return float((p.exp() * (p - q)).sum(-1).mean())
+
+    before = distance()
+    options = {auxiliary: {"weight": 1.0}} | ({"distill": {"share": 0.5}} if auxiliary == "distill" else {})
+    config = replace(CONFIG, coefficient="none", auxiliaries=(auxiliary,), iterations=12, epochs=4, options=options)
+    tune(replace(config, actor_rate=5e-3), world, student, teacher=teacher)
+    assert distance() < 0.8 * before
+
+
+def test_hints_begin_in_the_experts_states_and_survive_a_resume(tmp_path):
+    world = make_world("push_choice", 6)
+    seeds, tasks = list(range(4)), [0, 1, 2, 3]
+    demonstrations = demonstrate(world, load_task("push_choice").expert(), seeds, tasks)
+    assert set(demonstrations.states) <= set(seeds)
+    assert len(demonstrations.states) >= 3
+    state, share = demonstrations.state(next(iter(demonstrations.states)), 0.6)
+    assert state is not None
+    assert 0.4 < share <= 0.6
+    for hint in ("ad_hint", "guide", "pivot"):
+        steady = {"ad_hint": {"fades": 1e30}} if hint == "ad_hint" else {}  # no schedule over a number of iterations
+        config = replace(CONFIG, hint=hint, starts=4, groups=3, checkpoint_every=2, options=steady)
+        finals = []
+        for path, parts in (("whole", (4,)), ("parts", (2, 4))):
+            for iterations in parts:
+                policy = token_policy(world)
+                run = RunFolder(tmp_path / hint / path)
+                tune(replace(config, iterations=iterations), world, policy, run=run, demonstrations=demonstrations)
+            finals.append(policy.state_dict())
+        assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
+
+
+@pytest.mark.parametrize("changes", [{"algorithm": "spear"}, {"algorithm": "prime"}, {"models": ("q_ensemble",)}])
+def test_models_and_replay_survive_a_resume(changes: dict, tmp_path):
+    world = make_world("push_choice", 6)
+    config = replace(CONFIG, checkpoint_every=2, rewards=(), **changes)
+    finals = []
+    for path, parts in (("whole", (4,)), ("parts", (2, 4))):
+        for iterations in parts:
+            policy = token_policy(world)
+            tune(replace(config, iterations=iterations), world, policy, run=RunFolder(tmp_path / path))
+        finals.append(policy.state_dict())
+    assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"algorithm": "dppo"}, "Gaussians"),
+        ({"algorithm": "grpo_guard"}, "means"),
+        ({"algorithm": "distillation"}, "teacher"),
+        ({"advantage": "prime"}, "rewards every unit"),
+        ({"advantage": "q_values"}, "action values"),
+        ({"hint": "pivot"}, "demonstrated states"),
+        ({"auxiliaries": ("spo",), "models": ("q_ensemble",)}, "Gaussians"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(changes: dict, text: str):
+    with pytest.raises(ConfigError, match=text):
+        tune(replace(CONFIG, **changes))
+
+
+def test_every_slot_is_listed():
+    assert {entry.slot for entry in mechanisms()} == set(Slot)
