@@ -378,8 +378,9 @@ class DenoisingPolicy(nn.Module):
         return torch.ones((batch, len(dense)), dtype=torch.bool, device=device).scatter(1, noisy, False)
 
     def _match(self, network: ChunkNetwork, condition: Tensor, units: Mapping[str, Tensor]) -> Evaluation:
-        loss = matching_loss(network.denoiser, self.schedule, condition, units, self.config.chunk)
-        return Evaluation(-loss, torch.zeros_like(loss))
+        loss, prediction = matching_loss(network.denoiser, self.schedule, condition, units, self.config.chunk)
+        extras = {"mean": prediction, "std": torch.ones((), device=loss.device).expand(1, 1, 1, 1)}
+        return Evaluation(-loss, torch.zeros_like(loss), extras)
 
     def _features(self, network: ChunkNetwork, condition: Tensor) -> tuple[Tensor, Tensor]:
         denoiser = network.denoiser

@@ -20,8 +20,12 @@ def matching_units(action: Tensor, schedule: Any, samples: int, generator: torch
     return {"action": action, "noise": noise.to(action.device), "level": level.to(action.device)}
 
 
-def matching_loss(denoiser: Any, schedule: Any, condition: Tensor, units: Mapping[str, Tensor], chunk: int) -> Tensor:
-    """Return the mean squared prediction error over the executed chunk at every recorded level, [N, n]."""
+def matching_loss(
+    denoiser: Any, schedule: Any, condition: Tensor, units: Mapping[str, Tensor], chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Return the mean squared prediction error over the executed chunk at every recorded level, [N, n], and the
+    predictions themselves, [N, n, P, A].
+    """
     action, noise, level = units["action"], units["noise"], units["level"]
     count, samples = level.shape
     clean = action[:, None].expand(noise.shape).flatten(0, 1)
@@ -32,6 +36,6 @@ def matching_loss(denoiser: Any, schedule: Any, condition: Tensor, units: Mappin
     error = (prediction - schedule.target(clean, flat_noise, flat_level)).square()[:, :chunk].mean(-1)
     error = error.reshape(count, samples, -1)
     if "executed" not in units:
-        return error.mean(-1)
+        return error.mean(-1), prediction.reshape(noise.shape)
     executed = units["executed"][:, None].to(error.dtype)
-    return (error * executed).sum(-1) / executed.sum(-1).clamp(min=1)
+    return (error * executed).sum(-1) / executed.sum(-1).clamp(min=1), prediction.reshape(noise.shape)

@@ -80,6 +80,24 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dpo": {"advantage": "grpo", "coefficient": "dpo", "weight": "constant"},
     "sppo": {"advantage": "grpo", "coefficient": "sppo", "weight": "constant"},
     "p3o": {"advantage": "grpo", "coefficient": "p3o", "weight": "constant"},
+    "ac_flow": {
+        "advantage": "gae",
+        "coefficient": "clipped_advantage",
+        "weight": "unit_mean",
+        "auxiliaries": ("velocity",),
+    },
+    "afd": {
+        "models": ("discriminator",),
+        "advantage": "discriminator",
+        "coefficient": "clipped_advantage",
+        "weight": "unit_mean",
+    },
+    "fpo": {
+        "advantage": "gae",
+        "coefficient": "ppo",
+        "weight": "unit_mean",
+        "ratio_level": RatioLevel.DECISION_MEAN,
+    },
     "distillation": {"advantage": "grpo", "coefficient": "opd", "weight": "unit_mean"},
 }
 """Yardsticks by name: what they put into the slots; every slot can be overridden."""

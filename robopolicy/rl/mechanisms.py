@@ -50,6 +50,7 @@ class Need(Enum):
     TEACHER = "a teacher (finetune.teacher=CHECKPOINT)"
     SAME_UNITS = "a teacher of the policy's kind, with the same units (auxiliaries=[dagger] learns from any teacher)"
     FINISHED = "a critic that learns from finished episodes alone"
+    PREFERENCE = "a model that prefers the teacher's actions (finetune.models=[discriminator])"
     BASE = "the base policy, frozen"
     IMPLICIT = "a model that rewards every unit (finetune.models=[prime] or [oprl])"
     VALUES = "a model of action values (finetune.models=[q_ensemble])"

@@ -49,7 +49,8 @@ def clipped_advantage(scored: Scored, *, limit: float = 3.0) -> Coefficients:
 def stay_near_velocity(inputs: Any, *, weight: float = 0.1) -> Tensor:
     """Squared distance between the means of the policy's and the base's denoising steps, in units of their spread.
 
-    Two flows that share their noise stay within the summed distance of their velocities (Wasserstein-2).
+    Two flows that share their noise stay within the summed distance of their velocities (Wasserstein-2). With
+    policy.likelihood=matching it is the distance of the predictions (velocities) themselves.
     """
     with torch.no_grad():
         base = inputs.base.evaluate(inputs.observation, inputs.units).extras

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from robopolicy.core.policy import Evaluation
+from robopolicy.core.policy import Evaluation, TensorObservation
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.spec import Field
 from robopolicy.rl.context import Context
@@ -25,16 +25,19 @@ from robopolicy.rl.mechanisms import Need, Slot, mechanism
 class Tools:
     """What a model may build on.
 
-    policy: what is fine-tuned; base: a frozen copy of what it came from; fields: what the world shows, by key; history:
-    H frames; instructions: of the world; score: (policy, rollouts, where [B, T]) -> differentiable scores of the n
+    policy: what is fine-tuned; base: a frozen copy of what it came from; teacher: another policy or None; fields: what
+    the world shows, by key; history: H frames; instructions: of the world; observe: (rollouts, where [B, T]) -> the
+    observation that a policy is given; score: (policy, rollouts, where [B, T]) -> differentiable scores of the n
     decisions `where`.
     """
 
     policy: Any
     base: Any
+    teacher: Any
     fields: Mapping[str, Field]
     history: int
     instructions: tuple[str, ...]
+    observe: Callable[[Rollouts, Tensor], TensorObservation]
     score: Callable[[Any, Rollouts, Tensor], Evaluation]
 
 
@@ -339,6 +342,49 @@ class QEnsemble(_Learned):
         self.slow.load_state_dict(tree["slow"])
         for part in (*self.model.q, self.model.v):
             part.fitted = tree["fitted"]  # type: ignore[assignment]
+
+
+@mechanism(Slot.MODEL, "discriminator", source="AFD", needs=(Need.TEACHER,), gives=(Need.PREFERENCE,))
+class Discriminator(_Learned):
+    """Tell the teacher's action chunks from the student's in the states the student visits: who is preferred where.
+
+    Bradley-Terry: -log sigmoid(D(s, teacher's) - D(s, student's)). Adds extras["preference"] [B, T] = D(s, student's),
+    which advantage=discriminator turns into how teacher-like a decision was; the teacher may be any policy, and none of
+    its probabilities are needed.
+    """
+
+    def __init__(self, tools: Tools, *, rate: float = 1e-3, epochs: int = 4, minibatch: int = 1024, width: int = 256):
+        spec = tools.policy.spec
+        super().__init__(_Perceptron(tools, spec.chunk * spec.action.size, 1, width).to(_device(tools)), rate)
+        self.tools, self.epochs, self.minibatch = tools, epochs, minibatch
+
+    def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
+        """Ask the teacher what it would do in every state, learn, then add the preferences."""
+        assert isinstance(self.network, _Perceptron)
+        self.network.fit(rollouts)
+        alive = rollouts.alive
+        seen, told = visible(rollouts, alive), self.tools.observe(rollouts, alive)
+        chunk = rollouts.actions.shape[2]
+        theirs = self.tools.teacher.act(told, context.generator, deterministic=True).actions[:, :chunk].flatten(1)
+        mine = rollouts.actions[alive].flatten(1)
+        for index in _batches(len(mine), self.minibatch, self.epochs, context):
+            here = _take(seen, index)
+            margin = self.network(here, theirs[index]) - self.network(here, mine[index])
+            self.step(functional.softplus(-margin).mean())
+        with torch.no_grad():
+            found = self.network(seen, mine).squeeze(-1)
+        return rollouts.with_extras(preference=torch.zeros(alive.shape, device=alive.device).index_put((alive,), found))
+
+    def tree(self) -> dict[str, Any]:
+        """Return weights, moments and whether the inputs are standardised."""
+        assert isinstance(self.network, _Perceptron)
+        return {**super().tree(), "fitted": self.network.fitted}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        super().restore(tree)
+        assert isinstance(self.network, _Perceptron)
+        self.network.fitted = tree["fitted"]
 
 
 def succeeds_later(rollouts: Rollouts) -> Tensor:

@@ -50,6 +50,12 @@ def q_values(rollouts: Rollouts, context: Context) -> Tensor:
     return torch.where(rollouts.alive, standardise(advantage, rollouts.alive), 0.0)
 
 
+@mechanism(Slot.ADVANTAGE, "discriminator", source="AFD", needs=(Need.PREFERENCE,))
+def discriminator(rollouts: Rollouts, context: Context) -> Tensor:
+    """A = how much a decision looks like the teacher's, by the model discriminator, standardised over the batch."""
+    return standardise(rollouts.extras["preference"], rollouts.alive)
+
+
 @mechanism(Slot.ADVANTAGE, "egae", source="Truncated PPO (EGAE), arXiv:2506.15050", needs=(Need.CRITIC, Need.FINISHED))
 def egae(rollouts: Rollouts, context: Context) -> Tensor:
     """GAE of windows that end anywhere: where a window is cut, V there stands for all that would have followed.

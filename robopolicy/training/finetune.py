@@ -266,7 +266,16 @@ class _Finetuning:
     def _build_models(self, base: Any) -> dict[str, Any]:
         """Construct the models that learn beside the policy, their weights drawn from the run's seed."""
         spec = self.world.spec
-        tools = Tools(self.policy, base, spec.observation, spec.history, spec.instructions, self._score)
+        tools = Tools(
+            policy=self.policy,
+            base=base,
+            teacher=self.teacher,
+            fields=spec.observation,
+            history=spec.history,
+            instructions=spec.instructions,
+            observe=lambda rollouts, where: decisions_at(rollouts, where, spec.instructions)[0],
+            score=self._score,
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.seed, "models"))
             return {name: build(tools) for name, build in self.algorithm.models.items()}

@@ -12,6 +12,7 @@ from robopolicy.core.randomness import episode_seeds
 from robopolicy.nn.schedules import FlowNoise
 from robopolicy.policies import build_policy, load_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
+from robopolicy.rl.critic import state_critic
 from robopolicy.rl.ratios import RatioLevel
 from robopolicy.training.finetune import FinetuneConfig, finetune
 
@@ -121,15 +122,19 @@ SETTINGS = FinetuneConfig(
     evaluate_every=0,
 )
 TRAINED = {
-    "flow-SDE with one noisy step": {},
-    "learned noise": {"ratio_level": RatioLevel.DECISION_MEAN},
-    "flow matching": {"ratio_level": RatioLevel.DECISION_MEAN, "clip": 0.05},
+    "flow-SDE with one noisy step": ("flow-SDE with one noisy step", {}),
+    "learned noise": ("learned noise", {"ratio_level": RatioLevel.DECISION_MEAN}),
+    "FPO": ("flow matching", {"ratio_level": RatioLevel.DECISION_MEAN, "clip": 0.05}),
+    "AC-Flow": ("flow matching", {"algorithm": "ac_flow", "decisions": 8, "options": {"velocity": {"weight": 0.01}}}),
 }
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_fine_tuning_improves(name: str):
-    policy = make(MODES[name])
+    mode, changes = TRAINED[name]
+    policy = make(MODES[mode])
     before = mean_reward(policy, True)["reward"]
-    finetune(policy, None, BanditWorld(64), replace(SETTINGS, **TRAINED[name]), seed=0)
+    torch.manual_seed(0)
+    critic = state_critic(FIELDS, 1, width=16)
+    finetune(policy, critic, BanditWorld(64), replace(SETTINGS, **changes), seed=0)
     assert mean_reward(policy, True)["reward"] > before / 2, before

@@ -32,7 +32,10 @@ def tools(policy: LinearPolicy) -> Tools:
         logp = inputs @ policy.weight
         return Evaluation(logp, torch.zeros_like(logp))
 
-    return Tools(policy, LinearPolicy(), {STATE: Field((3,))}, 1, ("",), score)
+    def observe(rollouts, where):
+        return {STATE: rollouts.observation[STATE][where]}
+
+    return Tools(policy, LinearPolicy(), None, {STATE: Field((3,))}, 1, ("",), observe, score)
 
 
 def context() -> Context:

@@ -32,8 +32,8 @@ CONFIG = FinetuneConfig(
 GAUSSIAN_MEANS = {"grpo_guard"}
 FROM_SUCCESS = {"w_reinforce", "pacs"}
 FROM_OUTCOMES = {"prime", "spear"}
-NEED_TEACHER = {"distillation"}
-OWN_TESTS = {"spa", "digi_q"}
+NEED_TEACHER = {"distillation", "afd"}
+OWN_TESTS = {"spa", "digi_q", "ac_flow"}
 IMPROVING = [
     name for name in PRESETS if name not in {*FROM_SUCCESS, *GAUSSIAN_MEANS, *FROM_OUTCOMES, *NEED_TEACHER, *OWN_TESTS}
 ]

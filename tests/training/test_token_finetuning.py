@@ -30,7 +30,7 @@ CONFIG = FinetuneConfig(
     target_kl=None,
     evaluate_every=0,
 )
-FOR_CHAINS = {"dppo", "grpo_guard"}
+FOR_CHAINS = {"dppo", "grpo_guard", "ac_flow"}
 """What discounts along a chain or needs the means of its steps."""
 
 
@@ -58,7 +58,7 @@ def test_presets(name: str):
     world = make_world("push_choice", 6)
     policy = token_policy(world)
     before = [parameter.detach().clone() for parameter in policy.parameters()]
-    teacher = token_policy(world, seed=1) if name == "distillation" else None
+    teacher = token_policy(world, seed=1) if name in ("distillation", "afd") else None
     tune(replace(CONFIG, algorithm=name, branch_at=(1,)), world, policy, teacher=teacher)
     changed = any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert changed or name == "spear"  # which is paid for success alone
