@@ -24,14 +24,18 @@ class _Stateless:
 
 @mechanism(Slot.CONTROLLER, "vcpo", source="VCPO, variance-controlled off-policy RL")
 class Vcpo(_Stateless):
-    """Scale the learning rate by sqrt(effective sample size / sample size): stale data makes small steps."""
+    """Scale the learning rate by sqrt(effective sample size / sample size): stale data makes small steps.
+
+    The sizes are of whole rows, weighted by how much likelier the policy finds them now than when they were played
+    (`sequence_ess`, which the trainer measures before the update). VCPO's baseline of least variance is not part of it.
+    """
 
     def __init__(self, *, least: float = 0.05):
         self.least = least
 
     def step(self, stats: Mapping[str, float], context: Context) -> dict[str, float]:
         """Return the learning rate's scale for the next iteration."""
-        share = stats.get("effective_sample_size", 1.0)
+        share = stats.get("sequence_ess", 1.0)
         return {"lr_scale": max(self.least, math.sqrt(min(1.0, max(0.0, share))))}
 
 

@@ -14,6 +14,7 @@ from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
 from robopolicy.rl.advantages import chunk_rewards, gae, next_values
+from robopolicy.rl.diagnostics import effective_sample_size
 from robopolicy.rl.process_advantages import finished_returns
 from robopolicy.rl.returns import ReturnScale
 
@@ -157,6 +158,9 @@ def learning_metrics(prepared: Rollouts) -> dict[str, float]:
     decisions = max(1, int(prepared.alive.sum()))
     if len(prepared.rewards) > 1:
         metrics |= {f"reward_{name}": float(reward.sum()) / decisions for name, reward in prepared.rewards.items()}
+    if prepared.logp_proximal is not None:
+        moved = torch.where(prepared.mask, prepared.proximal - prepared.logp_behaviour, 0.0).flatten(1)
+        metrics["sequence_ess"] = float(effective_sample_size(moved, torch.ones_like(moved, dtype=torch.bool)))
     if "process_accuracy" in prepared.extras:
         metrics["process_accuracy"] = float(prepared.extras["process_accuracy"][0, 0])
     return metrics

@@ -194,6 +194,9 @@ class _Finetuning:
         rollouts = self._prepare(collected_rollouts)
         collected = time.perf_counter()
         self._require_same_scores(rollouts)
+        learning = learning_metrics(rollouts)
+        for controller in self.controllers.values():
+            self.learner.knobs.update(controller.step({**self.learner.stats, **learning}, self._context))
         update = self.learner.update(
             rollouts,
             self._context,
@@ -201,10 +204,8 @@ class _Finetuning:
             self._where,
             train_actor=self.critic is None or self.iteration >= self.config.critic_warmup,
         )
-        for controller in self.controllers.values():
-            self.learner.knobs.update(controller.step(update, self._context))
         updated = time.perf_counter()
-        metrics = {**episode_metrics(collected_rollouts), **learning_metrics(rollouts), **update}
+        metrics = {**episode_metrics(collected_rollouts), **learning, **update}
         if self.config.staleness or self.config.delay or self.config.unfinished:
             played = collected_rollouts.played
             metrics["staleness"] = float((self.iteration - collected_rollouts.policy_version[played]).float().mean())

@@ -91,6 +91,7 @@ class Learner:
         self.clip_high = widths if config.clip_high is None else widths * (config.clip_high / config.clip)
         self.steps = 0
         self.knobs: dict[str, float] = {}
+        self.stats: dict[str, float] = {}
         self.before_step: list[Tensor] = []
         self.by_episode = bool(algorithm.needs & WHOLE) or config.minibatch_episodes > 0
 
@@ -123,7 +124,8 @@ class Learner:
             extras, alive = rollouts.extras, rollouts.alive
             explained = diagnostics.explained_variance(extras["value"][alive], extras["return"][alive])
             means["explained_variance"] = float(explained)
-        return {**means, "actor_steps": sum("policy_loss" in row for row in rows), "kl_stop": float(stopped)}
+        self.stats = {**means, "actor_steps": sum("policy_loss" in row for row in rows), "kl_stop": float(stopped)}
+        return self.stats
 
     def _source(self, rollouts: Rollouts) -> Rollouts:
         """Return what minibatches are drawn from: rows are whole episodes, or single decisions."""
@@ -273,6 +275,7 @@ class Learner:
         return {
             "steps": self.steps,
             "knobs": dict(self.knobs),
+            "stats": dict(self.stats),
             "policy": self.policy.state_dict(),
             "critic": {} if self.critic is None else self.critic.state_dict(),
             "actor_optimiser": optimiser_tree(self.optimiser),
@@ -281,7 +284,7 @@ class Learner:
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from `tree`."""
-        self.steps, self.knobs = tree["steps"], dict(tree["knobs"])
+        self.steps, self.knobs, self.stats = tree["steps"], dict(tree["knobs"]), dict(tree["stats"])
         self.policy.load_state_dict(tree["policy"])
         restore_optimiser(self.optimiser, tree["actor_optimiser"])
         if self.critic is not None and self.critic_optimiser is not None:

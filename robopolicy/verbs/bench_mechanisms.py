@@ -34,6 +34,15 @@ SMALL = (
 """256 episodes an iteration, 25 iterations, gentle steps."""
 
 SPARSE = "finetune.rewards=[success_only]"
+SMALL_GROUPS = ("finetune.group_size=4", "finetune.groups=64")
+STALE = (
+    "finetune.delay=8",
+    "finetune.actor_rate=1e-3",
+    "finetune.target_kl=null",
+    "finetune.clip=0.2",
+    "finetune.clip_base=0.2",
+)
+"""Steps that are fine on fresh data, on data of eight updates ago."""
 
 
 @dataclass(frozen=True)
@@ -77,77 +86,72 @@ CHECKS: dict[str, Check] = {
     "ngrpo": Check(
         "A virtual success makes groups of failures teach.",
         {
-            "GRPO": (SPARSE, "finetune.group_size=4", "finetune.groups=64"),
-            "NGRPO": (
-                SPARSE,
-                "finetune.algorithm=ngrpo",
-                "finetune.group_size=4",
-                "finetune.groups=64",
-                "finetune.options.ngrpo.best=1.0",
-            ),
+            "GRPO": (SPARSE, *SMALL_GROUPS),
+            "NGRPO": (SPARSE, *SMALL_GROUPS, "finetune.algorithm=ngrpo", "finetune.options.ngrpo.best=1.0"),
         },
-        base="early",
+        base="novice",
         figures=SIGNAL,
     ),
     "gdpo": Check(
         "Rewards of different scales are both learned if each is normalised by itself.",
         {
-            "GRPO of the sum": ("finetune.rewards=[smooth]", "finetune.options.smooth.cost=3.0"),
+            "GRPO of the sum": ("finetune.rewards=[smooth]", "finetune.options.smooth.cost=100.0"),
             "GDPO": (
                 "finetune.advantage=gdpo",
                 "finetune.rewards=[smooth]",
-                "finetune.options.smooth.cost=3.0",
+                "finetune.options.smooth.cost=100.0",
             ),
         },
         figures={"jerk": mean_of("reward_smooth", 3)},
     ),
     "gigpo": Check(
         "Comparing what followed equal states adds credit within episodes from the same start.",
-        {"GRPO": (), "GiGPO": ("finetune.algorithm=gigpo", "finetune.options.gigpo.resolution=0.5")},
+        {
+            "GRPO": (),
+            "GiGPO": (
+                "finetune.algorithm=gigpo",
+                "finetune.options.gigpo.resolution=2.0",
+                "finetune.options.gigpo.scale=true",
+            ),
+        },
     ),
     "mopps": Check(
         "Choosing starts of predicted success near one half leaves fewer groups without signal.",
         {
-            "uniform": (SPARSE, "finetune.starts=128"),
-            "MoPPS": (SPARSE, "finetune.starts=128", "finetune.sampler=mopps"),
+            "uniform": (SPARSE, *SMALL_GROUPS, "finetune.starts=256"),
+            "MoPPS": (SPARSE, *SMALL_GROUPS, "finetune.starts=256", "finetune.sampler=mopps"),
         },
+        base="warm",
         figures=SIGNAL,
     ),
     "knapsack": Check(
         "Large groups where outcomes are uncertain leave fewer groups without signal at the same budget.",
         {
-            "uniform": (SPARSE, "finetune.starts=64"),
-            "knapsack": (SPARSE, "finetune.starts=64", "finetune.allocator=knapsack"),
+            "uniform": (SPARSE, *SMALL_GROUPS, "finetune.starts=64"),
+            "knapsack": (SPARSE, *SMALL_GROUPS, "finetune.starts=64", "finetune.allocator=knapsack"),
         },
+        base="warm",
         figures=SIGNAL,
     ),
     "stale": Check(
         "Eight updates behind, adaptive bounds (BAPO) and steps scaled by the effective sample size (VCPO) hold.",
         {
-            "PPO clip": ("finetune.delay=8", "finetune.actor_rate=1e-3", "finetune.target_kl=null"),
+            "PPO clip": STALE,
             "BAPO": (
-                "finetune.delay=8",
-                "finetune.actor_rate=1e-3",
-                "finetune.target_kl=null",
+                *STALE,
                 "finetune.coefficient=bapo",
-                "finetune.options.bapo.low=[0.93,0.98]",
-                "finetune.options.bapo.high=[1.02,1.1]",
+                "finetune.options.bapo.low=[0.9,0.99]",
+                "finetune.options.bapo.high=[1.01,1.2]",
                 "finetune.options.bapo.step=0.01",
             ),
-            "VCPO": (
-                "finetune.delay=8",
-                "finetune.actor_rate=1e-3",
-                "finetune.target_kl=null",
-                "finetune.ratio_level=episode_sum",
-                "finetune.controllers=[vcpo]",
-            ),
+            "VCPO": (*STALE, "finetune.controllers=[vcpo]"),
         },
-        figures={"effective sample size": mean_of("effective_sample_size")},
+        figures={"effective sample size": mean_of("sequence_ess")},
     ),
     "spear": Check(
         "Imitating one's own rare successes helps where success is rare and nothing else is paid.",
-        {"GRPO": (SPARSE,), "SPEAR": ("finetune.algorithm=spear",)},
-        base="early",
+        {"GRPO": (SPARSE,), "SPEAR": ("finetune.algorithm=spear", "finetune.options.spear.weight=1.0")},
+        base="novice",
     ),
     "tree_po": Check(
         "Branches from snapshots give as many leaves for fewer environment steps, with baselines by subtree.",

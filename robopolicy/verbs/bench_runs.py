@@ -28,9 +28,14 @@ BASES: dict[str, tuple[str, ...]] = {
         "train.batch_size=128",
         "train.fit.learning_rate=1e-3",
     ),
-    "early": ("train.fit.steps=700",),
+    "novice": ("train.fit.steps=60",),
 }
-"""Pre-trained policies by name, with what they change about the recipe; early: stopped while success is rare."""
+"""Pre-trained policies by name, with what they change about the recipe; novice: stopped while success is rare."""
+
+TUNED_BASES: dict[str, tuple[str, ...]] = {
+    "warm": ("finetune.target_success=0.7", "finetune.evaluate_every=1", "finetune.videos=0"),
+}
+"""Policies that have been fine-tuned (from the base `diffusion`) as far as this, to start from."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,11 @@ class Outcome:
 def run_variant(config: Config, root: Path, task: str, label: str, variant: Variant, seed: int) -> Outcome:
     """Do what has not been done yet under root/task, and return what came of it."""
     shared = [f"recipe={task}", f"run.root={root / task}", f"run.seed={seed}", *config.bench.overrides]
+    if variant.base in TUNED_BASES:
+        run_variant(config, root, task, variant.base, Variant("diffusion", TUNED_BASES[variant.base]), seed)
     data, base = (
-        root / task / verb / name / str(seed) for verb, name in (("collect", "data"), ("train", variant.base))
+        root / task / verb / name / str(seed)
+        for verb, name in (("collect", "data"), ("finetune" if variant.base in TUNED_BASES else "train", variant.base))
     )
     tuned = root / task / "finetune" / label / str(seed)
     if not (tuned / "result.json").exists():
