@@ -163,6 +163,8 @@ def concatenate(parts: list[Rollouts]) -> Rollouts:
         )
         for part, offset in zip(parts, offsets, strict=True)
     ]
+    if any("executed" in part.units for part in parts):
+        parts = [replace(part, units={"executed": part.valid, **part.units}) for part in parts]
     length = max(part.shape[1] for part in parts)
 
     def join(values: list[Any], per_row: bool) -> Any:

@@ -69,8 +69,6 @@ def _joined(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
     for part in older:
         if len(part.group):
             parts.append(_older(part, int(max(int(item.group.max()) for item in parts)) + 1))
-    if any("executed" in part.units for part in parts):
-        parts = [replace(part, units={"executed": part.valid, **part.units}) for part in parts]
     names = set(parts[0].extras).intersection(*(part.extras for part in parts))
     parts = [replace(part, extras={name: part.extras[name] for name in sorted(names)}) for part in parts]
     return concatenate(parts) if len(parts) > 1 else rollouts

@@ -39,6 +39,7 @@ class FinetuneConfig(AlgorithmConfig):
     unfinished: float = 0.0
     staleness: int = 0
     delay: int = 0
+    props: int = 0
     epochs: int = 5
     minibatch: int = 2048
     minibatch_episodes: int = 0
@@ -70,8 +71,11 @@ class FinetuneConfig(AlgorithmConfig):
             raise ConfigError(f"discount {self.discount} must be in (0, 1], gae_lambda {self.gae_lambda} in [0, 1].")
         if not 0 <= self.unfinished < 1 or min(self.staleness, self.delay) < 0:
             raise ConfigError(f"unfinished {self.unfinished} must be in [0, 1), staleness and delay at least 0.")
-        if self.staleness and self.delay:
-            raise ConfigError(f"staleness {self.staleness} is in a thread, delay {self.delay} in turns: choose one.")
+        if sum(value > 0 for value in (self.staleness, self.delay, self.props)) > 1:
+            raise ConfigError(
+                f"staleness {self.staleness} collects in a thread, delay {self.delay} in turns with old weights, props "
+                f"{self.props} with adjusted ones: choose one."
+            )
         if self.actor_warmup < 1:
             raise ConfigError(f"actor_warmup is {self.actor_warmup}; 1 means none.")
         if min(self.clip, self.clip_base or self.clip, self.clip_high or self.clip, self.log_ratio_clamp) <= 0:

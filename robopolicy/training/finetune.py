@@ -35,6 +35,7 @@ from robopolicy.training.collection import Collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import decisions_at, episode_metrics, learning_metrics, rescored, with_values
+from robopolicy.training.props import PropsCollector, props_collector
 from robopolicy.training.state import load_trainer, require_finite, require_same_config, save_trainer
 from robopolicy.training.update import Learner
 
@@ -147,9 +148,11 @@ class _Finetuning:
             have.add(Need.IMAGES)
         return frozenset(have)
 
-    def _collector(self, world: World) -> Collector | BackgroundCollector | DelayedCollector:
+    def _collector(self, world: World) -> Collector | BackgroundCollector | DelayedCollector | PropsCollector:
         """Return what collects: in turns with the learner, or beside it with a copy of the policy."""
         config, seed = self.config, self.seed
+        if config.props:
+            return props_collector(world, self.policy, self.algorithm, config, seed, self.generators["act"])
         if config.staleness == 0 and config.delay == 0:
             return Collector(world, self.policy, self.algorithm, config, seed, self.demonstrations)
         actor = copy_for_collecting(self.policy)
