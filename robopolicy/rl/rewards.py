@@ -41,6 +41,13 @@ def smooth(rollouts: Rollouts, context: Context, *, cost: float = 0.1) -> Rollou
     return replace(rollouts, rewards={**rollouts.rewards, "smooth": charged})
 
 
+@mechanism(Slot.REWARD, "effort", source="control cost of robot learning")
+def effort(rollouts: Rollouts, context: Context, *, cost: float = 0.1) -> Rollouts:
+    """Charge `cost` times the mean squared action of every control step."""
+    charged = torch.where(rollouts.valid, -cost * rollouts.actions.square().mean(-1), 0.0)
+    return replace(rollouts, rewards={**rollouts.rewards, "effort": charged})
+
+
 @mechanism(Slot.REWARD, "pav", source="PAV, arXiv:2410.08146", needs=(Need.VALUES,))
 def progress_under_prover(rollouts: Rollouts, context: Context, *, alpha: float = 0.5, tries: int = 4) -> Rollouts:
     """Add alpha times the advantage of each decision under a prover: the best of `tries` attempts of the policy.

@@ -18,7 +18,8 @@ class FinetuneConfig(AlgorithmConfig):
     branch_unit units of the decision there (null: none). unfinished: share of the episodes that an iteration may leave
     in flight, to go on with in the next one. staleness: how many updates old the weights may be that collect, in a
     thread beside the learner; 0 collects and learns in turns, repeatably; delay: how many updates old they are made to
-    be, in turns and repeatably. discount is per control step, gae_lambda per decision; clip runs from clip_base (null:
+    be, in turns and repeatably; props: collect in so many parts, the later ones steered away from what has been sampled
+    too often, 0 for off. discount is per control step, gae_lambda per decision; clip runs from clip_base (null:
     clip) at the noisiest unit to clip at the cleanest with clip_rate, clip_high is the width above 1 (null: clip);
     target_kl (of the whole decision) ends the epochs of an iteration, and a step that went beyond twice of it is taken
     back; actor_rate is reached over actor_warmup steps (Adam's first are its largest, and every one of them can change

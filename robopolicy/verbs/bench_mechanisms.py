@@ -95,14 +95,14 @@ CHECKS: dict[str, Check] = {
     "gdpo": Check(
         "Rewards of different scales are both learned if each is normalised by itself.",
         {
-            "GRPO of the sum": ("finetune.rewards=[smooth]", "finetune.options.smooth.cost=100.0"),
+            "GRPO of the sum": ("finetune.rewards=[effort]", "finetune.options.effort.cost=10.0"),
             "GDPO": (
                 "finetune.advantage=gdpo",
-                "finetune.rewards=[smooth]",
-                "finetune.options.smooth.cost=100.0",
+                "finetune.rewards=[effort]",
+                "finetune.options.effort.cost=10.0",
             ),
         },
-        figures={"jerk": mean_of("reward_smooth", 3)},
+        figures={"effort reward": mean_of("reward_effort", 3)},
     ),
     "gigpo": Check(
         "Comparing what followed equal states adds credit within episodes from the same start.",
