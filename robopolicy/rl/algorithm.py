@@ -67,8 +67,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "replay": "spear",
     },
     "remix": {"advantage": "grpo", "coefficient": "decoupled_ppo", "weight": "unit_mean", "replay": "remix"},
-    "prime": {"models": ("prime",), "advantage": "prime", "coefficient": "ppo", "weight": "unit_mean"},
-    "oprl": {"models": ("oprl",), "advantage": "oprl", "coefficient": "ppo", "weight": "unit_mean"},
+    "prime": {
+        "models": ("prime",),
+        "selection": ("mixed_outcomes",),
+        "advantage": "process_rloo",
+        "coefficient": "ppo",
+        "weight": "unit_mean",
+    },
+    "oprl": {"models": ("oprl",), "advantage": "process_steps", "coefficient": "ppo", "weight": "unit_mean"},
     "spa": {"models": ("progress",), "advantage": "step_groups", "coefficient": "ppo", "weight": "unit_mean"},
     "digi_q": {
         "models": ("q_ensemble",),
@@ -182,12 +188,14 @@ class Algorithm:
     def prepare(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Select rows, add `advantage` [B, T, K] to the extras, and drop rows that the advantage does not learn from.
 
-        An advantage mechanism returns A [B, T] or [B, T, K], alone or with keep [B] bool.
+        An advantage mechanism returns A [B, T] or [B, T, K], alone or with keep [B] bool. Where episodes branch, what
+        they share gets the mean of their advantages.
         """
         for choice in self.selection:
             rollouts = rollouts.take(choice(rollouts, context).nonzero().squeeze(-1))
         found = self.advantage(rollouts, context)
         advantage, keep = found if isinstance(found, tuple) else (found, None)
+        advantage = step_advantages.shared_credit(rollouts, advantage)
         if advantage.dim() == 2:
             advantage = advantage[..., None].expand(rollouts.mask.shape)
         for function in self.credit:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from robopolicy.core.policy import Evaluation, TensorObservation
 from robopolicy.core.rollouts import Rollouts, visible
+from robopolicy.core.segments import Segments
 from robopolicy.core.spec import Field
 from robopolicy.rl.context import Context
 from robopolicy.rl.critic import StateFeatures
@@ -101,10 +102,16 @@ class _ImplicitReward(_Learned):
         self.tools, self.beta, self.epochs, self.minibatch = tools, beta, epochs, minibatch
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Learn from the outcomes, then add the rewards of the model as it is now (PRIME's order)."""
+        """Learn from the outcomes, then add the rewards of the model as it is now (PRIME's order).
+
+        Only groups with different outcomes teach, as in PRIME's online filter: what is common to a start's episodes
+        says nothing about its decisions.
+        """
         with torch.no_grad():
             reference = self._logp(self.tools.base, rollouts)
-        for index in _batches(len(rollouts.group), self.minibatch, self.epochs, context):
+        telling = mixed_groups(rollouts).nonzero().squeeze(-1)
+        for places in _batches(len(telling), self.minibatch, self.epochs, context):
+            index = telling[places]
             part = rollouts.take(index)
             logits = self.beta * (self._logp(self.network, part) - reference[index]).sum((1, 2))
             loss = self.loss(logits, part)
@@ -134,8 +141,8 @@ class _ImplicitReward(_Learned):
 class Prime(_ImplicitReward):
     """Dense rewards from success labels alone: an implicit reward trained online with the outcomes' cross-entropy.
 
-    L = CE(sigmoid(beta sum (log phi - log base)), success); use it with advantage=prime. beta: the paper's is 0.05 for
-    sums over many tokens; denoising log-probabilities that are means over dimensions need more.
+    L = CE(sigmoid(beta sum (log phi - log base)), success); use it with advantage=process_rloo. beta: the paper's is
+    0.05 for sums over many tokens; denoising log-probabilities that are means over dimensions need more.
     """
 
     def __init__(self, tools: Tools, *, beta: float = 0.05, rate: float = 1e-4, epochs: int = 1, minibatch: int = 64):
@@ -150,7 +157,8 @@ class Prime(_ImplicitReward):
 class Oprl(_ImplicitReward):
     """Implicit rewards from preferences: the better episode of a pair with the same start gets the larger sum (DPO).
 
-    L = -log sigmoid(sum r+ - sum r-) over all pairs of a group with different returns; use it with advantage=oprl.
+    L = -log sigmoid(sum r+ - sum r-) over all pairs of a group with different returns; use it with
+    advantage=process_steps.
     """
 
     def __init__(self, tools: Tools, *, beta: float = 0.05, rate: float = 1e-4, epochs: int = 1, minibatch: int = 64):
@@ -385,6 +393,12 @@ class Discriminator(_Learned):
         super().restore(tree)
         assert isinstance(self.network, _Perceptron)
         self.network.fitted = tree["fitted"]
+
+
+def mixed_groups(rollouts: Rollouts) -> Tensor:
+    """Return which rows are of groups in which some episodes did better than others, [B] bool."""
+    groups = Segments.of(rollouts.group)
+    return (groups.maximum(rollouts.row_return) - groups.minimum(rollouts.row_return))[groups.index] > 1e-6
 
 
 def succeeds_later(rollouts: Rollouts) -> Tensor:

@@ -11,13 +11,16 @@ from robopolicy.rl.group_advantages import broadcast, group_normalised, leave_on
 from robopolicy.rl.mechanisms import Need, Slot, mechanism
 
 
-@mechanism(Slot.ADVANTAGE, "prime", source="PRIME, arXiv:2502.01456", needs=(Need.GROUPS, Need.IMPLICIT))
-def prime(rollouts: Rollouts, context: Context, *, outcome: float = 1.0, process: float = 1.0) -> Tensor:
-    """Leave-one-out of the outcome plus the return to go of leave-one-out process rewards, [B, T, K].
+@mechanism(Slot.ADVANTAGE, "process_rloo", source="PRIME, arXiv:2502.01456", needs=(Need.GROUPS, Need.IMPLICIT))
+def process_rloo(
+    rollouts: Rollouts, context: Context, *, outcome: float = 1.0, process: float = 1.0, whiten: bool = True
+) -> Tensor:
+    """Leave-one-out of the outcome plus the return to go of leave-one-out process rewards, whitened, [B, T, K].
 
         A_u = sum_{s >= u} (r_s - mean over the others of their mean r) + (R - mean of the others' R)
 
-    r: extras["process"]; R: whether the episode succeeded. outcome, process: their weights.
+    r: extras["process"]; R: whether the episode succeeded. outcome, process: their weights. Only groups with different
+    outcomes count, as in the paper's filter: elsewhere there is nothing that the process rewards could be true to.
     """
     reward, alive = rollouts.extras["process"], rollouts.alive
     groups, every = Segments.of(rollouts.group), torch.ones_like(rollouts.group, dtype=torch.bool)
@@ -27,13 +30,17 @@ def prime(rollouts: Rollouts, context: Context, *, outcome: float = 1.0, process
     centred = torch.where(alive[..., None], reward - others[:, None, None], 0.0).flatten(1)
     to_go = centred.flip(1).cumsum(1).flip(1).reshape(reward.shape)
     won = leave_one_out(rollouts.row_success.float(), every, groups)
-    alone = groups.size()[groups.index] > 1
-    advantage = process * torch.where(alone[:, None, None], to_go, 0.0) + outcome * won[:, None, None]
-    return torch.where(alive[..., None], advantage, 0.0)
+    spread = groups.maximum(rollouts.row_return) - groups.minimum(rollouts.row_return)
+    mixed = (spread > 1e-6)[groups.index]
+    advantage = process * to_go + outcome * won[:, None, None]
+    counted = (alive & mixed[:, None])[..., None].expand(reward.shape)
+    if not bool(counted.any()):
+        return torch.zeros_like(advantage)
+    return standardise(advantage, counted) if whiten else torch.where(counted, advantage, 0.0)
 
 
-@mechanism(Slot.ADVANTAGE, "oprl", source="OPRL, arXiv:2509.19199", needs=(Need.GROUPS, Need.IMPLICIT))
-def oprl(rollouts: Rollouts, context: Context, *, alpha: float = 1.0) -> Tensor:
+@mechanism(Slot.ADVANTAGE, "process_steps", source="OPRL, arXiv:2509.19199", needs=(Need.GROUPS, Need.IMPLICIT))
+def process_steps(rollouts: Rollouts, context: Context, *, alpha: float = 1.0) -> Tensor:
     """A = the episode's advantage in its group + alpha (a decision's process reward, standardised over the group)."""
     reward, alive = rollouts.extras["process"].sum(-1), rollouts.alive
     keys = Segments.of(rollouts.group[:, None].expand(alive.shape).flatten())

@@ -102,7 +102,11 @@ class Spear(_Buffer):
         for part in past:
             advantage = (part.row_return - middle) / spread
             part = part.take((advantage > 0).nonzero().squeeze(-1))
-            replayed.append(_with_advantage(part, self._grown(context) * ((part.row_return - middle) / spread)))
+            if len(part.group):
+                gain = (part.row_return - middle) / spread
+                replayed.append(_with_advantage(part, self._grown(context) * gain))
+        if not replayed:
+            return rollouts
         older = _joined(replayed[0], replayed[1:])
         allowed = int(self.share * len(returns))
         if len(older.group) > allowed:

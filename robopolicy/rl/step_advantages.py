@@ -114,9 +114,12 @@ def rank_grpo(rollouts: Rollouts, context: Context) -> Tensor:
 
 @mechanism(Slot.ADVANTAGE, "salt", source="SALT (trajectory graph)", needs=(Need.GROUPS,))
 def salt(rollouts: Rollouts, context: Context, *, resolution: float = 0.25) -> Tensor:
-    """Merge equal steps of a group: a state that several episodes pass gets the mean of their advantages."""
+    """Merge equal steps of a group: the same action in the same state gets the mean advantage of who took it."""
     episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
-    keys = Segments.of(_rows(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten())
+    actions = rollouts.actions.flatten(2)
+    cells = (actions / (actions[rollouts.alive].std(0) + 1e-6) / resolution).round().long()
+    _, taken = torch.unique(cells.flatten(0, 1), dim=0, return_inverse=True)
+    keys = Segments.of(_rows(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten(), taken)
     merged = keys.mean(episode.flatten(), rollouts.alive.flatten())[keys.index]
     return torch.where(rollouts.alive, merged.reshape(episode.shape), 0.0)
 
@@ -161,6 +164,24 @@ def subtree_values(rollouts: Rollouts) -> tuple[Tensor, Segments]:
     nodes = Segments.of(owner.flatten(), time.flatten())
     returns = rollouts.row_return[:, None].expand(owner.shape).flatten()
     return nodes.mean(returns)[nodes.index].reshape(owner.shape), nodes
+
+
+def shared_credit(rollouts: Rollouts, advantage: Tensor) -> Tensor:
+    """Give what several leaves of a tree share, and play only once, the mean of their advantages.
+
+    That is what it would get if every leaf trained it (TreePO, ARPO). advantage: [B, T] or [B, T, K]; without a tree it
+    is returned as it is.
+    """
+    if not bool((rollouts.parent >= 0).any()):
+        return advantage
+    owner, shape, units = owners(rollouts), rollouts.mask.shape, rollouts.mask.shape[-1]
+    if in_units(rollouts) or advantage.dim() == 3:
+        advantage = advantage if advantage.dim() == 3 else advantage[..., None].expand(shape)
+        owner = owner if owner.shape[1] == shape[1] * units else owner.repeat_interleave(units, 1)
+    flat = advantage.flatten(1)
+    place = torch.arange(flat.shape[1], device=flat.device).expand(flat.shape)
+    nodes = Segments.of(owner.flatten(), place.flatten())
+    return nodes.mean(flat.flatten())[nodes.index].reshape(advantage.shape)
 
 
 def _nodes_alive(rollouts: Rollouts, values: Tensor) -> Tensor:

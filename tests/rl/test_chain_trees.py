@@ -8,7 +8,7 @@ from robopolicy.policies import DenoisingPolicyConfig, build_policy
 from robopolicy.policies.configuration import PolicyKind
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import Branching, EpisodePlayer, groups_of
-from robopolicy.rl.step_advantages import branch_grpo, owners, tree_po
+from robopolicy.rl.step_advantages import branch_grpo, owners, shared_credit, tree_po
 from robopolicy.training.experience import decisions_at
 from sims.registry import make_world
 
@@ -112,3 +112,18 @@ def test_a_policy_that_cannot_go_on_or_a_unit_that_does_not_exist_is_told():
     world = make_world("reach_planar", 2)
     with pytest.raises(ConfigError, match="0 to one less"):
         EpisodePlayer(world, policy_for(world), Branching((1,), 2, UNITS))
+
+
+@pytest.mark.parametrize("unit", [None, 2])
+def test_what_leaves_share_gets_the_mean_of_their_advantages(unit):
+    rollouts, _ = play(unit, at=(1, 2), width=2, groups=2)
+    draws = torch.randn(rollouts.shape, generator=torch.Generator().manual_seed(0))
+    found = shared_credit(rollouts, draws)
+    found = found if found.dim() == 3 else found[..., None].expand(rollouts.mask.shape)
+    owner = owners(rollouts)
+    owner = owner.reshape(rollouts.mask.shape) if unit else owner[..., None].expand(rollouts.mask.shape)
+    for row in range(len(owner)):
+        for step in range(owner.shape[1]):
+            for place in range(owner.shape[2]):
+                leaves = owner[:, step, place] == owner[row, step, place]
+                torch.testing.assert_close(found[row, step, place], draws[leaves, step].mean())

@@ -28,7 +28,7 @@ def advantage_of(name: str, rollouts: Rollouts, **options) -> torch.Tensor:
 def annotated(rollouts: Rollouts, seed: int) -> Rollouts:
     """Add what models and a critic would have said."""
     draws = torch.Generator().manual_seed(seed)
-    names = {"q": (), "v": (), "advantage_gae": (), "process": rollouts.mask.shape[-1:]}
+    names = {"q": (), "v": (), "preference": (), "advantage_gae": (), "process": rollouts.mask.shape[-1:]}
     drawn = {name: torch.randn((*rollouts.shape, *trailing), generator=draws) for name, trailing in names.items()}
     alive = rollouts.alive
     return rollouts.with_extras(

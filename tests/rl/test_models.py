@@ -12,7 +12,7 @@ from robopolicy.core.policy import Evaluation
 from robopolicy.core.spec import STATE, Field
 from robopolicy.rl.context import Context
 from robopolicy.rl.models import Oprl, Prime, Progress, QEnsemble, Tools, succeeds_later
-from robopolicy.rl.process_advantages import finished_returns, prime
+from robopolicy.rl.process_advantages import finished_returns, process_rloo
 from robopolicy.rl.rewards import progress_under_prover
 
 
@@ -64,7 +64,7 @@ def test_prime_advantages_equal_a_slow_reference():
     rollouts = make_rollouts([2, 3, 1, 2], [0, 0, 0, 1], [1.0, 0.0, 1.0, 1.0])
     draws = torch.Generator().manual_seed(0)
     process = torch.randn(rollouts.mask.shape, generator=draws) * rollouts.mask
-    found = prime(rollouts.with_extras(process=process), context())
+    found = process_rloo(rollouts.with_extras(process=process), context(), whiten=False)
     for row in range(4):
         others = [other for other in range(4) if other != row and rollouts.group[other] == rollouts.group[row]]
         expected = torch.zeros(rollouts.mask.shape[1:])

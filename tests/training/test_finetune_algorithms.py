@@ -126,7 +126,7 @@ OTHERS = [
     {"allocator": "dars"},
     {"ratio_level": RatioLevel.DECISION_MEAN},
     {"models": ("q_ensemble",), "auxiliaries": ("best_of_n", "spo"), "rewards": ("pav",)},
-    {"models": ("progress", "prime"), "advantage": "prime"},
+    {"models": ("progress", "prime"), "advantage": "process_rloo"},
     {"replay": "spear"},
     {"replay": "remix", "coefficient": "decoupled_ppo", "minibatch_episodes": 4},
     {"auxiliaries": ("velocity",), "coefficient": "awr"},
