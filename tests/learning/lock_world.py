@@ -12,6 +12,7 @@ from torch import nn
 from robopolicy.core.policy import Decision, Evaluation
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
+from robopolicy.core.storage import save_tree, write_folder_atomic
 from robopolicy.core.world import Snapshot, Step
 
 LONGEST = 8
@@ -133,7 +134,7 @@ class ChoicePolicy(nn.Module):
         pass
 
     def save(self, folder) -> None:
-        raise NotImplementedError
+        write_folder_atomic(folder, lambda inside: save_tree(inside, "model", dict(self.state_dict())))
 
 
 def success_of(policy: ChoicePolicy, lengths: tuple[int, ...] = (4,), episodes: int = 256, spare: int = 0) -> float:
