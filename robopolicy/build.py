@@ -14,14 +14,17 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.spec import TASK, Observation, WorldSpec
 from robopolicy.core.world import Controller, World
+from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.policies import load_policy
 from robopolicy.rl.critic import Critic, state_critic
 from sims.experts import Noise, NoisyController, noise_level
 from sims.registry import TASKS, load_task, make_world
 from worldmodels import load_world_model
+from worldmodels.demonstrated import DemonstratedWorld
 from worldmodels.env import ImaginedWorld
 
 WORLD_MODEL = "worldmodel"
+DEMONSTRATIONS = "demonstrations"
 
 
 def choose_device(run: RunSection) -> torch.device:
@@ -59,11 +62,32 @@ def build_world(
     history = 1 if policy is None else policy.spec.history
     if section.name == WORLD_MODEL:
         return _imagined_world(section, rows, history, seed, device)
+    if section.name == DEMONSTRATIONS:
+        return _demonstrated_world(section, rows, history, seed)
     options: dict[str, Any] = {"seed": seed, "history": history, **section.options}
     cameras = section.cameras if policy is None else policy.spec.cameras
     if cameras:
         options |= {"cameras": cameras, "image_size": section.image_size}
     return make_world(section.name, rows, **options)
+
+
+def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: int) -> DemonstratedWorld:
+    if section.data is None:
+        raise ConfigError("Which demonstrations? Set world.data=FOLDER, a LeRobotDataset such as collect writes.")
+    episodes = read_dataset(section.data)
+    return DemonstratedWorld(
+        episodes.observation_fields,
+        episodes.action_field,
+        episodes.fps,
+        {key: value.numpy() for key, value in episodes.observation.items()},
+        episodes.actions.numpy(),
+        episodes.lengths.numpy(),
+        episodes.tasks,
+        rows,
+        history=history,
+        seed=seed,
+        **section.options,
+    )
 
 
 def _imagined_world(

@@ -44,13 +44,16 @@ class RunSection:
 
 @dataclass(frozen=True)
 class WorldSection:
-    """Where a policy acts: one of our tasks, metaworld/<task>, gymnasium:<id>, or worldmodel with its checkpoint."""
+    """Where a policy acts: a task of ours, metaworld/<task>, gymnasium:<id>, worldmodel with its checkpoint (model), or
+    demonstrations with a dataset (data), which are followed as far as the policy agrees with them.
+    """
 
     name: str = "push_cube"
     batch_size: int = 128
     cameras: tuple[str, ...] = ()
     image_size: int = 64
     model: Path | None = None
+    data: Path | None = None
     simulator: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
