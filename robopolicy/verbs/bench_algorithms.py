@@ -2,14 +2,22 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from robopolicy.configuration import Config
+import numpy as np
+
+from robopolicy.build import build_world, choose_device, open_policy
+from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.progress import progress
+from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import write_atomic, write_json
+from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.curves import method_curves
 from robopolicy.evaluation.report import Report, Section, render
 from robopolicy.runs import output, publish
+from robopolicy.training.finetune import FinetuneConfig, finetune
 from robopolicy.verbs.bench_runs import Variant, pooled, print_table, rate_text, run_variant
 
 GENTLE = (
@@ -40,15 +48,16 @@ METHODS: dict[str, Variant] = {
         (
             "finetune.algorithm=step_grpo",
             "finetune.iterations=120",
-            "finetune.actor_rate=5e-4",
+            "finetune.groups=32",
+            "finetune.actor_rate=1.5e-4",
             "finetune.epochs=2",
-            "finetune.minibatch=512",
+            "finetune.minibatch=1024",
             "finetune.target_kl=0.2",
             "finetune.ratio_tolerance=1e-4",
         ),
     ),
 }
-"""Rows of the benchmark; group methods play 512 episodes an iteration."""
+"""Rows of the benchmark; group methods play 512 episodes an iteration, with tokens 256."""
 
 
 def benchmark(config: Config) -> dict[str, Any]:
@@ -70,11 +79,68 @@ def benchmark(config: Config) -> dict[str, Any]:
         report.sections.append(Section(task, "Mean of the seeds, band from the lowest to the highest.", svg=svg))
         report.sections.append(Section(f"{task}: after fine-tuning", header=header, rows=lines))
         print_table(task, header, lines)
+    if config.bench.rounds and {"GRPO", "BranchGRPO"} <= set(names):
+        times = {task: time_per_iteration(config, root, task) for task in config.bench.tasks}
+        header = ["at equal leaves", "collect, s", "update, s", "iteration / GRPO's"]
+        for task, found in times.items():
+            lines = [
+                [name, f"{row['collect']:.2f}", f"{row['update']:.2f}", f"{row['share_of_grpo']:.2f}"]
+                for name, row in found.items()
+            ]
+            report.sections.append(Section(f"{task}: time of an iteration", header=header, rows=lines))
+            print_table(f"{task}: time of an iteration", header, lines)
+            figures[task] = {**figures[task], "iteration": found}
     write_atomic(root / "report.html", render(report))
     write_json(root / "benchmark.json", figures)
     publish(config, figures)
     output.print(f"Report: {root / 'report.html'}")
     return figures
+
+
+EQUAL_LEAVES = {
+    "GRPO, 8 episodes a start": ("finetune.algorithm=grpo", "finetune.group_size=8"),
+    "BranchGRPO, 2 roots x 4 leaves": (
+        "finetune.algorithm=branch_grpo",
+        "finetune.group_size=2",
+        "finetune.branch_at=[2,5]",
+    ),
+    "BranchGRPO, split inside the chain": (
+        "finetune.algorithm=branch_grpo",
+        "finetune.group_size=2",
+        "finetune.branch_at=[2,5]",
+        "finetune.branch_unit=2",
+    ),
+}
+
+
+def time_per_iteration(config: Config, root: Path, task: str, rounds: int = 5) -> dict[str, dict[str, float]]:
+    """Return seconds of an iteration (median over the rounds) at equal leaves, the methods taking turns in one process.
+
+    Every turn starts from the same base policy and plays one iteration to warm up and one that counts.
+    """
+    base = root / task / "train" / "diffusion" / str(config.bench.seeds[0]) / "checkpoint"
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in EQUAL_LEAVES}
+    with progress("BranchGRPO beside GRPO", rounds * len(EQUAL_LEAVES)) as advance, TemporaryDirectory() as folder:
+        for turn in range(rounds):
+            for name, settings in EQUAL_LEAVES.items():
+                quick = ("finetune.iterations=2", "finetune.evaluate_every=0")
+                chosen = compose([f"recipe={task}", *GENTLE, *settings, *quick])
+                device = choose_device(chosen.run)
+                policy = open_policy(base, device)
+                policy.prepare_finetuning(chosen.finetune.units)
+                world = build_world(chosen.world, policy, batch_size=chosen.finetune.worlds, device=device)
+                run = RunFolder(Path(folder) / f"{turn} {name}")
+                finetune(policy, None, world, narrowed(FinetuneConfig, chosen.finetune), run, seed=turn)
+                world.close()
+                last = run.metrics()[-1]
+                seconds[name].append((last["seconds_collect"], last["seconds_update"]))
+                advance()
+    medians = {name: np.median(np.array(found), axis=0) for name, found in seconds.items()}
+    whole = medians[next(iter(medians))].sum()
+    return {
+        name: {"collect": float(found[0]), "update": float(found[1]), "share_of_grpo": float(found.sum() / whole)}
+        for name, found in medians.items()
+    }
 
 
 def measure(config: Config, root: Path, task: str, name: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ BASES: dict[str, tuple[str, ...]] = {
         "policy.token.depth=3",
         "train.batch_size=128",
         "train.fit.learning_rate=1e-3",
+        "train.fit.steps=600",
     ),
     "novice": ("train.fit.steps=60",),
 }

@@ -144,7 +144,7 @@ def test_the_most_different_returns_are_kept():
 
 def test_controllers():
     assert Vcpo().step({"sequence_ess": 0.25}, CONTEXT) == {"lr_scale": 0.5}
-    assert Vcpo(least=0.1).step({"effective_sample_size": 0.0}, CONTEXT) == {"lr_scale": 0.1}
+    assert Vcpo(least=0.1).step({"sequence_ess": 0.0}, CONTEXT) == {"lr_scale": 0.1}
     half = Context(torch.Generator(), iteration=5, iterations=10)
     assert LinearDecay(final=0.0).step({}, half) == {"lr_scale": 0.5}
     controller = KlTarget(target=0.01, factor=2.0)
