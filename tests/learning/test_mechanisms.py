@@ -1,15 +1,21 @@
 """What each mechanism is for, seen on worlds small enough to count: the method beside its ablation, over some seeds."""
 
 from dataclasses import replace
+from math import comb
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from lock_world import ChoicePolicy, LockWorld, success_of
+from lock_world import CONTEXTS, LONGEST, ChoicePolicy, LockWorld, success_of
 
+from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import STATE
+from robopolicy.rl import group_advantages
+from robopolicy.rl.context import Context
 from robopolicy.training.finetune import FinetuneConfig, finetune
+from robopolicy.training.update import Learner
 
 LOCK = FinetuneConfig(
     algorithm="grpo",
@@ -143,3 +149,43 @@ def test_credit_for_what_leaves_share_is_the_mean_of_theirs(monkeypatch: pytest.
     monkeypatch.setattr(step_advantages, "shared_credit", lambda rollouts, advantage: advantage)
     alone, _ = successes(**tree)
     assert shared.mean() > alone.mean() + 0.2
+
+
+def true_advantages(rollouts: Rollouts, length: int, spare: int) -> np.ndarray:
+    """Q - V of every choice under uniform choices among three, by counting, [B, T]."""
+
+    def value(time: int, wrong: int) -> float:
+        left = length - time
+        if wrong > spare:
+            return 0.0
+        needed = range(max(0, left - (spare - wrong)), left + 1)
+        return sum(comb(left, right) * (1 / 3) ** right * (2 / 3) ** (left - right) for right in needed)
+
+    chosen = rollouts.units["token"][..., 0].numpy()
+    context = rollouts.observation[STATE][:, 0, 0, LONGEST : LONGEST + CONTEXTS].argmax(-1).numpy()
+    found = np.zeros(chosen.shape)
+    for row in range(len(chosen)):
+        wrong = 0
+        for time in range(length):
+            missed = int(chosen[row, time] != (3 * context[row] + 2 * time + time // 2) % 3)
+            found[row, time] = value(time + 1, wrong + missed) - value(time, wrong)
+            wrong += missed
+    return found
+
+
+def test_prime_rewards_learned_from_outcomes_follow_the_true_advantages(monkeypatch: pytest.MonkeyPatch):
+    """Locks that forgive three wrong choices of six: success alone says little about any one of them."""
+    seen: list[Rollouts] = []
+    monkeypatch.setattr(Learner, "update", lambda self, rollouts, *_, **__: seen.append(rollouts) or {})
+    policy = ChoicePolicy()
+    with torch.no_grad():
+        policy.layers[2].weight.zero_()
+    config = replace(LOCK, algorithm="prime", iterations=12, groups=32, group_size=8)
+    config = replace(config, options={"prime": {"beta": 1.0, "rate": 1e-2}})
+    finetune(policy, None, LockWorld(64, (6,), spare=3), config, seed=0)
+    last = seen[-1]
+    true = true_advantages(last, 6, 3).ravel()
+    outcome = group_advantages.rloo(last, Context(torch.Generator())).numpy().ravel()
+    process = last.extras["process"][..., 0].numpy().ravel()
+    assert np.corrcoef(true, process)[0, 1] > 0.65
+    assert np.corrcoef(true, outcome)[0, 1] < 0.5
