@@ -164,3 +164,22 @@ def test_unfinished_episodes_are_gone_on_with(tmp_path: Path):
 def test_impossible_settings_are_told(changes):
     with pytest.raises(ConfigError, match="staleness"):
         replace(CONFIG, **changes)
+
+
+def test_vcpo_survives_steps_on_stale_data_that_break_ppo():
+    """Eight updates behind, with a learning rate far too large for that."""
+    config = FinetuneConfig(
+        algorithm="grpo", iterations=50, groups=16, group_size=8, epochs=4, minibatch=128, clip=0.2, target_kl=None,
+        evaluate_every=0, delay=8, actor_warmup=1, actor_rate=4e-2,
+    )  # fmt: skip
+
+    def worst(**changes) -> float:
+        found = []
+        for seed in range(3):
+            policy = ChainPolicy(seed=seed)
+            finetune(policy, None, BanditWorld(64), replace(config, **changes), seed=seed)
+            found.append(mean_reward(policy, True)["reward"])
+        return min(found)
+
+    assert worst() < -5
+    assert worst(controllers=("vcpo",)) > -0.3
