@@ -18,20 +18,22 @@ from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import output
 from robopolicy.verbs import collect, finetune, train
 
+TOKEN = (
+    "policy.kind=token",
+    "policy.token.bins=17",
+    "policy.token.depth=3",
+    "train.batch_size=128",
+    "train.fit.learning_rate=1e-3",
+)
+
 BASES: dict[str, tuple[str, ...]] = {
     "diffusion": (),
     "flow": ("policy.kind=flow",),
-    "token": (
-        "policy.kind=token",
-        "policy.token.bins=17",
-        "policy.token.depth=3",
-        "train.batch_size=128",
-        "train.fit.learning_rate=1e-3",
-        "train.fit.steps=600",
-    ),
+    "token": (*TOKEN, "train.fit.steps=600"),
     "novice": ("train.fit.steps=60",),
+    "token_novice": (*TOKEN, "train.fit.steps=150"),
 }
-"""Pre-trained policies by name, with what they change about the recipe; novice: stopped while success is rare."""
+"""Pre-trained policies by name, with what they change about the recipe; novices: stopped while success is rare."""
 
 TUNED_BASES: dict[str, tuple[str, ...]] = {
     "warm": ("finetune.target_success=0.7", "finetune.evaluate_every=1", "finetune.videos=0"),
