@@ -12,9 +12,9 @@ import torch
 
 from robopolicy.cli import main
 from robopolicy.core import storage
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.spec import Field
 from robopolicy.core.world import Step
-from robopolicy.data.episodes import Episodes
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.lerobot_reading import read_dataset
 from sims.engine import MujocoWorld

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.storage import save_tree, write_folder_atomic
-from robopolicy.data.episodes import Episodes
 from robopolicy.data.lerobot_reading import SIDECAR, read_dataset, read_information
 
 __all__ = ["read_dataset", "write_dataset"]

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, DataError, did_you_mean
 from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.core.storage import load_tree, recover_folder
-from robopolicy.data.episodes import Episodes
 
 SIDECAR = "meta/robopolicy"
 """Folder inside a dataset with what LeRobot's format has no place for."""

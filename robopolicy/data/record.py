@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError, SpecError
 from robopolicy.core.policy import Policy, to_tensors
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation, WorldSpec, validate_observation
 from robopolicy.core.world import Controller, Step, World
-from robopolicy.data.episodes import Episodes
 
 
 def record(

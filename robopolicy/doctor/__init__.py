@@ -6,9 +6,9 @@ and leaves out those that make no sense once an earlier one has failed.
 
 import torch
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.policy import Policy
 from robopolicy.core.world import World
-from robopolicy.data.episodes import Episodes
 from robopolicy.doctor.data import check_action_range, check_fields, check_finite_values, check_policy_fields
 from robopolicy.doctor.findings import Finding, Health
 from robopolicy.doctor.images import check_cameras, check_pictures

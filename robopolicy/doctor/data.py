@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.spec import IMAGE_PREFIX, Field, WorldSpec
-from robopolicy.data.episodes import Episodes
 from robopolicy.doctor.findings import Finding, Health, element_names, listed
 
 

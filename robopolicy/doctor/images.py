@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE
 from robopolicy.core.world import World
-from robopolicy.data.episodes import Episodes
 from robopolicy.doctor.findings import Finding, Health, listed
 
 BLACK, FLAT, FROZEN = 10, 3.0, 6

@@ -7,9 +7,9 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX
-from robopolicy.data.episodes import Episodes
 from robopolicy.doctor.findings import Finding, Health, element_names, listed, name_factor
 from robopolicy.doctor.images import PICTURES, picture_check
 from robopolicy.nn.normalizer import CONSTANT_SCALE, NormalizationMode, Normalizer

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import NonFiniteError
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.world import World
-from robopolicy.data.episodes import Episodes
 from robopolicy.doctor.columns import explain_columns
 from robopolicy.doctor.explain import Explanation, Score, explain_exactly, explain_nearly, report
 from robopolicy.doctor.findings import Finding, Health, element_names, listed, name_factor

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import TASK, PolicySpec
-from robopolicy.data.episodes import Episodes
 from robopolicy.training.fit import FitConfig, FitResult, fit
 
 

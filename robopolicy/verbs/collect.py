@@ -6,8 +6,8 @@ Failures are kept, because world models need them; collect.successes_only=true d
 
 from robopolicy.build import build_noisy_expert, build_world, choose_device, open_policy
 from robopolicy.configuration import Config
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
-from robopolicy.data.episodes import Episodes
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.intervals import wilson

@@ -8,9 +8,9 @@ from typing import Any
 
 from robopolicy.build import build_world, choose_device
 from robopolicy.configuration import Config
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import derive
 from robopolicy.core.structured import narrowed
-from robopolicy.data.episodes import Episodes
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.policies import (

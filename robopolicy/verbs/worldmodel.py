@@ -11,11 +11,11 @@ import torch
 
 from robopolicy.build import build_noisy_expert, build_world, choose_device, open_policy
 from robopolicy.configuration import Config
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
-from robopolicy.data.episodes import Episodes
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.report import report_for_run

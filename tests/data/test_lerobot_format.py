@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError, StorageError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
-from robopolicy.data.episodes import Episodes
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 
 FRONT = "observation.images.front"

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from bandit_toys import ACTION, FIELDS, ChainPolicy
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE
-from robopolicy.data.episodes import Episodes
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.pretrain import PretrainConfig, pretrain
 

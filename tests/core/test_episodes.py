@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
-from robopolicy.data.episodes import Episodes
 
 
 def numbered_episodes(lengths=(3, 1, 5), image=False, known=None) -> Episodes:
