@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from robopolicy.configuration import FinetuneSection, RunSection, WorldSection
+from robopolicy.configuration import FinetuneSection, ImaginationSection, RunSection, WorldSection
 from robopolicy.core.errors import ConfigError, require_extra
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
-from robopolicy.core.spec import TASK, Observation, WorldSpec
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
 from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.policies import load_policy
@@ -21,7 +21,9 @@ from sims.experts import Noise, NoisyController, noise_level
 from sims.registry import TASKS, load_task, make_world
 from worldmodels import load_world_model
 from worldmodels.demonstrated import DemonstratedWorld
-from worldmodels.env import ImaginedWorld
+from worldmodels.env import ImaginedWorld, Truncation
+from worldmodels.imagination import recorded_starts
+from worldmodels.protocol import Context, LearnedModel, Starts
 
 WORLD_MODEL = "worldmodel"
 DEMONSTRATIONS = "demonstrations"
@@ -96,15 +98,47 @@ def _imagined_world(
     if section.model is None:
         raise ConfigError("Which world model? Set world.model=runs/worldmodel/push_cube/0/checkpoint.")
     model = load_world_model(section.model, device)
-    simulator = make_world(section.simulator or model.spec.name, rows, **section.options)
+    imagination = section.imagination
+    if imagination.starts == "data":
+        if section.data is None:
+            raise ConfigError("world.imagination.starts=data begins in recorded steps: set world.data=FOLDER as well.")
+        starts = recorded_starts(read_dataset(section.data), model.context)
+    else:
+        starts = simulator_starts(section, model.spec, rows)
+    return ImaginedWorld(
+        model,
+        starts,
+        rows,
+        history=history,
+        truncation=Truncation(imagination.steps, uncertainty_limit(imagination, model)),
+        penalty=imagination.penalty,
+        debounce=imagination.debounce,
+        seed=seed,
+    )
 
-    def starts(seeds: np.ndarray) -> Observation:
-        rows = np.arange(len(seeds))
+
+def simulator_starts(section: WorldSection, spec: WorldSpec, rows: int) -> Starts:
+    """Return the starts of the simulator that a world model of `spec` imitates."""
+    options = dict(section.options)
+    if spec.cameras:
+        options |= {"cameras": spec.cameras, "image_size": spec.observation[IMAGE_PREFIX + spec.cameras[0]].shape[0]}
+    simulator = make_world(section.simulator or spec.name, rows, **options)
+
+    def starts(seeds: np.ndarray) -> Context:
+        chosen = np.arange(len(seeds))
         observation = simulator.reset(seeds=np.resize(seeds, simulator.batch_size))
-        first = {key: observation[key][rows, -1] for key in model.spec.observation}
-        return first | {TASK: observation[TASK][rows]}
+        return Context({key: observation[key][chosen, -1:] for key in spec.observation}, observation[TASK][chosen])
 
-    return ImaginedWorld(model, starts, rows, history=history, seed=seed)
+    return starts
+
+
+def uncertainty_limit(section: ImaginationSection, model: LearnedModel) -> float | None:
+    """Return where imagination is cut, in the model's units; the smaller of the absolute limit and the quantile."""
+    limits = [] if section.uncertainty is None else [section.uncertainty]
+    if section.quantile is not None:
+        quantiles = model.uncertainty_quantiles
+        limits.append(float(quantiles[round(section.quantile * (len(quantiles) - 1))]))
+    return min(limits, default=None)
 
 
 def build_controller(world_section: WorldSection, spec: WorldSpec, dotted_path: str = "") -> Controller:

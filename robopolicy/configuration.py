@@ -43,6 +43,24 @@ class RunSection:
 
 
 @dataclass(frozen=True)
+class ImaginationSection:
+    """How a world model is lived in: when imagination is cut (the value beyond still counts), and what doubt costs.
+
+    steps: after so many; uncertainty: where a step's exceeds this; quantile: where it exceeds this quantile of the
+    uncertainty on held-out data, so that it adapts to the model; penalty: reward lost per unit of uncertainty (MOPO);
+    debounce: consecutive steps that must look successful; starts: simulator (paired with real episodes) or data, any
+    step of the dataset world.data.
+    """
+
+    steps: int | None = None
+    uncertainty: float | None = None
+    quantile: float | None = None
+    penalty: float = 0.0
+    debounce: int = 1
+    starts: Literal["simulator", "data"] = "simulator"
+
+
+@dataclass(frozen=True)
 class WorldSection:
     """Where a policy acts: a task of ours, metaworld/<task>, gymnasium:<id>, worldmodel with its checkpoint (model), or
     demonstrations with a dataset (data), which are followed as far as the policy agrees with them.
@@ -55,6 +73,7 @@ class WorldSection:
     model: Path | None = None
     data: Path | None = None
     simulator: str = ""
+    imagination: ImaginationSection = field(default_factory=ImaginationSection)
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -117,9 +136,13 @@ class FinetuneSection(FinetuneConfig):
 
 
 @dataclass(frozen=True)
-class WorldModelSection(EnsembleConfig):
-    """An ensemble trained on `data` (datasets) plus fresh rollouts of the expert at graded noise and of `policies`."""
+class WorldModelSection:
+    """A world model of a `kind`, trained on `data` (datasets) plus fresh rollouts of the expert at graded noise and of
+    `policies`. Each kind reads the section of its name.
+    """
 
+    kind: Literal["ensemble"] = "ensemble"
+    ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
     data: tuple[Path, ...] = ()
     policies: tuple[Path, ...] = ()
     transitions: int = 100_000

@@ -2,12 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
+from rich.table import Table
 
 from robopolicy.configuration import Config, to_yaml
 from robopolicy.core.errors import CheckpointError, ConfigError
@@ -106,3 +107,13 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
         keys = [key for key in {**old, **new} if not (path == "" and key == "run")]
         return [text for key in keys for text in _differences(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))]
     return [] if old == new else [f"{path} was {old!r}, now {new!r}"]
+
+
+def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Print a table whose first column is text and whose others are figures."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index == 0 else "right")
+    for line in lines:
+        table.add_row(*line)
+    output.print(table)

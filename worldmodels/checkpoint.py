@@ -1,5 +1,6 @@
 """Saving and loading world models: config.json says what it is, safetensors hold the weights; nothing is pickled."""
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,31 @@ from robopolicy.core.storage import (
     write_folder_atomic,
     write_json,
 )
-from robopolicy.core.structured import from_plain, to_plain
-from worldmodels.ensemble import EnsembleConfig, EnsembleModel
-from worldmodels.structure import StateStructure
+from robopolicy.core.structured import to_plain
+from worldmodels.protocol import LearnedModel
 
-FORMAT = 1
-KIND = "world_model/ensemble"
+FORMAT = 2
+PREFIX = "world_model/"
+KINDS = {"ensemble": ("worldmodels.ensemble", "EnsembleModel")}
+"""Kind of model -> (module, class); imported when one is built or loaded."""
 
 
-def save_world_model(model: EnsembleModel, folder: Path) -> None:
-    """Write `model` to `folder`, atomically."""
+def model_class(kind: str) -> type[LearnedModel]:
+    """Return the class of a kind of world model."""
+    module, name = KINDS[kind]
+    return getattr(importlib.import_module(module), name)
+
+
+def save_world_model(model: Any, folder: Path) -> None:
+    """Write a `LearnedModel` to `folder`, atomically."""
     from safetensors.torch import save_file
 
+    kinds = {name: kind for kind, (_, name) in KINDS.items()}
     description = {
-        "kind": KIND,
+        "kind": PREFIX + kinds[type(model).__name__],
         "format": FORMAT,
-        "config": to_plain(model.config),
         "spec": _spec_to_json(model.spec),
-        "success_bonus": model.success_bonus,
+        "model": model.description(),
     }
 
     def fill(inside: Path) -> None:
@@ -45,24 +53,22 @@ def save_world_model(model: EnsembleModel, folder: Path) -> None:
     write_folder_atomic(folder, fill)
 
 
-def load_world_model(folder: Path, device: torch.device | str = "cpu") -> EnsembleModel:
-    """Load a world model, or raise CheckpointError: missing, corrupt, another kind, or weights that do not fit."""
+def load_world_model(folder: Path, device: torch.device | str = "cpu") -> Any:
+    """Load a `LearnedModel`, or raise CheckpointError: missing, corrupt, another kind, or weights that do not fit."""
     folder = recover_folder(Path(folder))
     description = read_json(folder / "config.json")
-    kind = description.get("kind") if isinstance(description, Mapping) else None
-    if kind != KIND:
-        raise CheckpointError(f"{folder} holds '{kind}', not a world model.{did_you_mean(str(kind), [KIND])}")
+    kind = str(description.get("kind")) if isinstance(description, Mapping) else ""
+    if kind.removeprefix(PREFIX) not in KINDS or not kind.startswith(PREFIX):
+        known = [PREFIX + name for name in KINDS]
+        raise CheckpointError(f"{folder} holds '{kind}', not a world model.{did_you_mean(kind, known)}")
     if description["format"] != FORMAT:
         raise CheckpointError(
-            f"{folder} has format {description['format']}, this version reads {FORMAT}: upgrade robopolicy."
+            f"{folder} has format {description['format']}, this version reads {FORMAT}: train the world model again."
         )
     weights = load_tensors(folder / "model.safetensors", device)
-    prefix = "structure_"
-    parts = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     try:
         spec = _spec_from_json(description["spec"])
-        config = from_plain(EnsembleConfig, description["config"])
-        model = EnsembleModel(config, spec, StateStructure(**parts), description["success_bonus"])
+        model: Any = model_class(kind.removeprefix(PREFIX)).restore(description["model"], spec, weights)
         model.load_state_dict(weights, strict=True)
     except (KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(

@@ -9,6 +9,7 @@ members differ by initial weights and by bootstrap weights; all of them are elit
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,11 +17,14 @@ from scipy.special import ndtri
 from torch import Tensor, nn
 from torch.nn import functional
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.randomness import uniforms
-from robopolicy.core.spec import WorldSpec, check_finite
-from worldmodels.protocol import Imagined, Latent
+from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
+from robopolicy.core.structured import from_plain, to_plain
+from worldmodels.protocol import Context, Imagined, Latent, Regression
 from worldmodels.structure import StateStructure, find_structure
+from worldmodels.transitions import PROGRESS, SUCCESS, TransitionData, success_bonus
 
 BOUND = 10.0
 """Standardised inputs are limited to this, so a state far from the data cannot blow up the networks."""
@@ -53,43 +57,6 @@ class EnsembleConfig:
             raise ConfigError("members, width, depth and batch_size must be at least 1.")
 
 
-@dataclass(frozen=True)
-class TransitionData:
-    """Single control steps for training.
-
-    state, next_state: [N, S], the world's non-image fields one after the other; action: [N, A]; reward: [N], without
-    the success bonus; success, terminated: [N] bool after the step; episode: [N], so that whole episodes are held out.
-    """
-
-    state: Tensor
-    action: Tensor
-    next_state: Tensor
-    reward: Tensor
-    success: Tensor
-    terminated: Tensor
-    episode: Tensor
-
-    def __len__(self) -> int:
-        return len(self.state)
-
-    def __post_init__(self) -> None:
-        for name in ("state", "action", "next_state", "reward"):
-            check_finite(f"transitions: {name}", getattr(self, name))
-
-    def take(self, index: Tensor) -> "TransitionData":
-        """Select steps."""
-        return TransitionData(*(value[index] for value in self.__dict__.values()))
-
-    def split(self, share: float, generator: torch.Generator) -> tuple["TransitionData", "TransitionData"]:
-        """Hold out a share of the episodes: (training, validation)."""
-        episodes = self.episode.unique()
-        order = torch.randperm(len(episodes), generator=generator)
-        held = torch.isin(self.episode, episodes[order[: max(1, round(share * len(episodes)))]])
-        if bool(held.all()):
-            raise DataError("A world model needs at least two episodes: one to learn from, one to be tested on.")
-        return self.take((~held).nonzero()[:, 0]), self.take(held.nonzero()[:, 0])
-
-
 class Members(nn.Module):
     """M multilayer perceptrons as one batched tensor: [M, N, inputs] -> [M, N, outputs]."""
 
@@ -111,10 +78,12 @@ class Members(nn.Module):
 
 
 class EnsembleModel(nn.Module):
-    """A `WorldModel` over the non-image fields of `spec`; make one with `build_ensemble` or `load_world_model`.
+    """A `LearnedModel` of the non-image fields of `spec`; make one with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
+
+    context = 1
 
     state_mean: Tensor
     state_std: Tensor
@@ -123,6 +92,7 @@ class EnsembleModel(nn.Module):
     reward_mean: Tensor
     reward_std: Tensor
     success_threshold: Tensor
+    uncertainty_quantiles: Tensor
 
     def __init__(
         self,
@@ -134,10 +104,11 @@ class EnsembleModel(nn.Module):
     ):
         super().__init__()
         self.config, self.success_bonus = config, success_bonus
-        self._spec = replace(spec, rewards=("progress", "success"), history=1)
+        fields = {key: field for key, field in spec.observation.items() if not key.startswith(IMAGE_PREFIX)}
+        self._spec = replace(spec, observation=fields, rewards=(PROGRESS, SUCCESS), history=1)
         for name, value in structure.__dict__.items():
             self.register_buffer(f"structure_{name}", value)
-        self.sizes = [field.size for field in spec.observation.values()]
+        self.sizes = [field.size for field in fields.values()]
         states, actions, free = sum(self.sizes), spec.action.size, len(structure.free)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -150,6 +121,42 @@ class EnsembleModel(nn.Module):
             self.register_buffer(f"{name}_mean", torch.zeros(size))
             self.register_buffer(f"{name}_std", torch.ones(size))
         self.register_buffer("success_threshold", torch.zeros(()))
+        self.register_buffer("uncertainty_quantiles", torch.zeros(101))
+
+    @classmethod
+    def build(cls, config: EnsembleConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
+        """Return a fresh ensemble for `spec`, with structure and statistics read off `episodes`.
+
+        Raises DataError when the data's width is not the spec's.
+        """
+        data = TransitionData.of(episodes)
+        fields = [field for key, field in spec.observation.items() if not key.startswith(IMAGE_PREFIX)]
+        names = tuple(name for field in fields for name in (field.names or ("",) * field.size))
+        if data.state.shape[1] != len(names) or data.action.shape[1] != spec.action.size:
+            raise DataError(
+                f"Transitions have {data.state.shape[1]} state and {data.action.shape[1]} action elements, world "
+                f"'{spec.name}' has {len(names)} and {spec.action.size}: the data comes from another world."
+            )
+        structure = find_structure(data.state, data.next_state, names)
+        model = cls(config, spec, structure, success_bonus(episodes), seed)
+        model.fit_statistics(data)
+        return model
+
+    def description(self) -> dict[str, Any]:
+        """Return what `restore` needs besides spec and weights."""
+        return {"config": to_plain(self.config), "success_bonus": self.success_bonus}
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
+        """Return an ensemble into which `weights` can be loaded."""
+        prefix = "structure_"
+        parts = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        config = from_plain(EnsembleConfig, description["config"])
+        return cls(config, spec, StateStructure(**parts), description["success_bonus"])
+
+    def stages(self) -> Mapping[str, tuple[Regression, float]]:
+        """Dynamics, reward and success are fitted at once."""
+        return {"ensemble": (self, 1.0)}
 
     @property
     def spec(self) -> WorldSpec:
@@ -205,8 +212,9 @@ class EnsembleModel(nn.Module):
             "success": functional.binary_cross_entropy_with_logits(logit, label, reduction="none"),
         }
 
-    def batches(self, data: TransitionData, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
+    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
         """Yield training batches for ever; each member draws its own steps, `generator` is all the state."""
+        data = TransitionData.of(episodes)
         config, device = self.config, self.state_mean.device
         positive = data.success.nonzero()[:, 0]
         count = round(config.positive_share * config.batch_size) if len(positive) else 0
@@ -226,22 +234,29 @@ class EnsembleModel(nn.Module):
         return self.success_head(self._standard("state", state)[None])[0, :, 0]
 
     @torch.no_grad()
-    def calibrate_success(self, data: TransitionData) -> None:
-        """Set the threshold so that as many steps look successful as are: precision equals recall on `data`.
+    def calibrate(self, episodes: Episodes) -> None:
+        """Set the threshold of success and the quantiles of the uncertainty on held-out episodes.
 
-        Undoes the batch's share of positives, and keeps imagined success rates unbiased.
+        As many steps will look successful as are, precision equals recall: that undoes the batch's share of positives,
+        and keeps imagined success rates unbiased.
         """
-        if not bool(data.success.any()):
-            self.success_threshold.fill_(torch.inf)
-            return
-        logits = torch.cat([self.success_logit(part) for part in data.next_state.split(8192)])
-        share = 1 - data.success.float().mean()
-        self.success_threshold.copy_(torch.quantile(logits.double(), share.double()).float())
+        data, device = TransitionData.of(episodes), self.state_mean.device
+        logits = torch.cat([self.success_logit(part.to(device)) for part in data.next_state.split(8192)])
+        threshold = torch.tensor(torch.inf)
+        if bool(data.success.any()):
+            threshold = torch.quantile(logits.double(), (1 - data.success.double().mean()).to(device)).float()
+        self.success_threshold.copy_(threshold)
+        found = []
+        for state, action in zip(data.state.split(8192), data.action.split(8192), strict=True):
+            mean, _ = self._predict_all(state.to(device), action.to(device))
+            found.append(_disagreement(mean))
+        shares = torch.linspace(0, 1, len(self.uncertainty_quantiles), device=device)
+        self.uncertainty_quantiles.copy_(torch.quantile(torch.cat(found), shares))
 
-    def initial(self, observation: Mapping[str, np.ndarray], seeds: np.ndarray) -> Latent:
+    def initial(self, context: Context, seeds: np.ndarray) -> Latent:
         """Return the latent: the state vector, the episode's seed and the number of the next step."""
         parts = [
-            np.asarray(observation[key], dtype=np.float32).reshape(len(seeds), -1) for key in self._spec.observation
+            np.asarray(context.last(key), dtype=np.float32).reshape(len(seeds), -1) for key in self.spec.observation
         ]
         state = torch.from_numpy(np.concatenate(parts, axis=1)).to(self.state_mean.device)
         return {
@@ -254,8 +269,8 @@ class EnsembleModel(nn.Module):
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
         """Advance every row with a random member; success is terminal where the spec says so."""
         state, actions = latent["state"], actions.to(latent["state"].dtype)
-        members, rows = self.config.members, len(state)
-        mean, logvar = self.predict(state.expand(members, -1, -1), actions.expand(members, -1, -1))
+        rows = len(state)
+        mean, logvar = self._predict_all(state, actions)
         member, noise = self._draws(latent)
         chosen = mean[member, torch.arange(rows, device=state.device)]
         if self.config.sample:
@@ -267,15 +282,18 @@ class EnsembleModel(nn.Module):
         reward = self.reward_head(self.reward_input(state, actions, after)[None])[0, :, 0]
         success = self.success_logit(after) > self.success_threshold
         rewards = {
-            "progress": self.reward_mean + self.reward_std * reward,
-            "success": self.success_bonus * success.to(state.dtype),
+            PROGRESS: self.reward_mean + self.reward_std * reward,
+            SUCCESS: self.success_bonus * success.to(state.dtype),
         }
         parts = zip(self._spec.observation.items(), after.split(self.sizes, -1), strict=True)
         observation = {key: part.reshape(rows, *field.shape) for (key, field), part in parts}
-        imagined = Imagined(
-            observation, rewards, success, torch.zeros_like(success), mean.std(0, correction=0).mean(-1)
-        )
+        imagined = Imagined(observation, rewards, success, torch.zeros_like(success), _disagreement(mean))
         return {"state": after, "seed": latent["seed"], "step": latent["step"] + 1}, imagined
+
+    def _predict_all(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what every member predicts for the same rows."""
+        members = self.config.members
+        return self.predict(state.expand(members, -1, -1), action.expand(members, -1, -1))
 
     def _draws(self, latent: Latent) -> tuple[Tensor, Tensor]:
         """Return member indices [B] and standard normal noise [B, F], a function of each row's seed and step alone."""
@@ -299,19 +317,6 @@ class EnsembleModel(nn.Module):
         return torch.cat(parts, -1)
 
 
-def build_ensemble(
-    config: EnsembleConfig, spec: WorldSpec, data: TransitionData, success_bonus: float, seed: int
-) -> EnsembleModel:
-    """Return a fresh ensemble for `spec` (its non-image fields), with structure and statistics read off `data`.
-
-    Raises DataError when the data's width is not the spec's.
-    """
-    names = tuple(name for field in spec.observation.values() for name in (field.names or ("",) * field.size))
-    if data.state.shape[1] != len(names) or data.action.shape[1] != spec.action.size:
-        raise DataError(
-            f"Transitions have {data.state.shape[1]} state and {data.action.shape[1]} action elements, world "
-            f"'{spec.name}' has {len(names)} and {spec.action.size}: the data comes from another world."
-        )
-    model = EnsembleModel(config, spec, find_structure(data.state, data.next_state, names), success_bonus, seed)
-    model.fit_statistics(data)
-    return model
+def _disagreement(mean: Tensor) -> Tensor:
+    """Return how much the members' means [M, N, F] differ, [N]."""
+    return mean.std(0, correction=0).mean(-1)

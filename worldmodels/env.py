@@ -4,7 +4,7 @@ The three ends of a rollout stay apart: `terminated` (the model says the task en
 task's time limit: bootstrap) and `horizon_end` (imagination was cut: bootstrap, never a real end).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError, NonFiniteError
 from robopolicy.core.randomness import numpy_generator
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation, WorldSpec, check_finite, validate_actions
+from robopolicy.core.spec import TASK, Observation, WorldSpec, check_finite, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
-from worldmodels.protocol import Imagined, Latent, WorldModel
+from worldmodels.protocol import Imagined, Latent, Starts, WorldModel
 
-Starts = Callable[[np.ndarray], Observation]
-"""Episode seeds [R] -> the first frame of each episode, key -> [R, *shape], with `task` -> [R] if there are several."""
+PENALTY = "uncertainty"
+"""Name of the reward term that an uncertain step costs."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,11 @@ class Truncation:
 class ImaginedWorld:
     """World and Snapshots over a world model.
 
-    starts: where episodes begin, by seed: the true simulator's starts pair imagined with real episodes, frames of a
-    dataset start anywhere in it; batch_size: rows B; history: H frames; seed: of the generator that draws episode seeds
-    when `reset` is given none; debounce: consecutive steps that must look successful before success is believed.
+    starts: where episodes begin, by seed: the true simulator's starts pair imagined with real episodes, contexts of a
+    dataset start anywhere in it; batch_size: rows B; history: H frames; truncation: when imagination is cut; penalty:
+    price of a unit of uncertainty, a reward term of its own (MOPO, Yu et al. 2020, arXiv:2005.13239); debounce:
+    consecutive steps that must look successful before success is believed; seed: of the generator that draws episode
+    seeds when `reset` is given none.
     """
 
     def __init__(
@@ -53,17 +55,18 @@ class ImaginedWorld:
         *,
         history: int = 1,
         truncation: Truncation | None = None,
+        penalty: float = 0.0,
         debounce: int = 1,
         seed: int = 0,
     ):
-        if batch_size < 1 or history < 1 or debounce < 1:
-            raise ConfigError("An imagined world needs batch_size, history and debounce of at least 1.")
+        if batch_size < 1 or history < 1 or debounce < 1 or penalty < 0:
+            raise ConfigError("An imagined world needs batch_size, history and debounce >= 1 and a penalty >= 0.")
         self.model, self._starts = model, starts
         self._truncation = truncation or Truncation()
-        self._debounce = debounce
+        self._penalty, self._debounce = penalty, debounce
         self._batch_size = batch_size
-        fields = {key: field for key, field in model.spec.observation.items() if not key.startswith(IMAGE_PREFIX)}
-        self._spec = replace(model.spec, name=f"imagined {model.spec.name}", observation=fields, history=history)
+        rewards = (*model.spec.rewards, PENALTY) if penalty else model.spec.rewards
+        self._spec = replace(model.spec, name=f"imagined {model.spec.name}", rewards=rewards, history=history)
         self._generator = numpy_generator(seed, f"imagined/{self._spec.name}/episode_seeds")
         self._latent: Latent = {}
         self._arrays: dict[str, np.ndarray] = {}
@@ -93,13 +96,13 @@ class ImaginedWorld:
         chosen = self._generator.integers(0, 2**62, len(index)) if seeds is None else np.array(seeds, np.int64)
         if len(chosen) != len(index):
             raise ConfigError(f"{len(index)} rows need as many seeds, got {len(chosen)}.")
-        frames = self._starts(chosen)
-        latent = self.model.initial({key: frames[key] for key in self._spec.observation}, chosen)
+        context = self._starts(chosen)
+        latent = self.model.initial(context, chosen)
         self._latent = _scatter(self._latent, latent, index, self._batch_size)
         for key in self._spec.observation:
-            self._frames[key][index] = np.asarray(frames[key])[:, None]
-        texts = np.asarray(frames[TASK]) if TASK in frames else np.full(len(index), self._spec.instructions[0])
-        self._arrays["task"][index] = texts
+            known = context.observation[key]
+            self._frames[key][index] = known[:, np.maximum(np.arange(-self._spec.history, 0), -known.shape[1])]
+        self._arrays["task"][index] = self._spec.instructions[0] if context.task is None else context.task
         for name in ("steps", "streak", "success", "terminated", "truncated", "horizon_end"):
             self._arrays[name][index] = 0
         return self._observation()
@@ -120,11 +123,13 @@ class ImaginedWorld:
             if active.any():
                 valid[:, index] = active
                 imagined = self._advance(clipped[:, index], active)
-                for name in rewards:
+                for name in self.model.spec.rewards:
                     rewards[name][:, index] = np.where(active, imagined.rewards[name].cpu().numpy(), 0.0)
                 uncertainty[:, index] = np.where(active, imagined.uncertainty.cpu().numpy(), 0.0)
             for key in trace:
                 trace[key][:, index] = self._frames[key][:, -1]
+        if self._penalty:
+            rewards[PENALTY] = -self._penalty * uncertainty
         flags = {name: self._arrays[name].copy() for name in ("terminated", "truncated", "success", "horizon_end")}
         return Step(self._observation(), trace, rewards, valid, **flags, uncertainty=uncertainty)
 
@@ -204,20 +209,6 @@ class ImaginedWorld:
 
     def _observation(self) -> Observation:
         return {key: value.copy() for key, value in self._frames.items()} | {TASK: self._arrays["task"].copy()}
-
-
-def dataset_starts(frames: Mapping[str, np.ndarray], tasks: Sequence[str] | None = None) -> Starts:
-    """Return starts drawn from recorded frames, key -> [N, *shape]: the seed chooses the row."""
-    count = len(next(iter(frames.values())))
-    if not count:
-        raise ConfigError("There are no recorded frames to start from.")
-
-    def starts(seeds: np.ndarray) -> Observation:
-        index = np.asarray(seeds, dtype=np.int64) % count
-        chosen = {key: value[index] for key, value in frames.items()}
-        return chosen if tasks is None else chosen | {TASK: np.asarray(tasks)[index]}
-
-    return starts
 
 
 def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:

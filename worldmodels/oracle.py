@@ -4,17 +4,16 @@
 other faults of learning in imagination (Sims et al. 2024, edge of reach).
 """
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.spec import TASK, Observation, WorldSpec
+from robopolicy.core.spec import TASK, WorldSpec
 from robopolicy.core.world import Snapshot, Snapshots, World
 from worldmodels.env import ImaginedWorld, Truncation
-from worldmodels.protocol import Imagined, Latent
+from worldmodels.protocol import Context, Imagined, Latent
 
 
 class Restorable(World, Snapshots, Protocol):
@@ -35,8 +34,10 @@ class OracleModel:
         """The true world's spec."""
         return self._world.spec
 
-    def initial(self, observation: Mapping[str, np.ndarray], seeds: np.ndarray) -> Latent:
-        """Reset as many of the true world's rows as there are seeds and return their snapshots."""
+    def initial(self, context: Context, seeds: np.ndarray) -> Latent:
+        """Return the snapshots in `context.state`; without any, those of the true world's rows reset with `seeds`."""
+        if context.state:
+            return _latent(Snapshot(dict(context.state)))
         rows = np.arange(len(seeds))
         if len(rows) < self._world.batch_size:
             self._world.reset()
@@ -63,12 +64,13 @@ def oracle_twin(
     """Wrap the true `world` (history 1) exactly as a learned model would be wrapped."""
     starting = world
 
-    def starts(seeds: np.ndarray) -> Observation:
+    def starts(seeds: np.ndarray) -> Context:
         rows = np.arange(len(seeds))
         if len(rows) < starting.batch_size:
             starting.reset()
         observation = starting.reset(rows=rows, seeds=seeds)
-        return {key: observation[key][rows, -1] for key in starting.spec.observation} | {TASK: observation[TASK][rows]}
+        frames = {key: observation[key][rows, -1:] for key in starting.spec.observation}
+        return Context(frames, observation[TASK][rows])
 
     return ImaginedWorld(
         OracleModel(world), starts, world.batch_size, history=history, truncation=truncation, seed=seed

@@ -5,17 +5,44 @@ actions: whatever noise a model draws, it derives from the seed and the step tha
 depend on rows or batches, and a copied latent branches exactly.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.spec import WorldSpec
 
 Latent = dict[str, Tensor]
 """What a model carries from step to step, name -> [B, ...]."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where R imagined episodes begin: H frames each, the last of them the present one (H = 1 after a reset).
+
+    observation: key -> [R, H, *shape]; task: [R] texts, or none where there is one instruction; actions: [R, H - 1, A],
+    what was done between the frames; state: what a simulator needs to go on from there, name -> [R, ...], if known.
+    """
+
+    observation: Mapping[str, np.ndarray]
+    task: np.ndarray | None = None
+    actions: np.ndarray | None = None
+    state: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.observation.values())))
+
+    def last(self, key: str) -> np.ndarray:
+        """Return the present frame [R, *shape]."""
+        return self.observation[key][:, -1]
+
+
+Starts = Callable[[np.ndarray], Context]
+"""Episode seeds [R] -> where these episodes begin."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +69,56 @@ class WorldModel(Protocol):
         """The spec of the world it imitates, with the reward terms that it predicts."""
         ...
 
-    def initial(self, observation: Mapping[str, np.ndarray], seeds: np.ndarray) -> Latent:
-        """Return the latent of episodes with `seeds` [R] that begin at these frames, key -> [R, *shape]."""
+    def initial(self, context: Context, seeds: np.ndarray) -> Latent:
+        """Return the latent of episodes with `seeds` [R] that begin in `context`."""
         ...
 
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
         """Advance every row by one control step with actions [B, A] in the world's units, without gradient."""
+        ...
+
+
+class Regression(Protocol):
+    """An nn.Module that is fitted by regression on episodes: a model, or a part of one."""
+
+    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the parts of the loss by name, each [N]."""
+        ...
+
+    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield training batches for ever; `generator` is all the state."""
+        ...
+
+
+class LearnedModel(WorldModel, Protocol):
+    """A world model with weights, an nn.Module: trained in stages, and able to describe itself for a checkpoint."""
+
+    uncertainty_quantiles: Tensor
+    """[101]: quantiles of the uncertainty of single steps on held-out data."""
+
+    @property
+    def context(self) -> int:
+        """How many frames it likes to begin with; it can do with one."""
+        ...
+
+    @classmethod
+    def build(cls, config: Any, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
+        """Return an untrained model of the world of `spec`, its statistics read off `episodes`."""
+        ...
+
+    def stages(self) -> Mapping[str, tuple[Regression, float]]:
+        """Return what is fitted one after the other, each with its share of the training steps."""
+        ...
+
+    def calibrate(self, episodes: Episodes) -> None:
+        """Set thresholds on held-out episodes, after training."""
+        ...
+
+    def description(self) -> dict[str, Any]:
+        """Return what `restore` needs besides spec and weights, as JSON."""
+        ...
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
+        """Return a model into which `weights` can be loaded."""
         ...

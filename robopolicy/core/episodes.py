@@ -172,6 +172,14 @@ class Episodes:
             **per_episode,
         )
 
+    def split(self, share: float, generator: torch.Generator) -> tuple["Episodes", "Episodes"]:
+        """Hold out a share of the episodes, at least one: (training, validation)."""
+        held = max(1, round(share * len(self)))
+        if held >= len(self):
+            raise DataError(f"Of {len(self)} episodes none is left to learn from: record more of them.")
+        order = torch.randperm(len(self), generator=generator)
+        return self.select(order[held:].sort().values), self.select(order[:held].sort().values)
+
     @staticmethod
     def concatenate(parts: Sequence["Episodes"]) -> "Episodes":
         """Join episodes of the same fields and fps; what one part does not know is None in the whole.

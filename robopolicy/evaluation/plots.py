@@ -9,6 +9,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from robopolicy.core.spec import IMAGE_PREFIX
+
 matplotlib.use("Agg")
 
 BASE, TUNED, THIRD, MUTED = "#7a8799", "#0072b2", "#d55e00", "#9aa5b1"
@@ -129,15 +131,25 @@ def ranking_scatter(real: Mapping[str, Rate], model: Mapping[str, Rate]) -> str:
         return as_svg(figure)
 
 
-def open_loop_errors(errors: Mapping[str, Mapping[str, float] | None]) -> str:
-    """Draw open-loop prediction error against the horizon, beside copying the first state."""
+def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], key: str) -> str:
+    """Draw how well a model follows recorded actions, against the horizon, beside other actions and copying.
+
+    figures: horizon -> observation key -> {"model", "shuffled", "copy"}; PSNR for images, errors for vectors.
+    """
     with matplotlib.rc_context(STYLE):
         figure, axes = new_axes()
-        rows = [(int(horizon), error) for horizon, error in errors.items() if error is not None]
-        steps = [horizon for horizon, _ in rows]
-        for key, label, colour in (("error", "world model", TUNED), ("copy_first_state", "copy the first state", BASE)):
-            axes.plot(steps, [error[key] for _, error in rows], marker="o", color=colour, label=label)
-        axes.set(xlabel="imagined steps", ylabel="error (standard deviations)", ylim=(0, None))
+        rows = [(int(horizon), found[key]) for horizon, found in figures.items() if key in found]
+        image = key.startswith(IMAGE_PREFIX)
+        for name, label, colour in (
+            ("model", "world model", TUNED),
+            ("shuffled", "world model told other actions", THIRD),
+            ("copy", "first frame repeated", BASE),
+        ):
+            steps = [horizon for horizon, _ in rows]
+            axes.plot(steps, [found[name] for _, found in rows], marker="o", color=colour, label=label)
+        axes.set(xlabel="imagined steps", ylabel="PSNR (dB)" if image else "error (standard deviations)")
+        if not image:
+            axes.set_ylim(0, None)
         axes.legend(frameon=False)
         return as_svg(figure)
 

@@ -16,9 +16,9 @@ from robopolicy.core.storage import write_atomic, write_json
 from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.curves import method_curves
 from robopolicy.evaluation.report import Report, Section, render
-from robopolicy.runs import output, publish
+from robopolicy.runs import output, print_table, publish
 from robopolicy.training.finetune import FinetuneConfig, finetune
-from robopolicy.verbs.bench_runs import Variant, pooled, print_table, rate_text, run_variant
+from robopolicy.verbs.bench_runs import Variant, pooled, rate_text, run_variant
 
 GENTLE = (
     "finetune.iterations=60",

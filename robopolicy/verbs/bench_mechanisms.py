@@ -14,8 +14,8 @@ from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.storage import write_atomic, write_json
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.report import Report, Section, render
-from robopolicy.runs import output, publish
-from robopolicy.verbs.bench_runs import Outcome, Variant, print_table, rate_text, run_variant
+from robopolicy.runs import output, print_table, publish
+from robopolicy.verbs.bench_runs import Outcome, Variant, rate_text, run_variant
 
 TASK = "push_cube"
 SMALL = (

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.rule import Rule
-from rich.table import Table
 
 from robopolicy.configuration import Config, compose
 from robopolicy.core.run import RunFolder
@@ -89,13 +88,3 @@ def pooled(measured: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def rate_text(rate: Mapping[str, float]) -> str:
     """Return a rate with its interval."""
     return f"{rate['success_rate']:.1%} [{rate['low']:.1%}, {rate['high']:.1%}]"
-
-
-def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Print a table whose first column is text and whose others are figures."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index == 0 else "right")
-    for line in lines:
-        table.add_row(*line)
-    output.print(table)

@@ -1,18 +1,24 @@
 """The ensemble learns a system with a known answer; its world keeps the protocol; its checkpoint is strict."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from robopolicy.core.conformance import check_world
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from robopolicy.core.randomness import Generators, uniforms
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, WorldSpec
 from robopolicy.training.fit import FitConfig, fit
 from worldmodels import load_world_model, save_world_model
 from worldmodels.diagnostics import examine
-from worldmodels.ensemble import EnsembleConfig, TransitionData, build_ensemble
-from worldmodels.env import ImaginedWorld, Truncation, dataset_starts
+from worldmodels.ensemble import EnsembleConfig, EnsembleModel
+from worldmodels.env import PENALTY, ImaginedWorld, Truncation
+from worldmodels.imagination import context_at, recorded_starts
+from worldmodels.protocol import Context
+from worldmodels.transitions import TransitionData
 
 GAIN = 0.2
 SPEC = WorldSpec(
@@ -29,38 +35,51 @@ SPEC = WorldSpec(
 )
 
 
-def transitions(episodes=300, steps=10, seed=0):
+def recorded(episodes=300, steps=10, seed=0):
     """A point that moves by GAIN times the action; reward is progress to the goal; success within 0.15."""
     generator = torch.Generator().manual_seed(seed)
-    rows = {name: [] for name in ("state", "action", "next_state", "reward", "success", "terminated", "episode")}
-    for episode in range(episodes):
+    positions, goals, actions, lengths, progress, won = [], [], [], [], [], []
+    for _ in range(episodes):
         position = 2 * torch.rand(2, generator=generator) - 1
         goal = 2 * torch.rand(2, generator=generator) - 1
-        for _ in range(steps):
+        positions.append(position)
+        for step in range(steps):
             noisy = 2 * (goal - position) + 0.8 * torch.randn(2, generator=generator)
-            action = noisy.clamp(-1, 1)
-            after = position + GAIN * action
-            state, following = (torch.cat([p, goal, goal - p]) for p in (position, after))
+            actions.append(noisy.clamp(-1, 1))
+            after = position + GAIN * actions[-1]
             distance = [(goal - p).norm() for p in (position, after)]
-            success = distance[1] < 0.15
-            values = (state, action, following, distance[0] - distance[1], success, success, torch.tensor(episode))
-            for name, value in zip(rows, values, strict=True):
-                rows[name].append(value)
+            progress.append(distance[0] - distance[1])
+            won.append(distance[1] < 0.15)
             position = after
-            if success:
+            positions.append(position)
+            if won[-1] or step == steps - 1:
+                lengths.append(step + 1)
+                goals.append(goal.expand(step + 2, 2))
                 break
-    return TransitionData(**{name: torch.stack(values) for name, values in rows.items()})
+    state, target, success = torch.stack(positions), torch.cat(goals), torch.stack(won)
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    return Episodes(
+        SPEC.observation,
+        SPEC.action,
+        SPEC.fps,
+        {STATE: state, ENVIRONMENT_STATE: torch.cat([target, target - state], 1)},
+        torch.stack(actions),
+        torch.tensor(lengths),
+        SPEC.instructions * len(lengths),
+        rewards={"progress": torch.stack(progress), "success": success.float()},
+        step_success=success,
+        terminated=success[ends],
+    )
 
 
 def trained(steps=400, **options):
     torch.set_num_threads(1)
-    data = transitions()
-    train, held = data.split(0.1, torch.Generator().manual_seed(0))
+    train, held = recorded().split(0.1, torch.Generator().manual_seed(0))
     config = EnsembleConfig(members=3, width=64, depth=2, head_width=64, **options)
-    model = build_ensemble(config, SPEC, train, success_bonus=1.0, seed=0)
+    model = EnsembleModel.build(config, SPEC, train, seed=0)
     generators = Generators(0)
     fit(model, model.batches(train, generators["batches"]), FitConfig(steps=steps, learning_rate=3e-3), generators)
-    model.calibrate_success(held)
+    model.calibrate(held)
     return model, held
 
 
@@ -71,8 +90,9 @@ def learned():
 
 def world(model, rows, **options):
     def starts(seeds):
-        draws = (2 * uniforms(np.asarray(seeds), 4) - 1).astype(np.float32)
-        return {STATE: draws[:, :2], ENVIRONMENT_STATE: np.concatenate([draws[:, 2:], draws[:, 2:] - draws[:, :2]], 1)}
+        draws = (2 * uniforms(np.asarray(seeds), 4) - 1).astype(np.float32)[:, None]
+        position, goal = draws[..., :2], draws[..., 2:]
+        return Context({STATE: position, ENVIRONMENT_STATE: np.concatenate([goal, goal - position], -1)})
 
     return ImaginedWorld(model, starts, rows, **options)
 
@@ -89,11 +109,12 @@ def test_structure_is_read_off_the_data(learned):
 def test_it_learns_the_known_dynamics(learned):
     model, held = learned
     figures = examine(model, held, torch.Generator().manual_seed(0))
-    assert figures["one_step_error"] < 0.02
-    assert figures["shuffled_action_error"] > 0.8
     assert figures["reward_error"] < 0.1
     assert figures["success"]["f1"] > 0.8
-    assert figures["open_loop"]["5"]["error"] < 0.3 * figures["open_loop"]["5"]["copy_first_state"]
+    for ahead in ("1", "5"):
+        error = figures["open_loop"][ahead][STATE]
+        assert error["model"] < 0.3 * error["copy"]
+        assert error["shuffled"] > 2 * error["model"]
 
 
 def test_disagreement_grows_off_the_data(learned):
@@ -101,10 +122,12 @@ def test_disagreement_grows_off_the_data(learned):
 
     def uncertainty(state):
         latent = {"state": state, "seed": torch.arange(len(state)), "step": torch.zeros(len(state), dtype=torch.int64)}
-        return model.imagine(latent, held.action[: len(state)])[1].uncertainty.mean()
+        return model.imagine(latent, held.actions[: len(state)])[1].uncertainty.mean()
 
-    state = held.state[:200]
+    state = TransitionData.of(held).state[:200]
     assert uncertainty(state + 5.0) > 3 * uncertainty(state)
+    quantiles = model.uncertainty_quantiles
+    assert quantiles[0] < uncertainty(state) < quantiles[-1] and (quantiles.diff() >= 0).all()
 
 
 def test_imagined_worlds_conform(learned):
@@ -128,10 +151,37 @@ def test_uncertainty_cuts_imagination_without_ending_the_task(learned):
     assert (step.uncertainty[:, 0] > 0).all()
 
 
+def test_doubt_costs_what_the_penalty_says(learned):
+    free, priced = world(learned[0], 3), world(learned[0], 3, penalty=2.0)
+    actions = np.random.default_rng(0).uniform(-1, 1, (3, 4, 2))
+    steps = []
+    for each in (free, priced):
+        each.reset(seeds=[1, 2, 3])
+        steps.append(each.step(actions))
+    assert np.allclose(steps[1].rewards[PENALTY], -2.0 * steps[0].uncertainty) and PENALTY in priced.spec.rewards
+    assert np.array_equal(steps[0].rewards["progress"], steps[1].rewards["progress"])
+
+
+def test_imagination_begins_anywhere_in_recorded_episodes(learned):
+    model, held = learned
+    context = context_at(held, torch.tensor([0, 2]), history=3)
+    assert context.observation[STATE].shape == (2, 3, 2) and context.actions.shape == (2, 2, 2)
+    assert (context.observation[STATE][0] == held.observation[STATE][0].numpy()).all()
+    assert (context.actions[0] == 0).all() and np.array_equal(context.actions[1], held.actions[:2].numpy())
+    starts = recorded_starts(held, steps=torch.tensor([5]))
+    inside = ImaginedWorld(model, starts, 2, history=2)
+    observation = inside.reset(seeds=[0, 1])
+    frame = held.observation[STATE][5 + held.episode_of_step[5]].numpy()
+    assert (observation[STATE] == frame).all()
+
+
 def test_debounce_wants_success_to_last(learned):
     model = learned[0]
-    goal = np.zeros((1, 2), dtype=np.float32)
-    at_goal = dataset_starts({STATE: goal, ENVIRONMENT_STATE: np.zeros((1, 4), dtype=np.float32)})
+    frames = {STATE: np.zeros((1, 1, 2), dtype=np.float32), ENVIRONMENT_STATE: np.zeros((1, 1, 4), dtype=np.float32)}
+
+    def at_goal(seeds):
+        return Context(frames)
+
     once, thrice = (ImaginedWorld(model, at_goal, 1, debounce=count) for count in (1, 3))
     once.reset(seeds=[0])
     thrice.reset(seeds=[0])
@@ -158,13 +208,16 @@ def test_checkpoints_round_trip_and_are_strict(learned, tmp_path):
         load_world_model(tmp_path / "model")
 
 
-def test_bad_data_is_refused(learned):
-    data = transitions(episodes=4)
+def test_bad_data_is_refused():
+    data = recorded(episodes=4)
+    broken = {**data.observation, STATE: data.observation[STATE] * torch.nan}
     with pytest.raises(NonFiniteError, match="state"):
-        TransitionData(**{**data.__dict__, "state": data.state * torch.nan})
+        TransitionData.of(replace(data, observation=broken))
     with pytest.raises(DataError, match="another world"):
-        build_ensemble(
-            EnsembleConfig(), SPEC, TransitionData(**{**data.__dict__, "action": data.action[:, :1]}), 1.0, 0
-        )
+        EnsembleModel.build(EnsembleConfig(), SPEC, replace(data, actions=data.actions[:, :1]), 0)
+    with pytest.raises(DataError, match="neither"):
+        TransitionData.of(replace(data, rewards=None))
+    with pytest.raises(DataError, match="none is left"):
+        data.select([0]).split(0.1, torch.Generator())
     with pytest.raises(ConfigError, match="at least 1"):
         EnsembleConfig(members=0)

@@ -1,0 +1,34 @@
+"""Where imagination begins: contexts taken from recorded episodes."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.randomness import uniforms
+from worldmodels.protocol import Context, Starts
+from worldmodels.sequences import SequenceData
+
+
+def context_at(episodes: Episodes, steps: Tensor, history: int = 1) -> Context:
+    """Return what was seen just before the actions `steps` [R], with `history` frames and the actions between them.
+
+    Before an episode's first frame that frame repeats, and its actions are zero.
+    """
+    found = SequenceData(episodes).cut(steps, history - 1, 0)
+    tasks = np.array(episodes.tasks)[episodes.episode_of_step[steps].numpy()]
+    return Context({key: value.numpy() for key, value in found.frames.items()}, tasks, found.actions.numpy())
+
+
+def recorded_starts(episodes: Episodes, history: int = 1, steps: Tensor | None = None) -> Starts:
+    """Return starts anywhere in `episodes`, or just before the actions `steps` (keyframes); the seed chooses."""
+    chosen = torch.arange(episodes.step_count) if steps is None else steps
+    if not len(chosen):
+        raise ConfigError("There are no recorded steps to start from.")
+
+    def starts(seeds: np.ndarray) -> Context:
+        index = (uniforms(np.asarray(seeds, dtype=np.int64), 1)[:, 0] * len(chosen)).astype(np.int64)
+        return context_at(episodes, chosen[torch.from_numpy(index)], history)
+
+    return starts
