@@ -8,7 +8,6 @@ members differ by initial weights and by bootstrap weights; all of them are elit
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -22,6 +21,7 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.nn.members import Members
 from worldmodels.protocol import Context, Imagined, Latent, Regression
 from worldmodels.structure import StateStructure, find_structure
 from worldmodels.transitions import PROGRESS, SUCCESS, TransitionData, success_bonus
@@ -55,26 +55,6 @@ class EnsembleConfig:
     def __post_init__(self) -> None:
         if min(self.members, self.width, self.depth, self.batch_size) < 1:
             raise ConfigError("members, width, depth and batch_size must be at least 1.")
-
-
-class Members(nn.Module):
-    """M multilayer perceptrons as one batched tensor: [M, N, inputs] -> [M, N, outputs]."""
-
-    def __init__(self, members: int, inputs: int, width: int, depth: int, outputs: int):
-        super().__init__()
-        sizes = [inputs] + [width] * depth + [outputs]
-        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
-        for before, after in pairwise(sizes):
-            self.weights.append(nn.Parameter(torch.randn(members, before, after) / before**0.5))
-            self.biases.append(nn.Parameter(torch.zeros(members, 1, after)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run every member on its own batch."""
-        last = len(self.weights) - 1
-        for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            x = torch.baddbmm(bias, x, weight)
-            x = x if layer == last else functional.silu(x)
-        return x
 
 
 class EnsembleModel(nn.Module):

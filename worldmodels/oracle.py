@@ -27,7 +27,7 @@ class OracleModel:
     """
 
     def __init__(self, world: Restorable):
-        self._world = world
+        self._world, self._started = world, False
 
     @property
     def spec(self) -> WorldSpec:
@@ -37,6 +37,9 @@ class OracleModel:
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
         """Return the snapshots in `context.state`; without any, those of the true world's rows reset with `seeds`."""
         if context.state:
+            if not self._started:
+                self._world.reset()
+                self._started = True
             return _latent(Snapshot(dict(context.state)))
         rows = np.arange(len(seeds))
         if len(rows) < self._world.batch_size:

@@ -54,6 +54,7 @@ METHODS: dict[str, Variant] = {
             "finetune.minibatch=1024",
             "finetune.target_kl=0.2",
             "finetune.ratio_tolerance=1e-4",
+            "finetune.units=null",
         ),
     ),
 }

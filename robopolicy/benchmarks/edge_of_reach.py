@@ -1,0 +1,165 @@
+"""The edge of reach: with a perfect model, short imagined rollouts alone make values explode, and many critics cure it.
+
+Arms: `base` (soft actor-critic with two critics on truncated rollouts, the engine of MBPO), `penalty` (MOPO's price on
+the model's uncertainty, which true dynamics do not have), `patched` (the true value is paid where imagination stops; it
+must be known), `RAVL` (the smallest of ten critics, kept from agreeing) and `long` (rollouts to the episode's end).
+Source: Sims et al. 2024, arXiv:2402.12527.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from robopolicy.benchmarks import point
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.world import Snapshot, World
+from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.rl.offline.batches import Batch
+from robopolicy.rl.offline.sac import Sac, SacConfig
+from robopolicy.training.imagined_values import (
+    AgentController,
+    EdgeValue,
+    ImaginedValuesConfig,
+    Interface,
+    learn_in_imagination,
+)
+from sims.registry import make_world
+from worldmodels.env import ImaginedWorld, Truncation
+from worldmodels.oracle import OracleModel
+from worldmodels.protocol import Context, Starts
+
+ROWS, EPISODES, RECORDED = 500, 200, 5000
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A world that is known exactly, with recorded transitions to begin in.
+
+    imagined: (truncation, penalty) -> the world for rollouts; real: the world that judges; recorded: transitions with
+    actions in [-1, 1]; agent: settings of the agent; edge_value: the true value of states, where it is known.
+    """
+
+    imagined: Callable[[Truncation, float], World]
+    real: World
+    recorded: Batch
+    agent: SacConfig
+    edge_value: EdgeValue | None = None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """steps: how far imagination goes, None to the end; critics, diversity: of the agent; the others: see above."""
+
+    steps: int | None = 5
+    critics: int = 2
+    diversity: float = 0.0
+    patched: bool = False
+    penalty: float = 0.0
+
+
+ARMS = {
+    "base": Arm(),
+    "penalty": Arm(penalty=5.0),
+    "patched": Arm(patched=True),
+    "RAVL": Arm(critics=10, diversity=0.01),
+    "long": Arm(steps=None),
+}
+
+
+def point_problem(seed: int) -> Problem:
+    """The point that walks home."""
+    generator = torch.Generator().manual_seed(derive(seed, "point"))
+    state = torch.from_numpy(point.starts(episode_seeds(seed, "recorded", RECORDED)).last(point.STATE))
+    action = 2 * torch.rand(RECORDED, point.AXES, generator=generator) - 1
+    never = torch.zeros(RECORDED, dtype=torch.bool)
+    recorded = Batch(state, action, -point.COST * state.norm(dim=1), state + point.STEP * action, never)
+    agent = SacConfig(width=64, depth=2, rate=3e-3, tau=0.1, temperature=1e-4, learn_temperature=False)
+
+    def imagined(truncation: Truncation, penalty: float) -> World:
+        return ImaginedWorld(point.PointModel(), point.starts, ROWS, truncation=truncation, penalty=penalty)
+
+    return Problem(
+        imagined,
+        ImaginedWorld(point.PointModel(), point.starts, EPISODES),
+        recorded,
+        agent,
+        lambda state: agent.discount * point.best_value(state, agent.discount),
+    )
+
+
+def task_problem(task: str, seed: int) -> Problem:
+    """A MuJoCo task whose own simulator is the model, begun in states that random actions led to."""
+    world = make_world(task, ROWS, seed=seed)
+    recorded, starts = random_play(world, seed)
+    agent = SacConfig(width=128, depth=2, rate=1e-3, tau=0.05, temperature=1e-2, learn_temperature=False)
+
+    def imagined(truncation: Truncation, penalty: float) -> World:
+        simulator: Any = make_world(task, ROWS, seed=seed)
+        return ImaginedWorld(OracleModel(simulator), starts, ROWS, truncation=truncation, penalty=penalty)
+
+    return Problem(imagined, make_world(task, EPISODES, seed=seed), recorded, agent)
+
+
+def random_play(world: Any, seed: int) -> tuple[Batch, Starts]:
+    """Return transitions of random actions, and starts in the states they began in (the seed chooses)."""
+    interface = Interface(world.spec)
+    generator = torch.Generator().manual_seed(derive(seed, "random play"))
+    observation = world.reset(seeds=episode_seeds(seed, "random play", world.batch_size))
+    parts, frames, snapshots = [], [], []
+    live = np.ones(world.batch_size, dtype=bool)
+    while live.any() and sum(map(len, parts)) < RECORDED:
+        state, rows = interface.state(observation), np.flatnonzero(live)
+        action = 2 * torch.rand(world.batch_size, interface.actions, generator=generator) - 1
+        frames.append({key: observation[key][rows, -1:] for key in world.spec.observation})
+        snapshots.append(world.snapshot(rows).arrays)
+        step = world.step(interface.to_world(action)[:, None])
+        reward, following = torch.from_numpy(step.reward[:, 0]).float(), interface.state(step.observation)
+        every = Batch(state, action, reward, following, torch.from_numpy(step.terminated))
+        parts.append(every.take(torch.from_numpy(rows)))
+        live &= ~step.ended
+        observation = step.observation
+    seen = {key: np.concatenate([frame[key] for frame in frames]) for key in frames[0]}
+    states = {name: np.concatenate([arrays[name] for arrays in snapshots]) for name in snapshots[0]}
+
+    def starts(seeds: np.ndarray) -> Context:
+        index = np.asarray(seeds) % len(next(iter(seen.values())))
+        chosen = Snapshot(states).take(index).arrays
+        return Context({key: value[index] for key, value in seen.items()}, state=chosen)
+
+    return Batch.join(parts), starts
+
+
+def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig) -> dict[str, Any]:
+    """Run one arm; returns its records and the real return and success of the noise-free agent."""
+    if name not in ARMS:
+        raise ConfigError(f"There is no arm '{name}'.{did_you_mean(name, ARMS)} There are {', '.join(ARMS)}.")
+    arm = ARMS[name]
+    if arm.patched and problem.edge_value is None:
+        raise ConfigError("The true values of this world are not known: arm 'patched' has nothing to pay.")
+    settings = {**problem.agent.__dict__, "critics": arm.critics, "diversity": arm.diversity}
+    interface = Interface(problem.real.spec)
+    agent = Sac(SacConfig(**settings), interface.size, interface.actions, derive(seed, "agent"))
+    agent.fit_statistics(problem.recorded.state)
+    world = problem.imagined(Truncation(steps=arm.steps), arm.penalty)
+    edge_value, recorded = problem.edge_value if arm.patched else None, problem.recorded
+    if edge_value is not None:
+        paid = recorded.reward + edge_value(recorded.next_state)
+        recorded = replace(recorded, reward=paid, terminated=torch.ones_like(recorded.terminated))
+    records = learn_in_imagination(agent, world, recorded, config, Generators(seed), seed=seed, edge_value=edge_value)
+    seeds = episode_seeds(seed, "judge", EPISODES)
+    judged = evaluate_policy(problem.real, AgentController(agent, interface), seeds, label=name)
+    last = records[-1]
+    return {
+        "arm": name,
+        "seed": seed,
+        "value": last["value"],
+        "beyond_bound": last["beyond_bound"],
+        "edge_share": last["edge_share"],
+        "return": float(judged.returns.mean()),
+        "success": judged.success_rate,
+        "records": records,
+    }

@@ -1,0 +1,1 @@
+"""Learning from batches of transitions, without acting: critics, actors and the agents that join them."""

@@ -1,0 +1,145 @@
+"""Soft actor-critic with a pessimistic ensemble: SAC-N, EDAC and RAVL's agent.
+
+Sources: SAC, Haarnoja et al. 2018, arXiv:1812.05905; EDAC, An et al. 2021, arXiv:2110.01548; RAVL, Sims et al. 2024,
+arXiv:2402.12527, which uses it on imagined rollouts. With critics=2 and diversity=0 it is plain SAC, which MBPO and
+MOPO use there.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.rl.offline.batches import Batch
+from robopolicy.rl.offline.networks import Actor, Critics
+
+
+@dataclass(frozen=True)
+class SacConfig:
+    """Defaults of RAVL's experiments but for the width.
+
+    critics: N, of which the smallest counts, for targets and for the actor; diversity: weight of the critics' penalty
+    for agreeing about how Q changes with the action; target_entropy: null for minus the number of action elements.
+    """
+
+    critics: int = 10
+    diversity: float = 1.0
+    width: int = 256
+    depth: int = 3
+    layer_norm: bool = False
+    rate: float = 3e-4
+    discount: float = 0.99
+    tau: float = 0.005
+    target_entropy: float | None = None
+    learn_temperature: bool = True
+    temperature: float = 1.0
+
+    def __post_init__(self):
+        if self.critics < 1 or self.diversity < 0:
+            raise ConfigError(f"critics {self.critics} must be at least 1, diversity {self.diversity} at least 0.")
+        if not 0 < self.discount < 1:
+            raise ConfigError(f"discount {self.discount} must be in (0, 1).")
+
+
+class Sac(torch.nn.Module):
+    """The agent; actions are in [-1, 1]."""
+
+    def __init__(self, config: SacConfig, state: int, action: int, seed: int):
+        super().__init__()
+        self.config = config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.actor = Actor(state, action, config.width, config.depth)
+            self.critics = Critics(config.critics, state, action, config.width, config.depth, config.layer_norm)
+        self.slow = copy.deepcopy(self.critics).requires_grad_(False)
+        self.log_temperature = torch.nn.Parameter(torch.tensor(float(config.temperature)).log())
+        self.target_entropy = -float(action) if config.target_entropy is None else config.target_entropy
+        self.optimisers = {
+            "actor": torch.optim.Adam(self.actor.parameters(), config.rate),
+            "critics": torch.optim.Adam(self.critics.parameters(), config.rate),
+            "temperature": torch.optim.Adam([self.log_temperature], config.rate),
+        }
+
+    def fit_statistics(self, state: Tensor) -> None:
+        """Standardise states as these [N, S] are, everywhere alike."""
+        for part in (self.actor, self.critics, self.slow):
+            part.state.fit(state)
+
+    def target(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Return r + discount (1 - terminated) (min_N Q(s', a') - temperature log pi(a'|s')), [B]."""
+        with torch.no_grad():
+            action, density = self.actor.sample(batch.next_state, generator)
+            value = self.slow(batch.next_state, action).min(0).values - self.log_temperature.exp() * density
+            return batch.reward + self.config.discount * torch.where(batch.terminated, 0.0, value)
+
+    def update(self, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
+        """Take one step of critics, actor and temperature; returns figures."""
+        target = self.target(batch, generator)
+        values = self.critics(batch.state, batch.action)
+        critic_loss = (values - target).square().mean(1).sum()
+        agreement = torch.zeros((), device=values.device)
+        if self.config.diversity and self.config.critics > 1:
+            agreement = gradient_agreement(self.critics, batch.state, batch.action)
+        self._step("critics", critic_loss + self.config.diversity * agreement)
+
+        action, density = self.actor.sample(batch.state, generator)
+        smallest = self.critics(batch.state, action).min(0).values
+        self._step("actor", (self.log_temperature.exp().detach() * density - smallest).mean())
+        if self.config.learn_temperature:
+            self._step("temperature", -(self.log_temperature.exp() * (density + self.target_entropy).detach()).mean())
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.critics.parameters(), strict=True):
+                slow.lerp_(fast, self.config.tau)
+        return {
+            "critic_loss": critic_loss.detach(),
+            "agreement": agreement.detach(),
+            "value": values.detach().mean(),
+            "value_spread": values.detach().std(0, correction=0).mean(),
+            "target": target.mean(),
+            "entropy": -density.detach().mean(),
+            "temperature": self.log_temperature.detach().exp(),
+        }
+
+    @torch.no_grad()
+    def value(self, state: Tensor) -> Tensor:
+        """Return the value [B] of acting without noise: the smallest Q."""
+        return self.critics(state, self.actor(state)).min(0).values
+
+    @torch.no_grad()
+    def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return actions [B, A], without noise where there is no generator."""
+        return self.actor(state) if generator is None else self.actor.sample(state, generator)[0]
+
+    def tree(self) -> dict[str, Any]:
+        """Return a copy of weights and moments."""
+        moments = {name: each.state_dict() for name, each in self.optimisers.items()}
+        return copy.deepcopy({"weights": dict(self.state_dict()), "optimisers": moments})
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Go on from `tree`."""
+        self.load_state_dict(tree["weights"])
+        for name, optimiser in self.optimisers.items():
+            optimiser.load_state_dict(tree["optimisers"][name])
+
+    def _step(self, name: str, loss: Tensor) -> None:
+        optimiser = self.optimisers[name]
+        optimiser.zero_grad()
+        loss.backward(inputs=[parameter for group in optimiser.param_groups for parameter in group["params"]])
+        optimiser.step()
+
+
+def gradient_agreement(critics: Critics, state: Tensor, action: Tensor) -> Tensor:
+    """Return EDAC's penalty: the mean over states of sum_{i != j} cos(grad_a Q_i, grad_a Q_j) / (N - 1).
+
+    Critics that agree about which way is up are one critic, however many there are; their smallest is no bound then.
+    """
+    count = critics.count
+    actions = action.expand(count, -1, -1).detach().requires_grad_()
+    (slope,) = torch.autograd.grad(critics(state, actions).sum(), actions, create_graph=True)
+    direction = slope / (slope.norm(dim=-1, keepdim=True) + 1e-10)
+    cosines = torch.einsum("nbd,mbd->bnm", direction, direction)
+    off_diagonal = cosines.sum((1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(1)
+    return (off_diagonal / (count - 1)).mean()

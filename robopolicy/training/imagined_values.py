@@ -1,0 +1,201 @@
+"""Offline model-based RL: an agent with critics learns from short imagined rollouts that begin in recorded states.
+
+The loop of MBPO, MOPO and RAVL: every epoch rolls the agent out in the imagined world (its truncation says how far),
+keeps the transitions of the last epochs, and updates on batches of them with a share of recorded ones. What makes it
+MOPO is the world's penalty, what makes it RAVL the agent's many critics. The end of imagination is no end of the task.
+
+Watched: whether values leave what the rewards allow (`alarm`), and how many transitions lead to where none begins.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.progress import progress
+from robopolicy.core.randomness import Generators, episode_seeds
+from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import IMAGE_PREFIX, Observation, WorldSpec
+from robopolicy.core.world import Rows, World
+from robopolicy.rl.offline.batches import Batch, edge_of_reach, value_bound
+
+
+class Agent(Protocol):
+    """What learns from transitions; actions are in [-1, 1]."""
+
+    def update(self, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
+        """Take one step and return figures."""
+        ...
+
+    def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return actions [B, A], without noise where there is no generator."""
+        ...
+
+    def value(self, state: Tensor) -> Tensor:
+        """Return what the agent expects to earn, [B]."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImaginedValuesConfig:
+    """epochs of `rollouts` imagined rollouts and `updates` batches; keep: how many epochs' transitions stay;
+    real_share: of a batch, recorded transitions; alarm: stop when values exceed the rewards' bound so many times, 0 for
+    never.
+    """
+
+    epochs: int = 20
+    rollouts: int = 2000
+    updates: int = 250
+    batch_size: int = 256
+    real_share: float = 0.05
+    keep: int = 5
+    alarm: float = 0.0
+
+    def __post_init__(self):
+        if min(self.epochs, self.rollouts, self.updates, self.batch_size, self.keep) < 1:
+            raise ConfigError("epochs, rollouts, updates, batch_size and keep must be at least 1.")
+        if not 0 <= self.real_share <= 1:
+            raise ConfigError(f"real_share {self.real_share} must be in [0, 1].")
+
+
+class Interface:
+    """Between a world's observations and units, and an agent's state vectors and actions in [-1, 1]."""
+
+    def __init__(self, spec: WorldSpec):
+        if not (np.isfinite(spec.action.low).all() and np.isfinite(spec.action.high).all()):
+            raise ConfigError(f"World '{spec.name}' has unbounded actions: agents with critics need a box.")
+        self.keys = [key for key in spec.observation if not key.startswith(IMAGE_PREFIX)]
+        self.low = torch.as_tensor(np.broadcast_to(spec.action.low, spec.action.shape).copy(), dtype=torch.float32)
+        self.high = torch.as_tensor(np.broadcast_to(spec.action.high, spec.action.shape).copy(), dtype=torch.float32)
+        self.size = sum(spec.observation[key].size for key in self.keys)
+        self.actions = spec.action.size
+
+    def state(self, observation: Observation) -> Tensor:
+        """Return the newest frame's vectors, [B, S]."""
+        frames = [np.asarray(observation[key][:, -1], dtype=np.float32) for key in self.keys]
+        return torch.from_numpy(np.concatenate([frame.reshape(len(frame), -1) for frame in frames], 1))
+
+    def to_world(self, action: Tensor) -> np.ndarray:
+        """Return actions in the world's units."""
+        return (self.low + (action.cpu() + 1) / 2 * (self.high - self.low)).double().numpy()
+
+    def to_agent(self, action: Tensor) -> Tensor:
+        """Return recorded actions in [-1, 1]."""
+        return (2 * (action - self.low) / (self.high - self.low) - 1).clamp(-1, 1)
+
+
+class AgentController:
+    """An agent as a controller of a world, noise-free or drawing from `generator`."""
+
+    def __init__(self, agent: Agent, interface: Interface, generator: torch.Generator | None = None):
+        self.agent, self.interface, self.generator = agent, interface, generator
+
+    def reset(self, rows: Rows = None) -> None:
+        """It remembers nothing."""
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Return actions [B, A] in the world's units."""
+        return self.interface.to_world(self.agent.act(self.interface.state(observation), self.generator))
+
+
+EdgeValue = Callable[[Tensor], Tensor]
+"""What states [N, S] are worth where imagination stops: knowing it is the oracle's cure for the edge of reach."""
+
+
+def roll_out(
+    world: World,
+    agent: Agent,
+    interface: Interface,
+    rollouts: int,
+    seed: int,
+    name: str,
+    generator: torch.Generator,
+    edge_value: EdgeValue | None = None,
+) -> Batch:
+    """Play at least `rollouts` episodes (or what imagination leaves of them) and return their transitions.
+
+    edge_value: what it says (discounted) is paid where imagination stops, and the transition ends there.
+    """
+    parts, begun, turn = [], 0, 0
+    while begun < rollouts:
+        observation = world.reset(seeds=episode_seeds(seed, f"{name}/{turn}", world.batch_size))
+        begun, turn = begun + world.batch_size, turn + 1
+        live = np.ones(world.batch_size, dtype=bool)
+        while live.any():
+            state = interface.state(observation)
+            action = agent.act(state, generator)
+            step = world.step(interface.to_world(action)[:, None])
+            following = interface.state(step.observation)
+            reward = np.stack(list(step.rewards.values())).sum(0)[:, 0]
+            kept = torch.from_numpy(live & step.valid[:, 0])
+            paid, over = torch.from_numpy(reward).float(), torch.from_numpy(step.terminated)
+            if edge_value is not None:
+                stopped = torch.from_numpy(step.horizon_end)
+                paid, over = torch.where(stopped, paid + edge_value(following), paid), over | stopped
+            found = (state, action, paid, following, over)
+            parts.append(Batch(*(value[kept] for value in found)))
+            live &= ~step.ended
+            observation = step.observation
+    return Batch.join(parts)
+
+
+def learn_in_imagination(
+    agent: Agent,
+    world: World,
+    recorded: Batch,
+    config: ImaginedValuesConfig,
+    generators: Generators,
+    *,
+    seed: int = 0,
+    run: RunFolder | None = None,
+    evaluate: Callable[[int], Mapping[str, float]] | None = None,
+    edge_value: EdgeValue | None = None,
+) -> list[dict[str, Any]]:
+    """Improve `agent` in the imagined `world`; returns one record an epoch.
+
+    world: its resets are where imagination begins, its truncation how far it goes; recorded: transitions with actions
+    in [-1, 1]. evaluate: called with the epoch's number, its figures join the record. The record has the mean value
+    where rollouts begin, the bound that rewards allow, how far values are beyond it, and the share of transitions at
+    the edge of reach.
+    """
+    interface, records = Interface(world.spec), []
+    kept: list[Batch] = []
+    imagined_count = config.batch_size - round(config.real_share * config.batch_size)
+    discount = float(getattr(getattr(agent, "config", None), "discount", 0.99))
+    with progress("Learning in imagination", config.epochs) as advance:
+        for epoch in range(1, config.epochs + 1):
+            name, draws = f"rollout/{epoch}", generators["act"]
+            fresh = roll_out(world, agent, interface, config.rollouts, seed, name, draws, edge_value)
+            kept = [*kept, fresh.check()][-config.keep :]
+            imagined = Batch.join(kept)
+            figures: dict[str, Tensor] = {}
+            for _ in range(config.updates):
+                batch = Batch.join(
+                    [
+                        imagined.draw(imagined_count, generators["batches"]),
+                        recorded.draw(config.batch_size - imagined_count, generators["batches"]),
+                    ]
+                )
+                figures = agent.update(batch, generators["update"])
+            lowest, highest = value_bound(torch.cat([imagined.reward, recorded.reward]), discount)
+            value = float(agent.value(recorded.state[:2048]).mean())
+            record = {
+                "epoch": epoch,
+                "value": value,
+                "value_bound": highest,
+                "beyond_bound": max(value - highest, lowest - value, 0.0) / max(abs(lowest), abs(highest), 1e-9),
+                "edge_share": float(edge_of_reach(imagined).float().mean()),
+                **{name: float(figure) for name, figure in figures.items()},
+                **({} if evaluate is None else evaluate(epoch)),
+            }
+            records.append(record)
+            if run is not None:
+                run.log(record)
+            advance(note=f"value {value:.2f}")
+            if config.alarm and record["beyond_bound"] > config.alarm:
+                break
+    return records

@@ -1,0 +1,112 @@
+"""Critics, actors and agents against closed forms, and the edge of reach where it must bite."""
+
+import math
+
+import pytest
+import torch
+
+from robopolicy.benchmarks.edge_of_reach import measure, point_problem
+from robopolicy.core.errors import ConfigError
+from robopolicy.rl.offline.batches import Batch, edge_of_reach, value_bound
+from robopolicy.rl.offline.networks import Actor, Critics
+from robopolicy.rl.offline.sac import Sac, SacConfig, gradient_agreement
+from robopolicy.training.imagined_values import ImaginedValuesConfig
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def batch(count=64, terminated=False, seed=0):
+    draws = generator(seed)
+    state, action = torch.randn(count, 3, generator=draws), torch.rand(count, 2, generator=draws) * 2 - 1
+    after, reward = torch.randn(count, 3, generator=draws), torch.randn(count, generator=draws)
+    return Batch(state, action, reward, after, torch.full((count,), terminated))
+
+
+@torch.no_grad()
+def test_sampled_densities_are_the_scored_ones_and_integrate_to_one():
+    actor = Actor(3, 1, 16, 1)
+    state = torch.randn(200, 3, generator=generator())
+    action, density = actor.sample(state, generator())
+    inside = (action.abs() < 0.99)[:, 0]
+    assert torch.allclose(actor.log_prob(state, action)[inside], density[inside], atol=1e-3)
+    grid = torch.linspace(-1 + 1e-4, 1 - 1e-4, 20001)[:, None]
+    mass = torch.trapezoid(actor.log_prob(state[:1].expand(len(grid), -1), grid).exp(), grid[:, 0])
+    assert float(mass) == pytest.approx(1.0, abs=0.02)
+
+
+def test_agreement_is_the_number_of_critics_where_all_are_one_and_less_where_not():
+    critics = Critics(4, 3, 2, 16, 2)
+    data = batch()
+    with torch.no_grad():
+        for weights in (*critics.members.weights, *critics.members.biases):
+            weights.copy_(weights[:1].expand_as(weights))
+    assert float(gradient_agreement(critics, data.state, data.action).detach()) == pytest.approx(4.0, abs=1e-4)
+    different = Critics(4, 3, 2, 16, 2)
+    assert float(gradient_agreement(different, data.state, data.action).detach()) < 2.0
+
+
+def test_targets_by_hand():
+    agent = Sac(SacConfig(critics=3, width=16, depth=1, temperature=0.5), 3, 2, 0)
+    data = batch()
+    action, density = agent.actor.sample(data.next_state, generator(1))
+    smallest = agent.slow(data.next_state, action).amin(0)
+    expected = data.reward + 0.99 * (smallest - 0.5 * density)
+    assert torch.allclose(agent.target(data, generator(1)), expected, atol=1e-6)
+    assert torch.equal(agent.target(batch(terminated=True), generator(1)), data.reward)
+
+
+def test_it_learns_a_bandit():
+    agent = Sac(SacConfig(critics=2, diversity=0.0, width=32, depth=2, rate=3e-3, temperature=0.01), 1, 1, 0)
+    draws = generator()
+    for _ in range(600):
+        action = agent.act(torch.zeros(64, 1), draws)
+        reward = -4 * (action[:, 0] - 0.4).square()
+        data = Batch(torch.zeros(64, 1), action, reward, torch.zeros(64, 1), torch.ones(64, dtype=torch.bool))
+        agent.update(data, draws)
+    assert float(agent.act(torch.zeros(1, 1))) == pytest.approx(0.4, abs=0.1)
+
+
+def test_a_restored_agent_goes_on_alike():
+    one, two = (Sac(SacConfig(critics=2, width=16, depth=1), 3, 2, seed) for seed in (0, 1))
+    one.update(batch(), generator())
+    two.restore(one.tree())
+    figures = [agent.update(batch(seed=5), generator(2)) for agent in (one, two)]
+    assert torch.equal(figures[0]["critic_loss"], figures[1]["critic_loss"])
+    assert torch.equal(one.critics.members.weights[0], two.critics.members.weights[0])
+
+
+def test_edge_transitions_are_those_that_lead_where_none_begins():
+    state = torch.tensor([[0.0], [1.0], [2.0], [0.0]])
+    after = torch.tensor([[1.0], [2.0], [3.0], [9.0]])
+    over = torch.tensor([False, False, False, True])
+    assert edge_of_reach(Batch(state, state, state[:, 0], after, over)).tolist() == [False, False, True, False]
+
+
+def test_values_are_bounded_by_rewards():
+    assert value_bound(torch.tensor([-1.0, 2.0]), 0.9) == pytest.approx((-10.0, 20.0))
+    assert value_bound(torch.tensor([-1.0, -0.5]), 0.5) == pytest.approx((-2.0, 0.0))
+    assert math.isclose(value_bound(torch.tensor([3.0]), 0.5)[0], 0.0)
+
+
+def test_short_rollouts_in_a_perfect_model_explode_and_both_cures_hold():
+    found = {}
+    for arm, epochs in (("base", 3), ("patched", 3), ("RAVL", 2)):
+        config = ImaginedValuesConfig(epochs=epochs, rollouts=500, updates=200)
+        found[arm] = measure(point_problem(0), arm, 0, config)
+    assert found["base"]["value"] > 100 and found["base"]["return"] < -20
+    assert found["base"]["edge_share"] > 0.05 and found["patched"]["edge_share"] == 0.0
+    for arm in ("patched", "RAVL"):
+        assert abs(found[arm]["value"]) < 10 and found[arm]["return"] > -5
+    alarmed = ImaginedValuesConfig(epochs=6, rollouts=500, updates=200, alarm=100.0)
+    assert len(measure(point_problem(0), "base", 0, alarmed)["records"]) < 6
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="base"):
+        measure(point_problem(0), "bas", 0, ImaginedValuesConfig())
+    with pytest.raises(ConfigError, match="critics"):
+        SacConfig(critics=0)
+    with pytest.raises(ConfigError, match="real_share"):
+        ImaginedValuesConfig(real_share=2.0)
