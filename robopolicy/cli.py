@@ -49,6 +49,12 @@ VERBS = {
         "robopolicy worldmodel recipe=push_cube",
         "worldmodel.data",
     ),
+    "imagine": Verb(
+        "Fine-tune inside a world model, with imagined and real success side by side",
+        ("run", "world", "finetune", "imagine"),
+        "robopolicy imagine recipe=push_cube",
+        "finetune.policy",
+    ),
     "evaluate": Verb(
         "Measure success in a simulator or in a world model",
         ("run", "world", "evaluate"),

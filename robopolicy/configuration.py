@@ -153,6 +153,35 @@ class WorldModelSection:
 
 
 @dataclass(frozen=True)
+class ImagineSection:
+    """Fine-tuning inside `model` (default: what worldmodel wrote under the same name and seed), watched in both worlds.
+
+    method: rl, the algorithm of the section finetune, or sft: synthesise rollouts, keep those that the model believes
+    to succeed, imitate them; watch: real episodes an evaluation, 0 for none; gap: stop once imagined success exceeds
+    real success by so much and their intervals part; refresh_every: iterations after which refresh_episodes real
+    episodes of the current policy join the data, and the model is trained on for refresh_steps (0: never); rounds,
+    synthetic, imitate_steps: of sft, how often, how many rollouts, how many steps of imitation.
+    """
+
+    model: Path | None = None
+    method: Literal["rl", "sft"] = "rl"
+    watch: int = 200
+    gap: float | None = 0.2
+    refresh_every: int = 0
+    refresh_episodes: int = 128
+    refresh_steps: int = 500
+    rounds: int = 5
+    synthetic: int = 512
+    imitate_steps: int = 500
+
+    def __post_init__(self):
+        if self.gap is not None and self.gap <= 0:
+            raise ConfigError(f"imagine.gap is {self.gap}: use a share of episodes such as 0.2, or null never to stop.")
+        if min(self.watch, self.refresh_every) < 0 or min(self.refresh_episodes, self.rounds, self.synthetic) < 1:
+            raise ConfigError("imagine: watch and refresh_every are at least 0, counts at least 1.")
+
+
+@dataclass(frozen=True)
 class EvaluateSection:
     """Success of `policy` over paired episodes, in both modes; base: a second policy on the same seeds.
 
@@ -256,6 +285,7 @@ class Config:
     train: TrainSection = field(default_factory=TrainSection)
     finetune: FinetuneSection = field(default_factory=FinetuneSection)
     worldmodel: WorldModelSection = field(default_factory=WorldModelSection)
+    imagine: ImagineSection = field(default_factory=ImagineSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     rank: RankSection = field(default_factory=RankSection)
     serve: ServeSection = field(default_factory=ServeSection)

@@ -42,6 +42,11 @@ def run(root, *arguments):
     return main([arguments[0], *SMALL, f"run.root={root}", *arguments[1:]])
 
 
+def explicit(root):
+    base, model = (root / verb / "reach_planar" / "0" / "checkpoint" for verb in ("train", "worldmodel"))
+    return f"finetune.policy={base}", f"imagine.model={model}"
+
+
 def test_the_whole_path(root, capsys):
     for verb in ("collect", "train", "finetune", "worldmodel", "rank"):
         assert run(root, verb) == 0, verb
@@ -56,6 +61,17 @@ def test_the_whole_path(root, capsys):
     imagined = ["world=worldmodel", f"world.model={model}", "run.name=imagined"]
     assert run(root, "evaluate", f"evaluate.policy={tuned}", *imagined) == 0
     assert run(root, "finetune", *imagined, f"finetune.policy={root / 'train/reach_planar/0/checkpoint'}") == 0
+    watched = [
+        "imagine.watch=8",
+        "finetune.checkpoint_every=1",
+        "imagine.refresh_every=1",
+        "imagine.refresh_episodes=8",
+    ]
+    assert run(root, "imagine", *watched, "imagine.refresh_steps=5") == 0
+    dreamt = json.loads((root / "imagine" / "reach_planar" / "0" / "result.json").read_text())
+    assert dreamt["imagined_steps"] > 0 and dreamt["env_steps"] > 0 and "tuned, imagined" in dreamt["imagined"]
+    synthetic = ["imagine.method=sft", "imagine.rounds=1", "imagine.synthetic=16", "imagine.imitate_steps=5"]
+    assert run(root, "imagine", *synthetic, "imagine.watch=0", "run.name=reach_planar_sft", *explicit(root)) == 0
     for page in root.glob("*/*/*/report.html"):
         text = page.read_text()
         assert "<svg" in text

@@ -69,6 +69,27 @@ def learning_curve(records: Sequence[Mapping], base: Rate | None = None) -> str:
         return as_svg(figure)
 
 
+def imagined_and_real(records: Sequence[Mapping]) -> str:
+    """Draw success of the noise-free policy in imagination and for real, against the steps it has imagined."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = new_axes()
+        rows = [record for record in records if "deterministic_real_success" in record]
+        steps = [row["env_steps"] for row in rows]
+        for name, label, colour in (("deterministic_", "imagined", THIRD), ("deterministic_real_", "real", TUNED)):
+            axes.plot(
+                steps, [row[f"{name}success"] for row in rows], color=colour, marker="o", markersize=3, label=label
+            )
+            low, high = ([row[f"{name}{end}"] for row in rows] for end in ("low", "high"))
+            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+        parted = [row for row in rows if row["deterministic_stop"]]
+        if parted:
+            axes.axvline(parted[0]["env_steps"], color=MUTED, linestyle="--", linewidth=1)
+            axes.annotate("parted", (parted[0]["env_steps"], 0.03), color=MUTED, ha="right")
+        axes.set(xlabel="imagined steps", ylabel="success", ylim=(0, 1))
+        axes.legend(frameon=False, loc="lower right")
+        return as_svg(figure)
+
+
 def loss_curves(records: Sequence[Mapping], x: str = "step") -> str:
     """Draw every logged loss against the training step, on a logarithmic axis where all values are positive."""
     with matplotlib.rc_context(STYLE):

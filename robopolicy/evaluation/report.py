@@ -138,7 +138,10 @@ def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> N
 def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate | None) -> None:
     tuning = [record for record in records if "iteration" in record]
     fitting = [record for record in records if "step" in record]
-    if tuning:
+    if any("deterministic_real_success" in record for record in tuning):
+        caption = "The same starts in both worlds, Wilson 95 % intervals. Nothing was learned from the real episodes."
+        report.sections.append(Section("Imagined beside real", caption, svg=plots.imagined_and_real(tuning)))
+    elif tuning:
         caption = "Validation on seeds that the final judgement does not use; bands are Wilson 95 % intervals."
         report.sections.append(Section("Learning curve", caption, svg=plots.learning_curve(tuning, base)))
     if len(fitting) > 1:

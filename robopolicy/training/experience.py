@@ -17,6 +17,7 @@ from robopolicy.rl.advantages import chunk_rewards, gae, next_values
 from robopolicy.rl.diagnostics import effective_sample_size
 from robopolicy.rl.process_advantages import finished_returns
 from robopolicy.rl.returns import ReturnScale
+from robopolicy.training.state import require_finite
 
 
 def with_executed(rollouts: Rollouts, policy: Policy, instructions: tuple[str, ...]) -> Rollouts:
@@ -164,3 +165,26 @@ def learning_metrics(prepared: Rollouts) -> dict[str, float]:
     if "process_accuracy" in prepared.extras:
         metrics["process_accuracy"] = float(prepared.extras["process_accuracy"][0, 0])
     return metrics
+
+
+@torch.no_grad()
+def require_same_scores(
+    rollouts: Rollouts, policy: Any, iteration: int, instructions: tuple[str, ...], tolerance: float, where: str
+) -> None:
+    """Check on some decisions of the current policy that the ratio is 1 before the first update."""
+    fresh = rollouts.played & (rollouts.policy_version == iteration)
+    chosen = fresh.flatten().nonzero().squeeze(1)
+    if not len(chosen):
+        return
+    count = min(len(chosen), 256)
+    chosen = chosen[torch.arange(count, device=chosen.device) * (len(chosen) // count)]
+    some = torch.zeros_like(fresh).flatten().index_fill(0, chosen, True).reshape(fresh.shape)
+    logp = policy.evaluate(*decisions_at(rollouts, some, instructions)).logp
+    difference = torch.where(rollouts.mask[some], logp - rollouts.logp_behaviour[some], 0.0).abs().max()
+    require_finite("the log-probability", difference, where)
+    if float(difference) > tolerance:
+        raise RuntimeError(
+            f"Before {where} the policy scores its own decisions differently from when it acted: log-probabilities "
+            f"differ by {float(difference):.2e} (allowed {tolerance:.0e}). Sampling and scoring must share schedule, "
+            "clipping, standard deviation and mode (dropout, precision)."
+        )

@@ -34,23 +34,37 @@ from robopolicy.training.asynchronous import BackgroundCollector, DelayedCollect
 from robopolicy.training.collection import Collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
-from robopolicy.training.experience import decisions_at, episode_metrics, learning_metrics, rescored, with_values
+from robopolicy.training.experience import (
+    decisions_at,
+    episode_metrics,
+    learning_metrics,
+    require_same_scores,
+    rescored,
+    with_values,
+)
 from robopolicy.training.props import PropsCollector, props_collector
 from robopolicy.training.state import load_trainer, require_finite, require_same_config, save_trainer
 from robopolicy.training.update import Learner
 
 Evaluate = Callable[[Policy, bool], Mapping[str, float]]
-"""(policy, deterministic) -> figures, among them `success` in [0, 1]; a function of the policy alone (own seeds)."""
+"""(policy, deterministic) -> figures, among them `success` in [0, 1]; a function of the policy alone (own seeds).
+
+A figure `stop` that is not 0 ends the run, because the others can no longer be believed: what was best stays best.
+"""
+
+AfterCheckpoint = Callable[[int, Policy], None]
+"""(iteration, policy): called after every checkpoint and when a run is resumed; collecting begins anew after it."""
 
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """iterations and env_steps done in total; whether the target ended it; figures of the best evaluation."""
+    """iterations and env_steps done; whether the target, or an evaluation's `stop`, ended it; the best evaluation."""
 
     iterations: int
     env_steps: int
     reached_target: bool
     best: Mapping[str, float]
+    stopped: bool = False
 
 
 def finetune(
@@ -64,6 +78,7 @@ def finetune(
     seed: int = 0,
     teacher: Policy | None = None,
     demonstrations: Demonstrations | None = None,
+    after_checkpoint: AfterCheckpoint | None = None,
 ) -> FinetuneResult:
     """Improve `policy` (a Policy and nn.Module with `trainable_parameters()`) in `world`, in place.
 
@@ -75,7 +90,9 @@ def finetune(
     every random number drawn. Raises ConfigError for a combination that cannot work, NonFiniteError naming the quantity
     and the iteration, and RuntimeError if the policy scores its decisions differently from when it acted.
     """
-    return _Finetuning(policy, critic, world, config, run, evaluate, seed, teacher, demonstrations).run()
+    return _Finetuning(policy, critic, world, config, run, evaluate, seed, teacher, demonstrations).run(
+        after_checkpoint
+    )
 
 
 class _Finetuning:
@@ -114,7 +131,7 @@ class _Finetuning:
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
         self.history: tuple[float, ...] = ()
-        self.reached_target = False
+        self.reached_target = self.stopped = False
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] | None = None
         self._resume()
@@ -161,14 +178,18 @@ class _Finetuning:
             return DelayedCollector(inner, self.generators["act"], config.delay)
         return BackgroundCollector(inner, self.generators["act"], config.staleness)
 
-    def run(self) -> FinetuneResult:
+    def run(self, after_checkpoint: AfterCheckpoint | None) -> FinetuneResult:
         if self.iteration == 0:
             self._begin()
+        elif after_checkpoint is not None:
+            after_checkpoint(self.iteration, self.policy)
         try:
             with progress("Fine-tuning", self.config.iterations) as advance:
                 advance(self.iteration)
-                while self.iteration < self.config.iterations and not self.reached_target:
+                while self.iteration < self.config.iterations and not (self.reached_target or self.stopped):
                     metrics = self._iterate()
+                    if after_checkpoint is not None and self._due(self.config.checkpoint_every, False):
+                        after_checkpoint(self.iteration, self.policy)
                     advance(note=f"success {metrics['success']:.2f}" if metrics["episodes"] else "")
         finally:
             if not isinstance(self.collector, Collector):
@@ -177,7 +198,7 @@ class _Finetuning:
             self.policy.load_state_dict(self.best_weights)
         if self.run_folder is not None:
             self.policy.save(self.run_folder.checkpoint)
-        return FinetuneResult(self.iteration, self.env_steps, self.reached_target, self.best)
+        return FinetuneResult(self.iteration, self.env_steps, self.reached_target, self.best, self.stopped)
 
     def _begin(self) -> None:
         """Keep the policy as it came, and measure it: where the learning curve starts, and the best until beaten."""
@@ -196,7 +217,8 @@ class _Finetuning:
             collected_rollouts = self.collector.collect(self.iteration)
         rollouts = self._prepare(collected_rollouts)
         collected = time.perf_counter()
-        self._require_same_scores(rollouts)
+        spec, tolerance = self.world.spec, self.config.ratio_tolerance
+        require_same_scores(rollouts, self.policy, self.iteration, spec.instructions, tolerance, self._where)
         learning = learning_metrics(rollouts)
         for controller in self.controllers.values():
             self.learner.knobs.update(controller.step({**self.learner.stats, **learning}, self._context))
@@ -222,7 +244,7 @@ class _Finetuning:
         metrics["seconds_evaluate"] = time.perf_counter() - updated
         if self.run_folder is not None:
             self.run_folder.log({"iteration": self.iteration, "env_steps": self.env_steps, **metrics})
-        if self._due(self.config.checkpoint_every, last or self.reached_target):
+        if self._due(self.config.checkpoint_every, last or self.reached_target or self.stopped):
             self._save()
             self.collector.restart()
         return metrics
@@ -231,12 +253,10 @@ class _Finetuning:
         """Turn rewards into one advantage a unit."""
         instructions = self.world.spec.instructions
         if self.algorithm.credits_with(Need.CATEGORICAL):
-            _, entropy = rescored(rollouts, self.policy, instructions)
-            rollouts = rollouts.with_extras(entropy=entropy)
+            rollouts = rollouts.with_extras(entropy=rescored(rollouts, self.policy, instructions)[1])
         if self.algorithm.credits_with(Need.IMAGES):
             draws = self.generators["blackout"]
-            corrupted, _ = rescored(rollouts, self.policy, instructions, draws)
-            rollouts = rollouts.with_extras(corrupted_logp=corrupted)
+            rollouts = rollouts.with_extras(corrupted_logp=rescored(rollouts, self.policy, instructions, draws)[0])
         if self.algorithm.credits_with(Need.INSTRUCTIONS):
             count = len(instructions)
             other = replace(rollouts, task=(rollouts.task + 1 + self.iteration % (count - 1)) % count)
@@ -307,42 +327,23 @@ class _Finetuning:
     def _where(self) -> str:
         return f"fine-tuning iteration {self.iteration + 1}"
 
-    @torch.no_grad()
-    def _require_same_scores(self, rollouts: Rollouts) -> None:
-        """Check on some decisions of the current policy that the ratio is 1 before the first update."""
-        fresh = rollouts.played & (rollouts.policy_version == self.iteration)
-        chosen = fresh.flatten().nonzero().squeeze(1)
-        if not len(chosen):
-            return
-        chosen = chosen[
-            torch.arange(min(len(chosen), 256), device=self.device) * (len(chosen) // min(len(chosen), 256))
-        ]
-        where = torch.zeros_like(fresh).flatten().index_fill(0, chosen, True).reshape(fresh.shape)
-        logp = self.policy.evaluate(*decisions_at(rollouts, where, self.world.spec.instructions)).logp
-        difference = torch.where(rollouts.mask[where], logp - rollouts.logp_behaviour[where], 0.0).abs().max()
-        require_finite("the log-probability", difference, self._where)
-        if float(difference) > self.config.ratio_tolerance:
-            raise RuntimeError(
-                f"Before {self._where} the policy scores its own decisions differently from when it acted: log-"
-                f"probabilities differ by {float(difference):.2e} (allowed {self.config.ratio_tolerance:.0e}). "
-                "Sampling and scoring must share schedule, clipping, standard deviation and mode (dropout, precision)."
-            )
-
     def _evaluate(self) -> dict[str, float]:
         """Measure both modes, keep the weights if they are the best so far, and see whether the target is reached."""
         assert self.evaluate is not None
-        figures: dict[str, float] = {}
-        for mode, deterministic in (("deterministic", True), ("stochastic", False)):
-            measured = self.evaluate(self.policy, deterministic)
-            figures.update({f"{mode}_{name}": float(value) for name, value in measured.items()})
+        figures = {
+            f"{mode}_{name}": float(value)
+            for mode in ("deterministic", "stochastic")
+            for name, value in self.evaluate(self.policy, mode == "deterministic").items()
+        }
         success = figures["deterministic_success"]
-        if not self.best or success > self.best["deterministic_success"]:
+        self.stopped = bool(figures.get("deterministic_stop"))
+        if not self.best or (success > self.best["deterministic_success"] and not self.stopped):
             self.best = {"iteration": self.iteration, **figures}
             self.best_weights = {name: value.clone() for name, value in self.policy.state_dict().items()}
             if self.run_folder is not None:
                 self.policy.save(self.run_folder.checkpoint)
         target = self.config.target_success
-        self.reached_target = target is not None and success >= target
+        self.reached_target = target is not None and success >= target and not self.stopped
         return figures
 
     def _save(self) -> None:
@@ -354,6 +355,7 @@ class _Finetuning:
             "env_steps": self.env_steps,
             "history": list(self.history),
             "reached_target": self.reached_target,
+            "stopped": self.stopped,
             "config": self._settings(),
             "best": self.best,
             "best_weights": self.best_weights or {},
@@ -376,7 +378,8 @@ class _Finetuning:
             return
         require_same_config(tree["config"], self._settings(), may_change=("iterations", "target_success"))
         self.iteration, self.env_steps, self.best = tree["iteration"], tree["env_steps"], tree["best"]
-        self.reached_target, self.history = tree["reached_target"], tuple(tree["history"])
+        self.reached_target, self.stopped = tree["reached_target"], tree["stopped"]
+        self.history = tuple(tree["history"])
         self.best_weights = tree["best_weights"] or None
         self.learner.restore(tree["learner"])
         self.collector.restore(tree["collector"])

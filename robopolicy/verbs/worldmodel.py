@@ -1,12 +1,11 @@
 """Trains a world model on recorded episodes plus fresh rollouts with failures in them, and examines it.
 
 Data: worldmodel.data (default: what collect wrote), then rollouts of the expert at every level of worldmodel.noise and
-of worldmodel.policies, until worldmodel.transitions control steps are there. The report has one-step and open-loop
-errors, the shuffled-action test, and precision and recall of the learned success head.
+of worldmodel.policies, until worldmodel.transitions control steps are there; all of it is kept beside the model. The
+report has open-loop errors beside shuffled actions and copying, and precision and recall of the learned success head.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,17 +14,15 @@ from robopolicy.build import build_noisy_expert, build_world, choose_device, ope
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
-from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.world import World
-from robopolicy.data.lerobot_format import read_dataset
+from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.runs import default_path, finish, finished, open_run, output, print_table
-from robopolicy.training.fit import FitConfig, FitResult, fit
+from robopolicy.training.stages import fit_stages
 from worldmodels.checkpoint import model_class, save_world_model
 from worldmodels.diagnostics import examine
-from worldmodels.protocol import LearnedModel
 
 SECTIONS = ("run", "world", "worldmodel")
 
@@ -40,12 +37,13 @@ def run(config: Config) -> int:
     generators = Generators(config.run.seed, device)
     world = build_world(config.world, seed=config.run.seed)
     episodes = gather(config, world, generators["rollouts"])
+    write_dataset(episodes, folder.path / "dataset", images="png", existing="replace")
     training, validation = episodes.split(0.1, torch.Generator().manual_seed(derive(config.run.seed, "split")))
     seed = derive(config.run.seed, "world model weights")
     build: Any = model_class(section.kind).build
     model = build(getattr(section, section.kind), world.spec, training, seed).to(device)
     world.close()
-    fitted = train_stages(model, training, section.fit, generators, folder)
+    fitted = fit_stages(model, training, section.fit, generators, folder)
     model.calibrate(validation)
     won = episodes.success
     result = {
@@ -60,19 +58,6 @@ def run(config: Config) -> int:
     show(result["validation"])
     output.print(f"World model: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
-
-
-def train_stages(
-    model: LearnedModel, episodes: Episodes, config: FitConfig, generators: Generators, folder: RunFolder
-) -> list[FitResult]:
-    """Fit every stage of a model; all but the last keep their metrics and resume point in a folder of their name."""
-    stages, results = model.stages(), []
-    for place, (name, (part, share)) in enumerate(stages.items(), 1):
-        run = folder if place == len(stages) else RunFolder(folder.path / name)
-        batches = part.batches(episodes, generators[f"{name} batches"])
-        steps = max(1, round(share * config.steps))
-        results.append(fit(part, batches, replace(config, steps=steps), generators, run=run, label=name))
-    return results
 
 
 def gather(config: Config, world: World, generator: torch.Generator) -> Episodes:

@@ -1,0 +1,133 @@
+"""What fine-tuning in imagination needs besides the trainer: fresh data for the model, and learning from synthesis.
+
+Sources: WoVR (refresh the model where the policy goes); Ctrl-World, arXiv:2510.10125 (synthesise, filter, imitate).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import DataError
+from robopolicy.core.policy import Policy
+from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import read_json, write_json
+from robopolicy.core.world import World
+from robopolicy.data.lerobot_format import read_dataset, write_dataset
+from robopolicy.data.record import record
+from robopolicy.training.finetune import Evaluate
+from robopolicy.training.fit import FitConfig
+from robopolicy.training.pretrain import PretrainConfig, pretrain
+from robopolicy.training.stages import fit_stages
+from worldmodels import load_world_model, save_world_model
+
+
+class ModelRefresh:
+    """Every so many iterations: record the policy in the real world, and train the model on with what it showed.
+
+    models: the same model in every place where it is used (they stay equal); real: where it is recorded; data: the
+    dataset that the model was trained on; run: keeps the recordings, the refreshed model and the list of refreshes, so
+    that a resumed run finds what a killed one had. After WoVR's co-evolution of world model and policy.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Any],
+        real: World,
+        data: Path,
+        run: RunFolder,
+        every: int,
+        episodes: int,
+        steps: int,
+        seed: int,
+    ):
+        if not data.exists():
+            raise DataError(f"Refreshing a model needs the data it was trained on: {data} is missing.")
+        self.models, self.real, self.data, self.run = models, real, data, run
+        self.every, self.episodes, self.steps, self.seed = every, episodes, steps, seed
+        self.record_path = run.path / "refreshes.json"
+        done = read_json(self.record_path) if self.record_path.exists() else {"iterations": [], "env_steps": 0}
+        self.iterations, self.env_steps = list(done["iterations"]), int(done["env_steps"])
+        if self.iterations:
+            self._share(load_world_model(run.path / "model").state_dict())
+
+    def __call__(self, iteration: int, policy: Policy) -> None:
+        """Refresh, if it is time and has not been done."""
+        if iteration % self.every or iteration in self.iterations:
+            return
+        model = self.models[0]
+        generators = Generators(derive(self.seed, f"refresh/{iteration}"), next(model.parameters()).device)
+        seeds = episode_seeds(self.seed, f"refresh/{iteration}", self.episodes)
+        fresh = record(self.real, policy, seeds, generator=generators["act"])
+        folder = self.run.path / "recorded"
+        write_dataset(fresh, folder / str(iteration), images="png", existing="replace")
+        recorded = [read_dataset(folder / str(done)) for done in self.iterations]
+        cameras = model.spec.cameras
+        everything = Episodes.concatenate([read_dataset(self.data, cameras=cameras), *recorded, fresh])
+        training, held = everything.split(0.1, torch.Generator().manual_seed(derive(self.seed, "split")))
+        fit_stages(model, training, FitConfig(steps=self.steps, learning_rate=1e-3, warmup=20), generators)
+        model.calibrate(held)
+        self._share(model.state_dict())
+        self.iterations.append(iteration)
+        self.env_steps += fresh.step_count
+        save_world_model(model, self.run.path / "model")
+        write_json(self.record_path, {"iterations": self.iterations, "env_steps": self.env_steps})
+
+    def _share(self, weights: Any) -> None:
+        for model in self.models:
+            model.load_state_dict(weights)
+            model.eval()
+
+
+def synthesise_and_imitate(
+    policy: Any,
+    world: World,
+    *,
+    rounds: int,
+    rollouts: int,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    seed: int,
+    evaluate: Evaluate,
+    run: RunFolder | None = None,
+) -> list[dict[str, Any]]:
+    """Improve `policy` by imitating its own imagined successes; at the end it holds the best round's weights.
+
+    Every round plays `rollouts` noisy episodes in the imagined `world`, keeps those that the model believes to succeed
+    (of this round and of earlier ones), and fits the policy to them. Returns one record a round, the first before any.
+    """
+    generators, kept, records, imagined = Generators(seed, next(policy.parameters()).device), [], [], 0
+    best: tuple[float, dict[str, Any]] | None = None
+    for turn in range(rounds + 1):
+        figures: dict[str, Any] = {"iteration": turn, "env_steps": imagined}
+        if turn:
+            seeds = episode_seeds(seed, f"synthesis/{turn}", rollouts)
+            played = record(world, policy, seeds, generator=generators["act"])
+            assert played.success is not None
+            imagined += played.step_count
+            figures |= {"env_steps": imagined, "success": float(played.success.float().mean())}
+            if bool(played.success.any()):
+                kept.append(played.select(played.success))
+            if kept:
+                config = PretrainConfig(batch_size, FitConfig(steps=steps, learning_rate=learning_rate, warmup=20))
+                pretrain(policy, Episodes.concatenate(kept), config, seed=derive(seed, f"imitate/{turn}"))
+        for mode, deterministic in (("deterministic", True), ("stochastic", False)):
+            figures |= {f"{mode}_{name}": value for name, value in evaluate(policy, deterministic).items()}
+        records.append(figures)
+        if run is not None:
+            run.log(figures)
+        stopped = bool(figures["deterministic_stop"])
+        if not stopped and (best is None or figures["deterministic_success"] > best[0]):
+            weights = {name: value.clone() for name, value in policy.state_dict().items()}
+            best = (figures["deterministic_success"], weights)
+        if stopped:
+            break
+    if best is not None:
+        policy.load_state_dict(best[1])
+    if run is not None:
+        policy.save(run.checkpoint)
+    return records
