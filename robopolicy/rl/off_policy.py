@@ -194,19 +194,22 @@ def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
 
 
 @mechanism(Slot.COEFFICIENT, "grpo_guard", source="GRPO-Guard, arXiv:2510.22319", needs=(Need.MEANS,))
-def grpo_guard(scored: Scored, *, summed: bool = False) -> Coefficients:
+def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -> Coefficients:
     """PPO on ratios whose mean is held at 1: the clip bites equally on both sides of a Gaussian step.
 
     summed: log-probabilities are sums over dimensions (policy.logp_reduction=sum). Clip widths are those of the scaled
-    log-ratio, std times smaller. Gradients are balanced over the steps, as the paper does with 1 / dt:
-    c = r' A mean(std) / std (the shift's own gradient is second order in the step and dropped: stated deviation).
+    log-ratio, std times smaller. balance: c = r' A mean(std) / std, the paper's 1 / dt, which evens out gradients where
+    a step of length dt moves its mean by dt times the prediction (flows); a chain that predicts the clean action moves
+    it most at the end already, and is thrown off by it. Deviation: the shift's own gradient, second order in the step,
+    is dropped.
     """
     shift, std = mean_shift(scored)
     if summed:
         shift = shift * scored.rollouts.duration[..., None] * scored.rollouts.actions.shape[-1]
     log_ratio = guarded_log_ratio(scored.log_ratio, shift, std)
-    balance = std[scored.mask].mean() / std.clamp(min=1e-6)
-    c = balance * ppo(log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    c = ppo(log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    if balance:
+        c = c * std[scored.mask].mean() / std.clamp(min=1e-6)
     plain, guarded = scored.ratio[scored.mask].mean(), log_ratio.exp()[scored.mask].mean()
     return torch.where(scored.mask, c, 0.0), {"ratio_mean": plain, "guarded_ratio_mean": guarded}
 

@@ -1,0 +1,97 @@
+"""Looking ahead: the best candidate is taken, doubt can cost or lure, and ended episodes earn nothing more."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Decision
+from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
+from worldmodels.planning import PlanConfig, PlannedPolicy, majority_mean
+from worldmodels.protocol import Imagined
+
+FIELD = {STATE: Field((1,))}
+SPEC = WorldSpec("line", FIELD, Field((1,), low=-1.0, high=1.0), 10.0, 100, rewards=("right",))
+
+
+class Line:
+    """A point on a line, paid where it stands; uncertainty grows to the right; the task ends beyond `end`."""
+
+    spec = SPEC
+
+    def __init__(self, end=100.0):
+        self.end = end
+
+    def initial(self, context, seeds):
+        return {"x": torch.from_numpy(context.last(STATE)[:, 0].astype(np.float32)), "seed": torch.from_numpy(seeds)}
+
+    def imagine(self, latent, actions: Tensor):
+        x = latent["x"] + actions[:, 0].float()
+        over = x > self.end
+        seen = Imagined({STATE: x[:, None]}, {"right": x}, over, over, x.clamp(min=0))
+        return {"x": x, "seed": latent["seed"]}, seen
+
+
+class Wanderer:
+    """Draws a step of its chunk uniformly; without noise it stays."""
+
+    spec = PolicySpec(FIELD, SPEC.action, 1, 2, 2, 1, 10.0)
+
+    def act(self, observation, generator, *, deterministic=False):
+        rows = len(observation[STATE])
+        step = torch.zeros(rows, 1, 1) if deterministic else torch.rand(rows, 1, 1, generator=generator) * 2 - 1
+        actions = step.expand(rows, 2, 1)
+        return Decision(actions, {"step": step}, torch.zeros(rows, 1), torch.ones(rows, 1, dtype=torch.bool))
+
+    def evaluate(self, observation, units):
+        raise NotImplementedError
+
+    def reset(self, rows=None):
+        pass
+
+    def save(self, folder):
+        pass
+
+
+def decide(config, end=100.0, value=None, rows=64, deterministic=False):
+    planned = PlannedPolicy(Wanderer(), Line(end), config, value)
+    observation = {STATE: torch.zeros(rows, 1, 1)}
+    decision = planned.act(observation, torch.Generator().manual_seed(0), deterministic=deterministic)
+    assert torch.equal(decision.units["step"], decision.actions[:, :1])
+    return float(decision.actions.mean()), planned
+
+
+def test_the_best_of_the_candidates_is_taken():
+    alone, _ = decide(PlanConfig(candidates=1, horizon=2))
+    chosen, planned = decide(PlanConfig(candidates=8, horizon=2))
+    assert abs(alone) < 0.2 and chosen > 0.7
+    assert planned.last_scores.shape == (64, 8)
+
+
+def test_doubt_costs_or_lures():
+    assert decide(PlanConfig(candidates=8, horizon=2, uncertainty=-5.0))[0] < 0.1
+    assert decide(PlanConfig(candidates=8, horizon=2, uncertainty=5.0))[0] > 0.7
+
+
+def test_nothing_is_earned_after_the_end_and_what_lies_beyond_counts_where_it_goes_on():
+    def value(observation):
+        return 100.0 * observation[STATE][:, -1, 0]
+
+    assert decide(PlanConfig(candidates=16, horizon=2), value=value)[0] > 0.7
+    assert decide(PlanConfig(candidates=16, horizon=2), end=0.6, value=value)[0] < 0.3
+    assert decide(PlanConfig(candidates=16, horizon=2), value=lambda seen: -value(seen))[0] < -0.7
+
+
+def test_the_sure_choice_is_a_candidate():
+    _, planned = decide(PlanConfig(candidates=3, horizon=2), deterministic=True)
+    assert float(planned.last_scores[:, 0].abs().max()) == 0.0
+
+
+def test_aggregates():
+    scores = torch.tensor([[0.0, 0.0, 9.0], [9.0, 8.0, 0.0]])
+    assert majority_mean(scores).tolist() == [0.0, 8.5]
+    with pytest.raises(ConfigError, match="median"):
+        PlanConfig(aggregate="medain")
+    with pytest.raises(ConfigError, match="candidates"):
+        PlanConfig(candidates=0)
