@@ -36,7 +36,8 @@ def run_path(config: Config, verb: str) -> Path:
 def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     """Open the run folder of a verb that can be continued.
 
-    A folder with the same configuration goes on where it stopped. Raises ConfigError if it holds another configuration
+    A folder with the same configuration goes on where it stopped, be it an older version's that lacks settings which
+    are at their defaults here. Raises ConfigError if it holds another configuration
     (naming what differs), unless run.fresh=true starts over.
     """
     path = run_path(config, verb)
@@ -46,9 +47,9 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     text = to_yaml(config, sections)
     written = path / "config.yaml"
     if written.exists() and _has_begun(path):
-        changed = _differences(
-            OmegaConf.to_container(OmegaConf.load(written)), OmegaConf.to_container(OmegaConf.create(text))
-        )
+        defaults = OmegaConf.create(to_yaml(Config(), sections))
+        earlier = OmegaConf.merge(defaults, OmegaConf.load(written))  # settings that an older version did not have
+        changed = _differences(OmegaConf.to_container(earlier), OmegaConf.to_container(OmegaConf.create(text)))
         if changed:
             raise ConfigError(
                 f"{path} holds a run with other settings ({'; '.join(changed[:4])}). "

@@ -92,6 +92,19 @@ def test_doctor_finds_nothing_wrong_with_its_own_recording(root):
     assert findings["control rate"] == "good"
 
 
+def test_a_folder_of_a_version_with_fewer_settings_goes_on(root, capsys):
+    run(root, "collect")
+    written = root / "collect" / "reach_planar" / "0" / "config.yaml"
+    whole = written.read_text()
+    assert "  images: png\n" in whole
+    written.write_text(whole.replace("  images: png\n", ""))
+    capsys.readouterr()
+    assert run(root, "collect") == 0
+    assert "already holds" in capsys.readouterr().out
+    assert run(root, "collect", "collect.images=video") != 0
+    written.write_text(whole)
+
+
 def test_another_configuration_in_the_same_folder_is_refused(root, capsys):
     run(root, "collect")
     assert run(root, "collect", "collect.episodes=25") == 2

@@ -38,7 +38,7 @@ METHODS: dict[str, Variant] = {
         "diffusion", ("finetune.algorithm=branch_grpo", "finetune.group_size=2", "finetune.branch_at=[2,5]", *GENTLE)
     ),
     "GRPO-Guard": Variant(
-        "diffusion", ("finetune.algorithm=grpo_guard", *GENTLE, "finetune.clip=0.012", "finetune.clip_base=0.012")
+        "diffusion", ("finetune.algorithm=grpo_guard", *GENTLE, "finetune.clip=0.003", "finetune.clip_base=0.003")
     ),
     "MC-GRPO": Variant(
         "diffusion", ("finetune.algorithm=mc_grpo", "finetune.group_size=3", "finetune.groups=170", *GENTLE)

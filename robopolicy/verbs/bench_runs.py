@@ -4,7 +4,7 @@ A benchmark that was interrupted goes on where it stopped, and each of its runs 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,23 @@ TOKEN = (
     "train.fit.learning_rate=1e-3",
 )
 
-BASES: dict[str, tuple[str, ...]] = {
-    "diffusion": (),
-    "flow": ("policy.kind=flow",),
-    "token": (*TOKEN, "train.fit.steps=600"),
-    "novice": ("train.fit.steps=60",),
-    "token_novice": (*TOKEN, "train.fit.steps=150"),
+
+@dataclass(frozen=True)
+class Base:
+    """A pre-trained policy: what it changes about the recipe, and about the recipe of some tasks, data included."""
+
+    settings: tuple[str, ...] = ()
+    tasks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+BASES = {
+    "diffusion": Base(),
+    "flow": Base(("policy.kind=flow",)),
+    "token": Base((*TOKEN, "train.fit.steps=600"), {"pick_place": ("collect.episodes=150", "train.fit.steps=1500")}),
+    "novice": Base(("train.fit.steps=60",)),
+    "token_novice": Base((*TOKEN, "train.fit.steps=150")),
 }
-"""Pre-trained policies by name, with what they change about the recipe; novices: stopped while success is rare."""
+"""By name; novices: stopped while success is rare; tokens need more than the dozen demonstrations of pick_place."""
 
 TUNED_BASES: dict[str, tuple[str, ...]] = {
     "warm": ("finetune.target_success=0.7", "finetune.evaluate_every=1", "finetune.videos=0"),
@@ -61,16 +70,18 @@ def run_variant(config: Config, root: Path, task: str, label: str, variant: Vari
     shared = [f"recipe={task}", f"run.root={root / task}", f"run.seed={seed}", *config.bench.overrides]
     if variant.base in TUNED_BASES:
         run_variant(config, root, task, variant.base, Variant("diffusion", TUNED_BASES[variant.base]), seed)
-    data, base = (
-        root / task / verb / name / str(seed)
-        for verb, name in (("collect", "data"), ("finetune" if variant.base in TUNED_BASES else "train", variant.base))
-    )
+    tuned_base = variant.base in TUNED_BASES
+    settings = () if tuned_base else (*BASES[variant.base].settings, *BASES[variant.base].tasks.get(task, ()))
+    own = [setting for setting in settings if setting.startswith("collect.")]
+    recording = f"data_{variant.base}" if own else "data"
+    data = root / task / "collect" / recording / str(seed)
+    base = root / task / ("finetune" if tuned_base else "train") / variant.base / str(seed)
     tuned = root / task / "finetune" / label / str(seed)
     if not (tuned / "result.json").exists():
         output.print(Rule(f"[bold]{task}, {label}, seed {seed}", align="left"))
-        collect.run(compose([*shared, "run.name=data"]))
+        collect.run(compose([*shared, f"run.name={recording}", *own]))
         if not (base / "result.json").exists():
-            pretrained = [f"run.name={variant.base}", *BASES[variant.base], f"train.data={data / 'dataset'}"]
+            pretrained = [f"run.name={variant.base}", *settings, f"train.data={data / 'dataset'}"]
             train.run(compose([*shared, *pretrained]))
         changed = [f"run.name={label}", f"finetune.policy={base / 'checkpoint'}", *variant.settings]
         finetune.run(compose([*shared, *changed]))
