@@ -238,8 +238,8 @@ class DoctorSection:
 
 @dataclass(frozen=True)
 class BenchSection:
-    """Which benchmark: `sims` in interleaved rounds, `algorithms` on tasks, seeds and methods (() for all), or
-    `mechanisms` on seeds, where methods are the checks.
+    """Which benchmark: `sims` in interleaved rounds, `algorithms` on tasks, seeds and methods (() for all),
+    `mechanisms` on seeds, where methods are the checks, or `edge_of_reach` on seeds, where methods are the arms.
 
     overrides: settings for every run, quoted: bench.overrides=['finetune.iterations=10'].
     """

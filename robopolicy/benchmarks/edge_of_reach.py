@@ -40,25 +40,27 @@ class Problem:
     """A world that is known exactly, with recorded transitions to begin in.
 
     imagined: (truncation, penalty) -> the world for rollouts; real: the world that judges; recorded: transitions with
-    actions in [-1, 1]; agent: settings of the agent; edge_value: the true value of states, where it is known.
+    actions in [-1, 1]; agent: settings of the agent; steps: how far imagination goes; edge_value: the true value of
+    states, where it is known.
     """
 
     imagined: Callable[[Truncation, float], World]
     real: World
     recorded: Batch
     agent: SacConfig
+    steps: int
     edge_value: EdgeValue | None = None
 
 
 @dataclass(frozen=True)
 class Arm:
-    """steps: how far imagination goes, None to the end; critics, diversity: of the agent; the others: see above."""
+    """critics, diversity: of the agent; penalty, patched, whole (rollouts to the end): see above."""
 
-    steps: int | None = 5
     critics: int = 2
     diversity: float = 0.0
-    patched: bool = False
     penalty: float = 0.0
+    patched: bool = False
+    whole: bool = False
 
 
 ARMS = {
@@ -66,7 +68,7 @@ ARMS = {
     "penalty": Arm(penalty=5.0),
     "patched": Arm(patched=True),
     "RAVL": Arm(critics=10, diversity=0.01),
-    "long": Arm(steps=None),
+    "long": Arm(whole=True),
 }
 
 
@@ -87,21 +89,29 @@ def point_problem(seed: int) -> Problem:
         ImaginedWorld(point.PointModel(), point.starts, EPISODES),
         recorded,
         agent,
+        5,
         lambda state: agent.discount * point.best_value(state, agent.discount),
     )
 
 
 def task_problem(task: str, seed: int) -> Problem:
-    """A MuJoCo task whose own simulator is the model, begun in states that random actions led to."""
-    world = make_world(task, ROWS, seed=seed)
-    recorded, starts = random_play(world, seed)
-    agent = SacConfig(width=128, depth=2, rate=1e-3, tau=0.05, temperature=1e-2, learn_temperature=False)
+    """A MuJoCo task whose own simulator is the model, begun in states that random actions led to.
+
+    Two imagined steps: bounded joints leave less room to extrapolate than open space, so the edge must be near.
+    """
+    recorded, starts = random_play(make_world(task, ROWS, seed=seed), seed)
+    agent = SacConfig(width=64, depth=2, rate=3e-3, tau=0.1, temperature=1e-4, learn_temperature=False)
 
     def imagined(truncation: Truncation, penalty: float) -> World:
         simulator: Any = make_world(task, ROWS, seed=seed)
         return ImaginedWorld(OracleModel(simulator), starts, ROWS, truncation=truncation, penalty=penalty)
 
-    return Problem(imagined, make_world(task, EPISODES, seed=seed), recorded, agent)
+    return Problem(imagined, make_world(task, EPISODES, seed=seed), recorded, agent, 2)
+
+
+def build_problem(name: str, seed: int) -> Problem:
+    """Return the problem `point`, or that of a MuJoCo task."""
+    return point_problem(seed) if name == "point" else task_problem(name, seed)
 
 
 def random_play(world: Any, seed: int) -> tuple[Batch, Starts]:
@@ -144,7 +154,7 @@ def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig
     interface = Interface(problem.real.spec)
     agent = Sac(SacConfig(**settings), interface.size, interface.actions, derive(seed, "agent"))
     agent.fit_statistics(problem.recorded.state)
-    world = problem.imagined(Truncation(steps=arm.steps), arm.penalty)
+    world = problem.imagined(Truncation(steps=None if arm.whole else problem.steps), arm.penalty)
     edge_value, recorded = problem.edge_value if arm.patched else None, problem.recorded
     if edge_value is not None:
         paid = recorded.reward + edge_value(recorded.next_state)

@@ -37,3 +37,22 @@ def method_curves(curves: Mapping[str, Sequence[Curve]], base: float | None = No
         axes.set(xlabel="environment steps", ylabel="success", ylim=(0, 1.02))
         axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
         return as_svg(figure)
+
+
+def value_curves(runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> str:
+    """Draw learned values against epochs on a symmetric logarithmic axis, one colour an arm, one line a seed.
+
+    runs: arm -> seeds -> records with epoch, value and value_bound.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure, axes = new_axes(width=7.2, height=3.8)
+        for (name, seeds), colour in zip(runs.items(), COLOURS, strict=False):
+            for index, records in enumerate(seeds):
+                epochs, values = [row["epoch"] for row in records], [row["value"] for row in records]
+                axes.plot(epochs, values, color=colour, label=name if index == 0 else None)
+        bounds = [row["value_bound"] for seeds in runs.values() for records in seeds for row in records]
+        axes.axhline(max(bounds, default=0.0), color=BASE, linestyle="--", linewidth=1, label="highest possible")
+        axes.set_yscale("symlog", linthresh=1.0)
+        axes.set(xlabel="epoch", ylabel="value")
+        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return as_svg(figure)

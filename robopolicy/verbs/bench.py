@@ -2,14 +2,15 @@
 
 sims: our engine against pure physics, gymnasium's vector environments on the same scene, and Meta-World's own,
 interleaved in one process. algorithms: success against environment steps on the same tasks, bases and seeds.
-mechanisms: ten small experiments, each asking whether a paper's claim shows. Both go on where they were interrupted.
+mechanisms: ten small experiments, each asking whether a paper's claim shows. edge_of_reach: values in a perfect model.
+All but the first go on where they were interrupted.
 """
 
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.runs import publish
 
-BENCHMARKS = ("sims", "algorithms", "mechanisms")
+BENCHMARKS = ("sims", "algorithms", "mechanisms", "edge_of_reach")
 
 
 def run(config: Config) -> int:
@@ -25,6 +26,10 @@ def run(config: Config) -> int:
         from robopolicy.verbs import bench_mechanisms
 
         bench_mechanisms.benchmark(config)
+    elif name == "edge_of_reach":
+        from robopolicy.verbs import bench_edge
+
+        bench_edge.benchmark(config)
     else:
         from robopolicy.benchmarks.sims import benchmark_sims
 

@@ -13,6 +13,13 @@ from robopolicy.rl.offline.sac import Sac, SacConfig, gradient_agreement
 from robopolicy.training.imagined_values import ImaginedValuesConfig
 
 
+@pytest.fixture(autouse=True)
+def same_weights():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
