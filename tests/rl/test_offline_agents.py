@@ -34,6 +34,7 @@ def batch(count=64, terminated=False, seed=0):
 @torch.no_grad()
 def test_sampled_densities_are_the_scored_ones_and_integrate_to_one():
     actor = Actor(3, 1, 16, 1)
+    actor.members.weights[-1].mul_(0.1)  # wider Gaussians pile up at the edges, where no grid is fine enough
     state = torch.randn(200, 3, generator=generator())
     action, density = actor.sample(state, generator())
     inside = (action.abs() < 0.99)[:, 0]
