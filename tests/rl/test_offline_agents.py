@@ -8,8 +8,10 @@ import torch
 from robopolicy.benchmarks.edge_of_reach import measure, point_problem
 from robopolicy.core.errors import ConfigError
 from robopolicy.rl.offline.batches import Batch, edge_of_reach, value_bound
+from robopolicy.rl.offline.iql import Iql, IqlConfig, expectile_loss
 from robopolicy.rl.offline.networks import Actor, Critics
 from robopolicy.rl.offline.sac import Sac, SacConfig, gradient_agreement
+from robopolicy.rl.offline.td3_bc import Td3Bc, Td3BcConfig
 from robopolicy.training.imagined_values import ImaginedValuesConfig
 
 
@@ -118,3 +120,43 @@ def test_what_cannot_be_is_refused():
         SacConfig(critics=0)
     with pytest.raises(ConfigError, match="real_share"):
         ImaginedValuesConfig(real_share=2.0)
+
+
+def two_armed(count=400, seed=0):
+    """One state, ends at once: actions around -0.5 pay 0, around 0.5 they pay 1, and few of them are recorded."""
+    draws = generator(seed)
+    good = torch.rand(count, generator=draws) < 0.3
+    action = torch.where(good, 0.5, -0.5)[:, None] + 0.05 * torch.randn(count, 1, generator=draws)
+    state = torch.zeros(count, 1)
+    return Batch(state, action, good.float(), state, torch.ones(count, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("kind", ["td3_bc", "iql"])
+def test_offline_agents_prefer_the_better_recorded_actions(kind):
+    if kind == "td3_bc":
+        agent = Td3Bc(Td3BcConfig(width=32, depth=2, rate=3e-3), 1, 1, 0)
+    else:
+        agent = Iql(IqlConfig(width=32, depth=2, rate=3e-3, expectile=0.9, temperature=10.0), 1, 1, 0)
+    data, draws = two_armed(), generator()
+    for _ in range(500):
+        agent.update(data.draw(128, draws), draws)
+    assert float(agent.act(torch.zeros(1, 1))) > 0.2
+    assert float(agent.value(torch.zeros(1, 1))) > 0.6
+    likelihood = agent.log_prob(torch.zeros(2, 1), torch.tensor([[0.5], [-0.5]])).detach()
+    assert likelihood[0] > likelihood[1]
+    twin = type(agent)(agent.config, 1, 1, 9)
+    twin.restore(agent.tree())
+    figures = [each.update(data, generator(3))["critic_loss"] for each in (agent, twin)]
+    assert torch.equal(figures[0], figures[1])
+
+
+def test_expectiles_are_means_that_lean():
+    draws = torch.randn(4000, generator=generator())
+    for expectile, low, high in ((0.5, -0.05, 0.05), (0.9, 0.7, 1.0)):
+        value = torch.zeros(1, requires_grad=True)
+        optimiser = torch.optim.Adam([value], 0.05)
+        for _ in range(200):
+            optimiser.zero_grad()
+            expectile_loss(draws - value, expectile).mean().backward()
+            optimiser.step()
+        assert low < float(value.detach()) < high

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from point_world import SPEC, recorded
 
 from robopolicy.core.conformance import check_world
-from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from robopolicy.core.randomness import Generators, uniforms
-from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, WorldSpec
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.training.fit import FitConfig, fit
 from worldmodels import load_world_model, save_world_model
 from worldmodels.diagnostics import examine
@@ -19,57 +19,6 @@ from worldmodels.env import PENALTY, ImaginedWorld, Truncation
 from worldmodels.imagination import context_at, recorded_starts
 from worldmodels.protocol import Context
 from worldmodels.transitions import TransitionData
-
-GAIN = 0.2
-SPEC = WorldSpec(
-    name="points",
-    observation={
-        STATE: Field((2,), names=("x", "y")),
-        ENVIRONMENT_STATE: Field((4,), names=("goal_x", "goal_y", "to_goal_x", "to_goal_y")),
-    },
-    action=Field((2,), low=-1.0, high=1.0),
-    fps=10,
-    horizon=12,
-    rewards=("progress", "success"),
-    instructions=("go there",),
-)
-
-
-def recorded(episodes=300, steps=10, seed=0):
-    """A point that moves by GAIN times the action; reward is progress to the goal; success within 0.15."""
-    generator = torch.Generator().manual_seed(seed)
-    positions, goals, actions, lengths, progress, won = [], [], [], [], [], []
-    for _ in range(episodes):
-        position = 2 * torch.rand(2, generator=generator) - 1
-        goal = 2 * torch.rand(2, generator=generator) - 1
-        positions.append(position)
-        for step in range(steps):
-            noisy = 2 * (goal - position) + 0.8 * torch.randn(2, generator=generator)
-            actions.append(noisy.clamp(-1, 1))
-            after = position + GAIN * actions[-1]
-            distance = [(goal - p).norm() for p in (position, after)]
-            progress.append(distance[0] - distance[1])
-            won.append(distance[1] < 0.15)
-            position = after
-            positions.append(position)
-            if won[-1] or step == steps - 1:
-                lengths.append(step + 1)
-                goals.append(goal.expand(step + 2, 2))
-                break
-    state, target, success = torch.stack(positions), torch.cat(goals), torch.stack(won)
-    ends = torch.tensor(lengths).cumsum(0) - 1
-    return Episodes(
-        SPEC.observation,
-        SPEC.action,
-        SPEC.fps,
-        {STATE: state, ENVIRONMENT_STATE: torch.cat([target, target - state], 1)},
-        torch.stack(actions),
-        torch.tensor(lengths),
-        SPEC.instructions * len(lengths),
-        rewards={"progress": torch.stack(progress), "success": success.float()},
-        step_success=success,
-        terminated=success[ends],
-    )
 
 
 def trained(steps=400, **options):

@@ -1,0 +1,107 @@
+"""Implicit Q-learning: values of the better recorded actions, never of others.
+
+Source: Kostrikov et al. 2021, arXiv:2110.06169.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.rl.offline.batches import Batch
+from robopolicy.rl.offline.networks import Actor, Critics, Values
+
+
+@dataclass(frozen=True)
+class IqlConfig:
+    """Defaults of the paper for locomotion; temperature, cap: of the weight exp(temperature * advantage)."""
+
+    expectile: float = 0.7
+    temperature: float = 3.0
+    cap: float = 100.0
+    width: int = 256
+    depth: int = 2
+    rate: float = 3e-4
+    discount: float = 0.99
+    tau: float = 0.005
+
+    def __post_init__(self):
+        if not 0 < self.expectile < 1 or not 0 < self.discount < 1:
+            raise ConfigError(f"expectile {self.expectile} and discount {self.discount} must be in (0, 1).")
+
+
+class Iql(torch.nn.Module):
+    """The agent; actions are in [-1, 1]."""
+
+    def __init__(self, config: IqlConfig, state: int, action: int, seed: int):
+        super().__init__()
+        self.config = config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.actor = Actor(state, action, config.width, config.depth)
+            self.critics = Critics(2, state, action, config.width, config.depth)
+            self.values = Values(state, config.width, config.depth)
+        self.slow = copy.deepcopy(self.critics).requires_grad_(False)
+        self.optimisers = {
+            name: torch.optim.Adam(part.parameters(), config.rate)
+            for name, part in (("actor", self.actor), ("critics", self.critics), ("values", self.values))
+        }
+
+    def fit_statistics(self, state: Tensor) -> None:
+        """Standardise states as these [N, S] are, everywhere alike."""
+        for part in (self.actor, self.critics, self.values, self.slow):
+            part.state.fit(state)
+
+    def update(self, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
+        """Take one step of values, critics and actor; returns figures. It draws nothing."""
+        config = self.config
+        with torch.no_grad():
+            recorded = self.slow(batch.state, batch.action).min(0).values
+            following = torch.where(batch.terminated, 0.0, self.values(batch.next_state))
+            target = batch.reward + config.discount * following
+        value = self.values(batch.state)
+        value_loss = expectile_loss(recorded - value, config.expectile).mean()
+        critic_loss = (self.critics(batch.state, batch.action) - target).square().mean(1).sum()
+        weight = (config.temperature * (recorded - value.detach())).exp().clamp(max=config.cap)
+        actor_loss = -(weight * self.actor.log_prob(batch.state, batch.action)).mean()
+        for name, loss in (("values", value_loss), ("critics", critic_loss), ("actor", actor_loss)):
+            self.optimisers[name].zero_grad()
+            loss.backward()
+            self.optimisers[name].step()
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.critics.parameters(), strict=True):
+                slow.lerp_(fast, config.tau)
+        return {"critic_loss": critic_loss.detach(), "value": value.detach().mean(), "weight": weight.mean()}
+
+    @torch.no_grad()
+    def value(self, state: Tensor) -> Tensor:
+        """Return V [B]."""
+        return self.values(state)
+
+    @torch.no_grad()
+    def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return actions [B, A], without noise where there is no generator."""
+        return self.actor(state) if generator is None else self.actor.sample(state, generator)[0]
+
+    def log_prob(self, state: Tensor, action: Tensor) -> Tensor:
+        """Return the actor's log density [B] of actions in (-1, 1)."""
+        return self.actor.log_prob(state, action)
+
+    def tree(self) -> dict[str, Any]:
+        """Return a copy of weights and moments."""
+        moments = {name: each.state_dict() for name, each in self.optimisers.items()}
+        return copy.deepcopy({"weights": dict(self.state_dict()), "optimisers": moments})
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Go on from `tree`."""
+        self.load_state_dict(tree["weights"])
+        for name, optimiser in self.optimisers.items():
+            optimiser.load_state_dict(tree["optimisers"][name])
+
+
+def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
+    """Return |expectile - 1(difference < 0)| difference^2: least where the expectile of the differences is 0."""
+    return (expectile - (difference < 0).float()).abs() * difference.square()

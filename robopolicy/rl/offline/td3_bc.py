@@ -1,0 +1,128 @@
+"""TD3+BC: a deterministic actor that climbs Q and stays with the data (Fujimoto & Gu 2021, arXiv:2106.06860)."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.nn.members import Members
+from robopolicy.rl.offline.batches import Batch
+from robopolicy.rl.offline.networks import Critics, Standardiser
+
+
+@dataclass(frozen=True)
+class Td3BcConfig:
+    """Defaults of the paper: alpha weighs Q (scaled to a mean size of 1) against imitation; policy_noise, noise_clip:
+    of the target's action; delay: critic updates per actor update.
+    """
+
+    alpha: float = 2.5
+    width: int = 256
+    depth: int = 2
+    rate: float = 3e-4
+    discount: float = 0.99
+    tau: float = 0.005
+    policy_noise: float = 0.2
+    noise_clip: float = 0.5
+    delay: int = 2
+    layer_norm: bool = False
+
+    def __post_init__(self):
+        if self.alpha < 0 or self.delay < 1 or not 0 < self.discount < 1:
+            raise ConfigError("TD3+BC needs alpha >= 0, delay >= 1 and a discount in (0, 1).")
+
+
+class DeterministicActor(torch.nn.Module):
+    """Actions in [-1, 1] from states."""
+
+    def __init__(self, state: int, action: int, width: int, depth: int):
+        super().__init__()
+        self.state = Standardiser(state)
+        self.members = Members(1, state, width, depth, action, "relu")
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Return actions [B, A]."""
+        return self.members(self.state(state)[None])[0].tanh()
+
+
+class Td3Bc(torch.nn.Module):
+    """The agent; actions are in [-1, 1]."""
+
+    def __init__(self, config: Td3BcConfig, state: int, action: int, seed: int):
+        super().__init__()
+        self.config, self.updates = config, 0
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.actor = DeterministicActor(state, action, config.width, config.depth)
+            self.critics = Critics(2, state, action, config.width, config.depth, config.layer_norm)
+        self.slow_actor = copy.deepcopy(self.actor).requires_grad_(False)
+        self.slow_critics = copy.deepcopy(self.critics).requires_grad_(False)
+        self.actor_optimiser = torch.optim.Adam(self.actor.parameters(), config.rate)
+        self.critic_optimiser = torch.optim.Adam(self.critics.parameters(), config.rate)
+
+    def fit_statistics(self, state: Tensor) -> None:
+        """Standardise states as these [N, S] are, everywhere alike."""
+        for part in (self.actor, self.critics, self.slow_actor, self.slow_critics):
+            part.state.fit(state)
+
+    def target(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Return r + discount (1 - terminated) min Q(s', a' + clipped noise), [B]."""
+        config = self.config
+        with torch.no_grad():
+            noise = torch.randn(batch.action.shape, generator=generator, device=batch.action.device)
+            noise = (config.policy_noise * noise).clamp(-config.noise_clip, config.noise_clip)
+            action = (self.slow_actor(batch.next_state) + noise).clamp(-1, 1)
+            value = self.slow_critics(batch.next_state, action).min(0).values
+            return batch.reward + config.discount * torch.where(batch.terminated, 0.0, value)
+
+    def update(self, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
+        """Take one step of the critics, and every `delay` of them one of the actor; returns figures."""
+        values = self.critics(batch.state, batch.action)
+        critic_loss = (values - self.target(batch, generator)).square().mean(1).sum()
+        self.critic_optimiser.zero_grad()
+        critic_loss.backward()
+        self.critic_optimiser.step()
+        self.updates += 1
+        if self.updates % self.config.delay == 0:
+            action = self.actor(batch.state)
+            value = self.critics(batch.state, action)[0]
+            scale = self.config.alpha / value.abs().mean().detach().clamp_min(1e-6)
+            loss = -(scale * value).mean() + (action - batch.action).square().mean()
+            self.actor_optimiser.zero_grad()
+            loss.backward(inputs=list(self.actor.parameters()))
+            self.actor_optimiser.step()
+            pairs = ((self.slow_actor, self.actor), (self.slow_critics, self.critics))
+            with torch.no_grad():
+                for slow, fast in pairs:
+                    for old, new in zip(slow.parameters(), fast.parameters(), strict=True):
+                        old.lerp_(new, self.config.tau)
+        return {"critic_loss": critic_loss.detach(), "value": values.detach().mean()}
+
+    @torch.no_grad()
+    def value(self, state: Tensor) -> Tensor:
+        """Return the value [B] of acting without noise: the smaller Q."""
+        return self.critics(state, self.actor(state)).min(0).values
+
+    @torch.no_grad()
+    def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return actions [B, A]; it has no noise of its own."""
+        return self.actor(state)
+
+    def log_prob(self, state: Tensor, action: Tensor) -> Tensor:
+        """Return the log density [B], up to a constant, of a unit Gaussian around what it would do."""
+        return -0.5 * (action - self.actor(state)).square().sum(-1)
+
+    def tree(self) -> dict[str, Any]:
+        """Return a copy of weights and moments."""
+        moments = {"actor": self.actor_optimiser.state_dict(), "critics": self.critic_optimiser.state_dict()}
+        return copy.deepcopy({"weights": dict(self.state_dict()), "optimisers": moments, "updates": self.updates})
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Go on from `tree`."""
+        self.load_state_dict(tree["weights"])
+        self.actor_optimiser.load_state_dict(tree["optimisers"]["actor"])
+        self.critic_optimiser.load_state_dict(tree["optimisers"]["critics"])
+        self.updates = tree["updates"]

@@ -1,0 +1,75 @@
+"""Whole trajectories: they obey the dynamics they were trained on, guidance moves actions alone, ends are respected."""
+
+import pytest
+import torch
+from point_world import GAIN, SPEC, recorded
+
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.randomness import Generators
+from robopolicy.training.fit import FitConfig, fit
+from worldmodels.edm import EdmConfig
+from worldmodels.trajectory_diffusion import TrajectoryConfig, TrajectoryDiffusion, beginnings
+
+CONFIG = TrajectoryConfig(length=8, width=32, depth=2, edm=EdmConfig(sigma_data=1.0, steps=12))
+
+
+@pytest.fixture(scope="module")
+def learned():
+    torch.set_num_threads(1)
+    episodes = recorded(400)
+    model = TrajectoryDiffusion.build(CONFIG, SPEC, episodes, 0)
+    generators = Generators(0)
+    batches = model.batches(episodes, generators["batches"])
+    fit(model, batches, FitConfig(steps=700, learning_rate=2e-3, warmup=20), generators)
+    return model, episodes
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_generated_steps_obey_the_dynamics(learned):
+    model, _ = learned
+    data = model.transitions(model.generate(200, generator()))
+    assert len(data) > 500
+    error = (data.next_state - data.state)[:, :2] - GAIN * data.action
+    assert float(error.square().mean().sqrt()) < 0.06
+    assert float((GAIN * data.action).square().mean().sqrt()) > 0.1
+    constant = (data.next_state - data.state)[:, 2:4]
+    assert float(constant.abs().max()) < 1e-5
+    offset = data.state[:, 2:4] - data.state[:, :2] - data.state[:, 4:6]
+    assert float(offset.abs().max()) < 1e-3
+
+
+def test_guidance_climbs_the_policy_and_keeps_the_dynamics(learned):
+    model, _ = learned
+
+    def target(state, action):
+        return -0.5 * (action - 0.8).square().sum(-1)
+
+    likelihood, errors = [], []
+    for strength in (0.0, 0.3, 1.0):
+        data = model.transitions(model.generate(200, generator(), target, strength))
+        likelihood.append(float(target(data.state, data.action).mean()))
+        errors.append(float(((data.next_state - data.state)[:, :2] - GAIN * data.action).square().mean().sqrt()))
+    assert likelihood[0] < likelihood[1] < likelihood[2]
+    assert errors[1] < 0.1
+
+
+def test_nothing_follows_an_end(learned):
+    model, episodes = learned
+    steps = torch.zeros(1, 4, model.states + model.actions + 2)
+    steps[..., -1] = torch.tensor([-1.0, 1.0, 1.0, 1.0])
+    data = model.transitions(steps)
+    assert len(data) == 2 and data.terminated.tolist() == [False, True]
+    long = beginnings(episodes, 10)
+    left = (episodes.starts + episodes.lengths)[episodes.episode_of_step[long]] - long
+    assert bool(((left >= 10) | episodes.terminated[episodes.episode_of_step[long]]).all())
+
+
+def test_bad_settings_are_refused(learned):
+    with pytest.raises(ConfigError, match="multiple"):
+        TrajectoryConfig(length=10)
+    episodes = recorded(5)
+    with pytest.raises(DataError, match="shorter"):
+        beginnings(episodes.select(~episodes.terminated), 100)

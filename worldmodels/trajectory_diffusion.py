@@ -1,0 +1,201 @@
+"""Diffusion of whole trajectories, guided towards a target policy: synthetic data that is on-policy and obeys dynamics.
+
+One denoiser draws states, actions, rewards and ends of a stretch together, so errors do not compound from step to step;
+the guidance moves the actions, and nothing else, up the target policy's likelihood at every noise level.
+Source: policy-guided diffusion, Jackson et al. 2024, arXiv:2404.06356. Deviations: constants, angles and derived
+elements of the state are repaired as in the ensemble; stretches that end early repeat their last frame as ended.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.progress import progress
+from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
+from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.nn.unet import UNetDenoiser
+from worldmodels import edm
+from worldmodels.edm import EdmConfig
+from worldmodels.protocol import Regression
+from worldmodels.sequences import SequenceData
+from worldmodels.structure import StateStructure, find_structure
+from worldmodels.transitions import TransitionData, success_bonus
+
+LogProb = Callable[[Tensor, Tensor], Tensor]
+"""(states [N, S], actions [N, A] in the world's units) -> log-probability [N] under the target policy."""
+
+
+@dataclass(frozen=True)
+class TrajectoryConfig:
+    """length: steps of a stretch; width, depth: of the U-Net over time; edm: the paper's but for fewer steps."""
+
+    length: int = 32
+    width: int = 64
+    depth: int = 3
+    batch_size: int = 64
+    edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=32, churn=20.0))
+
+    def __post_init__(self):
+        if self.length % 2 ** (self.depth - 1):
+            raise ConfigError(
+                f"length {self.length} must be a multiple of {2 ** (self.depth - 1)} at depth {self.depth}."
+            )
+
+
+class TrajectoryDiffusion(nn.Module):
+    """A generator of stretches of `length` steps; make one with `build` or `restore`.
+
+    Channels of a step: standardised state [S], action [A], reward (success paid as the world pays it), end (-1 or 1).
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, config: TrajectoryConfig, spec: WorldSpec, structure: StateStructure, seed: int = 0):
+        super().__init__()
+        self.config = config
+        fields = {key: each for key, each in spec.observation.items() if not key.startswith(IMAGE_PREFIX)}
+        self.states, self.actions = sum(each.size for each in fields.values()), spec.action.size
+        for name, value in structure.__dict__.items():
+            self.register_buffer(f"structure_{name}", value)
+        channels = self.states + self.actions + 2
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("std", torch.ones(channels))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.network = UNetDenoiser(config.length, channels, 1, config.width, config.depth)
+
+    @classmethod
+    def build(cls, config: TrajectoryConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
+        """Return an untrained generator for `spec`, with structure and statistics read off `episodes`."""
+        data = TransitionData.of(episodes)
+        fields = [each for key, each in spec.observation.items() if not key.startswith(IMAGE_PREFIX)]
+        names = tuple(name for each in fields for name in (each.names or ("",) * each.size))
+        if data.state.shape[1] != len(names) or data.action.shape[1] != spec.action.size:
+            raise DataError(f"The data has other states or actions than world '{spec.name}'.")
+        model = cls(config, spec, find_structure(data.state, data.next_state, names), seed)
+        rows = beginnings(episodes, config.length)
+        rows = rows[:: max(1, len(rows) // 20_000)]
+        steps = model._channels(SequenceData(episodes).cut(rows, 0, config.length), success_bonus(episodes))
+        with torch.no_grad():
+            model.mean.copy_(steps.mean((0, 1)))
+            model.std.copy_(steps.std((0, 1), correction=0).clamp_min(1e-6))
+            model.mean[-1], model.std[-1] = 0.0, 1.0
+        return model
+
+    def description(self) -> dict[str, Any]:
+        """Return what `restore` needs besides spec and weights."""
+        return {"config": to_plain(self.config)}
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
+        """Return a generator into which `weights` can be loaded."""
+        prefix = "structure_"
+        parts = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        return cls(from_plain(TrajectoryConfig, description["config"]), spec, StateStructure(**parts))
+
+    def stages(self) -> Mapping[str, tuple[Regression, float]]:
+        """One denoiser."""
+        return {"trajectories": (self, 1.0)}
+
+    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield standardised stretches for ever; `generator` is all the state."""
+        bonus, device, data = success_bonus(episodes), self.mean.device, SequenceData(episodes)
+        rows = beginnings(episodes, self.config.length)
+        while True:
+            drawn = torch.randint(len(rows), (self.config.batch_size,), generator=generator, device=generator.device)
+            cut = data.cut(rows[drawn.cpu()], 0, self.config.length)
+            yield {"steps": (self._channels(cut, bonus).to(device) - self.mean) / self.std}
+
+    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"trajectories": [N]}, EDM's weighted error."""
+        return {"trajectories": edm.loss(self._network, batch["steps"], self.config.edm, generator).mean((1, 2))}
+
+    def generate(
+        self,
+        count: int,
+        generator: torch.Generator,
+        target: LogProb | None = None,
+        guidance: float = 1.0,
+        *,
+        batch_size: int = 256,
+    ) -> Tensor:
+        """Draw `count` stretches [count, L, S + A + 2] in the data's units: state, action, reward, end (over 0: ended).
+
+        target: the policy whose likelihood the actions climb, by `guidance` times a step of unit length (over the whole
+        stretch) in standardised actions, most at the middle noise levels.
+        """
+        parts = []
+        with progress("Generating trajectories", count) as advance:
+            for begin in range(0, count, batch_size):
+                rows = min(batch_size, count - begin)
+                shape = (rows, self.config.length, len(self.mean))
+                noise = torch.randn(shape, generator=generator, device=self.mean.device)
+                push = None if target is None or guidance == 0 else self._push(target, guidance)
+                parts.append(edm.sample(self._network, noise, self.config.edm, generator, push) * self.std + self.mean)
+                advance(rows)
+        return self._repaired(torch.cat(parts))
+
+    def transitions(self, steps: Tensor) -> TransitionData:
+        """Return the transitions of stretches [N, L, S + A + 2], up to where they end; rewards include the bonus."""
+        state, action = steps[..., : self.states], steps[..., self.states : self.states + self.actions]
+        over = (steps[..., -1] > 0).long().cumsum(1)
+        kept = ((over - (steps[..., -1] > 0).long()) == 0)[:, :-1]
+        ended = (steps[..., -1] > 0)[:, :-1]
+        flat = (state[:, :-1], action[:, :-1], state[:, 1:], steps[:, :-1, -2])
+        found = [value[kept] for value in flat]
+        return TransitionData(found[0], found[1], found[2], found[3], ended[kept], ended[kept])
+
+    def _network(self, scaled: Tensor, label: Tensor) -> Tensor:
+        """EDM's F: the label log(sigma) / 4 in [-1.6, 1.2] becomes a time in [0, 1]."""
+        return self.network(scaled, (label + 2) / 4, scaled.new_zeros(len(scaled), 1))
+
+    def _push(self, target: LogProb, guidance: float) -> edm.Guidance:
+        """Return EDM's guidance: the direction of steepest log-likelihood for the actions, at the denoised states."""
+        actions = slice(self.states, self.states + self.actions)
+
+        def push(clean: Tensor, share: float) -> Tensor:
+            with torch.enable_grad():
+                whole = (clean * self.std + self.mean).detach()
+                chosen = clean[..., actions].detach().requires_grad_()
+                raw = chosen * self.std[actions] + self.mean[actions]
+                states = rearrange(whole[..., : self.states], "n l s -> (n l) s")
+                (slope,) = torch.autograd.grad(target(states, rearrange(raw, "n l a -> (n l) a")).sum(), chosen)
+            unit = slope / (slope.flatten(1).norm(dim=1)[:, None, None] + 1e-8)
+            amount = 1 - share + 0.3 * torch.sin(torch.tensor(torch.pi * share))
+            shift = torch.zeros_like(clean)
+            shift[..., actions] = guidance * amount * unit
+            return shift
+
+        return push
+
+    def _channels(self, cut: Any, bonus: float) -> Tensor:
+        """Return [M, L, S + A + 2] in the data's units."""
+        state = torch.cat([cut.frames[key].flatten(2) for key in cut.frames if not key.startswith(IMAGE_PREFIX)], -1)
+        before = torch.cat([torch.zeros_like(cut.success[:, :1]), cut.success[:, :-1]], 1)
+        reward = cut.reward + bonus * (cut.success & ~before & cut.valid)
+        end = 2 * (cut.terminated.long().cumsum(1) > 0).float() - 1
+        return torch.cat([state[:, :-1], cut.actions, reward[..., None], end[..., None]], -1).float()
+
+    def _repaired(self, steps: Tensor) -> Tensor:
+        """Hold constants still, put angles back on their circle, and compute what follows from the rest."""
+        structure = StateStructure(*(getattr(self, f"structure_{name}") for name in StateStructure.__annotations__))
+        state = steps[..., : self.states].clone()
+        state[..., structure.constant] = state[..., structure.constant].mean(1, keepdim=True)
+        return torch.cat([structure.complete(state), steps[..., self.states :]], -1)
+
+
+def beginnings(episodes: Episodes, length: int) -> Tensor:
+    """Return the steps from which `length` more are known: the episode goes on, or the task has ended by then."""
+    left = (episodes.starts + episodes.lengths)[episodes.episode_of_step] - torch.arange(episodes.step_count)
+    ended = torch.zeros(len(episodes), dtype=torch.bool) if episodes.terminated is None else episodes.terminated
+    rows = ((left >= length) | ended[episodes.episode_of_step]).nonzero()[:, 0]
+    if not len(rows):
+        raise DataError(f"No episode has {length} steps or ends the task: use a shorter length.")
+    return rows
