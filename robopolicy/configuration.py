@@ -24,6 +24,7 @@ from robopolicy.training.finetune import FinetuneConfig
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.pretrain import PretrainConfig
 from worldmodels.ensemble import EnsembleConfig
+from worldmodels.rssm_dynamics import RssmConfig
 
 GROUPS = ("recipe", "world")
 OUTSIDE = ("gymnasium:", "metaworld/")
@@ -141,8 +142,9 @@ class WorldModelSection:
     `policies`. Each kind reads the section of its name.
     """
 
-    kind: Literal["ensemble"] = "ensemble"
+    kind: Literal["ensemble", "rssm"] = "ensemble"
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
+    rssm: RssmConfig = field(default_factory=RssmConfig)
     data: tuple[Path, ...] = ()
     policies: tuple[Path, ...] = ()
     transitions: int = 100_000

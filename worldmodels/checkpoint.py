@@ -22,7 +22,7 @@ from worldmodels.protocol import LearnedModel
 
 FORMAT = 2
 PREFIX = "world_model/"
-KINDS = {"ensemble": ("worldmodels.ensemble", "EnsembleModel")}
+KINDS = {"ensemble": ("worldmodels.ensemble", "EnsembleModel"), "rssm": ("worldmodels.rssm", "RssmModel")}
 """Kind of model -> (module, class); imported when one is built or loaded."""
 
 

@@ -1,0 +1,125 @@
+"""Reward, success and uncertainty, read off latents; fitted once more when the latents stand still.
+
+Learned along with the latents, the heads see few successes and a moving target. So they are fitted again afterwards, on
+true states and with a fixed share of successes (as DiWA, arXiv:2508.03645, trains its classifier on a frozen latent):
+minutes become seconds and the goal's edge is sharp, which is what a policy tuned in imagination exploits first.
+Axes: N rows, V elements of standardised vectors, F summary of the latent, A action dimension.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from robopolicy.core.episodes import Episodes
+from worldmodels.ensemble import Members
+from worldmodels.rssm_dynamics import BOUND, RssmConfig
+from worldmodels.rssm_networks import BINS, perceptron, reward_bins, two_hot, two_hot_mean
+
+BATCH = 512
+POSITIVE_SHARE = 0.25
+"""Share of successful steps in a batch."""
+
+
+@dataclass(frozen=True)
+class LatentSteps:
+    """Single steps between two latents.
+
+    before, after: summaries [N, F]; state, next_state: [N, V]; action: [N, A], standardised; change: [N, K], what the
+    heads of the uncertainty predict; reward: [N], standardised; success: [N] bool, after the step.
+    """
+
+    before: Tensor
+    after: Tensor
+    state: Tensor
+    next_state: Tensor
+    action: Tensor
+    change: Tensor
+    reward: Tensor
+    success: Tensor
+
+    def take(self, rows: Tensor) -> "LatentSteps":
+        """Return the steps `rows`, by index or mask."""
+        return LatentSteps(*(value[rows] for value in self.__dict__.values()))
+
+
+class LatentHeads(nn.Module):
+    """Two-hot reward head, success head, and the heads whose disagreement is the uncertainty (Plan2Explore, Sekar et
+    al. 2020, arXiv:2005.05960).
+    """
+
+    bins: Tensor
+    change_scale: Tensor
+
+    def __init__(self, config: RssmConfig, elements: int, actions: int, guessed: int):
+        super().__init__()
+        width, layers = config.networks.hidden, config.layers
+        self.reward = perceptron(width + 2 * elements, width, layers, BINS, scale=0.0)
+        self.success = perceptron(width + 2 * elements, width, layers, 1)
+        self.guesses = Members(config.members, width + elements + actions, width, 2, guessed)
+        self.register_buffer("bins", reward_bins())
+        self.register_buffer("change_scale", torch.ones(elements))
+
+    def inputs(self, summary: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """Return what the heads of reward and success read of a summary [..., F] and of states [..., V] before and
+        after the step: the new state and its change, each in its own standard deviations.
+        """
+        change = ((after - before) * self.change_scale).clamp(-BOUND, BOUND)
+        return torch.cat([summary, after, change], -1)
+
+    def rewards(self, inputs: Tensor) -> Tensor:
+        """Return standardised rewards [...]."""
+        return two_hot_mean(self.reward(inputs), self.bins)
+
+    def losses(self, inputs: Tensor, reward: Tensor, success: Tensor) -> dict[str, Tensor]:
+        """Return the cross-entropies [...] of "reward" and "success"."""
+        logits = self.reward(inputs).log_softmax(-1)
+        edge = functional.binary_cross_entropy_with_logits(
+            self.success(inputs)[..., 0], success.float(), reduction="none"
+        )
+        return {"reward": -(two_hot(reward, self.bins) * logits).sum(-1), "success": edge}
+
+    def disagreement(self, summary: Tensor, state: Tensor, action: Tensor) -> Tensor:
+        """Return how much the guesses of the next change differ, [N]."""
+        inputs = torch.cat([summary, state, action], -1)
+        return self.guesses(inputs.expand(len(self.guesses.weights[0]), -1, -1)).std(0, correction=0).mean(-1)
+
+
+class HeadStage(nn.Module):
+    """Fits `heads` on the latents of episodes, which `latents` computes once; a `Regression`."""
+
+    def __init__(self, heads: LatentHeads, latents: Callable[[Episodes], LatentSteps]):
+        super().__init__()
+        self.heads, self._latents = heads, latents
+
+    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield {"steps": LatentSteps}, a share of them successful ones, for ever; `generator` is all the state."""
+        steps = self._latents(episodes)
+        positive = steps.success.nonzero()[:, 0]
+        count = round(POSITIVE_SHARE * BATCH) if len(positive) else 0
+        while True:
+            draws = torch.rand(BATCH, generator=generator, device=generator.device, dtype=torch.float64)
+            draws = draws.to(positive.device)
+            rows = (draws * len(steps.reward)).long()
+            rows[:count] = positive[(draws[:count] * len(positive)).long()]
+            yield {"steps": steps.take(rows)}
+
+    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"reward", "success", "disagreement"}, each [N].
+
+        Half of the rows hide the summary where there are vectors: heads rely on it only where the state is not enough.
+        Every guessing head skips its own half of the rows.
+        """
+        heads, steps = self.heads, batch["steps"]
+        device = steps.reward.device
+        shown = torch.rand(len(steps.reward), 1, generator=generator, device=generator.device) < 0.5
+        summary = steps.after * shown.to(device) if steps.state.shape[1] else steps.after
+        found = heads.losses(heads.inputs(summary, steps.state, steps.next_state), steps.reward, steps.success)
+        inputs = torch.cat([steps.before, steps.state, steps.action], -1)
+        guesses = heads.guesses(inputs.expand(len(heads.guesses.weights[0]), -1, -1))
+        weight = 2.0 * (torch.rand(guesses.shape[:2], generator=generator, device=generator.device) < 0.5)
+        error = (guesses - steps.change).square().mean(-1)
+        return {**found, "disagreement": (error * weight.to(device)).mean(0)}
