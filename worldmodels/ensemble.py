@@ -200,10 +200,12 @@ class EnsembleModel(nn.Module):
         count = round(config.positive_share * config.batch_size) if len(positive) else 0
         names = ("state", "action", "next_state", "reward")
         while True:
-            rows = torch.randint(len(data), (config.members, config.batch_size), generator=generator)
+            shape, where = (config.members, config.batch_size), generator.device
+            rows = torch.randint(len(data), shape, generator=generator, device=where).cpu()
             chosen = rows[0].clone()
             if count:
-                chosen[:count] = positive[torch.randint(len(positive), (count,), generator=generator)]
+                won = torch.randint(len(positive), (count,), generator=generator, device=where).cpu()
+                chosen[:count] = positive[won]
             batch = {name: getattr(data, name)[rows].to(device) for name in names}
             batch["success_state"] = data.next_state[chosen].to(device)
             batch["success_label"] = data.success[chosen].to(device)
