@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
-from worldmodels.ensemble import Members
+from robopolicy.nn.members import Members
 from worldmodels.rssm_dynamics import BOUND, RssmConfig
 from worldmodels.rssm_networks import BINS, perceptron, reward_bins, two_hot, two_hot_mean
 
