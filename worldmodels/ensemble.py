@@ -22,6 +22,7 @@ from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.nn.members import Members
+from worldmodels.heads import calibrated_threshold, quantiles_of
 from worldmodels.protocol import Context, Imagined, Latent, Regression
 from worldmodels.structure import StateStructure, find_structure
 from worldmodels.transitions import PROGRESS, SUCCESS, TransitionData, success_bonus
@@ -217,23 +218,15 @@ class EnsembleModel(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, episodes: Episodes) -> None:
-        """Set the threshold of success and the quantiles of the uncertainty on held-out episodes.
-
-        As many steps will look successful as are, precision equals recall: that undoes the batch's share of positives,
-        and keeps imagined success rates unbiased.
-        """
+        """Set the threshold of success and the quantiles of the uncertainty on held-out episodes."""
         data, device = TransitionData.of(episodes), self.state_mean.device
         logits = torch.cat([self.success_logit(part.to(device)) for part in data.next_state.split(8192)])
-        threshold = torch.tensor(torch.inf)
-        if bool(data.success.any()):
-            threshold = torch.quantile(logits.double(), (1 - data.success.double().mean()).to(device)).float()
-        self.success_threshold.copy_(threshold)
+        self.success_threshold.copy_(calibrated_threshold(logits, data.success))
         found = []
         for state, action in zip(data.state.split(8192), data.action.split(8192), strict=True):
             mean, _ = self._predict_all(state.to(device), action.to(device))
             found.append(_disagreement(mean))
-        shares = torch.linspace(0, 1, len(self.uncertainty_quantiles), device=device)
-        self.uncertainty_quantiles.copy_(torch.quantile(torch.cat(found), shares))
+        self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(found)))
 
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
         """Return the latent: the state vector, the episode's seed and the number of the next step."""

@@ -30,6 +30,7 @@ from robopolicy.core.errors import DataError
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec, check_finite
 from robopolicy.core.structured import from_plain, to_plain
+from worldmodels.heads import calibrated_threshold, quantiles_of
 from worldmodels.protocol import Context, Imagined, Latent, Regression
 from worldmodels.rssm_dynamics import BOUND, LatentDynamics, RssmConfig, Unrolled
 from worldmodels.rssm_heads import HeadStage, LatentHeads, LatentSteps
@@ -280,19 +281,11 @@ class RssmModel(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, episodes: Episodes) -> None:
-        """Set the threshold of success and the quantiles of the uncertainty on held-out episodes.
-
-        As many steps will look successful as are, precision equals recall: that undoes the batch's share of positives,
-        and keeps imagined success rates unbiased.
-        """
-        steps, threshold = self.latent_steps(episodes), torch.tensor(torch.inf)
-        if bool(steps.success.any()):
-            logits = self.heads.success(self.heads.inputs(steps.after, steps.state, steps.next_state))[:, 0]
-            threshold = torch.quantile(logits.double(), 1 - steps.success.double().mean()).float()
-        self.success_threshold.copy_(threshold)
-        doubt = self.heads.disagreement(steps.before, steps.state, steps.action)
-        shares = torch.linspace(0, 1, len(self.uncertainty_quantiles), device=doubt.device)
-        self.uncertainty_quantiles.copy_(torch.quantile(doubt, shares))
+        """Set the threshold of success and the quantiles of the uncertainty on held-out episodes."""
+        steps = self.latent_steps(episodes)
+        logit = self.heads.success(self.heads.inputs(steps.after, steps.state, steps.next_state))[:, 0]
+        self.success_threshold.copy_(calibrated_threshold(logit, steps.success))
+        self.uncertainty_quantiles.copy_(quantiles_of(self.heads.disagreement(steps.before, steps.state, steps.action)))
 
     @torch.no_grad()
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:

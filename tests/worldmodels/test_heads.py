@@ -1,0 +1,97 @@
+"""Heads by hand: thresholds that balance, contrast that pulls apart, values that are discounted sums."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from point_world import recorded
+
+from robopolicy.core.randomness import Generators
+from robopolicy.training.fit import FitConfig, fit
+from worldmodels.diagnostics import precision_recall
+from worldmodels.heads import (
+    SuccessHead,
+    ValueHead,
+    calibrated_threshold,
+    contrastive_loss,
+    quantiles_of,
+    returns_to_go,
+)
+from worldmodels.transitions import TransitionData
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(2, 200), st.floats(0.05, 0.9), st.integers(0, 100))
+def test_at_the_threshold_precision_is_recall(count, share, seed):
+    draws = torch.Generator().manual_seed(seed)
+    logit = torch.randn(count, generator=draws)
+    label = torch.rand(count, generator=draws) < share
+    if not label.any():
+        assert calibrated_threshold(logit, label) == torch.inf
+        return
+    found = logit > calibrated_threshold(logit, label)
+    assert abs(int(found.sum()) - int(label.sum())) <= 1
+    figures = precision_recall(found, label)
+    assert figures["precision"] == pytest.approx(figures["recall"], abs=1.01 / int(label.sum()))
+
+
+def test_the_contrastive_loss_by_loops():
+    draws = torch.Generator().manual_seed(0)
+    embedding, label = torch.randn(6, 3, generator=draws), torch.tensor([0, 1, 1, 0, 1, 0]).bool()
+    unit = embedding / embedding.norm(dim=1, keepdim=True)
+    expected = []
+    for i in range(6):
+        others = sum(torch.exp(unit[i] @ unit[k] / 0.5) for k in range(6) if k != i)
+        partners = [j for j in range(6) if j != i and label[j] == label[i]]
+        expected.append(-sum(torch.log(torch.exp(unit[i] @ unit[j] / 0.5) / others) for j in partners) / len(partners))
+    assert torch.allclose(contrastive_loss(embedding, label), torch.stack(expected), atol=1e-6)
+    alone = contrastive_loss(embedding[:2], torch.tensor([True, False]))
+    assert torch.equal(alone, torch.zeros(2))
+
+
+def test_success_is_learned_and_embeddings_part():
+    draws = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        head = SuccessHead(2, 32)
+    optimiser = torch.optim.Adam(head.parameters(), 3e-3)
+    for _ in range(300):
+        x = torch.randn(256, 2, generator=draws)
+        optimiser.zero_grad()
+        head.loss(x, x.norm(dim=1) < 0.6).mean().backward()
+        optimiser.step()
+    x = torch.randn(4000, 2, generator=draws)
+    label = x.norm(dim=1) < 0.6
+    with torch.no_grad():
+        logit = head(x)
+        assert precision_recall(logit > calibrated_threshold(logit, label), label)["f1"] > 0.9
+        assert head(x.reshape(40, 100, 2)).shape == (40, 100)
+
+
+def test_returns_are_discounted_sums_within_episodes():
+    episodes = recorded(20)
+    reward = torch.arange(episodes.step_count).float()
+    found = returns_to_go(reward, episodes, 0.9)
+    for episode in range(20):
+        first, length = int(episodes.starts[episode]), int(episodes.lengths[episode])
+        for place in range(length):
+            expected = sum(0.9 ** (s - place) * float(reward[first + s]) for s in range(place, length))
+            assert float(found[first + place]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_values_follow_what_came():
+    everything = recorded(300)
+    episodes = everything.select(everything.success)  # where time ran out, the state does not tell how much was left
+    head = ValueHead(lambda some, steps: TransitionData.of(some).state[steps], 6, width=32, discount=0.9)
+    generators = Generators(0)
+    batches = head.batches(episodes, generators["batches"])
+    fit(head, batches, FitConfig(steps=300, learning_rate=3e-3, warmup=10), generators)
+    value = returns_to_go(episodes.reward, episodes, 0.9)
+    with torch.no_grad():
+        error = (head(TransitionData.of(episodes).state) - value).square().mean()
+    assert float(error) < 0.3 * float(value.var())
+
+
+def test_quantiles_span_the_values():
+    found = quantiles_of(torch.arange(1001.0))
+    assert len(found) == 101 and float(found[0]) == 0.0 and float(found[50]) == 500.0 and float(found[-1]) == 1000.0
