@@ -283,7 +283,7 @@ class RssmModel(nn.Module):
     def calibrate(self, episodes: Episodes) -> None:
         """Set the threshold of success and the quantiles of the uncertainty on held-out episodes."""
         steps = self.latent_steps(episodes)
-        logit = self.heads.success(self.heads.inputs(steps.after, steps.state, steps.next_state))[:, 0]
+        logit = self.heads.success(self.heads.inputs(steps.after, steps.state, steps.next_state))
         self.success_threshold.copy_(calibrated_threshold(logit, steps.success))
         self.uncertainty_quantiles.copy_(quantiles_of(self.heads.disagreement(steps.before, steps.state, steps.action)))
 
@@ -327,7 +327,7 @@ class RssmModel(nn.Module):
         after[:, free] = (self.state_mean + self.state_std * decoded)[:, free]
         after = self.structure.complete(after)
         inputs = self.heads.inputs(summary, state, self._standard("state", after))
-        success = self.heads.success(inputs)[:, 0] > self.success_threshold
+        success = self.heads.success(inputs) > self.success_threshold
         rewards = {
             PROGRESS: self.reward_mean + self.reward_std * self.heads.rewards(inputs),
             SUCCESS: self.success_bonus * success.to(state.dtype),

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.nn.members import Members
+from worldmodels.heads import SuccessHead
 from worldmodels.rssm_dynamics import BOUND, RssmConfig
 from worldmodels.rssm_networks import BINS, perceptron, reward_bins, two_hot, two_hot_mean
 
@@ -58,7 +59,7 @@ class LatentHeads(nn.Module):
         super().__init__()
         width, layers = config.networks.hidden, config.layers
         self.reward = perceptron(width + 2 * elements, width, layers, BINS, scale=0.0)
-        self.success = perceptron(width + 2 * elements, width, layers, 1)
+        self.success = SuccessHead(width + 2 * elements, width, layers)
         self.guesses = Members(config.members, width + elements + actions, width, 2, guessed)
         self.register_buffer("bins", reward_bins())
         self.register_buffer("change_scale", torch.ones(elements))
@@ -77,9 +78,7 @@ class LatentHeads(nn.Module):
     def losses(self, inputs: Tensor, reward: Tensor, success: Tensor) -> dict[str, Tensor]:
         """Return the cross-entropies [...] of "reward" and "success"."""
         logits = self.reward(inputs).log_softmax(-1)
-        edge = functional.binary_cross_entropy_with_logits(
-            self.success(inputs)[..., 0], success.float(), reduction="none"
-        )
+        edge = functional.binary_cross_entropy_with_logits(self.success(inputs), success.float(), reduction="none")
         return {"reward": -(two_hot(reward, self.bins) * logits).sum(-1), "success": edge}
 
     def disagreement(self, summary: Tensor, state: Tensor, action: Tensor) -> Tensor:
@@ -117,7 +116,8 @@ class HeadStage(nn.Module):
         device = steps.reward.device
         shown = torch.rand(len(steps.reward), 1, generator=generator, device=generator.device) < 0.5
         summary = steps.after * shown.to(device) if steps.state.shape[1] else steps.after
-        found = heads.losses(heads.inputs(summary, steps.state, steps.next_state), steps.reward, steps.success)
+        read = heads.inputs(summary, steps.state, steps.next_state)
+        found = heads.losses(read, steps.reward, steps.success) | {"success": heads.success.loss(read, steps.success)}
         inputs = torch.cat([steps.before, steps.state, steps.action], -1)
         guesses = heads.guesses(inputs.expand(len(heads.guesses.weights[0]), -1, -1))
         weight = 2.0 * (torch.rand(guesses.shape[:2], generator=generator, device=generator.device) < 0.5)
