@@ -84,7 +84,10 @@ VERBS = {
         "doctor.data",
     ),
     "bench": Verb(
-        "Print speed side by side with what others ship", ("run", "bench"), "robopolicy bench sims", "bench.name"
+        "Print figures side by side: speed, algorithms, mechanisms, values in imagination",
+        ("run", "bench"),
+        "robopolicy bench algorithms",
+        "bench.name",
     ),
     "algorithms": Verb(
         "List the algorithms and mechanisms that fine-tuning is composed of",
