@@ -90,7 +90,15 @@ class Regression(Protocol):
         ...
 
 
-class LearnedModel(WorldModel, Protocol):
+class Staged(Protocol):
+    """What is fitted in stages."""
+
+    def stages(self) -> Mapping[str, tuple[Regression, float]]:
+        """Return what is fitted one after the other, each with its share of the training steps."""
+        ...
+
+
+class LearnedModel(WorldModel, Staged, Protocol):
     """A world model with weights, an nn.Module: trained in stages, and able to describe itself for a checkpoint."""
 
     uncertainty_quantiles: Tensor
@@ -104,10 +112,6 @@ class LearnedModel(WorldModel, Protocol):
     @classmethod
     def build(cls, config: Any, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
         """Return an untrained model of the world of `spec`, its statistics read off `episodes`."""
-        ...
-
-    def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """Return what is fitted one after the other, each with its share of the training steps."""
         ...
 
     def calibrate(self, episodes: Episodes) -> None:

@@ -6,11 +6,11 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.training.fit import FitConfig, FitResult, fit
-from worldmodels.protocol import LearnedModel
+from worldmodels.protocol import Staged
 
 
 def fit_stages(
-    model: LearnedModel, episodes: Episodes, config: FitConfig, generators: Generators, folder: RunFolder | None = None
+    model: Staged, episodes: Episodes, config: FitConfig, generators: Generators, folder: RunFolder | None = None
 ) -> list[FitResult]:
     """Fit every stage of a model on `episodes`, each for its share of the steps.
 
