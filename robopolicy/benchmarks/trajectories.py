@@ -1,7 +1,6 @@
 """Policy-guided diffusion on push_cube: are its trajectories on-policy, are they true, and do they teach?
 
-Truth is asked of the simulator: push_cube shows its whole physical state, so any imagined trajectory can be replayed
-from its own first state with its own actions, and compared step by step.
+Truth is asked of the simulator, by replaying trajectories from their own first states with their own actions.
 Source: Jackson et al. 2024, arXiv:2404.06356; the ensemble beside it rolls the target policy out step by step.
 """
 
@@ -9,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.benchmarks.replay import TASK, replay
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive, episode_seeds
-from robopolicy.core.world import Snapshot
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.rl.offline.batches import Batch
@@ -30,7 +28,6 @@ from worldmodels.ensemble import EnsembleConfig, EnsembleModel
 from worldmodels.trajectory_diffusion import TrajectoryConfig, TrajectoryDiffusion
 from worldmodels.transitions import TransitionData
 
-TASK = "push_cube"
 EPISODES = 200
 
 
@@ -52,37 +49,6 @@ class Scale:
     taught_by: float = 1.0
     agent: Td3BcConfig = field(default_factory=lambda: Td3BcConfig(rate=1e-3, tau=0.01))
     trajectories: TrajectoryConfig = field(default_factory=TrajectoryConfig)
-
-
-def physics(state: np.ndarray) -> dict[str, np.ndarray]:
-    """Return push_cube's simulator state [R, 13], control [R, 2] and goal [R, 2] for state vectors [R, 19]."""
-    pusher, velocity, ahead = state[:, 0:2], state[:, 2:4], state[:, 4:6]
-    cube, yaw = state[:, 6:8], np.arctan2(state[:, 9:10], state[:, 8:9])
-    time = np.zeros((len(state), 1))
-    whole = [time, cube, yaw, pusher, state[:, 10:13], velocity, pusher + ahead]
-    return {
-        "state": np.concatenate(whole, 1).astype(np.float64),
-        "control": np.zeros((len(state), 2)),
-        "goal": state[:, 13:15].astype(np.float64),
-    }
-
-
-def replay(states: Tensor, actions: Tensor) -> Tensor:
-    """Return where the simulator ends up, [R, L, 19], from states [R, 19] under actions [R, L, 2] in its units."""
-    world: Any = make_world(TASK, len(states))
-    interface = Interface(world.spec)
-    world.reset(seeds=np.arange(len(states)))
-    arrays = {**world.snapshot().arrays, **physics(states.numpy())}
-    seen = []
-    for step in range(actions.shape[1]):
-        arrays |= {name: np.zeros(len(states), dtype=bool) for name in ("success", "terminated", "truncated")}
-        arrays["steps"] = np.zeros(len(states), dtype=arrays["steps"].dtype)
-        world.restore(Snapshot(arrays))
-        observation = world.step(actions[:, step : step + 1].double().numpy()).observation
-        seen.append(interface.state(observation))
-        arrays = dict(world.snapshot().arrays)
-    world.close()
-    return torch.stack(seen, 1)
 
 
 def collect(seed: int, steps: int) -> Episodes:

@@ -1,0 +1,47 @@
+"""Asking the simulator whether what was imagined is true, on push_cube, which shows its whole physical state.
+
+Any imagined trajectory can be replayed from its own first state with its own actions, and compared step by step.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.world import Snapshot
+from robopolicy.training.imagined_values import Interface
+from sims.registry import make_world
+
+TASK = "push_cube"
+
+
+def physics(state: np.ndarray) -> dict[str, np.ndarray]:
+    """Return push_cube's simulator state [R, 13], control [R, 2] and goal [R, 2] for state vectors [R, 19]."""
+    pusher, velocity, ahead = state[:, 0:2], state[:, 2:4], state[:, 4:6]
+    cube, yaw = state[:, 6:8], np.arctan2(state[:, 9:10], state[:, 8:9])
+    time = np.zeros((len(state), 1))
+    whole = [time, cube, yaw, pusher, state[:, 10:13], velocity, pusher + ahead]
+    return {
+        "state": np.concatenate(whole, 1).astype(np.float64),
+        "control": np.zeros((len(state), 2)),
+        "goal": state[:, 13:15].astype(np.float64),
+    }
+
+
+def replay(states: Tensor, actions: Tensor) -> Tensor:
+    """Return where the simulator ends up, [R, L, 19], from states [R, 19] under actions [R, L, 2] in its units."""
+    world: Any = make_world(TASK, len(states))
+    interface = Interface(world.spec)
+    world.reset(seeds=np.arange(len(states)))
+    arrays = {**world.snapshot().arrays, **physics(states.numpy())}
+    seen = []
+    for step in range(actions.shape[1]):
+        arrays |= {name: np.zeros(len(states), dtype=bool) for name in ("success", "terminated", "truncated")}
+        arrays["steps"] = np.zeros(len(states), dtype=arrays["steps"].dtype)
+        world.restore(Snapshot(arrays))
+        observation = world.step(actions[:, step : step + 1].double().numpy()).observation
+        seen.append(interface.state(observation))
+        arrays = dict(world.snapshot().arrays)
+    world.close()
+    return torch.stack(seen, 1)
