@@ -24,6 +24,7 @@ from robopolicy.core.resources import resource
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSpec, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
 from sims.render import FrameRenderer
+from sims.styles import restyle
 from sims.task import Markers, Readings, Task
 
 REWARDS = ("progress", "success")
@@ -80,7 +81,8 @@ class MujocoWorld:
 
     batch_size: rows B; seed: of the generator that draws episode seeds when `reset` is given none; history: H frames;
     cameras: whose images (image_size x image_size) are part of the observation; threads: native threads, default one
-    per usable core; terminate_on_success: False lets an episode run on to its time limit.
+    per usable core; terminate_on_success: False lets an episode run on to its time limit; style: 0 for the scene's own
+    look, other numbers for other materials and lights (see `styles`), with the same physics.
     `reset` options: "uniforms" [R, task.uniforms], the start's random numbers instead of those a seed gives; "task"
     [R], indices of instructions, -1 for the one that the seed gives.
     """
@@ -96,6 +98,7 @@ class MujocoWorld:
         image_size: int = 64,
         threads: int | None = None,
         terminate_on_success: bool = True,
+        style: int = 0,
     ):
         if batch_size < 1 or history < 1:
             raise ConfigError(f"A world needs batch_size >= 1 and history >= 1; got {batch_size} and {history}.")
@@ -104,6 +107,8 @@ class MujocoWorld:
                 raise ConfigError(f"Task '{task.name}' has no camera '{camera}'.{did_you_mean(camera, task.cameras)}")
         self.task = task
         self.model = load_model(task)
+        if style:
+            restyle(self.model, style)
         self._layout = state_layout(self.model)
         self._batch_size, self._history, self._image_size = batch_size, history, image_size
         image = Field((image_size, image_size, 3), "uint8", 0, 255)

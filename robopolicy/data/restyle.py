@@ -1,0 +1,66 @@
+"""The same episodes in another look: recorded actions are played again from the recorded seeds, and filmed anew."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import DataError
+from robopolicy.core.progress import progress
+from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.core.world import World
+
+TOLERANCE = 1e-4
+"""How far a replay may be from the recording, in standard deviations: simulators repeat themselves to rounding."""
+
+
+def restyled(world: World, episodes: Episodes) -> Episodes:
+    """Return `episodes` with the pictures that `world`'s cameras take of them; nothing else changes.
+
+    world: as the episodes' own, but for its look. Raises DataError where the episodes have no seeds, the world has no
+    camera of theirs, or the replay goes elsewhere (another world, or one that chance has a hand in).
+    """
+    if episodes.seeds is None:
+        raise DataError(
+            "Only episodes that know their seeds can be filmed again: record them with 'robopolicy collect'."
+        )
+    cameras = [key for key in episodes.observation if key.startswith(IMAGE_PREFIX) and key in world.spec.observation]
+    if not cameras:
+        raise DataError("The world looks through none of the episodes' cameras: there is nothing to film.")
+    vectors = [key for key in episodes.observation if not key.startswith(IMAGE_PREFIX)]
+    spread = {key: episodes.observation[key].float().std(0).clamp_min(1e-6).numpy() for key in vectors}
+    pictures = {key: torch.empty_like(episodes.observation[key]) for key in cameras}
+    lengths, seeds, rows = episodes.lengths.numpy(), episodes.seeds.numpy(), world.batch_size
+    with progress("filming again", len(episodes)) as advance:
+        for begin in range(0, len(episodes), rows):
+            chosen = np.arange(begin, min(begin + rows, len(episodes)))
+            frames = episodes.frame_starts[torch.from_numpy(chosen)]
+            first = episodes.starts[torch.from_numpy(chosen)].numpy()
+            observation = world.reset(seeds=np.resize(seeds[chosen], rows))
+            for step in range(int(lengths[chosen].max()) + 1):
+                live = lengths[chosen] >= step
+                places = frames[torch.from_numpy(live)] + step
+                _require_same(observation, episodes, vectors, spread, np.flatnonzero(live), places)
+                for key in cameras:
+                    pictures[key][places] = torch.from_numpy(observation[key][: len(chosen)][live, -1])
+                if step == int(lengths[chosen].max()):
+                    break
+                index = np.minimum(first + step, first + lengths[chosen] - 1)
+                actions = np.resize(episodes.actions[index].numpy(), (rows, episodes.actions.shape[1]))
+                observation = world.step(actions[:, None].astype(np.float64)).observation
+            advance(len(chosen))
+    return replace(episodes, observation={**episodes.observation, **pictures})
+
+
+def _require_same(
+    observation: dict, episodes: Episodes, vectors: list[str], spread: dict, rows: np.ndarray, places: torch.Tensor
+) -> None:
+    for key in vectors:
+        seen, known = observation[key][rows, -1], episodes.observation[key][places].numpy()
+        error = np.abs((seen - known) / spread[key]).max(initial=0.0)
+        if error > TOLERANCE:
+            raise DataError(
+                f"Played again, '{key}' is {error:.1e} standard deviations off the recording: the episodes come from "
+                "another world, or chance has a hand in it."
+            )
