@@ -8,7 +8,6 @@ simulator that is exact and free: the same states are rendered in another look.
 
 import mujoco
 import numpy as np
-from matplotlib.colors import hsv_to_rgb, rgb_to_hsv
 
 from robopolicy.core.randomness import numpy_generator
 
@@ -45,6 +44,8 @@ def _recoloured(
     rgba: np.ndarray, generator: np.random.Generator, strength: float, together: bool = False
 ) -> np.ndarray:
     """Return colours [N, 4] with other hue, saturation and brightness, each its own or all the same."""
+    from matplotlib.colors import hsv_to_rgb, rgb_to_hsv
+
     count = 1 if together else len(rgba)
     hsv = rgb_to_hsv(np.clip(rgba[:, :3], 0, 1))
     hsv[:, 0] = (hsv[:, 0] + strength * generator.uniform(-0.5, 0.5, count)) % 1.0

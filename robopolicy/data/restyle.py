@@ -22,9 +22,7 @@ def restyled(world: World, episodes: Episodes) -> Episodes:
     camera of theirs, or the replay goes elsewhere (another world, or one that chance has a hand in).
     """
     if episodes.seeds is None:
-        raise DataError(
-            "Only episodes that know their seeds can be filmed again: record them with 'robopolicy collect'."
-        )
+        raise DataError("Episodes without seeds cannot be filmed again: record them with 'robopolicy collect'.")
     cameras = [key for key in episodes.observation if key.startswith(IMAGE_PREFIX) and key in world.spec.observation]
     if not cameras:
         raise DataError("The world looks through none of the episodes' cameras: there is nothing to film.")
