@@ -139,7 +139,8 @@ class FinetuneSection(FinetuneConfig):
 @dataclass(frozen=True)
 class WorldModelSection:
     """A world model of a `kind`, trained on `data` (datasets) plus fresh rollouts of the expert at graded noise and of
-    `policies`. Each kind reads the section of its name.
+    `policies`. Each kind reads the section of its name. styles: how many other looks the same training episodes are
+    filmed in as well (Sword), for models that see pictures.
     """
 
     kind: Literal["ensemble", "rssm"] = "ensemble"
@@ -148,6 +149,7 @@ class WorldModelSection:
     data: tuple[Path, ...] = ()
     policies: tuple[Path, ...] = ()
     transitions: int = 100_000
+    styles: int = 0
     fit: FitConfig = field(
         default_factory=lambda: FitConfig(steps=1500, learning_rate=3e-3, weight_decay=1e-5, checkpoint_every=500)
     )

@@ -6,6 +6,7 @@ report has open-loop errors beside shuffled actions and copying, and precision a
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
+from robopolicy.data.restyle import restyled
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.runs import default_path, finish, finished, open_run, output, print_table
 from robopolicy.training.stages import fit_stages
@@ -39,6 +41,7 @@ def run(config: Config) -> int:
     episodes = gather(config, world, generators["rollouts"])
     write_dataset(episodes, folder.path / "dataset", images="png", existing="replace")
     training, validation = episodes.split(0.1, torch.Generator().manual_seed(derive(config.run.seed, "split")))
+    training = in_other_styles(config, training)
     seed = derive(config.run.seed, "world model weights")
     build: Any = model_class(section.kind).build
     model = build(getattr(section, section.kind), world.spec, training, seed).to(device)
@@ -77,6 +80,17 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
             seeds = episode_seeds(seed, f"worldmodel/{index}/{turn}", world.batch_size)
             parts.append(record(world, actor, seeds, generator=generator))
             recorded, turn = recorded + parts[-1].step_count, turn + 1
+    return Episodes.concatenate(parts)
+
+
+def in_other_styles(config: Config, episodes: Episodes) -> Episodes:
+    """Return `episodes` and their copies in other looks, if any are asked for."""
+    parts = [episodes]
+    for style in range(1, config.worldmodel.styles + 1):
+        options = {**config.world.options, "style": style}
+        world = build_world(replace(config.world, options=options), seed=config.run.seed)
+        parts.append(restyled(world, episodes))
+        world.close()
     return Episodes.concatenate(parts)
 
 
