@@ -22,7 +22,11 @@ from worldmodels.protocol import LearnedModel
 
 FORMAT = 2
 PREFIX = "world_model/"
-KINDS = {"ensemble": ("worldmodels.ensemble", "EnsembleModel"), "rssm": ("worldmodels.rssm", "RssmModel")}
+KINDS = {
+    "ensemble": ("worldmodels.ensemble", "EnsembleModel"),
+    "rssm": ("worldmodels.rssm", "RssmModel"),
+    "joint": ("worldmodels.joint", "JointModel"),
+}
 """Kind of model -> (module, class); imported when one is built or loaded."""
 
 
@@ -40,7 +44,7 @@ def save_world_model(model: Any, folder: Path) -> None:
     description = {
         "kind": PREFIX + kinds[type(model).__name__],
         "format": FORMAT,
-        "spec": _spec_to_json(model.spec),
+        "spec": _spec_to_json(model.spec if isinstance(model.spec, WorldSpec) else model.world),
         "model": model.description(),
     }
 

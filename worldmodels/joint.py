@@ -1,0 +1,258 @@
+"""One diffusion model that is policy, world model and value at once, and plans with itself.
+
+A decision is four frames of one sequence: what is, what is done, what changes by it, what it is worth. Any of them can
+be given and the others drawn, so one network answers "what to do", "what happens then" and "how good is that"; planning
+draws several actions, imagines futures of each and values of each future, and takes the best action.
+After Cosmos Policy, whose latent video frames carry actions, proprioception and values; here a frame is a token of a
+small transformer, and what is seen is the world's vector fields. Values are Monte-Carlo returns.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.policy import Decision, Evaluation, TensorObservation
+from robopolicy.core.spec import IMAGE_PREFIX, PolicySpec, WorldSpec
+from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.world import Rows
+from robopolicy.nn.denoisers import TimeEmbedding
+from worldmodels import edm
+from worldmodels.edm import EdmConfig
+from worldmodels.heads import returns_to_go
+from worldmodels.planning import AGGREGATES
+from worldmodels.protocol import Regression
+from worldmodels.sequences import SequenceData
+
+STATE, ACTION, FUTURE, VALUE = "state", "action", "future", "value"
+FRAMES = (STATE, ACTION, FUTURE, VALUE)
+ROLES = {"policy": (STATE,), "world": (STATE, ACTION), "value": (STATE, ACTION, FUTURE)}
+"""What is given in each role; everything else is drawn."""
+
+
+@dataclass(frozen=True)
+class JointConfig:
+    """chunk: actions of a decision; width, depth, heads: of the transformer; policy_share: of a batch, decisions of
+    successful episodes in the role of the policy, the rest is split between world and value; discount: of the returns,
+    a control step; candidates, futures, values: of planning, 1 candidate for none; aggregate: how the scores of a
+    candidate become one (see `planning`).
+    """
+
+    chunk: int = 4
+    width: int = 128
+    depth: int = 3
+    heads: int = 4
+    batch_size: int = 256
+    policy_share: float = 0.5
+    discount: float = 0.99
+    candidates: int = 1
+    futures: int = 3
+    values: int = 5
+    aggregate: str = "majority"
+    edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=8, sigma_max=20.0))
+
+    def __post_init__(self):
+        if min(self.chunk, self.width, self.depth, self.candidates, self.futures, self.values) < 1:
+            raise ConfigError("A joint model needs sizes and counts of at least 1.")
+        if not 0 < self.policy_share < 1:
+            raise ConfigError(f"policy_share {self.policy_share} must be in (0, 1).")
+        if self.aggregate not in AGGREGATES:
+            raise ConfigError(f"aggregate={self.aggregate} is not known: {', '.join(AGGREGATES)}.")
+
+
+class JointModel(nn.Module):
+    """A `Policy` that knows what it leads to; make one with `build` or `restore`. It has no log-probabilities."""
+
+    def __init__(self, config: JointConfig, spec: WorldSpec, seed: int = 0):
+        super().__init__()
+        self.config, self.world = config, spec
+        self.keys = [key for key in spec.observation if not key.startswith(IMAGE_PREFIX)]
+        states = sum(spec.observation[key].size for key in self.keys)
+        self.sizes = {STATE: states, ACTION: config.chunk * spec.action.size, FUTURE: states, VALUE: 1}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.read = nn.ModuleDict({name: nn.Linear(size, config.width) for name, size in self.sizes.items()})
+            self.write = nn.ModuleDict({name: nn.Linear(config.width, size) for name, size in self.sizes.items()})
+            self.place = nn.Parameter(0.02 * torch.randn(len(FRAMES), config.width))
+            self.given = nn.Parameter(0.02 * torch.randn(config.width))
+            self.time = TimeEmbedding(config.width)
+            layer = nn.TransformerEncoderLayer(
+                config.width, config.heads, 2 * config.width, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            self.body = nn.TransformerEncoder(layer, config.depth, nn.LayerNorm(config.width), False)
+        for name, size in self.sizes.items():
+            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            self.register_buffer(f"{name}_std", torch.ones(size))
+
+    @classmethod
+    def build(cls, config: JointConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
+        """Return an untrained model of the world of `spec`, its statistics read off `episodes`."""
+        model = cls(config, spec, seed)
+        rows = torch.arange(episodes.step_count)[:: max(1, episodes.step_count // 20_000)]
+        for name, value in model._frames(episodes, rows).items():
+            if value.shape[1] != model.sizes[name]:
+                raise DataError(
+                    f"The data's {name} has {value.shape[1]} elements, world '{spec.name}' {model.sizes[name]}."
+                )
+            getattr(model, f"{name}_mean").copy_(value.mean(0))
+            getattr(model, f"{name}_std").copy_(value.std(0, correction=0).clamp_min(1e-4))
+        return model
+
+    def description(self) -> dict[str, Any]:
+        """Return what `restore` needs besides spec and weights."""
+        return {"config": to_plain(self.config)}
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
+        """Return a model into which `weights` can be loaded."""
+        return cls(from_plain(JointConfig, description["config"]), spec)
+
+    def stages(self) -> Mapping[str, tuple[Regression, float]]:
+        """All roles at once."""
+        return {"joint": (self, 1.0)}
+
+    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield {"role": frames} for ever; the policy learns from successful episodes, the other roles from all."""
+        config, success = self.config, episodes.success
+        won = torch.ones(len(episodes), dtype=torch.bool) if success is None or not bool(success.any()) else success
+        good = won[episodes.episode_of_step].nonzero()[:, 0]
+        every = torch.arange(episodes.step_count)
+        count = round(config.policy_share * config.batch_size)
+        rest = max(1, (config.batch_size - count) // 2)
+        data, returns = SequenceData(episodes, self.keys), self._returns(episodes)
+        while True:
+            batch: dict[str, Any] = {}
+            for role, rows, size in (("policy", good, count), ("world", every, rest), ("value", every, rest)):
+                drawn = torch.randint(len(rows), (size,), generator=generator, device=generator.device).cpu()
+                batch[role] = self._standard(self._cut(data, returns, rows[drawn]))
+            yield batch
+
+    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {role: [n]}: EDM's weighted error of the frames that are drawn in it, every frame counting alike."""
+        losses = {}
+        for role, frames in batch.items():
+            drawn = [name for name in FRAMES if name not in ROLES[role]]
+            clean = torch.cat([frames[name] for name in drawn], 1)
+            network = self._network({name: frames[name] for name in ROLES[role]}, drawn)
+            error = edm.loss(network, clean, self.config.edm, generator)
+            parts = error.split([self.sizes[name] for name in drawn], 1)
+            losses[role] = torch.stack([part.mean(1) for part in parts]).mean(0)
+        return losses
+
+    @torch.no_grad()
+    def draw(self, given: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the frames that are not given, [N, size] each, all in the data's units."""
+        known = self._standard(given)
+        drawn = [name for name in FRAMES if name not in given]
+        shape = len(next(iter(known.values()))), sum(self.sizes[name] for name in drawn)
+        noise = torch.randn(shape, generator=generator, device=self.place.device)
+        found = edm.sample(self._network(known, drawn), noise, self.config.edm, generator)
+        parts = found.split([self.sizes[name] for name in drawn], 1)
+        return {
+            name: part * getattr(self, f"{name}_std") + getattr(self, f"{name}_mean")
+            for name, part in zip(drawn, parts, strict=True)
+        }
+
+    @torch.no_grad()
+    def plan(self, state: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return the best of several action chunks [N, C * A] for states [N, S], and all scores [N, candidates].
+
+        Every candidate's score joins `values` values of each of `futures` imagined futures.
+        """
+        config = self.config
+        many = state.repeat_interleave(config.candidates, 0)
+        action = self.draw({STATE: many}, generator)[ACTION]
+        futures = {
+            name: value.repeat_interleave(config.futures, 0) for name, value in ((STATE, many), (ACTION, action))
+        }
+        futures[FUTURE] = self.draw(futures, generator)[FUTURE]
+        seen = {name: value.repeat_interleave(config.values, 0) for name, value in futures.items()}
+        value = self.draw(seen, generator)[VALUE][:, 0]
+        scores = AGGREGATES[config.aggregate](value.reshape(len(state), config.candidates, -1))
+        best = scores.argmax(1) + torch.arange(len(state), device=scores.device) * config.candidates
+        return action[best], scores
+
+    # -- Policy --------------------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> PolicySpec:
+        """It reads the world's vector fields and decides `chunk` actions; one unit stands for the whole decision."""
+        fields = {key: self.world.observation[key] for key in self.keys}
+        chunk = self.config.chunk
+        return PolicySpec(fields, self.world.action, 1, chunk, chunk, 1, self.world.fps, self.world.instructions)
+
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Draw a decision, or plan one. deterministic changes nothing: what is drawn is the initial noise alone."""
+        parts = [value for key in self.keys if isinstance(value := observation[key], Tensor)]
+        state = torch.cat([part[:, -1].flatten(1).float() for part in parts], 1)
+        if self.config.candidates > 1:
+            flat, _ = self.plan(state, generator)
+        else:
+            flat = self.draw({STATE: state}, generator)[ACTION]
+        actions = flat.reshape(len(state), self.config.chunk, -1)
+        low, high = (
+            torch.as_tensor(bound, device=flat.device) for bound in (self.world.action.low, self.world.action.high)
+        )
+        none = torch.zeros(len(state), 1, device=flat.device)
+        return Decision(actions.clamp(low, high), {}, none, none.bool())
+
+    def evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:
+        """It cannot: an ODE's draws have no tractable density."""
+        raise ConfigError("A joint model plans instead of being fine-tuned: its decisions have no log-probabilities.")
+
+    def reset(self, rows: Rows = None) -> None:
+        """It remembers nothing."""
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint, as a world model."""
+        from worldmodels.checkpoint import save_world_model
+
+        save_world_model(self, folder)
+
+    # -- frames --------------------------------------------------------------------------------------------------
+
+    def _network(self, given: Mapping[str, Tensor], drawn: Sequence[str]) -> edm.Network:
+        """Return EDM's F for the frames `drawn`, one after the other, where standardised `given` ones are known."""
+        sizes = [self.sizes[name] for name in drawn]
+
+        def network(scaled: Tensor, label: Tensor) -> Tensor:
+            noisy = dict(zip(drawn, scaled.split(sizes, 1), strict=True))
+            when = self.time((label + 2) / 4)
+            tokens = []
+            for place, name in enumerate(FRAMES):
+                known = name in given
+                token = self.read[name](given[name] if known else noisy[name]) + self.place[place]
+                tokens.append(token + (self.given if known else when))
+            read = self.body(torch.stack(tokens, 1))
+            return torch.cat([self.write[name](read[:, FRAMES.index(name)]) for name in drawn], 1)
+
+        return network
+
+    def _returns(self, episodes: Episodes) -> Tensor:
+        if episodes.reward is None:
+            raise DataError("A joint model learns values: this dataset records no rewards.")
+        return returns_to_go(episodes.reward, episodes, self.config.discount)
+
+    def _frames(self, episodes: Episodes, rows: Tensor) -> dict[str, Tensor]:
+        return self._cut(SequenceData(episodes, self.keys), self._returns(episodes), rows)
+
+    def _cut(self, data: SequenceData, returns: Tensor, rows: Tensor) -> dict[str, Tensor]:
+        """Return the frames of the decisions at steps `rows` [M]: after an episode's end its last frame stays."""
+        cut = data.cut(rows, 0, self.config.chunk)
+        state = torch.cat([cut.frames[key].flatten(2).float() for key in self.keys], -1)
+        change, value = state[:, -1] - state[:, 0], returns[rows][:, None]
+        return {STATE: state[:, 0], ACTION: cut.actions.flatten(1), FUTURE: change, VALUE: value}
+
+    def _standard(self, frames: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        device = self.place.device
+        return {
+            name: (value.to(device) - getattr(self, f"{name}_mean")) / getattr(self, f"{name}_std")
+            for name, value in frames.items()
+        }
