@@ -3,6 +3,7 @@
 sims: our engine against pure physics, gymnasium's vector environments on the same scene, and Meta-World's own,
 interleaved in one process. algorithms: success against environment steps on the same tasks, bases and seeds.
 mechanisms: ten small experiments, each asking whether a paper's claim shows. edge_of_reach: values in a perfect model.
+trajectories, planning: are guided trajectories true and good to learn from; do cautious plans stay true?
 All but the first go on where they were interrupted.
 """
 
@@ -10,7 +11,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.runs import publish
 
-BENCHMARKS = ("sims", "algorithms", "mechanisms", "edge_of_reach")
+BENCHMARKS = ("sims", "algorithms", "mechanisms", "edge_of_reach", "trajectories", "planning")
 
 
 def run(config: Config) -> int:
@@ -30,6 +31,10 @@ def run(config: Config) -> int:
         from robopolicy.verbs import bench_edge
 
         bench_edge.benchmark(config)
+    elif name in ("trajectories", "planning"):
+        from robopolicy.verbs import bench_worlds
+
+        bench_worlds.benchmark(config)
     else:
         from robopolicy.benchmarks.sims import benchmark_sims
 

@@ -1,0 +1,93 @@
+"""`bench trajectories` and `bench planning`: claims about world models, asked of the simulator, seed by seed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from robopolicy.benchmarks import planning, trajectories
+from robopolicy.configuration import Config
+from robopolicy.core.storage import read_json, write_atomic, write_json
+from robopolicy.evaluation.report import Report, Section, render
+from robopolicy.runs import output, print_table, publish
+
+Runs = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """claim: what a paper says; measure: seed -> figures; tables: figures of all seeds -> title, header, lines."""
+
+    claim: str
+    measure: Callable[[int], dict[str, Any]]
+    tables: Callable[[Runs], list[tuple[str, list[str], list[list[str]]]]]
+
+
+def trajectory_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return what guidance does, and what agents make of it."""
+    shown = (0, 7, 15, 30)
+    header = ["guidance", "log-likelihood of the target policy", *(f"error after {step + 1} steps" for step in shown)]
+    lines = []
+    for strength in runs[0]["guidance"]:
+        found = [run["guidance"][strength] for run in runs]
+        errors = [f"{np.mean([each['error'][step] for each in found]):.3f}" for step in shown]
+        lines.append([strength, f"{np.mean([each['log_likelihood'] for each in found]):.3f}", *errors])
+    ensemble = [f"{np.mean([run['ensemble']['error'][step] for run in runs]):.3f}" for step in shown]
+    lines.append(["ensemble, step by step", "", *ensemble])
+    agents = []
+    for name in ("real data", "real and guided"):
+        success = " ".join(f"{run[name]['success']:.1%}" for run in runs)
+        agents.append([name, success, f"{np.mean([run[name]['return'] for run in runs]):.2f}"])
+    return [
+        ("Are they on-policy, and are they true? Errors in standard deviations of the data.", header, lines),
+        ("TD3+BC in the simulator", ["learns from", "success, each seed", "mean return"], agents),
+    ]
+
+
+def planning_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return how true imagined rollouts are, and what exploring is worth."""
+    header = ["decides", "error of its imagined rollouts", "error of the model after it explored", "success exploring"]
+    lines = []
+    for name in runs[0]:
+        cells = []
+        for key in ("imagined_error", "model_error", "explored_success"):
+            values = [run[name][key] for run in runs if key in run[name]]
+            cells.append(f"{np.mean(values):.3f} ({' '.join(f'{value:.3f}' for value in values)})" if values else "")
+        lines.append([name, *cells])
+    return [("Mean (each seed), errors in standard deviations of the data", header, lines)]
+
+
+EXPERIMENTS = {
+    "trajectories": Experiment(
+        "Guided trajectories are more on-policy, truer than step-by-step rollouts, and good to learn from.",
+        lambda seed: trajectories.measure(seed, trajectories.Scale()),
+        trajectory_tables,
+    ),
+    "planning": Experiment(
+        "Cautious plans stay true in imagination, curious ones teach the model more.",
+        lambda seed: planning.measure(seed, planning.Scale()),
+        planning_tables,
+    ),
+}
+
+
+def benchmark(config: Config) -> dict[str, Any]:
+    """Run what is missing of one experiment, print its tables, write report.html, and return the figures."""
+    name = config.bench.name
+    experiment, root = EXPERIMENTS[name], config.run.root / "bench" / name
+    runs = []
+    for seed in config.bench.seeds:
+        path = root / f"{seed}.json"
+        if not path.exists():
+            write_json(path, experiment.measure(seed))
+        runs.append(read_json(path))
+    report = Report(title=name.capitalize(), subtitle=f"{experiment.claim} {len(runs)} seeds.")
+    for title, header, lines in experiment.tables(runs):
+        report.sections.append(Section(title, header=header, rows=lines))
+        print_table(title, header, lines)
+    write_atomic(root / "report.html", render(report))
+    figures = {str(seed): run for seed, run in zip(config.bench.seeds, runs, strict=True)}
+    publish(config, figures)
+    output.print(f"Report: {root / 'report.html'}")
+    return figures
