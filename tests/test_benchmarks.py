@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from robopolicy.benchmarks import planning, trajectories
+from robopolicy.benchmarks import joint, planning, trajectories
 from robopolicy.benchmarks.replay import replay
 from robopolicy.verbs.bench_worlds import EXPERIMENTS
 from worldmodels.edm import EdmConfig
@@ -34,3 +34,5 @@ def test_the_experiments_run():
     assert set(figures) == {"policy", "planned", "cautious", "curious", "before"}
     title, header, lines = EXPERIMENTS["planning"].tables([figures])[0]
     assert title and len(lines) == 5 and all(len(line) == len(header) for line in lines)
+    both = joint.measure(0, joint.Scale(episodes=8, noise=(0.2, 1.0), fit=20, candidates=2, judged=8))
+    assert len(EXPERIMENTS["joint"].tables([both])[0][2]) == 4

@@ -44,17 +44,17 @@ class JointConfig:
     """
 
     chunk: int = 4
-    width: int = 128
+    width: int = 64
     depth: int = 3
     heads: int = 4
     batch_size: int = 256
     policy_share: float = 0.5
     discount: float = 0.99
     candidates: int = 1
-    futures: int = 3
-    values: int = 5
+    futures: int = 2
+    values: int = 2
     aggregate: str = "majority"
-    edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=8, sigma_max=20.0))
+    edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=6, order=1, sigma_max=20.0))
 
     def __post_init__(self):
         if min(self.chunk, self.width, self.depth, self.candidates, self.futures, self.values) < 1:

@@ -3,7 +3,8 @@
 sims: our engine against pure physics, gymnasium's vector environments on the same scene, and Meta-World's own,
 interleaved in one process. algorithms: success against environment steps on the same tasks, bases and seeds.
 mechanisms: ten small experiments, each asking whether a paper's claim shows. edge_of_reach: values in a perfect model.
-trajectories, planning: are guided trajectories true and good to learn from; do cautious plans stay true?
+trajectories, planning: are guided trajectories true and good to learn from; do cautious plans stay true? joint:
+planning with one model of actions, futures and values.
 All but the first go on where they were interrupted.
 """
 
@@ -11,7 +12,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.runs import publish
 
-BENCHMARKS = ("sims", "algorithms", "mechanisms", "edge_of_reach", "trajectories", "planning")
+BENCHMARKS = ("sims", "algorithms", "mechanisms", "edge_of_reach", "trajectories", "planning", "joint")
 
 
 def run(config: Config) -> int:
@@ -31,7 +32,7 @@ def run(config: Config) -> int:
         from robopolicy.verbs import bench_edge
 
         bench_edge.benchmark(config)
-    elif name in ("trajectories", "planning"):
+    elif name in ("trajectories", "planning", "joint"):
         from robopolicy.verbs import bench_worlds
 
         bench_worlds.benchmark(config)

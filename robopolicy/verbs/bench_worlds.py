@@ -1,4 +1,4 @@
-"""`bench trajectories` and `bench planning`: claims about world models, asked of the simulator, seed by seed."""
+"""`bench trajectories`, `planning` and `joint`: claims about world models, asked of the simulator, seed by seed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.benchmarks import planning, trajectories
+from robopolicy.benchmarks import joint, planning, trajectories
 from robopolicy.configuration import Config
 from robopolicy.core.storage import read_json, write_atomic, write_json
 from robopolicy.evaluation.report import Report, Section, render
@@ -58,6 +58,17 @@ def planning_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
     return [("Mean (each seed), errors in standard deviations of the data", header, lines)]
 
 
+def joint_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return the success of acting and planning."""
+    lines = []
+    for name in runs[0]:
+        if isinstance(runs[0][name], Mapping):
+            rates = [run[name] for run in runs]
+            seeds = [f"{rate['success']:.1%} [{rate['low']:.1%}, {rate['high']:.1%}]" for rate in rates]
+            lines.append([name, f"{np.mean([rate['success'] for rate in rates]):.1%}", "  ".join(seeds)])
+    return [("Success in the simulator", ["learned from, and decides by", "mean", "each seed"], lines)]
+
+
 EXPERIMENTS = {
     "trajectories": Experiment(
         "Guided trajectories are more on-policy, truer than step-by-step rollouts, and good to learn from.",
@@ -68,6 +79,11 @@ EXPERIMENTS = {
         "Cautious plans stay true in imagination, curious ones teach the model more.",
         lambda seed: planning.measure(seed, planning.Scale()),
         planning_tables,
+    ),
+    "joint": Experiment(
+        "A model of actions, futures and values acts better with a look ahead, if it knows failures.",
+        lambda seed: joint.measure(seed, joint.Scale()),
+        joint_tables,
     ),
 }
 

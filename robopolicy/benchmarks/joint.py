@@ -1,0 +1,62 @@
+"""Planning with a joint model on push_cube: does looking ahead help, and does it need failures to know what is bad?
+
+The same weights act with one candidate and plan with several; beside them a model that saw successes only.
+After Cosmos Policy's best-of-N planning; its issue 17 is the second question.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from robopolicy.benchmarks.replay import TASK
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.data.record import record
+from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.training.fit import FitConfig
+from robopolicy.training.stages import fit_stages
+from sims.experts import Noise, NoisyController
+from sims.registry import load_task, make_world
+from worldmodels.joint import JointConfig, JointModel
+
+
+@dataclass(frozen=True)
+class Scale:
+    """episodes: recorded at each level of noise; fit: training steps; candidates: of planning; judged: episodes."""
+
+    episodes: int = 100
+    noise: tuple[float, ...] = (0.2, 1.0, 2.0)
+    fit: int = 4000
+    candidates: int = 8
+    judged: int = 200
+    model: JointConfig = field(default_factory=JointConfig)
+
+
+def collect(seed: int, scale: Scale) -> Episodes:
+    """Return episodes of the expert at every level of noise, failures among them."""
+    world, parts = make_world(TASK, 64, seed=seed), []
+    for level in scale.noise:
+        expert, draws = load_task(TASK).expert(), derive(seed, f"noise {level}")
+        actor = NoisyController(expert, Noise(gaussian=level), draws, world.spec.action)
+        parts.append(record(world, actor, episode_seeds(seed, f"recorded/{level}", scale.episodes)))
+    world.close()
+    return Episodes.concatenate(parts)
+
+
+def measure(seed: int, scale: Scale) -> dict[str, Any]:
+    """Return the success of acting and of planning, by what was seen in training."""
+    everything, world = collect(seed, scale), make_world(TASK, scale.judged, seed=seed)
+    assert everything.success is not None
+    found: dict[str, Any] = {"data_success": float(everything.success.float().mean())}
+    for name, episodes in (("all episodes", everything), ("successes only", everything.select(everything.success))):
+        model = JointModel.build(scale.model, world.spec, episodes, derive(seed, "joint"))
+        fitting = FitConfig(steps=scale.fit, learning_rate=2e-3, checkpoint_every=10**9)
+        fit_stages(model, episodes, fitting, Generators(seed))
+        for candidates in (1, scale.candidates):
+            actor = JointModel(replace(scale.model, candidates=candidates), world.spec)
+            actor.load_state_dict(model.state_dict())
+            label = f"{name}, best of {candidates}" if candidates > 1 else f"{name}, no planning"
+            judged = evaluate_policy(world, actor.eval(), episode_seeds(seed, "judge", scale.judged), label=label)
+            low, high = judged.interval
+            found[label] = {"success": judged.success_rate, "low": low, "high": high}
+    world.close()
+    return found
