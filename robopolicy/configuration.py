@@ -24,6 +24,7 @@ from robopolicy.training.finetune import FinetuneConfig
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.pretrain import PretrainConfig
 from worldmodels.ensemble import EnsembleConfig
+from worldmodels.pixel_networks import PixelDiffusionConfig
 from worldmodels.rssm_dynamics import RssmConfig
 
 GROUPS = ("recipe", "world")
@@ -142,9 +143,10 @@ class WorldModelSection:
     `policies`. Each kind reads the section of its name.
     """
 
-    kind: Literal["ensemble", "rssm"] = "ensemble"
+    kind: Literal["ensemble", "rssm", "pixel_diffusion"] = "ensemble"
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
     rssm: RssmConfig = field(default_factory=RssmConfig)
+    pixel_diffusion: PixelDiffusionConfig = field(default_factory=PixelDiffusionConfig)
     data: tuple[Path, ...] = ()
     policies: tuple[Path, ...] = ()
     transitions: int = 100_000

@@ -22,7 +22,11 @@ from worldmodels.protocol import LearnedModel
 
 FORMAT = 2
 PREFIX = "world_model/"
-KINDS = {"ensemble": ("worldmodels.ensemble", "EnsembleModel"), "rssm": ("worldmodels.rssm", "RssmModel")}
+KINDS = {
+    "ensemble": ("worldmodels.ensemble", "EnsembleModel"),
+    "rssm": ("worldmodels.rssm", "RssmModel"),
+    "pixel_diffusion": ("worldmodels.pixel_diffusion", "PixelDiffusionModel"),
+}
 """Kind of model -> (module, class); imported when one is built or loaded."""
 
 
