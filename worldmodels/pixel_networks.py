@@ -148,7 +148,6 @@ class PixelDenoiser(nn.Module):
         self.action = nn.Sequential(
             nn.Linear(config.context * actions, features), nn.SiLU(), nn.Linear(features, features)
         )
-        self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
     def forward(self, noisy: Tensor, label: Tensor, context: Tensor, actions: Tensor) -> Tensor:
         """Return EDM's F [N, 3, height, width] of scaled `noisy` pixels at noise labels [N].
@@ -156,7 +155,7 @@ class PixelDenoiser(nn.Module):
         context: pixels [N, K, 3, height, width]; actions: [N, K, A], standardised, the last leads to the new frame.
         """
         x = torch.cat([rearrange(context, "n k c h w -> n (k c) h w"), noisy], 1)
-        x = functional.pixel_unshuffle(x, self.patch).contiguous(memory_format=torch.channels_last)
+        x = functional.pixel_unshuffle(x, self.patch)
         with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self._half(x.device)):
             found = self.unet(x, 1000 * label, class_labels=self.action(actions.flatten(1))).sample
         sigma, data = (4 * label).exp()[:, None, None, None], self.config.edm.sigma_data
