@@ -140,7 +140,8 @@ class FinetuneSection(FinetuneConfig):
 @dataclass(frozen=True)
 class WorldModelSection:
     """A world model of a `kind`, trained on `data` (datasets) plus fresh rollouts of the expert at graded noise and of
-    `policies`. Each kind reads the section of its name.
+    `policies`. Each kind reads the section of its name. examine_rows: episodes that the examination follows;
+    examine_steps: single steps it judges the heads on (a diffusion model of pictures takes minutes for the defaults).
     """
 
     kind: Literal["ensemble", "rssm", "pixel_diffusion"] = "ensemble"
@@ -154,6 +155,8 @@ class WorldModelSection:
         default_factory=lambda: FitConfig(steps=1500, learning_rate=3e-3, weight_decay=1e-5, checkpoint_every=500)
     )
     noise: tuple[str, ...] = ("low", "medium", "high", "random")
+    examine_rows: int = 512
+    examine_steps: int = 20_000
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,6 @@ def learned():
 
 
 def world(model, rows):
-    starts = point_world.recorded(64, seed=5)
     return ImaginedWorld(model, recorded_starts(recorded(20, seed=5)), rows)
 
 
