@@ -41,7 +41,7 @@ class EdmConfig:
     order: int = 2
     churn: float = 0.0
     churn_low: float = 0.0
-    churn_high: float = float("inf")
+    churn_high: float = 1e9
     churn_noise: float = 1.003
     offset_noise: float = 0.0
 

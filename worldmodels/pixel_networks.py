@@ -52,7 +52,9 @@ class PixelDiffusionConfig:
 
     size: a preset, of which grid, channels and layers replace single entries; context: frames and actions that the next
     frame depends on; unroll: times that the denoiser goes on from its own, quantised prediction in training, in
-    unroll_share of the rows (DIAMOND: always); context_noise: deviation of noise on the context in training, pixels
+    unroll_share of the rows (DIAMOND: always); first_share: rows that are trained on what the sampler begins with, noise
+    that shows nothing, so that context and actions alone tell what comes (DIAMOND has none; 5 % of its rows are about
+    as noisy, and a small model learns late that actions matter); context_noise: deviation of noise on the context in training, pixels
     reach from -1 to 1; precision: of the U-Net, bfloat16 where the hardware multiplies it ("auto"); readout_batch_size,
     positive_share: steps of a batch of the readout and the share of successes; dreams: steps whose frames the finished
     denoiser imagines for the readout, dreamed_share of its batches; state_noise: the readout is given states that are
@@ -68,13 +70,14 @@ class PixelDiffusionConfig:
     batch_size: int = 32
     unroll: int = 1
     unroll_share: float = 0.5
+    first_share: float = 0.25
     context_noise: float = 0.0
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     readout_batch_size: int = 128
     positive_share: float = 0.25
     dreams: int = 2048
     dreamed_share: float = 0.25
-    state_noise: float = 0.5
+    state_noise: float = 1.0
     members: int = 5
     edm: EdmConfig = field(
         default_factory=lambda: EdmConfig(log_mean=-0.4, sigma_max=5.0, steps=3, order=1, offset_noise=0.3)
@@ -85,7 +88,7 @@ class PixelDiffusionConfig:
             raise ConfigError(f"size is '{self.size}', not one of {', '.join(SIZES)}.")
         if min(self.context, self.batch_size, self.readout_batch_size, self.members, self.dreams) < 1:
             raise ConfigError("context, batch sizes, members and dreams must be at least 1.")
-        shares = self.unroll_share, self.positive_share, self.dreamed_share
+        shares = self.unroll_share, self.first_share, self.positive_share, self.dreamed_share
         if min(shares) < 0 or max(shares) > 1 or self.unroll < 0:
             raise ConfigError("A share is between 0 and 1, and unroll is 0 or more.")
         if any(channels % 8 for channels in self.networks.channels):
@@ -157,7 +160,7 @@ class PixelDenoiser(nn.Module):
         x = torch.cat([rearrange(context, "n k c h w -> n (k c) h w"), noisy], 1)
         x = functional.pixel_unshuffle(x, self.patch)
         with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self._half(x.device)):
-            found = self.unet(x, 1000 * label, class_labels=self.action(actions.flatten(1))).sample
+            found = self.unet(x, 100 * label, class_labels=self.action(actions.flatten(1))).sample
         sigma, data = (4 * label).exp()[:, None, None, None], self.config.edm.sigma_data
         repeat = sigma / (data * (sigma.square() + data**2).sqrt())
         return functional.pixel_shuffle(found.float(), self.patch) + repeat * context[:, -1]
@@ -186,7 +189,7 @@ class PixelDenoiser(nn.Module):
             if not count:
                 break
             clean, context = pixels[:count, past + step], context[:count]
-            noisy, sigma = edm.training_noise(clean, config.edm, generator)
+            noisy, sigma = self._noisy(clean, generator)
             network = partial(self, context=context, actions=actions[:count, step : step + past])
             denoised = edm.denoise(network, noisy, sigma, config.edm)
             error = edm.weighted_error(denoised, clean, sigma, config.edm).mean((1, 2, 3))
@@ -195,6 +198,17 @@ class PixelDenoiser(nn.Module):
             known = known + functional.pad(counts, (0, rows - count))
             context = torch.cat([context[:, 1:], to_pixels(to_frames(denoised.detach()))[:, None]], 1)
         return total * rows / known.sum().clamp_min(1)
+
+    def _noisy(self, clean: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return noisy pixels and their noise levels [N], a share of them as the sampler begins."""
+        noisy, sigma = edm.training_noise(clean, self.config.edm, generator)
+        drawn = torch.rand(len(clean), generator=generator, device=generator.device).to(clean.device)
+        first, start = (
+            drawn < self.config.first_share,
+            torch.randn(clean.shape, generator=generator, device=clean.device),
+        )
+        noisy = torch.where(first[:, None, None, None], start, noisy)
+        return noisy, torch.where(first, self.config.edm.sigma_max, sigma)
 
     @torch.no_grad()
     def next_frame(self, frames: Tensor, actions: Tensor, noise: Tensor) -> Tensor:
