@@ -52,14 +52,14 @@ class PixelDiffusionConfig:
 
     size: a preset, of which grid, channels and layers replace single entries; context: frames and actions that the next
     frame depends on; unroll: times that the denoiser goes on from its own, quantised prediction in training, in
-    unroll_share of the rows (DIAMOND: always); first_share: rows that are trained on what the sampler begins with, noise
-    that shows nothing, so that context and actions alone tell what comes (DIAMOND has none; 5 % of its rows are about
-    as noisy, and a small model learns late that actions matter); context_noise: deviation of noise on the context in training, pixels
-    reach from -1 to 1; precision: of the U-Net, bfloat16 where the hardware multiplies it ("auto"); readout_batch_size,
-    positive_share: steps of a batch of the readout and the share of successes; dreams: steps whose frames the finished
-    denoiser imagines for the readout, dreamed_share of its batches; state_noise: the readout is given states that are
-    off by up to so many standard deviations of a step's change, and learns to mend them; members: heads whose
-    disagreement is the uncertainty.
+    unroll_share of the rows (DIAMOND: always); first_share: rows that are trained on what the sampler begins with,
+    noise that shows nothing, so that context and actions alone tell what comes (DIAMOND has none; 5 % of its rows are
+    about as noisy, and a small model learns late that actions matter); context_noise: deviation of noise on the context
+    in training, pixels reach from -1 to 1; precision: of the U-Net, bfloat16 where the hardware multiplies it ("auto");
+    readout_batch_size, positive_share: steps of a batch of the readout, share of successes; dreams: steps whose frames
+    the finished denoiser imagines for the readout, dreamed_share of its batches; state_noise: the readout is given
+    states that are off by about up to so many standard deviations of a step's change, and learns to mend them; members:
+    heads whose disagreement is the uncertainty.
     """
 
     size: Literal["tiny", "small", "diamond"] = "small"
