@@ -70,7 +70,7 @@ class PixelDiffusionConfig:
     batch_size: int = 32
     unroll: int = 1
     unroll_share: float = 0.5
-    first_share: float = 0.25
+    first_share: float = 0.5
     context_noise: float = 0.0
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     readout_batch_size: int = 128
