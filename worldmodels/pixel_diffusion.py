@@ -5,7 +5,9 @@ The next frame of all cameras is drawn by EDM diffusion from noise, given the la
 reward, success and uncertainty are read off the frames by a second network, fitted afterwards on true frames and on
 frames that the first one imagined. Deviations from DIAMOND: its rewards come from a recurrent network, ours from a
 carried state vector and two frames; actions are continuous; training goes on from own predictions in a share of the
-rows only, and see `PixelDenoiser`.
+rows only; another share starts where the sampler starts (see `PixelDiffusionConfig` and `PixelDenoiser`). Whether a
+model minds its actions shows in the examination's shuffled column; fit.learning_rate=1e-3 suits it. (A dot on 16 px
+after 300 steps: 5 dB between own and shuffled actions at 1e-3 and first_share .5, nothing at 3e-3 and .25.)
 Axes: N or B rows, K context frames, V elements of all vector fields, A action dimension.
 """
 
