@@ -24,6 +24,7 @@ from robopolicy.training.finetune import FinetuneConfig
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.pretrain import PretrainConfig
 from worldmodels.ensemble import EnsembleConfig
+from worldmodels.pixel_networks import PixelDiffusionConfig
 from worldmodels.rssm_dynamics import RssmConfig
 
 GROUPS = ("recipe", "world")
@@ -140,12 +141,14 @@ class FinetuneSection(FinetuneConfig):
 class WorldModelSection:
     """A world model of a `kind`, trained on `data` (datasets) plus fresh rollouts of the expert at graded noise and of
     `policies`. Each kind reads the section of its name. styles: how many other looks the same training episodes are
-    filmed in as well (Sword), for models that see pictures.
+    filmed in as well (Sword), for models that see pictures; examine_rows: episodes that the examination follows;
+    examine_steps: single steps it judges the heads on (a diffusion model of pictures takes minutes for the defaults).
     """
 
-    kind: Literal["ensemble", "rssm"] = "ensemble"
+    kind: Literal["ensemble", "rssm", "pixel_diffusion"] = "ensemble"
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
     rssm: RssmConfig = field(default_factory=RssmConfig)
+    pixel_diffusion: PixelDiffusionConfig = field(default_factory=PixelDiffusionConfig)
     data: tuple[Path, ...] = ()
     policies: tuple[Path, ...] = ()
     transitions: int = 100_000
@@ -154,6 +157,8 @@ class WorldModelSection:
         default_factory=lambda: FitConfig(steps=1500, learning_rate=3e-3, weight_decay=1e-5, checkpoint_every=500)
     )
     noise: tuple[str, ...] = ("low", "medium", "high", "random")
+    examine_rows: int = 512
+    examine_steps: int = 20_000
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ KINDS = {
     "ensemble": ("worldmodels.ensemble", "EnsembleModel"),
     "rssm": ("worldmodels.rssm", "RssmModel"),
     "joint": ("worldmodels.joint", "JointModel"),
+    "pixel_diffusion": ("worldmodels.pixel_diffusion", "PixelDiffusionModel"),
 }
 """Kind of model -> (module, class); imported when one is built or loaded."""
 

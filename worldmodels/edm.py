@@ -82,9 +82,14 @@ def training_noise(clean: Tensor, config: EdmConfig, generator: torch.Generator)
 def loss(network: Network, clean: Tensor, config: EdmConfig, generator: torch.Generator) -> Tensor:
     """Return the squared error of F at random noise levels (so of D, weighted), elementwise, [N, ...]."""
     noisy, sigma = training_noise(clean, config, generator)
+    return weighted_error(denoise(network, noisy, sigma, config), clean, sigma, config)
+
+
+def weighted_error(denoised: Tensor, clean: Tensor, sigma: Tensor, config: EdmConfig) -> Tensor:
+    """Return the squared error of F, elementwise, [N, ...], given that of D at noise levels [N]."""
     wide, data = sigma.reshape(-1, *[1] * (clean.dim() - 1)), config.sigma_data
     weight = (wide.square() + data**2) / (wide * data).square()
-    return weight * (denoise(network, noisy, sigma, config) - clean).square()
+    return weight * (denoised - clean).square()
 
 
 def sample(

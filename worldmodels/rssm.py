@@ -26,21 +26,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import DataError
 from robopolicy.core.randomness import uniforms
-from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec, check_finite
+from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from worldmodels.heads import calibrated_threshold, quantiles_of
 from worldmodels.protocol import Context, Imagined, Latent, Regression
 from worldmodels.rssm_dynamics import BOUND, LatentDynamics, RssmConfig, Unrolled
-from worldmodels.rssm_heads import HeadStage, LatentHeads, LatentSteps
+from worldmodels.rssm_heads import THUMBNAIL, HeadStage, LatentHeads, LatentSteps
 from worldmodels.rssm_networks import balanced_divergence, draw
 from worldmodels.sequences import SequenceData, Sequences
-from worldmodels.structure import StateStructure, find_structure
-from worldmodels.transitions import PROGRESS, SUCCESS, progress_reward, success_bonus
-
-THUMBNAIL = 4
-"""Pictures are averaged to this many pixels a side where the heads of the uncertainty predict them."""
+from worldmodels.statistics import read_statistics
+from worldmodels.structure import StateStructure
+from worldmodels.transitions import PROGRESS, SUCCESS, success_bonus
 
 HEAD_STEPS = 200_000
 """The heads are fitted again on the latents of at most so many steps."""
@@ -78,7 +75,9 @@ class RssmModel(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.dynamics = LatentDynamics(config, elements, actions, free, self.pictures)
-            self.heads = LatentHeads(config, elements, actions, free + 3 * THUMBNAIL**2 * len(self.pictures))
+            guessed = free + 3 * THUMBNAIL**2 * len(self.pictures)
+            sizes = config.networks.hidden, config.layers, config.members
+            self.heads = LatentHeads(*sizes, elements=elements, actions=actions, guessed=guessed)
         for name, size in (("state", elements), ("action", actions), ("change", elements), ("reward", 1)):
             self.register_buffer(f"{name}_mean", torch.zeros(size))
             self.register_buffer(f"{name}_std", torch.ones(size))
@@ -92,32 +91,11 @@ class RssmModel(nn.Module):
 
         Raises DataError where the data's fields are not the world's, NonFiniteError where the data is not finite.
         """
-        wanted = {key: field.shape for key, field in spec.observation.items()}
-        given = {key: tuple(value.shape[1:]) for key, value in episodes.observation.items() if key in wanted}
-        if given != wanted or episodes.actions.shape[1:] != spec.action.shape:
-            raise DataError(
-                f"World '{spec.name}' shows {wanted} and takes actions {list(spec.action.shape)}, the episodes hold "
-                f"{given} and {list(episodes.actions.shape[1:])}: the data comes from another world."
-            )
-        vectors = {key: field for key, field in spec.observation.items() if not key.startswith(IMAGE_PREFIX)}
-        parts = [episodes.observation[key].flatten(1).float() for key in vectors]
-        state = torch.cat([torch.zeros(episodes.step_count + len(episodes), 0), *parts], -1)
-        frames = torch.arange(episodes.step_count) + episodes.episode_of_step
-        names = tuple(name for field in vectors.values() for name in (field.names or ("",) * field.size))
-        values = {
-            "state": state,
-            "action": episodes.actions,
-            "change": state[frames + 1] - state[frames],
-            "reward": progress_reward(episodes)[:, None],
-        }
-        for name, value in values.items():
-            check_finite(f"episodes: {name}", value)
-        structure = find_structure(state[frames], state[frames + 1], names) if vectors else _no_structure()
+        structure, statistics = read_statistics(spec, episodes)
         model = cls(config, spec, structure, success_bonus(episodes), seed)
-        for name, value in values.items():
-            mean = value.mean(0)
+        for name, (mean, std) in statistics.items():
             getattr(model, f"{name}_mean").copy_(mean)
-            getattr(model, f"{name}_std").copy_((value - mean).square().mean(0).sqrt().clamp_min(1e-6))
+            getattr(model, f"{name}_std").copy_(std)
         model.spread.copy_(_spread(structure, model.state_std, model.change_std))
         model.heads.change_scale.copy_(model.state_std / model.change_std)
         return model
@@ -383,9 +361,3 @@ def _concatenated(first: Sequences, second: Sequences) -> Sequences:
     frames = {key: torch.cat([value, second.frames[key]]) for key, value in first.frames.items()}
     names = [name for name in first.__dict__ if name != "frames"]
     return Sequences(frames, **{name: torch.cat([getattr(first, name), getattr(second, name)]) for name in names})
-
-
-def _no_structure() -> StateStructure:
-    """Return the structure of a state without elements."""
-    none = torch.zeros(0, dtype=torch.int64)
-    return StateStructure(none, none, none, none, torch.zeros(0, 0), torch.zeros(0), none.reshape(0, 2))

@@ -17,12 +17,15 @@ from torch.nn import functional
 from robopolicy.core.episodes import Episodes
 from robopolicy.nn.members import Members
 from worldmodels.heads import SuccessHead
-from worldmodels.rssm_dynamics import BOUND, RssmConfig
+from worldmodels.rssm_dynamics import BOUND
 from worldmodels.rssm_networks import BINS, perceptron, reward_bins, two_hot, two_hot_mean
 
 BATCH = 512
 POSITIVE_SHARE = 0.25
 """Share of successful steps in a batch."""
+
+THUMBNAIL = 4
+"""Pictures are averaged to this many pixels a side where the heads of the uncertainty predict them."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,11 @@ class LatentHeads(nn.Module):
     bins: Tensor
     change_scale: Tensor
 
-    def __init__(self, config: RssmConfig, elements: int, actions: int, guessed: int):
+    def __init__(self, width: int, layers: int, members: int, *, elements: int, actions: int, guessed: int):
         super().__init__()
-        width, layers = config.networks.hidden, config.layers
         self.reward = perceptron(width + 2 * elements, width, layers, BINS, scale=0.0)
         self.success = SuccessHead(width + 2 * elements, width, layers)
-        self.guesses = Members(config.members, width + elements + actions, width, 2, guessed)
+        self.guesses = Members(members, width + elements + actions, width, 2, guessed)
         self.register_buffer("bins", reward_bins())
         self.register_buffer("change_scale", torch.ones(elements))
 
@@ -80,6 +82,23 @@ class LatentHeads(nn.Module):
         logits = self.reward(inputs).log_softmax(-1)
         edge = functional.binary_cross_entropy_with_logits(self.success(inputs), success.float(), reduction="none")
         return {"reward": -(two_hot(reward, self.bins) * logits).sum(-1), "success": edge}
+
+    def training_losses(self, steps: LatentSteps, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"reward", "success", "disagreement"}, each [N].
+
+        Half of the rows hide the summary where there are vectors: heads rely on it only where the state is not enough.
+        Every guessing head skips its own half of the rows.
+        """
+        device = steps.reward.device
+        shown = torch.rand(len(steps.reward), 1, generator=generator, device=generator.device) < 0.5
+        summary = steps.after * shown.to(device) if steps.state.shape[1] else steps.after
+        read = self.inputs(summary, steps.state, steps.next_state)
+        found = self.losses(read, steps.reward, steps.success) | {"success": self.success.loss(read, steps.success)}
+        inputs = torch.cat([steps.before, steps.state, steps.action], -1)
+        guesses = self.guesses(inputs.expand(len(self.guesses.weights[0]), -1, -1))
+        weight = 2.0 * (torch.rand(guesses.shape[:2], generator=generator, device=generator.device) < 0.5)
+        error = (guesses - steps.change).square().mean(-1)
+        return {**found, "disagreement": (error * weight.to(device)).mean(0)}
 
     def disagreement(self, summary: Tensor, state: Tensor, action: Tensor) -> Tensor:
         """Return how much the guesses of the next change differ, [N]."""
@@ -107,19 +126,5 @@ class HeadStage(nn.Module):
             yield {"steps": steps.take(rows)}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"reward", "success", "disagreement"}, each [N].
-
-        Half of the rows hide the summary where there are vectors: heads rely on it only where the state is not enough.
-        Every guessing head skips its own half of the rows.
-        """
-        heads, steps = self.heads, batch["steps"]
-        device = steps.reward.device
-        shown = torch.rand(len(steps.reward), 1, generator=generator, device=generator.device) < 0.5
-        summary = steps.after * shown.to(device) if steps.state.shape[1] else steps.after
-        read = heads.inputs(summary, steps.state, steps.next_state)
-        found = heads.losses(read, steps.reward, steps.success) | {"success": heads.success.loss(read, steps.success)}
-        inputs = torch.cat([steps.before, steps.state, steps.action], -1)
-        guesses = heads.guesses(inputs.expand(len(heads.guesses.weights[0]), -1, -1))
-        weight = 2.0 * (torch.rand(guesses.shape[:2], generator=generator, device=generator.device) < 0.5)
-        error = (guesses - steps.change).square().mean(-1)
-        return {**found, "disagreement": (error * weight.to(device)).mean(0)}
+        """Return {"reward", "success", "disagreement"}, each [N]."""
+        return self.heads.training_losses(batch["steps"], generator)

@@ -81,6 +81,12 @@ def find_structure(state: Tensor, next_state: Tensor, names: tuple[str, ...]) ->
     )
 
 
+def no_structure() -> StateStructure:
+    """Return the structure of a state without elements."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return StateStructure(none, none, none, none, torch.zeros(0, 0), torch.zeros(0), none.reshape(0, 2))
+
+
 def _residual(samples: Tensor, kept: list[int], index: int) -> Tensor:
     """Return the largest error of predicting element `index` from the elements `kept`, after an affine fit."""
     design = torch.cat([samples[:, kept], torch.ones(len(samples), 1, dtype=torch.float64)], 1)

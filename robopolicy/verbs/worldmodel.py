@@ -48,13 +48,14 @@ def run(config: Config) -> int:
     world.close()
     fitted = fit_stages(model, training, section.fit, generators, folder)
     model.calibrate(validation)
+    rows, steps = section.examine_rows, section.examine_steps
     won = episodes.success
     result = {
         "episodes": len(episodes),
         "success_rate": float(won.float().mean()) if won is not None else None,
         "losses": {name: value for each in fitted for name, value in each.losses.items()},
         "seconds": sum(each.seconds for each in fitted),
-        "validation": examine(model, validation, generators["examine"]),
+        "validation": examine(model, validation, generators["examine"], rows=rows, steps=steps),
     }
     save_world_model(model, folder.checkpoint)
     finish(config, folder, result)

@@ -1,0 +1,206 @@
+"""Pixel diffusion dreams a moving dot, minds its actions, and reads states, reward and success off its own frames."""
+
+from dataclasses import replace
+
+import numpy as np
+import point_world
+import pytest
+import torch
+
+from robopolicy.core.conformance import check_world
+from robopolicy.core.errors import ConfigError, DataError, NonFiniteError
+from robopolicy.core.randomness import Generators
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
+from robopolicy.training.fit import FitConfig
+from robopolicy.training.stages import fit_stages
+from worldmodels import load_world_model, save_world_model
+from worldmodels.diagnostics import examine
+from worldmodels.env import ImaginedWorld
+from worldmodels.imagination import context_at, recorded_starts
+from worldmodels.pixel_diffusion import PixelDiffusionModel
+from worldmodels.pixel_networks import PixelDenoiser, PixelDiffusionConfig, to_frames, to_pixels
+
+IMAGE = "observation.images.top"
+PIXELS = 16
+SPEC = replace(
+    point_world.SPEC, observation={**point_world.SPEC.observation, IMAGE: Field((PIXELS, PIXELS, 3), "uint8")}
+)
+TINY = PixelDiffusionConfig(
+    size="tiny", batch_size=32, readout_batch_size=64, dreams=256, members=3, precision="float32"
+)
+
+
+def spots(position):
+    """Bright spots [N, PIXELS, PIXELS] at positions [N, 2]."""
+    axis = torch.linspace(-1.3, 1.3, PIXELS)
+    grid = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1)
+    return (-(grid - position[:, None, None]).square().sum(-1) / 0.08).exp()
+
+
+def recorded(episodes=300, seed=0):
+    """The point world with pictures of the point (red) and of its goal (green)."""
+    data = point_world.recorded(episodes, seed=seed)
+    point, goal = spots(data.observation[STATE]), spots(data.observation[ENVIRONMENT_STATE][:, :2])
+    pictures = (255 * torch.stack([point, goal, torch.full_like(point, 0.2)], -1)).to(torch.uint8)
+    return replace(data, observation_fields=SPEC.observation, observation={**data.observation, IMAGE: pictures})
+
+
+@pytest.fixture(scope="module")
+def learned():
+    training = recorded()
+    model = PixelDiffusionModel.build(TINY, SPEC, training, 0)
+    config = FitConfig(steps=400, learning_rate=1e-3, warmup=20, ema_decay=0.98)
+    fit_stages(model, training, config, Generators(0))
+    held = recorded(100, seed=1)
+    model.calibrate(held)
+    return model.eval(), held
+
+
+def world(model, rows):
+    return ImaginedWorld(model, recorded_starts(recorded(20, seed=5)), rows)
+
+
+def test_it_dreams_the_picture_and_minds_its_actions(learned):
+    model, held = learned
+    figures = examine(model, held, torch.Generator().manual_seed(0), rows=100, steps=400, horizons=(1, 2, 3, 4, 5))
+    print({k: v[IMAGE] for k, v in figures["open_loop"].items()}, figures["reward_error"], figures["success"])
+    for ahead, found in figures["open_loop"].items():
+        assert found[IMAGE]["model"] > found[IMAGE]["copy"] + 1, ahead
+        assert found[IMAGE]["model"] > found[IMAGE]["shuffled"] + 1.5, ahead
+        assert found[STATE]["model"] < 0.5 * found[STATE]["copy"], ahead
+    assert figures["reward_error"] < 0.5
+    assert figures["success"]["f1"] > 0.5
+
+
+def test_carried_states_follow_their_structure_and_the_pictures(learned):
+    model, held = learned
+    latent = model.initial(context_at(held, torch.arange(50)), np.arange(50))
+    start = context_at(held, torch.arange(50)).last(ENVIRONMENT_STATE)
+    drifted = {**latent, "state": latent["state"].clone()}
+    drifted["state"][:, :2] += 0.1
+    for step in range(3):
+        latent, seen = model.imagine(latent, held.actions[step : step + 50])
+        drifted, _ = model.imagine(drifted, held.actions[step : step + 50])
+    environment = seen.observation[ENVIRONMENT_STATE]
+    assert np.array_equal(environment[:, :2].numpy(), start[:, :2])
+    assert torch.allclose(environment[:, 2:], environment[:, :2] - seen.observation[STATE], atol=1e-4)
+    assert float((drifted["state"] - latent["state"])[:, :2].abs().mean()) < 0.09
+    shown = to_pixels(seen.observation[IMAGE])[:, 0] + 1
+    axis = torch.linspace(-1.3, 1.3, PIXELS)
+    weights = (shown - 0.1).clamp_min(0)
+    total = weights.sum((1, 2)).clamp_min(1e-6)
+    place = torch.stack([(weights.sum(2) @ axis) / total, (weights.sum(1) @ axis) / total], -1)
+    inside = seen.observation[STATE].abs().amax(1) < 1
+    error = (place - seen.observation[STATE])[inside].abs().mean()
+    assert float(error) < 0.15, error
+
+
+def test_uncertainty_grows_off_the_data(learned):
+    model, held = learned
+
+    def uncertainty(change):
+        observation = {**held.observation, **change}
+        moved = replace(held, observation=observation)
+        latent = model.initial(context_at(moved, torch.arange(200), model.context), np.arange(200))
+        return model.imagine(latent, held.actions[:200])[1].uncertainty.mean()
+
+    usual = uncertainty({})
+    assert uncertainty({STATE: held.observation[STATE] + 5.0}) > 2 * usual
+    assert uncertainty({IMAGE: 255 - held.observation[IMAGE]}) > 1.5 * usual
+    quantiles = model.uncertainty_quantiles
+    assert quantiles[0] < usual < quantiles[-1] and (quantiles.diff() >= 0).all()
+
+
+def test_imagined_worlds_conform(learned):
+    check_world(lambda rows: world(learned[0], rows), renders=False, tolerance=1e-4)
+
+
+def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
+    model, held = learned
+    latent = model.initial(context_at(held, torch.arange(4), model.context), np.arange(4))
+    _, seen = model.imagine(latent, held.actions[:4])
+    order = [2, 0]
+    part = {name: value[order] for name, value in latent.items()}
+    _, again = model.imagine(part, held.actions[order])
+    assert torch.allclose(again.observation[STATE], seen.observation[STATE][order], atol=1e-4)
+    difference = again.observation[IMAGE].int() - seen.observation[IMAGE][order].int()
+    assert int(difference.abs().max()) <= 1
+    _, other = model.imagine({**latent, "seed": latent["seed"] + 1}, held.actions[:4])
+    assert not torch.equal(other.observation[IMAGE], seen.observation[IMAGE])
+
+
+def test_checkpoints_round_trip(learned, tmp_path):
+    model = learned[0]
+    save_world_model(model, tmp_path / "model")
+    loaded = load_world_model(tmp_path / "model")
+    steps = []
+    for each in (model, loaded):
+        imagined = world(each, 3)
+        imagined.reset(seeds=[1, 2, 3])
+        steps.append(imagined.step(np.full((3, 2, 2), 0.5)))
+    assert np.array_equal(steps[0].trace[IMAGE], steps[1].trace[IMAGE])
+    assert np.array_equal(steps[0].uncertainty, steps[1].uncertainty)
+    assert loaded.spec == model.spec and loaded.config == model.config
+
+
+def test_training_batches_are_a_function_of_the_generator():
+    data = recorded(20)
+    model = PixelDiffusionModel.build(replace(TINY, dreams=8), SPEC, data, 0)
+    for part, _ in model.stages().values():
+        first, again = (next(part.batches(data, torch.Generator().manual_seed(0))) for _ in range(2))
+        assert torch.equal(first["frames"], again["frames"])
+        losses = part.loss(first, torch.Generator().manual_seed(0))
+        assert all(value.shape == (len(first["frames"]),) for value in losses.values())
+    part, _ = model.stages()["denoiser"]
+    batch = next(part.batches(data, torch.Generator().manual_seed(0)))
+    moved, past = batch["frames"].clone(), TINY.context
+    outside = ~batch["valid"][:, past - 1 :]
+    moved[:, past:][outside] = 255
+    assert bool(outside.any())
+    losses = [part.loss({**batch, "frames": f}, torch.Generator().manual_seed(0))["pixels"] for f in (moved, moved)]
+    kept = part.loss(batch, torch.Generator().manual_seed(0))["pixels"]
+    assert torch.allclose(losses[0], kept)
+
+
+def test_an_untrained_denoiser_repeats_the_last_frame():
+    frames = torch.randint(0, 256, (3, 4, 16, 16, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(to_frames(to_pixels(frames)), frames)
+    denoiser = PixelDenoiser(TINY, 16, 16, 2)
+    noise = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    new = denoiser.next_frame(frames, torch.zeros(3, 4, 2), noise)
+    assert float((new.float() - frames[:, -1].float()).abs().mean()) < 8
+
+
+def test_several_cameras_are_one_picture():
+    second = "observation.images.side"
+    spec = replace(SPEC, observation={**SPEC.observation, second: Field((PIXELS, PIXELS, 3), "uint8")})
+    data = recorded(10)
+    observation = {**data.observation, second: 255 - data.observation[IMAGE]}
+    data = replace(data, observation_fields=spec.observation, observation=observation)
+    model = PixelDiffusionModel.build(TINY, spec, data, 0)
+    latent = model.initial(context_at(data, torch.arange(3)), np.arange(3))
+    assert latent["frames"].shape == (3, 4, 2 * PIXELS, PIXELS, 3)
+    _, seen = model.imagine(latent, data.actions[:3])
+    for key in (IMAGE, second):
+        repeated = torch.from_numpy(context_at(data, torch.arange(3)).last(key))
+        assert seen.observation[key].shape == (3, PIXELS, PIXELS, 3) and seen.observation[key].dtype == torch.uint8
+        assert float((seen.observation[key].float() - repeated.float()).abs().mean()) < 8
+
+
+def test_bad_settings_and_data_are_refused():
+    data = recorded(4)
+    with pytest.raises(DataError, match="another world"):
+        PixelDiffusionModel.build(TINY, SPEC, replace(data, actions=data.actions[:, :1]), 0)
+    broken = {**data.observation, STATE: data.observation[STATE] * torch.nan}
+    with pytest.raises(NonFiniteError, match="state"):
+        PixelDiffusionModel.build(TINY, SPEC, replace(data, observation=broken), 0)
+    blind = point_world.recorded(4)
+    with pytest.raises(ConfigError, match="no pictures"):
+        PixelDiffusionModel.build(TINY, point_world.SPEC, blind, 0)
+    with pytest.raises(ConfigError, match="do not divide"):
+        PixelDenoiser(TINY, 18, 17, 2)
+    with pytest.raises(ConfigError, match="multiples of 8"):
+        PixelDiffusionConfig(channels=(12, 24))
+    with pytest.raises(ConfigError, match="share"):
+        PixelDiffusionConfig(dreamed_share=1.5)
+    assert PixelDiffusionConfig(size="diamond").networks.grid == 0

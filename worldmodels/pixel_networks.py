@@ -1,0 +1,274 @@
+"""What a pixel diffusion model is made of: a U-Net that denoises the next frame, and a readout of everything else.
+
+After DIAMOND (Alonso et al. 2024, arXiv:2405.12399), on diffusers' U-Net blocks. Axes: N rows, K context frames, A
+action dimension, V elements of standardised vectors. Frames are uint8 [..., height, width, 3], pixels float
+[..., 3, height, width] in -1 to 1; several cameras are one frame, stacked in height.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional
+
+from robopolicy.core.errors import ConfigError
+from worldmodels import edm
+from worldmodels.edm import EdmConfig
+from worldmodels.rssm_heads import LatentHeads
+from worldmodels.rssm_networks import ChannelNorm, dense, perceptron
+
+
+@dataclass(frozen=True)
+class PixelSize:
+    """grid: pixels a side of the U-Net's finest maps (0: the picture's own); channels and residual blocks (layers) of
+    its resolutions, each half as fine as the one before; readout, hidden: channels of the readout's first convolution,
+    width of its layers.
+    """
+
+    grid: int
+    channels: tuple[int, ...]
+    layers: int
+    readout: int
+    hidden: int
+
+
+SIZES = {
+    "tiny": PixelSize(8, (16, 32), 1, 8, 64),
+    "small": PixelSize(16, (48, 96, 96), 1, 16, 128),
+    "diamond": PixelSize(0, (64, 64, 64, 64), 2, 32, 512),
+}
+"""tiny for tests, small for 32 to 64 pixels on two cores, and the paper's own."""
+
+
+@dataclass(frozen=True)
+class PixelDiffusionConfig:
+    """Pixel diffusion defaults, DIAMOND's numbers of noise and sampling.
+
+    size: a preset, of which grid, channels and layers replace single entries; context: frames and actions that the next
+    frame depends on; unroll: times that the denoiser goes on from its own, quantised prediction in training, in
+    unroll_share of the rows (DIAMOND: always); first_share: rows that are trained on what the sampler begins with,
+    noise that shows nothing, so that context and actions alone tell what comes (DIAMOND has none; 5 % of its rows are
+    about as noisy, and a small model learns late that actions matter); context_noise: deviation of noise on the context
+    in training, pixels reach from -1 to 1; precision: of the U-Net, bfloat16 where the hardware multiplies it ("auto");
+    readout_batch_size, positive_share: steps of a batch of the readout, share of successes; dreams: steps whose frames
+    the finished denoiser imagines for the readout, dreamed_share of its batches; state_noise: the readout is given
+    states that are off by about up to so many standard deviations of a step's change, and learns to mend them; members:
+    heads whose disagreement is the uncertainty.
+    """
+
+    size: Literal["tiny", "small", "diamond"] = "small"
+    grid: int | None = None
+    channels: tuple[int, ...] = ()
+    layers: int | None = None
+    context: int = 4
+    batch_size: int = 32
+    unroll: int = 1
+    unroll_share: float = 0.5
+    first_share: float = 0.5
+    context_noise: float = 0.0
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    readout_batch_size: int = 128
+    positive_share: float = 0.25
+    dreams: int = 2048
+    dreamed_share: float = 0.25
+    state_noise: float = 1.0
+    members: int = 5
+    edm: EdmConfig = field(
+        default_factory=lambda: EdmConfig(log_mean=-0.4, sigma_max=5.0, steps=3, order=1, offset_noise=0.3)
+    )
+
+    def __post_init__(self):
+        if self.size not in SIZES:
+            raise ConfigError(f"size is '{self.size}', not one of {', '.join(SIZES)}.")
+        if min(self.context, self.batch_size, self.readout_batch_size, self.members, self.dreams) < 1:
+            raise ConfigError("context, batch sizes, members and dreams must be at least 1.")
+        shares = self.unroll_share, self.first_share, self.positive_share, self.dreamed_share
+        if min(shares) < 0 or max(shares) > 1 or self.unroll < 0:
+            raise ConfigError("A share is between 0 and 1, and unroll is 0 or more.")
+        if any(channels % 8 for channels in self.networks.channels):
+            raise ConfigError(f"channels are {self.networks.channels}; group norm needs multiples of 8.")
+
+    @property
+    def networks(self) -> PixelSize:
+        """The sizes in use."""
+        preset = SIZES[self.size]
+        grid = preset.grid if self.grid is None else self.grid
+        layers = preset.layers if self.layers is None else self.layers
+        return PixelSize(grid, self.channels or preset.channels, layers, preset.readout, preset.hidden)
+
+
+def to_pixels(frames: Tensor) -> Tensor:
+    """Return pixels of frames."""
+    return rearrange(frames, "... h w c -> ... c h w").float() / 127.5 - 1
+
+
+def to_frames(pixels: Tensor) -> Tensor:
+    """Return frames of pixels, rounded to 8 bits."""
+    levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return rearrange(levels, "... c h w -> ... h w c")
+
+
+class PixelDenoiser(nn.Module):
+    """Denoises the next frame, given context and actions, both of which steer every block's group norm or input.
+
+    Deviations from DIAMOND: squares of pixels become channels, so that the finest maps have `grid` pixels a side (a
+    CPU is fast on few pixels with many channels); a network that says nothing repeats the last frame.
+    """
+
+    def __init__(self, config: PixelDiffusionConfig, height: int, width: int, actions: int):
+        from diffusers.models.unets.unet_2d import UNet2DModel  # seconds to import: only who builds one pays
+
+        super().__init__()
+        self.config, sizes = config, config.networks
+        self.patch = max(1, width // sizes.grid) if sizes.grid else 1
+        coarsest = self.patch * 2 ** (len(sizes.channels) - 1)
+        if height % coarsest or width % coarsest:
+            raise ConfigError(
+                f"This U-Net halves pictures down to squares of {coarsest} pixels, {height} x {width} do not divide: "
+                f"use another camera size, grid or number of channels."
+            )
+        count, area = len(sizes.channels), 3 * self.patch**2
+        self.unet = UNet2DModel(
+            in_channels=area * (config.context + 1),
+            out_channels=area,
+            block_out_channels=sizes.channels,
+            layers_per_block=sizes.layers,
+            down_block_types=("DownBlock2D",) * count,
+            up_block_types=("UpBlock2D",) * count,
+            add_attention=False,
+            norm_num_groups=8,
+            resnet_time_scale_shift="scale_shift",
+            class_embed_type="identity",
+        )
+        nn.init.zeros_(self.unet.conv_out.weight)
+        features = 4 * sizes.channels[0]
+        self.action = nn.Sequential(
+            nn.Linear(config.context * actions, features), nn.SiLU(), nn.Linear(features, features)
+        )
+
+    def forward(self, noisy: Tensor, label: Tensor, context: Tensor, actions: Tensor) -> Tensor:
+        """Return EDM's F [N, 3, height, width] of scaled `noisy` pixels at noise labels [N].
+
+        context: pixels [N, K, 3, height, width]; actions: [N, K, A], standardised, the last leads to the new frame.
+        """
+        x = torch.cat([rearrange(context, "n k c h w -> n (k c) h w"), noisy], 1)
+        x = functional.pixel_unshuffle(x, self.patch)
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self._half(x.device)):
+            found = self.unet(x, 100 * label, class_labels=self.action(actions.flatten(1))).sample
+        sigma, data = (4 * label).exp()[:, None, None, None], self.config.edm.sigma_data
+        repeat = sigma / (data * (sigma.square() + data**2).sqrt())
+        return functional.pixel_shuffle(found.float(), self.patch) + repeat * context[:, -1]
+
+    def _half(self, device: torch.device) -> bool:
+        """Whether the U-Net runs in bfloat16."""
+        if self.config.precision != "auto":
+            return self.config.precision == "bfloat16"
+        return device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_amx_tile_supported())
+
+    def losses(self, frames: Tensor, actions: Tensor, valid: Tensor, generator: torch.Generator) -> Tensor:
+        """Return EDM's error [M], averaged over the frames that count.
+
+        frames: [M, K + U + 1, height, width, 3]; actions: [M, K + U, A], standardised; valid: [M, K + U] bool. The
+        first unroll_share of the rows go on for U more steps from what was just predicted.
+        """
+        config, pixels = self.config, to_pixels(frames)
+        past, rows = config.context, len(frames)
+        context = pixels[:, :past]
+        if config.context_noise:
+            drawn = torch.randn(context.shape, generator=generator, device=generator.device).to(context.device)
+            context = context + config.context_noise * drawn
+        total, known = torch.zeros(rows, device=pixels.device), torch.zeros(rows, device=pixels.device)
+        for step in range(1 + config.unroll):
+            count = rows if step == 0 else round(config.unroll_share * rows)
+            if not count:
+                break
+            clean, context = pixels[:count, past + step], context[:count]
+            noisy, sigma = self._noisy(clean, generator)
+            network = partial(self, context=context, actions=actions[:count, step : step + past])
+            denoised = edm.denoise(network, noisy, sigma, config.edm)
+            error = edm.weighted_error(denoised, clean, sigma, config.edm).mean((1, 2, 3))
+            counts = valid[:count, past + step - 1].float()
+            total = total + functional.pad(error * counts, (0, rows - count))
+            known = known + functional.pad(counts, (0, rows - count))
+            context = torch.cat([context[:, 1:], to_pixels(to_frames(denoised.detach()))[:, None]], 1)
+        return total * rows / known.sum().clamp_min(1)
+
+    def _noisy(self, clean: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return noisy pixels and their noise levels [N], a share of them as the sampler begins."""
+        noisy, sigma = edm.training_noise(clean, self.config.edm, generator)
+        drawn = torch.rand(len(clean), generator=generator, device=generator.device).to(clean.device)
+        first, start = (
+            drawn < self.config.first_share,
+            torch.randn(clean.shape, generator=generator, device=clean.device),
+        )
+        noisy = torch.where(first[:, None, None, None], start, noisy)
+        return noisy, torch.where(first, self.config.edm.sigma_max, sigma)
+
+    @torch.no_grad()
+    def next_frame(self, frames: Tensor, actions: Tensor, noise: Tensor) -> Tensor:
+        """Return the imagined next frame [N, height, width, 3] after frames [N, K, height, width, 3].
+
+        actions: [N, K, A], standardised; noise: standard normal [N, 3, height, width].
+        """
+        network = partial(self, context=to_pixels(frames), actions=actions)
+        return to_frames(edm.sample(network, noise, self.config.edm, scaled=False))
+
+
+class FrameReadout(nn.Module):
+    """Reads vectors, reward, success and uncertainty off two frames in a row, the state before and the action.
+
+    The change of the state is the carried state's own and the picture's together, so pictures mend a state that drifts.
+    """
+
+    def __init__(
+        self,
+        config: PixelDiffusionConfig,
+        height: int,
+        width: int,
+        *,
+        elements: int,
+        actions: int,
+        free: int,
+        guessed: int,
+    ):
+        super().__init__()
+        hidden, depth = config.networks.hidden, config.networks.readout
+        stages = max(1, round(math.log2(min(height, width))) - 2)
+        channels = [6] + [depth * min(2**stage, 4) for stage in range(stages)]
+        layers: list[nn.Module] = []
+        for before, after in pairwise(channels):
+            layers += [nn.Conv2d(before, after, 4, 2, 1), ChannelNorm(after), nn.SiLU()]
+        area = (height >> stages) * (width >> stages)
+        self.encoder = nn.Sequential(*layers, nn.Flatten(), dense(area * channels[-1], hidden))
+        self.change = perceptron(hidden + elements + actions, hidden, 2, free, scale=0.0) if free else None
+        self.heads = LatentHeads(hidden, 2, config.members, elements=elements, actions=actions, guessed=guessed)
+
+    def summary(self, before: Tensor, after: Tensor) -> Tensor:
+        """Return features [N, F] of frames [N, height, width, 3] in a row."""
+        return self.encoder(torch.cat([to_pixels(before), to_pixels(after)], 1))
+
+    def changes(self, summary: Tensor, state: Tensor, action: Tensor) -> Tensor:
+        """Return the change [N, free] of the free elements, in standard deviations of a step's change."""
+        if self.change is None:
+            return state.new_zeros(len(state), 0)
+        return self.change(torch.cat([summary, state, action], -1))
+
+    def losses(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"reward", "success", "disagreement"} and, where there are vectors, {"change"}, each [N].
+
+        batch: frames [N, 3, height, width, 3] around the step; steps: `LatentSteps` whose summaries are still to be
+        made; given: states [N, V] that are off; mending: [N, free], their change to what they should be.
+        """
+        frames, steps = batch["frames"], batch["steps"]
+        before, after = self.summary(frames[:, 0], frames[:, 1]), self.summary(frames[:, 1], frames[:, 2])
+        found = self.heads.training_losses(replace(steps, before=before, after=after), generator)
+        if self.change is None:
+            return found
+        error = self.changes(after, batch["given"], steps.action) - batch["mending"]
+        return {"change": functional.smooth_l1_loss(error, torch.zeros_like(error), reduction="none").sum(-1), **found}
