@@ -7,7 +7,7 @@ members differ by initial weights and by bootstrap weights; all of them are elit
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -18,13 +18,12 @@ from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
-from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.nn.members import Members
 from worldmodels.heads import calibrated_threshold, quantiles_of
-from worldmodels.protocol import Context, Imagined, Latent, Regression
-from worldmodels.structure import StateStructure, find_structure
+from worldmodels.protocol import Context, Imagined, Latent, Regression, draws_of
+from worldmodels.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
 from worldmodels.transitions import PROGRESS, SUCCESS, TransitionData, success_bonus
 
 BOUND = 10.0
@@ -87,8 +86,7 @@ class EnsembleModel(nn.Module):
         self.config, self.success_bonus = config, success_bonus
         fields = {key: field for key, field in spec.observation.items() if not key.startswith(IMAGE_PREFIX)}
         self._spec = replace(spec, observation=fields, rewards=(PROGRESS, SUCCESS), history=1)
-        for name, value in structure.__dict__.items():
-            self.register_buffer(f"structure_{name}", value)
+        register_structure(self, structure)
         self.sizes = [field.size for field in fields.values()]
         states, actions, free = sum(self.sizes), spec.action.size, len(structure.free)
         with torch.random.fork_rng(devices=[]):
@@ -130,10 +128,8 @@ class EnsembleModel(nn.Module):
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
         """Return an ensemble into which `weights` can be loaded."""
-        prefix = "structure_"
-        parts = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
         config = from_plain(EnsembleConfig, description["config"])
-        return cls(config, spec, StateStructure(**parts), description["success_bonus"])
+        return cls(config, spec, structure_in(weights), description["success_bonus"])
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """Dynamics, reward and success are fitted at once."""
@@ -147,7 +143,7 @@ class EnsembleModel(nn.Module):
     @property
     def structure(self) -> StateStructure:
         """What the elements of the state are."""
-        return StateStructure(*(getattr(self, f"structure_{item.name}") for item in fields(StateStructure)))
+        return structure_of(self)
 
     @torch.no_grad()
     def fit_statistics(self, data: TransitionData) -> None:
@@ -272,8 +268,7 @@ class EnsembleModel(nn.Module):
 
     def _draws(self, latent: Latent) -> tuple[Tensor, Tensor]:
         """Return member indices [B] and standard normal noise [B, F], a function of each row's seed and step alone."""
-        seeds = latent["seed"].cpu().numpy() * np.int64(1_000_003) + latent["step"].cpu().numpy()
-        draws = uniforms(seeds, 1 + len(self.structure.free))
+        draws = draws_of(latent, 1 + len(self.structure.free))
         member = torch.from_numpy((draws[:, 0] * self.config.members).astype(np.int64))
         noise = torch.from_numpy(ndtri(np.clip(draws[:, 1:], 1e-9, 1 - 1e-9)).astype(np.float32))
         return member.to(latent["state"].device), noise.to(latent["state"].device)

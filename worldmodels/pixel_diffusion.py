@@ -13,7 +13,7 @@ Axes: N or B rows, K context frames, V elements of all vector fields, A action d
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -24,17 +24,17 @@ from torch.nn import functional
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.progress import progress
-from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
+from worldmodels.heads import calibrated_threshold, quantiles_of
 from worldmodels.imagination import context_at
 from worldmodels.pixel_networks import FrameReadout, PixelDenoiser, PixelDiffusionConfig, to_pixels
-from worldmodels.protocol import Context, Imagined, Latent, Regression
+from worldmodels.protocol import Context, Imagined, Latent, Regression, draws_of
 from worldmodels.rssm_dynamics import BOUND
 from worldmodels.rssm_heads import THUMBNAIL, LatentSteps
 from worldmodels.sequences import SequenceData, Sequences
 from worldmodels.statistics import read_statistics
-from worldmodels.structure import StateStructure
+from worldmodels.structure import StateStructure, register_structure, structure_in, structure_of
 from worldmodels.transitions import PROGRESS, SUCCESS, success_bonus
 
 CALIBRATION_STEPS = 2000
@@ -74,8 +74,7 @@ class PixelDiffusionModel(nn.Module):
         self.pictures = {key: item for key, item in spec.observation.items() if key.startswith(IMAGE_PREFIX)}
         self.vectors = {key: item for key, item in spec.observation.items() if key not in self.pictures}
         self.size = _stacked_size(spec)
-        for name, value in structure.__dict__.items():
-            self.register_buffer(f"structure_{name}", value)
+        register_structure(self, structure)
         elements, actions = sum(field.size for field in self.vectors.values()), spec.action.size
         free = len(structure.free)
         with torch.random.fork_rng(devices=[]):
@@ -113,10 +112,8 @@ class PixelDiffusionModel(nn.Module):
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
         """Return a model into which `weights` can be loaded."""
-        prefix = "structure_"
-        parts = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
         config = from_plain(PixelDiffusionConfig, description["config"])
-        return cls(config, spec, StateStructure(**parts), description["success_bonus"])
+        return cls(config, spec, structure_in(weights), description["success_bonus"])
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """First the denoiser, then what is read off its frames."""
@@ -136,7 +133,7 @@ class PixelDiffusionModel(nn.Module):
     @property
     def structure(self) -> StateStructure:
         """What the elements of the state are."""
-        return StateStructure(*(getattr(self, f"structure_{item.name}") for item in fields(StateStructure)))
+        return structure_of(self)
 
     def denoiser_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield what `PixelDenoiser.losses` takes for ever; `generator` is all the state."""
@@ -216,11 +213,7 @@ class PixelDiffusionModel(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, episodes: Episodes) -> None:
-        """Set the threshold of success and the quantiles of the uncertainty on held-out episodes.
-
-        As many imagined steps will look successful as are, precision equals recall: that undoes the batch's share of
-        positives, and keeps imagined success rates unbiased.
-        """
+        """Set the threshold of success and the quantiles of the uncertainty on imagined steps of held-out episodes."""
         order = torch.randperm(episodes.step_count, generator=torch.Generator().manual_seed(0))
         steps, logits, doubt = order[:CALIBRATION_STEPS].sort().values, [], []
         assert episodes.step_success is not None
@@ -229,13 +222,8 @@ class PixelDiffusionModel(nn.Module):
             _, _, inputs, uncertainty = self._advance(latent, episodes.actions[part].to(self.state_mean.device))
             logits.append(self.readout.heads.success(inputs))
             doubt.append(uncertainty)
-        label = episodes.step_success[steps]
-        threshold = torch.tensor(torch.inf)
-        if bool(label.any()):
-            threshold = torch.quantile(torch.cat(logits).double().cpu(), 1 - label.double().mean()).float()
-        self.success_threshold.copy_(threshold)
-        shares = torch.linspace(0, 1, len(self.uncertainty_quantiles), device=self.state_mean.device)
-        self.uncertainty_quantiles.copy_(torch.quantile(torch.cat(doubt), shares))
+        self.success_threshold.copy_(calibrated_threshold(torch.cat(logits), episodes.step_success[steps]))
+        self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(doubt)))
 
     @torch.no_grad()
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
@@ -298,8 +286,7 @@ class PixelDiffusionModel(nn.Module):
 
     def _draws(self, latent: Latent) -> Tensor:
         """Return standard normal noise [B, 3, height, width], a function of each row's seed and step alone."""
-        seeds = latent["seed"].cpu().numpy() * np.int64(1_000_003) + latent["step"].cpu().numpy()
-        draws = torch.from_numpy(uniforms(seeds, 3 * self.size[0] * self.size[1]).astype(np.float32))
+        draws = torch.from_numpy(draws_of(latent, 3 * self.size[0] * self.size[1]).astype(np.float32))
         noise = torch.special.ndtri(draws.to(latent["state"].device).clamp(1e-6, 1 - 1e-6))
         return noise.reshape(-1, 3, *self.size)
 

@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import WorldSpec
 
 Latent = dict[str, Tensor]
 """What a model carries from step to step, name -> [B, ...]."""
+
+
+def draws_of(latent: Latent, count: int) -> np.ndarray:
+    """Return `count` uniforms in [0, 1) a row, [B, count]: a function of its episode's seed and step number alone."""
+    seeds = latent["seed"].cpu().numpy() * np.int64(1_000_003) + latent["step"].cpu().numpy()
+    return uniforms(seeds, count)
 
 
 @dataclass(frozen=True)

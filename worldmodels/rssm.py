@@ -16,7 +16,7 @@ Axes: M stretches of T + 1 frames with T actions between them, V elements of all
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -26,17 +26,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from worldmodels.heads import calibrated_threshold, quantiles_of
-from worldmodels.protocol import Context, Imagined, Latent, Regression
+from worldmodels.protocol import Context, Imagined, Latent, Regression, draws_of
 from worldmodels.rssm_dynamics import BOUND, LatentDynamics, RssmConfig, Unrolled
 from worldmodels.rssm_heads import THUMBNAIL, HeadStage, LatentHeads, LatentSteps
 from worldmodels.rssm_networks import balanced_divergence, draw
 from worldmodels.sequences import SequenceData, Sequences
 from worldmodels.statistics import read_statistics
-from worldmodels.structure import StateStructure
+from worldmodels.structure import StateStructure, register_structure, structure_in, structure_of
 from worldmodels.transitions import PROGRESS, SUCCESS, success_bonus
 
 HEAD_STEPS = 200_000
@@ -68,8 +67,7 @@ class RssmModel(nn.Module):
         self._spec = replace(spec, rewards=(PROGRESS, SUCCESS), history=1)
         self.pictures = {key: item for key, item in spec.observation.items() if key.startswith(IMAGE_PREFIX)}
         self.vectors = {key: item for key, item in spec.observation.items() if key not in self.pictures}
-        for name, value in structure.__dict__.items():
-            self.register_buffer(f"structure_{name}", value)
+        register_structure(self, structure)
         elements, actions = sum(field.size for field in self.vectors.values()), spec.action.size
         free = len(structure.free)
         with torch.random.fork_rng(devices=[]):
@@ -107,10 +105,8 @@ class RssmModel(nn.Module):
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
         """Return a model into which `weights` can be loaded."""
-        prefix = "structure_"
-        parts = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
         config = from_plain(RssmConfig, description["config"])
-        return cls(config, spec, StateStructure(**parts), description["success_bonus"])
+        return cls(config, spec, structure_in(weights), description["success_bonus"])
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """First everything, then the heads alone on the latents found."""
@@ -129,7 +125,7 @@ class RssmModel(nn.Module):
     @property
     def structure(self) -> StateStructure:
         """What the elements of the state are."""
-        return StateStructure(*(getattr(self, f"structure_{item.name}") for item in fields(StateStructure)))
+        return structure_of(self)
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield {"stretch": Sequences, "seen": [M, T + 1] bool} for ever; `generator` is all the state.
@@ -328,8 +324,7 @@ class RssmModel(nn.Module):
 
     def _draws(self, latent: Latent) -> Tensor:
         """Return uniforms [B, S], a function of each row's seed and step alone."""
-        seeds = latent["seed"].cpu().numpy() * np.int64(1_000_003) + latent["step"].cpu().numpy()
-        draws = uniforms(seeds, self.config.networks.stochastic).astype(np.float32)
+        draws = draws_of(latent, self.config.networks.stochastic).astype(np.float32)
         return torch.from_numpy(draws).to(latent["seed"].device)
 
     def _standard_reward(self, reward: Tensor) -> Tensor:

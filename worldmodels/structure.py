@@ -5,11 +5,15 @@ elements that are an affine function of others (relative positions) are recomput
 apart; (cosine, sine) pairs are put back on the unit circle.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+BUFFER = "structure_"
+"""What the names of a structure's buffers in a model begin with."""
 
 TOLERANCE = 1e-3
 """Share of an element's own standard deviation below which a residual counts as zero."""
@@ -92,3 +96,21 @@ def _residual(samples: Tensor, kept: list[int], index: int) -> Tensor:
     design = torch.cat([samples[:, kept], torch.ones(len(samples), 1, dtype=torch.float64)], 1)
     target = samples[:, index : index + 1]
     return (design @ torch.linalg.lstsq(design, target).solution - target).abs().max()
+
+
+def register_structure(model: nn.Module, structure: StateStructure) -> None:
+    """Keep `structure` in the buffers of `model`, so that it is saved and moved with it."""
+    for name, value in structure.__dict__.items():
+        model.register_buffer(f"{BUFFER}{name}", value)
+
+
+def structure_of(model: nn.Module) -> StateStructure:
+    """Return the structure in the buffers of `model`."""
+    return StateStructure(*(getattr(model, f"{BUFFER}{item.name}") for item in fields(StateStructure)))
+
+
+def structure_in(weights: Mapping[str, Tensor]) -> StateStructure:
+    """Return the structure among saved `weights`."""
+    return StateStructure(
+        **{name.removeprefix(BUFFER): value for name, value in weights.items() if name.startswith(BUFFER)}
+    )

@@ -24,7 +24,7 @@ from worldmodels import edm
 from worldmodels.edm import EdmConfig
 from worldmodels.protocol import Regression
 from worldmodels.sequences import SequenceData
-from worldmodels.structure import StateStructure, find_structure
+from worldmodels.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
 from worldmodels.transitions import TransitionData, success_bonus
 
 LogProb = Callable[[Tensor, Tensor], Tensor]
@@ -62,8 +62,7 @@ class TrajectoryDiffusion(nn.Module):
         self.config = config
         fields = {key: each for key, each in spec.observation.items() if not key.startswith(IMAGE_PREFIX)}
         self.states, self.actions = sum(each.size for each in fields.values()), spec.action.size
-        for name, value in structure.__dict__.items():
-            self.register_buffer(f"structure_{name}", value)
+        register_structure(self, structure)
         channels = self.states + self.actions + 2
         self.register_buffer("mean", torch.zeros(channels))
         self.register_buffer("std", torch.ones(channels))
@@ -96,9 +95,7 @@ class TrajectoryDiffusion(nn.Module):
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
         """Return a generator into which `weights` can be loaded."""
-        prefix = "structure_"
-        parts = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        return cls(from_plain(TrajectoryConfig, description["config"]), spec, StateStructure(**parts))
+        return cls(from_plain(TrajectoryConfig, description["config"]), spec, structure_in(weights))
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """One denoiser."""
@@ -185,7 +182,7 @@ class TrajectoryDiffusion(nn.Module):
 
     def _repaired(self, steps: Tensor) -> Tensor:
         """Hold constants still, put angles back on their circle, and compute what follows from the rest."""
-        structure = StateStructure(*(getattr(self, f"structure_{name}") for name in StateStructure.__annotations__))
+        structure = structure_of(self)
         state = steps[..., : self.states].clone()
         state[..., structure.constant] = state[..., structure.constant].mean(1, keepdim=True)
         return torch.cat([structure.complete(state), steps[..., self.states :]], -1)
