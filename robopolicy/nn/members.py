@@ -44,3 +44,10 @@ class Members(nn.Module):
                 x = functional.layer_norm(x, x.shape[-1:]) * self.scales[layer]
             x = self.activation(x)
         return x
+
+
+@torch.no_grad()
+def follow(slow: nn.Module, fast: nn.Module, rate: float) -> None:
+    """Move the weights of a slow copy by `rate` of the way to those of `fast` (Polyak averaging of target networks)."""
+    for old, new in zip(slow.parameters(), fast.parameters(), strict=True):
+        old.lerp_(new, rate)

@@ -17,6 +17,7 @@ from robopolicy.core.policy import Evaluation, TensorObservation
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.segments import Segments
 from robopolicy.core.spec import Field
+from robopolicy.nn.members import follow
 from robopolicy.rl.context import Context
 from robopolicy.rl.critic import StateFeatures
 from robopolicy.rl.mechanisms import Need, Slot, mechanism
@@ -332,9 +333,7 @@ class QEnsemble(_Learned):
                 goal = outcome[index] if self.by_outcome else reward[index] + decay[index] * following
                 settled = outcome[index] if self.by_outcome else q.min(0).values
             self.step((q - goal).square().mean() + (v - settled).square().mean())
-            with torch.no_grad():
-                for slow, fast in zip(self.slow.parameters(), self.network.parameters(), strict=True):
-                    slow.lerp_(fast, self.tau)
+            follow(self.slow, self.network, self.tau)
         with torch.no_grad():
             q, v = self.model.action_values(before, actions), self.model.values(before)
         empty = torch.zeros(alive.shape, device=alive.device)

@@ -27,6 +27,11 @@ from robopolicy.rl.offline.batches import Batch, edge_of_reach, value_bound
 class Agent(Protocol):
     """What learns from transitions; actions are in [-1, 1]."""
 
+    @property
+    def discount(self) -> float:
+        """What a reward is worth one step later."""
+        ...
+
     def update(self, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
         """Take one step and return figures."""
         ...
@@ -165,7 +170,6 @@ def learn_in_imagination(
     interface, records = Interface(world.spec), []
     kept: list[Batch] = []
     imagined_count = config.batch_size - round(config.real_share * config.batch_size)
-    discount = float(getattr(getattr(agent, "config", None), "discount", 0.99))
     with progress("Learning in imagination", config.epochs) as advance:
         for epoch in range(1, config.epochs + 1):
             name, draws = f"rollout/{epoch}", generators["act"]
@@ -181,7 +185,7 @@ def learn_in_imagination(
                     ]
                 )
                 figures = agent.update(batch, generators["update"])
-            lowest, highest = value_bound(torch.cat([imagined.reward, recorded.reward]), discount)
+            lowest, highest = value_bound(torch.cat([imagined.reward, recorded.reward]), agent.discount)
             value = float(agent.value(recorded.state[:2048]).mean())
             record = {
                 "epoch": epoch,

@@ -5,13 +5,14 @@ Source: Kostrikov et al. 2021, arXiv:2110.06169.
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.nn.members import follow
 from robopolicy.rl.offline.batches import Batch
+from robopolicy.rl.offline.learner import Learner
 from robopolicy.rl.offline.networks import Actor, Critics, Values
 
 
@@ -33,7 +34,7 @@ class IqlConfig:
             raise ConfigError(f"expectile {self.expectile} and discount {self.discount} must be in (0, 1).")
 
 
-class Iql(torch.nn.Module):
+class Iql(Learner):
     """The agent; actions are in [-1, 1]."""
 
     def __init__(self, config: IqlConfig, state: int, action: int, seed: int):
@@ -71,9 +72,7 @@ class Iql(torch.nn.Module):
             self.optimisers[name].zero_grad()
             loss.backward()
             self.optimisers[name].step()
-        with torch.no_grad():
-            for slow, fast in zip(self.slow.parameters(), self.critics.parameters(), strict=True):
-                slow.lerp_(fast, config.tau)
+        follow(self.slow, self.critics, config.tau)
         return {"critic_loss": critic_loss.detach(), "value": value.detach().mean(), "weight": weight.mean()}
 
     @torch.no_grad()
@@ -89,17 +88,6 @@ class Iql(torch.nn.Module):
     def log_prob(self, state: Tensor, action: Tensor) -> Tensor:
         """Return the actor's log density [B] of actions in (-1, 1)."""
         return self.actor.log_prob(state, action)
-
-    def tree(self) -> dict[str, Any]:
-        """Return a copy of weights and moments."""
-        moments = {name: each.state_dict() for name, each in self.optimisers.items()}
-        return copy.deepcopy({"weights": dict(self.state_dict()), "optimisers": moments})
-
-    def restore(self, tree: dict[str, Any]) -> None:
-        """Go on from `tree`."""
-        self.load_state_dict(tree["weights"])
-        for name, optimiser in self.optimisers.items():
-            optimiser.load_state_dict(tree["optimisers"][name])
 
 
 def expectile_loss(difference: Tensor, expectile: float) -> Tensor:

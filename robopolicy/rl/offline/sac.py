@@ -7,13 +7,14 @@ MOPO use there.
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.nn.members import follow
 from robopolicy.rl.offline.batches import Batch
+from robopolicy.rl.offline.learner import Learner
 from robopolicy.rl.offline.networks import Actor, Critics
 
 
@@ -44,7 +45,7 @@ class SacConfig:
             raise ConfigError(f"discount {self.discount} must be in (0, 1).")
 
 
-class Sac(torch.nn.Module):
+class Sac(Learner):
     """The agent; actions are in [-1, 1]."""
 
     def __init__(self, config: SacConfig, state: int, action: int, seed: int):
@@ -90,9 +91,7 @@ class Sac(torch.nn.Module):
         self._step("actor", (self.log_temperature.exp().detach() * density - smallest).mean())
         if self.config.learn_temperature:
             self._step("temperature", -(self.log_temperature.exp() * (density + self.target_entropy).detach()).mean())
-        with torch.no_grad():
-            for slow, fast in zip(self.slow.parameters(), self.critics.parameters(), strict=True):
-                slow.lerp_(fast, self.config.tau)
+        follow(self.slow, self.critics, self.config.tau)
         return {
             "critic_loss": critic_loss.detach(),
             "agreement": agreement.detach(),
@@ -112,17 +111,6 @@ class Sac(torch.nn.Module):
     def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return actions [B, A], without noise where there is no generator."""
         return self.actor(state) if generator is None else self.actor.sample(state, generator)[0]
-
-    def tree(self) -> dict[str, Any]:
-        """Return a copy of weights and moments."""
-        moments = {name: each.state_dict() for name, each in self.optimisers.items()}
-        return copy.deepcopy({"weights": dict(self.state_dict()), "optimisers": moments})
-
-    def restore(self, tree: dict[str, Any]) -> None:
-        """Go on from `tree`."""
-        self.load_state_dict(tree["weights"])
-        for name, optimiser in self.optimisers.items():
-            optimiser.load_state_dict(tree["optimisers"][name])
 
     def _step(self, name: str, loss: Tensor) -> None:
         optimiser = self.optimisers[name]

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.nn.members import Members
+from robopolicy.nn.members import Members, follow
 from robopolicy.rl.offline.batches import Batch
+from robopolicy.rl.offline.learner import Learner
 from robopolicy.rl.offline.networks import Critics, Standardiser
 
 
@@ -48,7 +49,7 @@ class DeterministicActor(torch.nn.Module):
         return self.members(self.state(state)[None])[0].tanh()
 
 
-class Td3Bc(torch.nn.Module):
+class Td3Bc(Learner):
     """The agent; actions are in [-1, 1]."""
 
     def __init__(self, config: Td3BcConfig, state: int, action: int, seed: int):
@@ -60,8 +61,10 @@ class Td3Bc(torch.nn.Module):
             self.critics = Critics(2, state, action, config.width, config.depth, config.layer_norm)
         self.slow_actor = copy.deepcopy(self.actor).requires_grad_(False)
         self.slow_critics = copy.deepcopy(self.critics).requires_grad_(False)
-        self.actor_optimiser = torch.optim.Adam(self.actor.parameters(), config.rate)
-        self.critic_optimiser = torch.optim.Adam(self.critics.parameters(), config.rate)
+        self.optimisers = {
+            "actor": torch.optim.Adam(self.actor.parameters(), config.rate),
+            "critics": torch.optim.Adam(self.critics.parameters(), config.rate),
+        }
 
     def fit_statistics(self, state: Tensor) -> None:
         """Standardise states as these [N, S] are, everywhere alike."""
@@ -82,23 +85,20 @@ class Td3Bc(torch.nn.Module):
         """Take one step of the critics, and every `delay` of them one of the actor; returns figures."""
         values = self.critics(batch.state, batch.action)
         critic_loss = (values - self.target(batch, generator)).square().mean(1).sum()
-        self.critic_optimiser.zero_grad()
+        self.optimisers["critics"].zero_grad()
         critic_loss.backward()
-        self.critic_optimiser.step()
+        self.optimisers["critics"].step()
         self.updates += 1
         if self.updates % self.config.delay == 0:
             action = self.actor(batch.state)
             value = self.critics(batch.state, action)[0]
             scale = self.config.alpha / value.abs().mean().detach().clamp_min(1e-6)
             loss = -(scale * value).mean() + (action - batch.action).square().mean()
-            self.actor_optimiser.zero_grad()
+            self.optimisers["actor"].zero_grad()
             loss.backward(inputs=list(self.actor.parameters()))
-            self.actor_optimiser.step()
-            pairs = ((self.slow_actor, self.actor), (self.slow_critics, self.critics))
-            with torch.no_grad():
-                for slow, fast in pairs:
-                    for old, new in zip(slow.parameters(), fast.parameters(), strict=True):
-                        old.lerp_(new, self.config.tau)
+            self.optimisers["actor"].step()
+            follow(self.slow_actor, self.actor, self.config.tau)
+            follow(self.slow_critics, self.critics, self.config.tau)
         return {"critic_loss": critic_loss.detach(), "value": values.detach().mean()}
 
     @torch.no_grad()
@@ -116,13 +116,10 @@ class Td3Bc(torch.nn.Module):
         return -0.5 * (action - self.actor(state)).square().sum(-1)
 
     def tree(self) -> dict[str, Any]:
-        """Return a copy of weights and moments."""
-        moments = {"actor": self.actor_optimiser.state_dict(), "critics": self.critic_optimiser.state_dict()}
-        return copy.deepcopy({"weights": dict(self.state_dict()), "optimisers": moments, "updates": self.updates})
+        """Return a copy of weights and moments, and how often it was updated."""
+        return {**super().tree(), "updates": self.updates}
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Go on from `tree`."""
-        self.load_state_dict(tree["weights"])
-        self.actor_optimiser.load_state_dict(tree["optimisers"]["actor"])
-        self.critic_optimiser.load_state_dict(tree["optimisers"]["critics"])
+        super().restore(tree)
         self.updates = tree["updates"]

@@ -1,0 +1,29 @@
+"""What every agent that learns from batches is saved by."""
+
+import copy
+from typing import Any
+
+import torch
+
+
+class Learner(torch.nn.Module):
+    """Networks with the optimisers that move them, by name; `config` has the discount of a step."""
+
+    config: Any
+    optimisers: dict[str, torch.optim.Optimizer]
+
+    @property
+    def discount(self) -> float:
+        """What a reward is worth one step later."""
+        return self.config.discount
+
+    def tree(self) -> dict[str, Any]:
+        """Return a copy of weights and moments."""
+        moments = {name: each.state_dict() for name, each in self.optimisers.items()}
+        return copy.deepcopy({"weights": dict(self.state_dict()), "optimisers": moments})
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Go on from `tree`."""
+        self.load_state_dict(tree["weights"])
+        for name, optimiser in self.optimisers.items():
+            optimiser.load_state_dict(tree["optimisers"][name])
