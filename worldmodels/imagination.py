@@ -16,9 +16,7 @@ def context_at(episodes: Episodes, steps: Tensor, history: int = 1) -> Context:
 
     Before an episode's first frame that frame repeats, and its actions are zero.
     """
-    found = SequenceData(episodes).cut(steps, history - 1, 0)
-    tasks = np.array(episodes.tasks)[episodes.episode_of_step[steps].numpy()]
-    return Context({key: value.numpy() for key, value in found.frames.items()}, tasks, found.actions.numpy())
+    return _context(SequenceData(episodes), np.array(episodes.tasks), steps, history)
 
 
 def recorded_starts(episodes: Episodes, history: int = 1, steps: Tensor | None = None) -> Starts:
@@ -27,8 +25,16 @@ def recorded_starts(episodes: Episodes, history: int = 1, steps: Tensor | None =
     if not len(chosen):
         raise ConfigError("There are no recorded steps to start from.")
 
+    data, tasks = SequenceData(episodes), np.array(episodes.tasks)
+
     def starts(seeds: np.ndarray) -> Context:
         index = (uniforms(np.asarray(seeds, dtype=np.int64), 1)[:, 0] * len(chosen)).astype(np.int64)
-        return context_at(episodes, chosen[torch.from_numpy(index)], history)
+        return _context(data, tasks, chosen[torch.from_numpy(index)], history)
 
     return starts
+
+
+def _context(data: SequenceData, tasks: np.ndarray, steps: Tensor, history: int) -> Context:
+    found = data.cut(steps, history - 1, 0)
+    chosen = tasks[data.episodes.episode_of_step[steps].numpy()]
+    return Context({key: value.numpy() for key, value in found.frames.items()}, chosen, found.actions.numpy())

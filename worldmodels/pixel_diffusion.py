@@ -117,8 +117,10 @@ class PixelDiffusionModel(nn.Module):
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """First the denoiser, then what is read off its frames."""
-        denoiser = DenoiserStage(self.denoiser, self.denoiser_batches)
-        return {"denoiser": (denoiser, 1.0), "readout": (ReadoutStage(self.readout, self.readout_batches), 1.0)}
+        return {
+            "denoiser": (PartStage(self.denoiser, self.denoiser_batches, self._pixel_loss), 1.0),
+            "readout": (PartStage(self.readout, self.readout_batches, self.readout.losses), 1.0),
+        }
 
     @property
     def context(self) -> int:
@@ -134,6 +136,10 @@ class PixelDiffusionModel(nn.Module):
     def structure(self) -> StateStructure:
         """What the elements of the state are."""
         return structure_of(self)
+
+    def _pixel_loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"pixels": [N]}, EDM's weighted error of frames; 1 would be a network that has learned nothing."""
+        return {"pixels": self.denoiser.losses(batch["frames"], batch["actions"], batch["valid"], generator)}
 
     def denoiser_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield what `PixelDenoiser.losses` takes for ever; `generator` is all the state."""
@@ -316,36 +322,23 @@ class PixelDiffusionModel(nn.Module):
 Batches = Callable[[Episodes, torch.Generator], Iterator[dict[str, Any]]]
 
 
-class DenoiserStage(nn.Module):
-    """Fits `denoiser` on stretches that `make` cuts; a `Regression`."""
+Losses = Callable[[Mapping[str, Any], torch.Generator], dict[str, Tensor]]
 
-    def __init__(self, denoiser: PixelDenoiser, make: Batches):
+
+class PartStage(nn.Module):
+    """Fits `part` of a model on the batches that `make` yields, by `losses`; a `Regression`."""
+
+    def __init__(self, part: nn.Module, make: Batches, losses: Losses):
         super().__init__()
-        self.denoiser, self._make = denoiser, make
+        self.part, self._make, self._losses = part, make, losses
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield training batches for ever."""
         return self._make(episodes, generator)
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"pixels": [N]}, EDM's weighted error of frames; 1 would be a network that has learned nothing."""
-        return {"pixels": self.denoiser.losses(batch["frames"], batch["actions"], batch["valid"], generator)}
-
-
-class ReadoutStage(nn.Module):
-    """Fits `readout` on steps that `make` draws; a `Regression`."""
-
-    def __init__(self, readout: FrameReadout, make: Batches):
-        super().__init__()
-        self.readout, self._make = readout, make
-
-    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield training batches for ever."""
-        return self._make(episodes, generator)
-
-    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the parts of `FrameReadout.losses`, each [N]."""
-        return self.readout.losses(batch, generator)
+        """Return the parts of the loss, each [N]."""
+        return self._losses(batch, generator)
 
 
 def _choose(draws: Tensor, count: int, won: Tensor, share: float) -> Tensor:

@@ -5,6 +5,7 @@ goes on from the last checkpoint and ends in the same place. world=worldmodel tu
 """
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from robopolicy.build import build_controller, build_critic, build_world, choose_device, open_policy
@@ -12,6 +13,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Renders, World
 from robopolicy.evaluation.report import report_for_run
@@ -69,11 +71,7 @@ def run(config: Config) -> int:
         for name, candidate in {"base": base, "tuned": policy}.items()
     }
     if section.videos and isinstance(judging, Renders):
-        clips = [
-            record_grid(judging, actor, seeds[: section.videos], columns=4, label=label, device=device)
-            for label, actor in (("base", base), ("fine-tuned", policy))
-        ]
-        write_video(beside(*clips), folder.path / "base_and_tuned.mp4")
+        film(config, judging, {"base": base, "fine-tuned": policy}, folder)
     for each in (world, judging):
         each.close()
     print_verdicts(verdicts)
@@ -91,6 +89,16 @@ def run(config: Config) -> int:
     )
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
+
+
+def film(config: Config, world: World, policies: Mapping[str, Policy], folder: RunFolder) -> None:
+    """Write base_and_tuned.mp4: the policies by label beside one another, on the first of the judged starts."""
+    device, seeds = choose_device(config.run), evaluation_seeds(config, config.finetune.evaluate_episodes)
+    clips = [
+        record_grid(world, policy, seeds[: config.finetune.videos], columns=4, label=label, device=device)
+        for label, policy in policies.items()
+    ]
+    write_video(beside(*clips), folder.path / "base_and_tuned.mp4")
 
 
 def demonstrated(config: Config, world: World) -> Demonstrations | None:

@@ -21,12 +21,11 @@ from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Renders
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.two_worlds import TwoWorlds
-from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.finetune import FinetuneConfig, FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
-from robopolicy.verbs.finetune import summary
+from robopolicy.verbs.finetune import film, summary
 
 SECTIONS = ("run", "world", "finetune", "imagine")
 
@@ -92,11 +91,7 @@ def run(config: Config) -> int:
         for name, each in candidates.items()
     }
     if section.videos and isinstance(real, Renders):
-        clips = [
-            record_grid(real, actor, seeds[: section.videos], columns=4, label=label, device=device)
-            for label, actor in (("base", base), ("tuned in imagination", policy))
-        ]
-        write_video(beside(*clips), folder.path / "base_and_tuned.mp4")
+        film(config, real, {"base": base, "tuned in imagination": policy}, folder)
     for each in (dream, dreamt, real):
         each.close()
     print_verdicts({**verdicts, **imagined})

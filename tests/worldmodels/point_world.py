@@ -20,6 +20,24 @@ SPEC = WorldSpec(
 )
 
 
+def assembled(spec, positions, goals, actions, lengths, progress, won):
+    """Episodes out of lists: a position a frame, a goal a frame (by episode), the rest by step."""
+    state, target, success = torch.stack(positions), torch.cat(goals), torch.stack(won)
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    return Episodes(
+        spec.observation,
+        spec.action,
+        spec.fps,
+        {STATE: state, ENVIRONMENT_STATE: torch.cat([target, target - state], 1)},
+        torch.stack(actions),
+        torch.tensor(lengths),
+        spec.instructions * len(lengths),
+        rewards={"progress": torch.stack(progress), "success": success.float()},
+        step_success=success,
+        terminated=success[ends],
+    )
+
+
 def recorded(episodes=300, steps=10, seed=0):
     """A point that moves by GAIN times the action; reward is progress to the goal; success within 0.15."""
     generator = torch.Generator().manual_seed(seed)
@@ -41,17 +59,4 @@ def recorded(episodes=300, steps=10, seed=0):
                 lengths.append(step + 1)
                 goals.append(goal.expand(step + 2, 2))
                 break
-    state, target, success = torch.stack(positions), torch.cat(goals), torch.stack(won)
-    ends = torch.tensor(lengths).cumsum(0) - 1
-    return Episodes(
-        SPEC.observation,
-        SPEC.action,
-        SPEC.fps,
-        {STATE: state, ENVIRONMENT_STATE: torch.cat([target, target - state], 1)},
-        torch.stack(actions),
-        torch.tensor(lengths),
-        SPEC.instructions * len(lengths),
-        rewards={"progress": torch.stack(progress), "success": success.float()},
-        step_success=success,
-        terminated=success[ends],
-    )
+    return assembled(SPEC, positions, goals, actions, lengths, progress, won)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from point_world import assembled
 
 from robopolicy.core.conformance import check_world
 from robopolicy.core.episodes import Episodes
@@ -71,20 +72,7 @@ def recorded(episodes=400, steps=12, seed=0):
                 lengths.append(step + 1)
                 goals.append(goal.expand(step + 2, 2))
                 break
-    state, target, success = torch.stack(frames), torch.cat(goals), torch.stack(won)
-    ends = torch.tensor(lengths).cumsum(0) - 1
-    return Episodes(
-        SPEC.observation,
-        SPEC.action,
-        SPEC.fps,
-        {STATE: state, ENVIRONMENT_STATE: torch.cat([target, target - state], 1)},
-        torch.stack(actions),
-        torch.tensor(lengths),
-        SPEC.instructions * len(lengths),
-        rewards={"progress": torch.stack(progress), "success": success.float()},
-        step_success=success,
-        terminated=success[ends],
-    )
+    return assembled(SPEC, frames, goals, actions, lengths, progress, won)
 
 
 def trained(config, spec, data, steps):
