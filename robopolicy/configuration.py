@@ -207,10 +207,10 @@ class EvaluateSection:
 
 @dataclass(frozen=True)
 class RankSection:
-    """Policies (checkpoints, and the expert at these levels of noise) scored in imagination and in reality."""
+    """Policies (checkpoints, and the expert at these levels of noise) scored in world models and in reality."""
 
     policies: tuple[Path, ...] = ()
-    model: Path | None = None
+    models: tuple[Path, ...] = ()
     noise: tuple[str, ...] = ("none", "low", "medium", "high", "random")
     episodes: int = 200
 

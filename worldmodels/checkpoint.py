@@ -58,22 +58,27 @@ def save_world_model(model: Any, folder: Path) -> None:
     write_folder_atomic(folder, fill)
 
 
-def load_world_model(folder: Path, device: torch.device | str = "cpu") -> Any:
-    """Load a `LearnedModel`, or raise CheckpointError: missing, corrupt, another kind, or weights that do not fit."""
-    folder = recover_folder(Path(folder))
-    description = read_json(folder / "config.json")
+def kind_of(folder: Path) -> str:
+    """Return the kind of the world model in `folder`, or raise CheckpointError if there is none."""
+    description = read_json(recover_folder(folder) / "config.json")
     kind = str(description.get("kind")) if isinstance(description, Mapping) else ""
     if kind.removeprefix(PREFIX) not in KINDS or not kind.startswith(PREFIX):
         known = [PREFIX + name for name in KINDS]
         raise CheckpointError(f"{folder} holds '{kind}', not a world model.{did_you_mean(kind, known)}")
+    return kind.removeprefix(PREFIX)
+
+
+def load_world_model(folder: Path, device: torch.device | str = "cpu") -> Any:
+    """Load a `LearnedModel`, or raise CheckpointError: missing, corrupt, another kind, or weights that do not fit."""
+    kind, description = kind_of(folder), read_json(recover_folder(folder) / "config.json")
     if description["format"] != FORMAT:
         raise CheckpointError(
             f"{folder} has format {description['format']}, this version reads {FORMAT}: train the world model again."
         )
-    weights = load_tensors(folder / "model.safetensors", device)
+    weights = load_tensors(recover_folder(folder) / "model.safetensors", device)
     try:
         spec = _spec_from_json(description["spec"])
-        model: Any = model_class(kind.removeprefix(PREFIX)).restore(description["model"], spec, weights)
+        model: Any = model_class(kind).restore(description["model"], spec, weights)
         model.load_state_dict(weights, strict=True)
     except (KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(

@@ -100,8 +100,8 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> No
     _add_curves(report, folder.metrics(), _base_rate(result))
     if "validation" in result:
         _add_validation(report, result["validation"])
-    if "statistics" in result:
-        _add_ranking(report, result)
+    if "models" in result:
+        _add_rankings(report, result["models"])
     _add_videos(report, folder.path)
 
 
@@ -128,7 +128,7 @@ def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> N
     if "finetune" in runs:
         _add_videos(report, runs["finetune"].path)
         _add_curves(report, runs["finetune"].metrics(), _base_rate(tuned))
-    _add_ranking(report, ranked)
+    _add_rankings(report, ranked["models"])
     _add_validation(report, result["worldmodel"]["validation"])
     stages = [[name, f"{seconds:.0f} s"] for name, seconds in result["seconds_by_stage"].items()]
     report.sections.append(Section("Where the time went", header=("stage", "seconds"), rows=stages))
@@ -163,23 +163,34 @@ def _add_validation(report: Report, validation: Mapping[str, Any]) -> None:
         report.sections.append(Section(f"Imagining further ahead: {key}", caption, svg=svg))
 
 
-def _add_ranking(report: Report, result: Mapping[str, Any]) -> None:
-    def rates(kind: str) -> dict[str, Rate]:
-        found = [Rate(_short(row["name"]), row[kind], *row[f"{kind}_interval"]) for row in result["policies"]]
+def _add_rankings(report: Report, models: Mapping[str, Mapping[str, Any]]) -> None:
+    def rates(result: Mapping[str, Any], kind: str) -> dict[str, Rate]:
+        found = [Rate(row["name"], row[kind], *row[f"{kind}_interval"]) for row in result["policies"]]
         return {rate.label: rate for rate in found}
 
     caption = "One point per policy, the same starts in both worlds, Wilson 95 % intervals; on the line they agree."
-    report.sections.append(
-        Section("World model against simulator", caption, svg=plots.ranking_scatter(rates("real"), rates("model")))
-    )
-    rows = []
-    for name, estimate in result["statistics"].items():
-        value = "undefined" if estimate["value"] is None else f"{estimate['value']:+.3f}"
-        interval = estimate["interval_over_policies"]
-        rows.append(
-            [name.replace("_", " "), value, "" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"]
-        )
-    report.sections.append(Section("Agreement", header=("statistic", "value", "bootstrap over policies"), rows=rows))
+    for name, result in models.items():
+        svg = plots.ranking_scatter(rates(result, "real"), rates(result, "model"))
+        report.sections.append(Section(f"World model against simulator: {name}", caption, svg=svg))
+    header, rows = agreement(models)
+    warnings = dict.fromkeys(warning for result in models.values() for warning in result["warnings"])
+    caption = " ".join(["In brackets the bootstrap interval over policies.", *warnings])
+    report.sections.append(Section("Agreement", caption, header=header, rows=rows))
+
+
+def agreement(models: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and lines: a world model each, by name, as `RankingResult.to_json` describes it."""
+    statistics = next(iter(models.values()))["statistics"]
+    header = ["world model", *(name.replace("_", " ") for name in statistics)]
+    return header, [
+        [name, *(_estimate(estimate) for estimate in result["statistics"].values())] for name, result in models.items()
+    ]
+
+
+def _estimate(estimate: Mapping[str, Any]) -> str:
+    interval = estimate["interval_over_policies"]
+    value = "undefined" if estimate["value"] is None else f"{estimate['value']:.3f}"
+    return value if interval is None else f"{value} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 def _add_videos(report: Report, path: Path) -> None:
@@ -210,14 +221,6 @@ def _base_rate(result: Mapping[str, Any]) -> Rate | None:
 def _difference_card(difference: Mapping[str, Any]) -> Card:
     low, high = difference["low"], difference["high"]
     return Card("difference", f"{100 * difference['difference']:+.0f} points", f"{100 * low:+.0f} to {100 * high:+.0f}")
-
-
-def _short(name: str) -> str:
-    """Return the verb of a checkpoint's path (train: base, finetune: tuned), or the name itself."""
-    parts = Path(name).parts
-    if "checkpoint" not in parts or len(parts) < 4:
-        return name
-    return f"{ {'train': 'base', 'finetune': 'tuned'}.get(parts[-4], parts[-4]) } policy"
 
 
 def _title(path: Path) -> str:

@@ -4,15 +4,27 @@ sims: our engine against pure physics, gymnasium's vector environments on the sa
 interleaved in one process. algorithms: success against environment steps on the same tasks, bases and seeds.
 mechanisms: ten small experiments, each asking whether a paper's claim shows. edge_of_reach: values in a perfect model.
 trajectories, planning: are guided trajectories true and good to learn from; do cautious plans stay true? joint:
-planning with one model of actions, futures and values.
+planning with one model of actions, futures and values. ranking: do world models order policies as the simulator does?
 All but the first go on where they were interrupted.
 """
+
+import importlib
 
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.runs import publish
 
-BENCHMARKS = ("sims", "algorithms", "mechanisms", "edge_of_reach", "trajectories", "planning", "joint")
+BENCHMARKS = {
+    "sims": "",
+    "algorithms": "bench_algorithms",
+    "mechanisms": "bench_mechanisms",
+    "edge_of_reach": "bench_edge",
+    "trajectories": "bench_worlds",
+    "planning": "bench_worlds",
+    "joint": "bench_worlds",
+    "ranking": "bench_ranking",
+}
+"""Name -> the module that has its `benchmark`; sims knows nothing of runs."""
 
 
 def run(config: Config) -> int:
@@ -20,24 +32,10 @@ def run(config: Config) -> int:
     name = config.bench.name
     if name not in BENCHMARKS:
         raise ConfigError(f"There is no benchmark '{name}'.{did_you_mean(name, BENCHMARKS)}")
-    if name == "algorithms":
-        from robopolicy.verbs.bench_algorithms import benchmark
-
-        benchmark(config)
-    elif name == "mechanisms":
-        from robopolicy.verbs import bench_mechanisms
-
-        bench_mechanisms.benchmark(config)
-    elif name == "edge_of_reach":
-        from robopolicy.verbs import bench_edge
-
-        bench_edge.benchmark(config)
-    elif name in ("trajectories", "planning", "joint"):
-        from robopolicy.verbs import bench_worlds
-
-        bench_worlds.benchmark(config)
-    else:
+    if name == "sims":
         from robopolicy.benchmarks.sims import benchmark_sims
 
         publish(config, benchmark_sims(rounds=config.bench.rounds))
+    else:
+        importlib.import_module(f"robopolicy.verbs.{BENCHMARKS[name]}").benchmark(config)
     return 0

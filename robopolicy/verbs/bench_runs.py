@@ -34,14 +34,22 @@ class Base:
     tasks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+FEWER = {"push_cube": ("collect.episodes=40",), "pick_place": ("collect.episodes=6",)}
+MORE = {"push_cube": ("collect.episodes=500",), "pick_place": ("collect.episodes=25",)}
+"""Settings by task."""
+
 BASES = {
     "diffusion": Base(),
     "flow": Base(("policy.kind=flow",)),
     "token": Base((*TOKEN, "train.fit.steps=600"), {"pick_place": ("collect.episodes=150", "train.fit.steps=1500")}),
+    "few": Base((), FEWER),
+    "many": Base((), MORE),
     "novice": Base(("train.fit.steps=60",)),
     "token_novice": Base((*TOKEN, "train.fit.steps=150")),
 }
-"""By name; novices: stopped while success is rare; tokens need more than the dozen demonstrations of pick_place."""
+"""By name; few and many: demonstrations; novices: stopped while success is rare. Tokens need more than the dozen
+demonstrations of pick_place.
+"""
 
 TUNED_BASES: dict[str, tuple[str, ...]] = {
     "warm": ("finetune.target_success=0.7", "finetune.evaluate_every=1", "finetune.videos=0"),
@@ -65,26 +73,38 @@ class Outcome:
     records: Sequence[Mapping[str, Any]]
 
 
+def settings_of(config: Config, root: Path, task: str, seed: int) -> list[str]:
+    """Return the settings that all runs of a benchmark on a task share."""
+    return [f"recipe={task}", f"run.root={root / task}", f"run.seed={seed}", *config.bench.overrides]
+
+
+def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
+    """Return the run folder of a base under root/task, after recording and training what is missing."""
+    settings = (*BASES[name].settings, *BASES[name].tasks.get(task, ()))
+    own = [setting for setting in settings if setting.startswith("collect.")]
+    recording = f"data_{name}" if own else "data"
+    base = root / task / "train" / name / str(seed)
+    if not (base / "result.json").exists():
+        shared = settings_of(config, root, task, seed)
+        output.print(Rule(f"[bold]{task}, {name}, seed {seed}", align="left"))
+        collect.run(compose([*shared, f"run.name={recording}", *own]))
+        data = root / task / "collect" / recording / str(seed)
+        train.run(compose([*shared, f"run.name={name}", *settings, f"train.data={data / 'dataset'}"]))
+    return base
+
+
 def run_variant(config: Config, root: Path, task: str, label: str, variant: Variant, seed: int) -> Outcome:
     """Do what has not been done yet under root/task, and return what came of it."""
-    shared = [f"recipe={task}", f"run.root={root / task}", f"run.seed={seed}", *config.bench.overrides]
-    if variant.base in TUNED_BASES:
-        run_variant(config, root, task, variant.base, Variant("diffusion", TUNED_BASES[variant.base]), seed)
-    tuned_base = variant.base in TUNED_BASES
-    settings = () if tuned_base else (*BASES[variant.base].settings, *BASES[variant.base].tasks.get(task, ()))
-    own = [setting for setting in settings if setting.startswith("collect.")]
-    recording = f"data_{variant.base}" if own else "data"
-    data = root / task / "collect" / recording / str(seed)
-    base = root / task / ("finetune" if tuned_base else "train") / variant.base / str(seed)
     tuned = root / task / "finetune" / label / str(seed)
     if not (tuned / "result.json").exists():
+        if variant.base in TUNED_BASES:
+            run_variant(config, root, task, variant.base, Variant("diffusion", TUNED_BASES[variant.base]), seed)
+            base = root / task / "finetune" / variant.base / str(seed)
+        else:
+            base = pretrained(config, root, task, variant.base, seed)
         output.print(Rule(f"[bold]{task}, {label}, seed {seed}", align="left"))
-        collect.run(compose([*shared, f"run.name={recording}", *own]))
-        if not (base / "result.json").exists():
-            pretrained = [f"run.name={variant.base}", *settings, f"train.data={data / 'dataset'}"]
-            train.run(compose([*shared, *pretrained]))
         changed = [f"run.name={label}", f"finetune.policy={base / 'checkpoint'}", *variant.settings]
-        finetune.run(compose([*shared, *changed]))
+        finetune.run(compose([*settings_of(config, root, task, seed), *changed]))
     return Outcome(read_json(tuned / "result.json"), RunFolder(tuned).metrics())
 
 

@@ -1,13 +1,15 @@
-"""Scores policies in a world model and in the simulator on the same seeds, and says how well one predicts the other.
+"""Scores policies in world models and in the simulator on the same seeds, and says how well one predicts the other.
 
-Prints Pearson, Spearman, Kendall, MMRV, error and bias with bootstrap intervals, and draws the scatter plot. Give
-checkpoints of independently trained policies, rank.policies=[A,B,...]; the scripted expert at graded noise is ranked
-beside them unless rank.noise=[]. rank.model defaults to what `worldmodel` wrote under the same name and seed.
+Prints Pearson, Spearman, Kendall, MMRV, error and bias with bootstrap intervals, and draws a scatter plot for every
+model. Give checkpoints of independently trained policies, rank.policies=[A,B,...]; the scripted expert at graded noise
+is ranked beside them unless rank.noise=[]. rank.models=[A,B,...], of any kinds, defaults to what `worldmodel` wrote
+under the same name and seed.
 """
 
 import dataclasses
-
-from rich.table import Table
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from robopolicy.build import WORLD_MODEL, build_noisy_expert, build_world, choose_device, open_policy
 from robopolicy.configuration import Config, WorldSection
@@ -16,33 +18,68 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive, numpy_generator
 from robopolicy.core.world import Controller
 from robopolicy.evaluation.ranking import RankingResult, rank
-from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.report import agreement, report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
-from robopolicy.runs import default_path, finish, open_fresh_run, output
+from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
 from robopolicy.verbs.evaluate import evaluation_seeds
+from worldmodels.checkpoint import kind_of
 
 SECTIONS = ("run", "world", "rank")
 
 
 def run(config: Config) -> int:
     """Rank and report."""
-    model = default_path(config, "worldmodel", "checkpoint", config.rank.model, "rank.model")
+    models = name_models(
+        [
+            default_path(config, "worldmodel", "checkpoint", path, "rank.models")
+            for path in config.rank.models or (None,)
+        ]
+    )
     folder = open_fresh_run(config, "rank", SECTIONS)
-    imagined = dataclasses.replace(config.world, name=WORLD_MODEL, model=model, simulator=config.world.name)
     candidates = load_candidates(config)
     real = score(config, config.world, candidates, "simulator")
-    model_scores = score(config, imagined, candidates, "world model")
-    result = rank(real=real, model=model_scores, generator=numpy_generator(config.run.seed, "rank/bootstrap"))
-    show(result)
-    finish(config, folder, {"model": str(model), **result.to_json()})
+    rankings: dict[str, RankingResult] = {}
+    for name, path in models.items():
+        imagined = dataclasses.replace(config.world, name=WORLD_MODEL, model=path, simulator=config.world.name)
+        found = score(config, imagined, candidates, name)
+        rankings[name] = rank(real=real, model=found, generator=numpy_generator(config.run.seed, "rank/bootstrap"))
+    show(rankings)
+    figures = {name: {"path": str(models[name]), **ranking.to_json()} for name, ranking in rankings.items()}
+    finish(config, folder, {"models": figures})
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0
+
+
+def name_models(paths: Sequence[Path]) -> dict[str, Path]:
+    """Return checkpoints of world models by their kind, and by their run as well where a kind comes twice."""
+    kinds = [kind_of(path) for path in paths]
+    names = [
+        kind if kinds.count(kind) == 1 else f"{kind}, {run}" for kind, run in zip(kinds, runs_of(paths), strict=True)
+    ]
+    return dict(zip(names, paths, strict=True))
+
+
+def runs_of(paths: Sequence[Path]) -> list[str]:
+    """Return what tells checkpoints apart: those of verb, name and seed in which their run folders differ.
+
+    Raises ConfigError if one comes twice.
+    """
+    roles = {"train": "base", "finetune": "tuned"}
+    runs = [path.absolute().parts[-4:-1] for path in paths]
+    differing = [index for index, values in enumerate(zip(*runs, strict=True)) if len(set(values)) > 1] or [1]
+    names = [" ".join(roles.get(run[index], run[index]) for index in differing) for run in runs]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"These do not differ in verb, name or seed: {', '.join(map(str, paths))}.")
+    return names
 
 
 def load_candidates(config: Config) -> dict[str, Policy | str]:
     """Return what is to be ranked by name: checkpoints, and the scripted expert at each level of noise."""
     device = choose_device(config.run)
-    candidates: dict[str, Policy | str] = {str(path): open_policy(path, device) for path in config.rank.policies}
+    paths = config.rank.policies
+    candidates: dict[str, Policy | str] = {
+        name: open_policy(path, device) for name, path in zip(runs_of(paths), paths, strict=True)
+    }
     candidates |= {f"expert, noise {noise}": noise for noise in config.rank.noise}
     if len(candidates) < 3:
         raise ConfigError("Ranking needs at least 3 policies (6 or more to mean anything): rank.policies=[A,B,C].")
@@ -70,15 +107,15 @@ def score(
     return results
 
 
-def show(result: RankingResult) -> None:
-    """Print scores and statistics."""
-    table = Table(box=None, padding=(0, 2))
-    for column in ("policy", "simulator", "world model"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    for name in sorted(result.real, key=lambda key: result.real[key]):
-        table.add_row(name, f"{result.real[name]:.1%}", f"{result.model[name]:.1%}")
-    output.print(table)
-    for name, estimate in result.statistics.items():
-        value = "undefined" if estimate.value is None else f"{estimate.value:+.3f}"
-        interval = "" if estimate.policies is None else f" [{estimate.policies[0]:+.3f}, {estimate.policies[1]:+.3f}]"
-        output.print(f"  {name.replace('_', ' ')}: {value}{interval}")
+def show(rankings: Mapping[str, RankingResult]) -> None:
+    """Print scores, statistics and warnings."""
+    real = next(iter(rankings.values())).real
+    lines = [
+        [name, f"{real[name]:.1%}", *(f"{ranking.model[name]:.1%}" for ranking in rankings.values())]
+        for name in sorted(real, key=lambda key: real[key])
+    ]
+    print_table("Success", ["policy", "simulator", *rankings], lines)
+    figures: dict[str, Any] = {name: ranking.to_json() for name, ranking in rankings.items()}
+    print_table("Agreement with the simulator [over other policies]", *agreement(figures))
+    for warning in dict.fromkeys(warning for ranking in rankings.values() for warning in ranking.warnings):
+        output.print(f"Beware: {warning}")

@@ -1,0 +1,119 @@
+"""`bench ranking`: do world models order policies as the simulator does? Independently trained policies, every model.
+
+No two policies share demonstrations, weights or seeds, nor does a world model share any with them: it learns from
+demonstrations, disturbed experts and one policy of its own seed.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from robopolicy.configuration import Config, compose
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.storage import read_json, write_atomic, write_json
+from robopolicy.evaluation import plots
+from robopolicy.evaluation.plots import Rate
+from robopolicy.evaluation.report import Report, Section, agreement, render
+from robopolicy.runs import output, print_table, publish
+from robopolicy.verbs import collect, rank, worldmodel
+from robopolicy.verbs.bench_runs import Variant, pretrained, run_variant, settings_of
+
+FIRST_SEED = 100
+"""Of the policies; world models take theirs from bench.seeds."""
+
+POLICIES: dict[str, tuple[str, float | None]] = {
+    "novice": ("novice", None),
+    "few": ("few", None),
+    "flow": ("flow", None),
+    "base": ("diffusion", None),
+    "many": ("many", None),
+    "tuned_50": ("diffusion", 0.5),
+    "tuned_60": ("flow", 0.6),
+    "tuned_70": ("diffusion", 0.7),
+    "tuned_80": ("flow", 0.8),
+    "tuned_90": ("diffusion", 0.9),
+}
+"""Name -> what it was pre-trained as, and the success at which its fine-tuning stopped, if there was any."""
+
+MODELS: dict[str, tuple[str, ...]] = {
+    "ensemble": (),
+    "rssm": (),
+    "pixel_diffusion": ("world.cameras=[top]", "worldmodel.fit.learning_rate=1e-3"),
+}
+"""Kind -> what it changes about the recipe."""
+
+DEFAULT_MODELS = ("ensemble", "rssm")
+"""Those that take minutes; those of pictures take longer."""
+
+
+def benchmark(config: Config) -> dict[str, Any]:
+    """Train what is missing, rank, print the tables, write benchmark.json and report.html, and return the figures."""
+    kinds = config.bench.methods or DEFAULT_MODELS
+    for kind in kinds:
+        if kind not in MODELS:
+            raise ConfigError(f"There is no model '{kind}'.{did_you_mean(kind, MODELS)} There are {', '.join(MODELS)}.")
+    root = config.run.root / "bench" / "ranking"
+    figures = {task: measure(config, root, task, kinds) for task in config.bench.tasks}
+    subtitle = f"{len(POLICIES)} independently trained policies on the same starts"
+    report = Report(title="Ranking policies in imagination", subtitle=subtitle)
+    for task, models in figures.items():
+        header, lines = agreement(models)
+        report.sections.append(Section(task, "In brackets the bootstrap over policies.", header=header, rows=lines))
+        for name, found in models.items():
+            title = f"{task}: {name} against the simulator"
+            report.sections.append(Section(title, svg=scatter(found["policies"])))
+        print_table(task, header, lines)
+    write_atomic(root / "report.html", render(report))
+    write_json(root / "benchmark.json", figures)
+    publish(config, figures)
+    output.print(f"Report: {root / 'report.html'}")
+    return figures
+
+
+def measure(config: Config, root: Path, task: str, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """Return the rankings of a task by model; what has been trained or ranked is not done again."""
+    policies = [
+        trained_policy(config, root, task, name, FIRST_SEED + index) / "checkpoint"
+        for index, name in enumerate(POLICIES)
+    ]
+    found: dict[str, Any] = {}
+    for seed in config.bench.seeds:
+        for kind in kinds:
+            result = root / task / "rank" / kind / str(seed) / "result.json"
+            if not result.exists():
+                model = trained_model(config, root, task, kind, seed) / "checkpoint"
+                chosen = f"rank.policies=[{','.join(map(str, policies))}]", f"rank.models=[{model}]", "rank.noise=[]"
+                rank.run(compose([*settings_of(config, root, task, seed), f"run.name={kind}", *chosen]))
+            found[f"{kind} {seed}"] = read_json(result)["models"][kind]
+    return found
+
+
+def trained_policy(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
+    """Return the run folder of one of `POLICIES`."""
+    base, target = POLICIES[name]
+    if target is None:
+        return pretrained(config, root, task, base, seed)
+    settings = f"finetune.target_success={target}", "finetune.evaluate_every=1", "finetune.videos=0"
+    run_variant(config, root, task, name, Variant(base, settings), seed)
+    return root / task / "finetune" / name / str(seed)
+
+
+def trained_model(config: Config, root: Path, task: str, kind: str, seed: int) -> Path:
+    """Return the run folder of a world model, trained on data of its own."""
+    base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
+    settings = [*settings_of(config, root, task, seed), *MODELS[kind]]
+    seen = f"data_{kind}" if any(setting.startswith("world.cameras") for setting in settings) else "data"
+    collect.run(compose([*settings, f"run.name={seen}"]))
+    data = root / task / "collect" / seen / str(seed) / "dataset"
+    own = f"worldmodel.kind={kind}", f"worldmodel.policies=[{base}]", f"worldmodel.data=[{data}]"
+    worldmodel.run(compose([*settings, f"run.name={kind}", *own]))
+    return root / task / "worldmodel" / kind / str(seed)
+
+
+def scatter(policies: list[Mapping[str, Any]]) -> str:
+    """Draw a ranking's policies."""
+    real, model = (
+        {row["name"]: Rate(row["name"], row[kind], *row[f"{kind}_interval"]) for row in policies}
+        for kind in ("real", "model")
+    )
+    return plots.ranking_scatter(real, model)

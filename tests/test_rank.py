@@ -1,0 +1,63 @@
+"""Ranking: how checkpoints are told apart, and several models in one table."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from robopolicy.configuration import compose
+from robopolicy.core.errors import ConfigError
+from robopolicy.verbs import bench, bench_ranking
+from robopolicy.verbs.rank import runs_of
+
+TINY = [
+    "policy.width=16",
+    "policy.depth=1",
+    "policy.sampling_steps=2",
+    "collect.episodes=8",
+    "train.fit.steps=20",
+    "train.evaluate_episodes=8",
+    "finetune.units=2",
+    "finetune.iterations=1",
+    "finetune.worlds=8",
+    "finetune.decisions=4",
+    "finetune.evaluate_episodes=8",
+    "worldmodel.transitions=300",
+    "worldmodel.ensemble.members=2",
+    "worldmodel.ensemble.width=16",
+    "worldmodel.rssm.size=tiny",
+    "worldmodel.fit.steps=10",
+    "world.batch_size=8",
+    "worldmodel.examine_rows=16",
+    "worldmodel.examine_steps=100",
+    "rank.episodes=8",
+]
+
+
+def test_checkpoints_are_named_by_what_differs():
+    runs = Path("runs")
+    base, tuned = runs / "train/push_cube/0/checkpoint", runs / "finetune/push_cube/0/checkpoint"
+    assert runs_of([base, tuned]) == ["base", "tuned"]
+    assert runs_of([base, runs / "train/push_cube/1/checkpoint"]) == ["0", "1"]
+    assert runs_of([base, runs / "finetune/other/1/checkpoint"]) == ["base push_cube 0", "tuned other 1"]
+    assert runs_of([base]) == ["push_cube"]
+    assert runs_of([]) == []
+    with pytest.raises(ConfigError, match="do not differ"):
+        runs_of([base, base])
+
+
+def test_models_of_several_kinds_rank_the_same_policies(tmp_path, monkeypatch, capsys):
+    few = {"novice": ("novice", None), "base": ("diffusion", None), "tuned": ("diffusion", 0.9)}
+    monkeypatch.setattr(bench_ranking, "POLICIES", few)
+    overrides = ",".join(f"'{setting}'" for setting in TINY)
+    chosen = ["bench.name=ranking", "bench.tasks=[push_cube]", "bench.seeds=[0]", "bench.methods=[ensemble,rssm]"]
+    config = compose([*chosen, f"run.root={tmp_path}", f"bench.overrides=[{overrides}]"])
+    assert bench.run(config) == 0
+    shown = capsys.readouterr().out
+    assert "ensemble" in shown and "rssm" in shown and "mmrv" in shown
+    figures = json.loads((tmp_path / "bench/ranking/benchmark.json").read_text())["push_cube"]
+    names = [{row["name"] for row in figures[model]["policies"]} for model in ("ensemble 0", "rssm 0")]
+    assert names[0] == names[1] and len(names[0]) == 3
+    real = [{row["name"]: row["real"] for row in figures[model]["policies"]} for model in ("ensemble 0", "rssm 0")]
+    assert real[0] == real[1]
+    assert bench.run(config) == 0, "nothing is done twice"
