@@ -22,7 +22,7 @@ from sims.registry import TASKS, load_task, make_world
 from worldmodels import load_world_model
 from worldmodels.demonstrated import DemonstratedWorld
 from worldmodels.env import ImaginedWorld, Truncation
-from worldmodels.imagination import recorded_starts
+from worldmodels.imagination import keyframes, recorded_starts
 from worldmodels.protocol import Context, LearnedModel, Starts
 
 WORLD_MODEL = "worldmodel"
@@ -99,12 +99,18 @@ def _imagined_world(
         raise ConfigError("Which world model? Set world.model=runs/worldmodel/push_cube/0/checkpoint.")
     model = load_world_model(section.model, device)
     imagination = section.imagination
-    if imagination.starts == "data":
-        if section.data is None:
-            raise ConfigError("world.imagination.starts=data begins in recorded steps: set world.data=FOLDER as well.")
-        starts = recorded_starts(read_dataset(section.data), model.context)
-    else:
+    if imagination.starts == "simulator":
         starts = simulator_starts(section, model.spec, rows)
+    else:
+        data = section.model.parent / "dataset" if section.data is None else section.data
+        if not data.exists():
+            raise ConfigError(
+                f"world.imagination.starts={imagination.starts} begins in recorded steps, and {data} does not exist: "
+                "set world.data=FOLDER."
+            )
+        episodes = read_dataset(data, cameras=model.spec.cameras)
+        chosen = keyframes(episodes) if imagination.starts == "keyframes" else None
+        starts = recorded_starts(episodes, model.context, chosen)
     return ImaginedWorld(
         model,
         starts,

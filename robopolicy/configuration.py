@@ -50,8 +50,8 @@ class ImaginationSection:
 
     steps: after so many; uncertainty: where a step's exceeds this; quantile: where it exceeds this quantile of the
     uncertainty on held-out data, so that it adapts to the model; penalty: reward lost per unit of uncertainty (MOPO);
-    debounce: consecutive steps that must look successful; starts: simulator (paired with real episodes) or data, any
-    step of the dataset world.data.
+    debounce: consecutive steps that must look successful; starts: simulator (paired with real episodes), data, any step
+    of the dataset world.data (default: the model's own), or keyframes, those of its successes where progress is made.
     """
 
     steps: int | None = None
@@ -59,7 +59,7 @@ class ImaginationSection:
     quantile: float | None = None
     penalty: float = 0.0
     debounce: int = 1
-    starts: Literal["simulator", "data"] = "simulator"
+    starts: Literal["simulator", "data", "keyframes"] = "simulator"
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,14 @@ class FinetuneSection(FinetuneConfig):
 
     units: how many of the last denoising steps are tuned, null for all; worlds: rows collected in parallel; lora_rank:
     tune adapters of this rank instead of the weights (token policies), 0 for none; teacher: checkpoint of the policy
-    that distillation learns from; expert: dotted path of the controller whose states hints begin in, "" for the task's.
+    that distillation learns from; expert: dotted path of the controller whose states hints begin in, "" for the task's;
+    experts: datasets whose successes auxiliaries=[experts] imitates on the side.
     """
 
     policy: Path | None = None
     teacher: Path | None = None
     expert: str = ""
+    experts: tuple[Path, ...] = ()
     units: int | None = None
     train_encoder: bool = True
     lora_rank: int = 0

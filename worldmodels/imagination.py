@@ -34,6 +34,24 @@ def recorded_starts(episodes: Episodes, history: int = 1, steps: Tensor | None =
     return starts
 
 
+def keyframes(episodes: Episodes, parts: int = 4) -> Tensor:
+    """Return steps [K] worth starting from: each successful episode's first, and where its progress passes each part.
+
+    Progress is the summed reward; the steps between tell less, and from the later ones success is a short way off.
+    Without recorded success every episode counts. After WoVR's keyframe-initialised rollouts.
+    """
+    if episodes.reward is None:
+        raise ConfigError("Key frames are where progress is made, and this dataset records no rewards.")
+    won = episodes.success if episodes.success is not None and bool(episodes.success.any()) else None
+    found = []
+    for episode in range(len(episodes)) if won is None else won.nonzero()[:, 0].tolist():
+        start, length = int(episodes.starts[episode]), int(episodes.lengths[episode])
+        made = episodes.reward[start : start + length].cumsum(0)
+        passed = [int((made < made.max() * part / parts).sum()) for part in range(1, parts)]
+        found += [start + step for step in sorted({0, *passed}) if step < length]
+    return torch.tensor(found)
+
+
 def _context(data: SequenceData, tasks: np.ndarray, steps: Tensor, history: int) -> Context:
     found = data.cut(steps, history - 1, 0)
     chosen = tasks[data.episodes.episode_of_step[steps].numpy()]

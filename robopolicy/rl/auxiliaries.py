@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.rl.mechanisms import Slot, mechanism
+from robopolicy.rl.mechanisms import Need, Slot, mechanism
 from robopolicy.rl.weights import unit_mean
 
 
@@ -17,6 +17,22 @@ def imitate_base(inputs: Any, *, weight: float = 0.05) -> Tensor:
     evaluation = inputs.policy.evaluate(inputs.observation, decision.units)
     likelihood = (unit_mean(decision.mask) * torch.where(decision.mask, evaluation.logp, 0.0)).sum()
     return -weight * likelihood
+
+
+@mechanism(
+    Slot.AUXILIARY,
+    "experts",
+    source="DynaWeb (expert trajectories among imagined ones); DAPG, arXiv:1709.10087",
+    needs=(Need.EXPERTS,),
+)
+def imitate_experts(inputs: Any, *, weight: float = 0.1) -> Tensor:
+    """The policy's own regression loss on a batch of recorded experts, one with every actor step.
+
+    Deviation from DynaWeb, whose expert trajectories join the batch as episodes: the chain that leads to an expert's
+    action is not known, so policies learn from experts as in pre-training.
+    """
+    losses = inputs.policy.loss(next(inputs.experts), inputs.context.generator)
+    return weight * torch.stack([value.mean() for value in losses.values()]).sum()
 
 
 @mechanism(Slot.AUXILIARY, "entropy", source="Williams & Peng 1991; ReinFlow, arXiv:2505.22094")

@@ -54,6 +54,7 @@ class Need(Enum):
     BASE = "the base policy, frozen"
     IMPLICIT = "a model that rewards every unit (finetune.models=[prime] or [oprl])"
     VALUES = "a model of action values (finetune.models=[q_ensemble])"
+    EXPERTS = "recorded episodes of experts (finetune.experts=[DATASET])"
     DEMONSTRATIONS = "demonstrated states to begin from (finetune.starts=N and a world with an expert and snapshots)"
 
 

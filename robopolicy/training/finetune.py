@@ -33,7 +33,6 @@ from robopolicy.rl.returns import ReturnScale
 from robopolicy.training.asynchronous import BackgroundCollector, DelayedCollector, copy_for_collecting
 from robopolicy.training.collection import Collector
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import (
     decisions_at,
     episode_metrics,
@@ -42,6 +41,7 @@ from robopolicy.training.experience import (
     rescored,
     with_values,
 )
+from robopolicy.training.guidance import Guidance
 from robopolicy.training.props import PropsCollector, props_collector
 from robopolicy.training.state import load_trainer, require_finite, require_same_config, save_trainer
 from robopolicy.training.update import Learner
@@ -54,6 +54,9 @@ A figure `stop` that is not 0 ends the run, because the others can no longer be 
 
 AfterCheckpoint = Callable[[int, Policy], None]
 """(iteration, policy): called after every checkpoint and when a run is resumed; collecting begins anew after it."""
+
+
+NO_GUIDANCE = Guidance()
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,7 @@ def finetune(
     *,
     evaluate: Evaluate | None = None,
     seed: int = 0,
-    teacher: Policy | None = None,
-    demonstrations: Demonstrations | None = None,
+    guidance: Guidance = NO_GUIDANCE,
     after_checkpoint: AfterCheckpoint | None = None,
 ) -> FinetuneResult:
     """Improve `policy` (a Policy and nn.Module with `trainable_parameters()`) in `world`, in place.
@@ -85,14 +87,12 @@ def finetune(
     critic: maps an observation [N, H, ...] to values [N]; it is fitted to the scale of the first rollouts, and left out
     by algorithms that compare episodes instead. run: gets metrics.jsonl, `base/` (the policy as it came), `last/`,
     `checkpoint/` (the best evaluated, the base among them, or the last without `evaluate`) and the resume point; the
-    same call again after a kill goes on from there and ends, on a CPU, byte for byte in the same place. teacher,
-    demonstrations: for mechanisms that need them. At the end `policy` holds what is in `checkpoint/`. seed: root of
-    every random number drawn. Raises ConfigError for a combination that cannot work, NonFiniteError naming the quantity
+    same call again after a kill goes on from there and ends, on a CPU, byte for byte in the same place. guidance: for
+    mechanisms that need it. At the end `policy` holds what is in `checkpoint/`. seed: root of every random number
+    drawn. Raises ConfigError for a combination that cannot work, NonFiniteError naming the quantity
     and the iteration, and RuntimeError if the policy scores its decisions differently from when it acted.
     """
-    return _Finetuning(policy, critic, world, config, run, evaluate, seed, teacher, demonstrations).run(
-        after_checkpoint
-    )
+    return _Finetuning(policy, critic, world, config, run, evaluate, seed, guidance).run(after_checkpoint)
 
 
 class _Finetuning:
@@ -107,11 +107,10 @@ class _Finetuning:
         run: RunFolder | None,
         evaluate: Evaluate | None,
         seed: int,
-        teacher: Any,
-        demonstrations: Demonstrations | None,
+        guidance: Guidance,
     ):
         self.policy, self.world, self.config, self.seed = policy.eval(), world, config, seed
-        self.run_folder, self.evaluate, self.teacher, self.demonstrations = run, evaluate, teacher, demonstrations
+        self.run_folder, self.evaluate, self.guidance, self.teacher = run, evaluate, guidance, guidance.teacher
         self.algorithm = build_algorithm(config)
         self.algorithm.check(self._have(critic))
         if Need.MEANS in self.algorithm.needs:
@@ -124,8 +123,10 @@ class _Finetuning:
         self.return_scale = ReturnScale().to(self.device)
         self.models = self._build_models(base)
         self.replay = None if self.algorithm.replay is None else self.algorithm.replay()
+        experts = guidance.expert_batches(policy, self.generators["experts"])
+        instructions = world.spec.instructions
         self.learner = Learner(
-            policy, self.critic, base, self.algorithm, config, world.spec.instructions, teacher, self.models
+            policy, self.critic, base, self.algorithm, config, instructions, self.models, self.teacher, experts
         )
         self.collector = self._collector(world)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
@@ -154,26 +155,19 @@ class _Finetuning:
             have.add(Need.TREE)
         if len(self.world.spec.instructions) > 1:
             have.add(Need.INSTRUCTIONS)
-        if self.teacher is not None:
-            have.add(Need.TEACHER)
-            mine, its = self.policy.spec, self.teacher.spec
-            if (mine.units, mine.categorical) == (its.units, its.categorical):
-                have.add(Need.SAME_UNITS)
-        if self.demonstrations is not None:
-            have.add(Need.DEMONSTRATIONS)
         if self.policy.spec.cameras:
             have.add(Need.IMAGES)
-        return frozenset(have)
+        return frozenset(have) | self.guidance.gives(self.policy.spec)
 
     def _collector(self, world: World) -> Collector | BackgroundCollector | DelayedCollector | PropsCollector:
         """Return what collects: in turns with the learner, or beside it with a copy of the policy."""
-        config, seed = self.config, self.seed
+        config, seed, demonstrations = self.config, self.seed, self.guidance.demonstrations
         if config.props:
             return props_collector(world, self.policy, self.algorithm, config, seed, self.generators["act"])
         if config.staleness == 0 and config.delay == 0:
-            return Collector(world, self.policy, self.algorithm, config, seed, self.demonstrations)
+            return Collector(world, self.policy, self.algorithm, config, seed, demonstrations)
         actor = copy_for_collecting(self.policy)
-        inner = Collector(world, actor, self.algorithm, config, seed, self.demonstrations)
+        inner = Collector(world, actor, self.algorithm, config, seed, demonstrations)
         if config.delay:
             return DelayedCollector(inner, self.generators["act"], config.delay)
         return BackgroundCollector(inner, self.generators["act"], config.staleness)
@@ -261,7 +255,7 @@ class _Finetuning:
             count = len(instructions)
             other = replace(rollouts, task=(rollouts.task + 1 + self.iteration % (count - 1)) % count)
             rollouts = rollouts.with_extras(contrast_logp=rescored(other, self.policy, instructions)[0])
-        if Need.SAME_UNITS in self.algorithm.needs:
+        if self.teacher is not None and Need.SAME_UNITS in self.algorithm.needs:
             rollouts = rollouts.with_extras(teacher_logp=rescored(rollouts, self.teacher, instructions)[0])
         for model in self.models.values():
             rollouts = model.annotate(rollouts, self._context)

@@ -1,7 +1,10 @@
 """Behaviour cloning: fit a policy to the action chunks of episodes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
@@ -31,14 +34,19 @@ def pretrain(
     A run that was killed goes on from its resume point and ends bit for bit in the same place. The policy ends in
     evaluation mode, with averaged weights. seed: root of the batches drawn and of the noise.
     """
-    spec: PolicySpec = policy.spec
-    device = next(policy.parameters()).device
-    generators = Generators(seed, device)
-    keys = [*spec.observation, TASK] if len(spec.instructions) > 1 else list(spec.observation)
-    batches = episodes.to(device).sampler(
-        spec.history, spec.prediction, config.batch_size, generators["batches"], keys=keys
-    )
+    generators = Generators(seed, next(policy.parameters()).device)
+    batches = regression_batches(policy, episodes, config.batch_size, generators["batches"])
     result = fit(policy, batches, config.fit, generators, run=run, label="Behaviour cloning")
     if run is not None:
         policy.save(run.checkpoint)
     return result
+
+
+def regression_batches(
+    policy: Any, episodes: Episodes, batch_size: int, generator: torch.Generator
+) -> Iterator[dict[str, Any]]:
+    """Yield random decisions of `episodes` for ever, as `policy.loss` takes them; `generator` is all the state."""
+    spec: PolicySpec = policy.spec
+    keys = [*spec.observation, TASK] if len(spec.instructions) > 1 else list(spec.observation)
+    data = episodes.to(next(policy.parameters()).device)
+    return data.sampler(spec.history, spec.prediction, batch_size, generator, keys=keys)

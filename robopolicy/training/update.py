@@ -4,7 +4,7 @@ The actor never learns what a unit is: `evaluate` gives log-probabilities, the a
 into coefficients, and the loss is `-sum(w * sg(c) * logp) + auxiliaries`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,8 @@ class AuxiliaryInputs:
 
     observation, units: what the policy was given to score; mask: [n, k] which units were choices; evaluation: its
     differentiable scores; base: the frozen policy that fine-tuning started from; teacher: another policy, or None;
-    models: what is learned beside the policy, by name; rollouts, where: the minibatch itself and the places [b, t] of
-    its decisions.
+    experts: batches of recorded decisions for `policy.loss`, or None; models: what is learned beside the policy, by
+    name; rollouts, where: the minibatch itself and the places [b, t] of its decisions.
     """
 
     rollouts: Rollouts
@@ -56,6 +56,7 @@ class AuxiliaryInputs:
     policy: Any
     base: Any
     teacher: Any
+    experts: Iterator[Any] | None
     models: Mapping[str, Any]
     context: Context
 
@@ -71,11 +72,12 @@ class Learner:
         algorithm: Algorithm,
         config: FinetuneConfig,
         instructions: tuple[str, ...],
-        teacher: Any = None,
         models: Mapping[str, Any] | None = None,
+        teacher: Any = None,
+        experts: Iterator[Any] | None = None,
     ):
         self.policy, self.critic, self.base, self.teacher = policy, critic, base, teacher
-        self.models = models or {}
+        self.models, self.experts = models or {}, experts
         self.algorithm, self.config, self.instructions = algorithm, config, instructions
         self.parameters = list(policy.trainable_parameters())
         self.optimiser = adamw(self.parameters, config.actor_rate, config.weight_decay)
@@ -194,6 +196,7 @@ class Learner:
             policy=self.policy,
             base=self.base,
             teacher=self.teacher,
+            experts=self.experts,
             models=self.models,
             context=context,
         )

@@ -10,12 +10,14 @@ from typing import Any
 
 from robopolicy.build import build_controller, build_critic, build_world, choose_device, open_policy
 from robopolicy.configuration import Config
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Renders, World
+from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare, evaluate_policy
 from robopolicy.evaluation.video import beside, record_grid, write_video
@@ -24,6 +26,7 @@ from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.collection import start_pool
 from robopolicy.training.demonstrations import Demonstrations, demonstrate
 from robopolicy.training.finetune import FinetuneConfig, finetune
+from robopolicy.training.guidance import Guidance
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 
 SECTIONS = ("run", "world", "finetune")
@@ -61,8 +64,7 @@ def run(config: Config) -> int:
         folder,
         evaluate=evaluate,
         seed=config.run.seed,
-        teacher=None if section.teacher is None else open_policy(section.teacher, device),
-        demonstrations=demonstrated(config, world),
+        guidance=guidance_of(config, world),
     )
     seconds = time.perf_counter() - started
     seeds = evaluation_seeds(config, section.evaluate_episodes)
@@ -99,6 +101,17 @@ def film(config: Config, world: World, policies: Mapping[str, Policy], folder: R
         for label, policy in policies.items()
     ]
     write_video(beside(*clips), folder.path / "base_and_tuned.mp4")
+
+
+def guidance_of(config: Config, world: World) -> Guidance:
+    """Load what the configured mechanisms lean on: a teacher, demonstrated states, successful episodes of experts."""
+    section, device = config.finetune, choose_device(config.run)
+    recorded = [read_dataset(path, cameras=world.spec.cameras) for path in section.experts]
+    experts = Episodes.concatenate(recorded) if recorded else None
+    if experts is not None and experts.success is not None:
+        experts = experts.select(experts.success)
+    teacher = None if section.teacher is None else open_policy(section.teacher, device)
+    return Guidance(teacher, demonstrated(config, world), experts)
 
 
 def demonstrated(config: Config, world: World) -> Demonstrations | None:

@@ -4,7 +4,7 @@ At every evaluation imagined and real success are measured on the same starts an
 and keeps what was best before (imagine.gap). Learning and the choice of a checkpoint see imagination alone; the real
 episodes are for watching, and, with imagine.refresh_every, for keeping the model true where the policy goes.
 Methods: denoising PPO inside the model (DiWA, arXiv:2508.03645; finetune.auxiliaries=[bc] keeps it near its base), GRPO
-in it with keyframe starts and refreshes (WoVR: finetune.algorithm=grpo world.imagination.starts=data), and
+in it with keyframe starts and refreshes (WoVR: finetune.algorithm=grpo world.imagination.starts=keyframes), and
 imagine.method=sft, imitation of synthesised successes (Ctrl-World, arXiv:2510.10125).
 """
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from robopolicy.build import WORLD_MODEL, build_critic, build_world, choose_device, open_policy
-from robopolicy.configuration import Config
+from robopolicy.configuration import Config, ImaginationSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
@@ -25,7 +25,7 @@ from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.finetune import FinetuneConfig, FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
-from robopolicy.verbs.finetune import film, summary
+from robopolicy.verbs.finetune import film, guidance_of, summary
 
 SECTIONS = ("run", "world", "finetune", "imagine")
 
@@ -49,7 +49,9 @@ def run(config: Config) -> int:
     inside = replace(config.world, name=WORLD_MODEL, model=model, simulator=config.world.name)
     dream: Any = build_world(inside, base, batch_size=section.worlds, seed=config.run.seed, device=device)
     episodes = max(chosen.watch, section.evaluate_episodes)
-    dreamt: Any = build_world(inside, base, episodes=section.evaluate_episodes, device=device)
+    uncut = ImaginationSection(debounce=config.world.imagination.debounce)  # judged are whole episodes, paired by seed
+    judged = replace(inside, imagination=uncut)
+    dreamt: Any = build_world(judged, base, episodes=section.evaluate_episodes, device=device)
     real = build_world(config.world, base, episodes=episodes, device=device)
     validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
     watch = TwoWorlds(dreamt, real, validation, validation[: chosen.watch], chosen.gap, device)
@@ -78,6 +80,7 @@ def run(config: Config) -> int:
             folder,
             evaluate=watch.evaluate,
             seed=config.run.seed,
+            guidance=guidance_of(config, dream),
             after_checkpoint=refresh,
         )
     seconds = time.perf_counter() - started

@@ -7,6 +7,8 @@ import torch
 from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.run import RunFolder
+from robopolicy.data.record import record
 from robopolicy.policies import build_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.rl.algorithm import PRESETS
@@ -14,7 +16,9 @@ from robopolicy.rl.critic import state_critic
 from robopolicy.rl.mechanisms import Slot, mechanisms
 from robopolicy.rl.ratios import RatioLevel
 from robopolicy.training.finetune import FinetuneConfig, finetune
-from sims.registry import make_world
+from robopolicy.training.guidance import Guidance
+from robopolicy.training.pretrain import regression_batches
+from sims.registry import load_task, make_world
 
 CONFIG = FinetuneConfig(
     iterations=30,
@@ -101,7 +105,7 @@ def test_presets_run_on_a_denoising_policy(name: str):
         with torch.no_grad():
             for parameter in teacher.trainable_parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
-    result = finetune(policy, critic, world, config, seed=0, teacher=teacher)
+    result = finetune(policy, critic, world, config, seed=0, guidance=Guidance(teacher))
     assert result.iterations == 2
     assert result.env_steps > 0
     assert torch.equal(weight, policy.trainable_parameters()[0]) == (name in NOTHING_WITHOUT_SUCCESS)
@@ -166,6 +170,30 @@ def test_combinations_that_cannot_work_are_refused(changes: dict, text: str):
     config = replace(CONFIG, iterations=1, groups=1, group_size=2 if "group_size" not in changes else 1)
     with pytest.raises(ConfigError, match=text):
         finetune(small_policy(world), None, world, replace(config, **changes), seed=0)
+
+
+def test_experts_are_imitated_on_the_side_and_a_resumed_run_ends_the_same(tmp_path):
+    world = make_world("reach_planar", 8)
+    expert = record(world, load_task("reach_planar").expert(), range(16), generator=torch.Generator())
+    config = replace(CONFIG, algorithm="grpo", coefficient="none", auxiliaries=("experts",), groups=2, group_size=2)
+    config = replace(config, actor_rate=2e-3, checkpoint_every=3, options={"experts": {"weight": 1.0}})
+    batch = next(regression_batches(small_policy(world), expert, 256, torch.Generator().manual_seed(5)))
+
+    def error(policy) -> float:
+        with torch.no_grad():
+            return float(policy.loss(batch, torch.Generator().manual_seed(6))["denoising"].mean())
+
+    before, finals, policy = error(small_policy(world)), [], None
+    for path, parts in (("whole", (6,)), ("parts", (3, 6))):
+        for iterations in parts:
+            policy = small_policy(world)
+            chosen = replace(config, iterations=iterations)
+            finetune(policy, None, world, chosen, RunFolder(tmp_path / path), seed=0, guidance=Guidance(experts=expert))
+        finals.append(policy.state_dict())
+    assert error(policy) < 0.9 * before
+    assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
+    with pytest.raises(ConfigError, match="episodes of experts"):
+        finetune(small_policy(world), None, world, config, seed=0)
 
 
 def test_every_mechanism_says_what_it_does_and_where_it_is_from():

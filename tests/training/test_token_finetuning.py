@@ -15,6 +15,7 @@ from robopolicy.rl.mechanisms import Slot, mechanisms
 from robopolicy.rl.ratios import RatioLevel
 from robopolicy.training.demonstrations import demonstrate
 from robopolicy.training.finetune import FinetuneConfig, finetune
+from robopolicy.training.guidance import Guidance
 from sims.registry import load_task, make_world
 
 CONFIG = FinetuneConfig(
@@ -59,7 +60,7 @@ def test_presets(name: str):
     policy = token_policy(world)
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     teacher = token_policy(world, seed=1) if name in ("distillation", "afd") else None
-    tune(replace(CONFIG, algorithm=name, branch_at=(1,)), world, policy, teacher=teacher)
+    tune(replace(CONFIG, algorithm=name, branch_at=(1,)), world, policy, guidance=Guidance(teacher))
     changed = any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert changed or name == "spear"  # which is paid for success alone
 
@@ -116,7 +117,7 @@ def test_a_student_comes_nearer_to_its_teacher(auxiliary: str):
     before = distance()
     options = {auxiliary: {"weight": 1.0}} | ({"distill": {"share": 0.5}} if auxiliary == "distill" else {})
     config = replace(CONFIG, coefficient="none", auxiliaries=(auxiliary,), iterations=12, epochs=4, options=options)
-    tune(replace(config, actor_rate=5e-3), world, student, teacher=teacher)
+    tune(replace(config, actor_rate=5e-3), world, student, guidance=Guidance(teacher))
     assert distance() < 0.8 * before
 
 
@@ -137,7 +138,13 @@ def test_hints_begin_in_the_experts_states_and_survive_a_resume(tmp_path):
             for iterations in parts:
                 policy = token_policy(world)
                 run = RunFolder(tmp_path / hint / path)
-                tune(replace(config, iterations=iterations), world, policy, run=run, demonstrations=demonstrations)
+                tune(
+                    replace(config, iterations=iterations),
+                    world,
+                    policy,
+                    run=run,
+                    guidance=Guidance(demonstrations=demonstrations),
+                )
             finals.append(policy.state_dict())
         assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
 

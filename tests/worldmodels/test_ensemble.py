@@ -16,7 +16,7 @@ from worldmodels import load_world_model, save_world_model
 from worldmodels.diagnostics import examine
 from worldmodels.ensemble import EnsembleConfig, EnsembleModel
 from worldmodels.env import PENALTY, ImaginedWorld, Truncation
-from worldmodels.imagination import context_at, recorded_starts
+from worldmodels.imagination import context_at, keyframes, recorded_starts
 from worldmodels.protocol import Context
 from worldmodels.transitions import TransitionData
 
@@ -170,3 +170,22 @@ def test_bad_data_is_refused():
         data.select([0]).split(0.1, torch.Generator())
     with pytest.raises(ConfigError, match="at least 1"):
         EnsembleConfig(members=0)
+
+
+def test_keyframes_are_where_successes_make_progress():
+    episodes = recorded(12, steps=8, seed=3)
+    chosen = keyframes(episodes)
+    assert episodes.success is not None and episodes.reward is not None
+    won = episodes.success.nonzero()[:, 0]
+    assert set(episodes.episode_of_step[chosen].tolist()) == set(won.tolist())
+    for episode in won.tolist():
+        start, length = int(episodes.starts[episode]), int(episodes.lengths[episode])
+        mine = chosen[episodes.episode_of_step[chosen] == episode] - start
+        made = episodes.reward[start : start + length].cumsum(0)
+        assert mine[0] == 0 and bool((mine.diff() > 0).all())
+        for part in (1, 2, 3):
+            passes = int((made >= made.max() * part / 4).nonzero()[0, 0])
+            assert passes in mine.tolist()
+    assert len(recorded_starts(episodes, steps=chosen)(np.arange(5)).observation) == 2
+    with pytest.raises(ConfigError, match="no rewards"):
+        keyframes(replace(episodes, rewards=None))

@@ -1,0 +1,46 @@
+"""What fine-tuning may lean on beside its own episodes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.policy import Policy
+from robopolicy.core.spec import PolicySpec
+from robopolicy.rl.mechanisms import Need
+from robopolicy.training.demonstrations import Demonstrations
+from robopolicy.training.pretrain import regression_batches
+
+EXPERT_BATCH = 256
+"""Decisions of experts that an actor step looks at."""
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """teacher: another policy; demonstrations: states to begin from; experts: recorded episodes to imitate."""
+
+    teacher: Policy | None = None
+    demonstrations: Demonstrations | None = None
+    experts: Episodes | None = None
+
+    def gives(self, learner: PolicySpec) -> frozenset[Need]:
+        """Return what mechanisms may count on when a policy of spec `learner` is tuned."""
+        have = set()
+        if self.teacher is not None:
+            have.add(Need.TEACHER)
+            its = self.teacher.spec
+            if (learner.units, learner.categorical) == (its.units, its.categorical):
+                have.add(Need.SAME_UNITS)
+        if self.demonstrations is not None:
+            have.add(Need.DEMONSTRATIONS)
+        if self.experts is not None:
+            have.add(Need.EXPERTS)
+        return frozenset(have)
+
+    def expert_batches(self, policy: Any, generator: torch.Generator) -> Iterator[dict[str, Any]] | None:
+        """Return batches for `policy.loss`, drawn from the experts for ever, or None if there are none."""
+        if self.experts is None:
+            return None
+        return regression_batches(policy, self.experts, EXPERT_BATCH, generator)
