@@ -5,6 +5,7 @@ interleaved in one process. algorithms: success against environment steps on the
 mechanisms: ten small experiments, each asking whether a paper's claim shows. edge_of_reach: values in a perfect model.
 trajectories, planning: are guided trajectories true and good to learn from; do cautious plans stay true? joint:
 planning with one model of actions, futures and values. ranking: do world models order policies as the simulator does?
+imagination: fine-tuning inside world models, judged for real, and what happens on narrow data.
 All but the first go on where they were interrupted.
 """
 
@@ -23,6 +24,7 @@ BENCHMARKS = {
     "planning": "bench_worlds",
     "joint": "bench_worlds",
     "ranking": "bench_ranking",
+    "imagination": "bench_imagination",
 }
 """Name -> the module that has its `benchmark`; sims knows nothing of runs."""
 

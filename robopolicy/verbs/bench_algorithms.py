@@ -9,16 +9,14 @@ import numpy as np
 
 from robopolicy.build import build_world, choose_device, open_policy
 from robopolicy.configuration import Config, compose
-from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.progress import progress
 from robopolicy.core.run import RunFolder
-from robopolicy.core.storage import write_atomic, write_json
 from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.curves import method_curves
-from robopolicy.evaluation.report import Report, Section, render
-from robopolicy.runs import output, print_table, publish
+from robopolicy.evaluation.report import Report, Section
+from robopolicy.runs import print_table
 from robopolicy.training.finetune import FinetuneConfig, finetune
-from robopolicy.verbs.bench_runs import Variant, pooled, rate_text, run_variant
+from robopolicy.verbs.bench_runs import Variant, chosen_from, conclude, pooled, rate_text, run_variant
 
 GENTLE = (
     "finetune.iterations=60",
@@ -63,12 +61,7 @@ METHODS: dict[str, Variant] = {
 
 def benchmark(config: Config) -> dict[str, Any]:
     """Run what is missing, print the table, write benchmark.json and report.html, and return the figures."""
-    names = config.bench.methods or tuple(METHODS)
-    for name in names:
-        if name not in METHODS:
-            raise ConfigError(
-                f"There is no method '{name}'.{did_you_mean(name, METHODS)} There are {', '.join(METHODS)}."
-            )
+    names = chosen_from(config, METHODS)
     root = config.run.root / "bench" / "algorithms"
     figures = {task: {name: measure(config, root, task, name) for name in names} for task in config.bench.tasks}
     report = Report(title="Algorithms", subtitle=f"{len(config.bench.seeds)} seeds, success over paired episodes")
@@ -91,10 +84,7 @@ def benchmark(config: Config) -> dict[str, Any]:
             report.sections.append(Section(f"{task}: time of an iteration", header=header, rows=lines))
             print_table(f"{task}: time of an iteration", header, lines)
             figures[task] = {**figures[task], "iteration": found}
-    write_atomic(root / "report.html", render(report))
-    write_json(root / "benchmark.json", figures)
-    publish(config, figures)
-    output.print(f"Report: {root / 'report.html'}")
+    conclude(config, root, report, figures)
     return figures
 
 

@@ -7,12 +7,12 @@ import numpy as np
 
 from robopolicy.benchmarks.edge_of_reach import ARMS, build_problem, measure
 from robopolicy.configuration import Config
-from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.storage import read_json, write_atomic, write_json
+from robopolicy.core.storage import read_json, write_json
 from robopolicy.evaluation.curves import value_curves
-from robopolicy.evaluation.report import Report, Section, render
-from robopolicy.runs import output, print_table, publish
+from robopolicy.evaluation.report import Report, Section
+from robopolicy.runs import print_table
 from robopolicy.training.imagined_values import ImaginedValuesConfig
+from robopolicy.verbs.bench_runs import chosen_from, conclude
 
 PROBLEMS = {
     "point": tuple(ARMS),
@@ -24,12 +24,9 @@ LENGTH = ImaginedValuesConfig(epochs=16, rollouts=1000, updates=250)
 
 
 def benchmark(config: Config) -> dict[str, Any]:
-    """Run what is missing, print a table a problem, write report.html and edge_of_reach.json, return the figures."""
+    """Run what is missing, print a table a problem, write report.html and benchmark.json, return the figures."""
     root = config.run.root / "bench" / "edge_of_reach"
-    names = config.bench.methods or tuple(ARMS)
-    for name in names:
-        if name not in ARMS:
-            raise ConfigError(f"There is no arm '{name}'.{did_you_mean(name, ARMS)} There are {', '.join(ARMS)}.")
+    names = chosen_from(config, ARMS)
     report = Report(title="The edge of reach", subtitle=f"{len(config.bench.seeds)} seeds, perfect dynamics")
     figures: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for problem, arms in PROBLEMS.items():
@@ -47,10 +44,7 @@ def benchmark(config: Config) -> dict[str, Any]:
         report.sections.append(Section(f"{problem}: after learning", header=header, rows=lines))
         print_table(problem, header, lines)
         figures[problem] = runs
-    write_atomic(root / "report.html", render(report))
-    write_json(root / "edge_of_reach.json", figures)
-    publish(config, figures)
-    output.print(f"Report: {root / 'report.html'}")
+    conclude(config, root, report, figures)
     return figures
 
 

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from robopolicy.configuration import Config
-from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.storage import write_atomic, write_json
 from robopolicy.evaluation.intervals import wilson
-from robopolicy.evaluation.report import Report, Section, render
-from robopolicy.runs import output, print_table, publish
-from robopolicy.verbs.bench_runs import Outcome, Variant, rate_text, run_variant
+from robopolicy.evaluation.report import Report, Section
+from robopolicy.runs import print_table
+from robopolicy.verbs.bench_runs import Outcome, Variant, chosen_from, conclude, rate_text, run_variant
 
 TASK = "push_cube"
 SMALL = (
@@ -187,11 +185,8 @@ CHECKS: dict[str, Check] = {
 
 
 def benchmark(config: Config) -> dict[str, Any]:
-    """Run what is missing, print a table a check, write mechanisms.json and report.html, and return the figures."""
-    names = config.bench.methods or tuple(CHECKS)
-    for name in names:
-        if name not in CHECKS:
-            raise ConfigError(f"There is no check '{name}'.{did_you_mean(name, CHECKS)} There are {', '.join(CHECKS)}.")
+    """Run what is missing, print a table a check, write benchmark.json and report.html, and return the figures."""
+    names = chosen_from(config, CHECKS)
     root = config.run.root / "bench" / "mechanisms"
     report = Report(title="Mechanisms", subtitle=f"{TASK}, {len(config.bench.seeds)} seeds, after the last iteration")
     figures = {}
@@ -200,10 +195,7 @@ def benchmark(config: Config) -> dict[str, Any]:
         header, lines = table_of(figures[name])
         report.sections.append(Section(name, CHECKS[name].claim, header=header, rows=lines))
         print_table(f"{name}: {CHECKS[name].claim}", header, lines)
-    write_atomic(root / "report.html", render(report))
-    write_json(root / "mechanisms.json", figures)
-    publish(config, figures)
-    output.print(f"Report: {root / 'report.html'}")
+    conclude(config, root, report, figures)
     return figures
 
 

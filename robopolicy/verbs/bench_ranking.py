@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from robopolicy.configuration import Config, compose
-from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.storage import read_json, write_atomic, write_json
+from robopolicy.core.storage import read_json
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.plots import Rate
-from robopolicy.evaluation.report import Report, Section, agreement, render
-from robopolicy.runs import output, print_table, publish
-from robopolicy.verbs import collect, rank, worldmodel
-from robopolicy.verbs.bench_runs import Variant, pretrained, run_variant, settings_of
+from robopolicy.evaluation.report import Report, Section, agreement
+from robopolicy.runs import print_table
+from robopolicy.verbs import rank
+from robopolicy.verbs.bench_runs import Variant, chosen_from, conclude, modelled, pretrained, run_variant, settings_of
 
 FIRST_SEED = 100
 """Of the policies; world models take theirs from bench.seeds."""
@@ -40,18 +39,12 @@ MODELS: dict[str, tuple[str, ...]] = {
     "rssm": (),
     "pixel_diffusion": ("world.cameras=[top]", "worldmodel.fit.learning_rate=1e-3"),
 }
-"""Kind -> what it changes about the recipe."""
-
-DEFAULT_MODELS = ("ensemble", "rssm")
-"""Those that take minutes; those of pictures take longer."""
+"""Kind -> what it changes about the recipe. State models take minutes, those of pictures longer."""
 
 
 def benchmark(config: Config) -> dict[str, Any]:
     """Train what is missing, rank, print the tables, write benchmark.json and report.html, and return the figures."""
-    kinds = config.bench.methods or DEFAULT_MODELS
-    for kind in kinds:
-        if kind not in MODELS:
-            raise ConfigError(f"There is no model '{kind}'.{did_you_mean(kind, MODELS)} There are {', '.join(MODELS)}.")
+    kinds = chosen_from(config, MODELS)
     root = config.run.root / "bench" / "ranking"
     figures = {task: measure(config, root, task, kinds) for task in config.bench.tasks}
     subtitle = f"{len(POLICIES)} independently trained policies on the same starts"
@@ -63,10 +56,7 @@ def benchmark(config: Config) -> dict[str, Any]:
             title = f"{task}: {name} against the simulator"
             report.sections.append(Section(title, svg=scatter(found["policies"])))
         print_table(task, header, lines)
-    write_atomic(root / "report.html", render(report))
-    write_json(root / "benchmark.json", figures)
-    publish(config, figures)
-    output.print(f"Report: {root / 'report.html'}")
+    conclude(config, root, report, figures)
     return figures
 
 
@@ -101,13 +91,9 @@ def trained_policy(config: Config, root: Path, task: str, name: str, seed: int) 
 def trained_model(config: Config, root: Path, task: str, kind: str, seed: int) -> Path:
     """Return the run folder of a world model, trained on data of its own."""
     base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
-    settings = [*settings_of(config, root, task, seed), *MODELS[kind]]
-    seen = f"data_{kind}" if any(setting.startswith("world.cameras") for setting in settings) else "data"
-    collect.run(compose([*settings, f"run.name={seen}"]))
-    data = root / task / "collect" / seen / str(seed) / "dataset"
-    own = f"worldmodel.kind={kind}", f"worldmodel.policies=[{base}]", f"worldmodel.data=[{data}]"
-    worldmodel.run(compose([*settings, f"run.name={kind}", *own]))
-    return root / task / "worldmodel" / kind / str(seed)
+    settings = *MODELS[kind], f"worldmodel.kind={kind}", f"worldmodel.policies=[{base}]"
+    filmed = any(setting.startswith("world.cameras") for setting in settings)
+    return modelled(config, root, task, kind, seed, settings, "data_filmed" if filmed else "data")
 
 
 def scatter(policies: list[Mapping[str, Any]]) -> str:

@@ -11,11 +11,13 @@ from typing import Any
 from rich.rule import Rule
 
 from robopolicy.configuration import Config, compose
+from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.run import RunFolder
-from robopolicy.core.storage import read_json
+from robopolicy.core.storage import read_json, write_atomic, write_json
 from robopolicy.evaluation.intervals import wilson
-from robopolicy.runs import output
-from robopolicy.verbs import collect, finetune, train
+from robopolicy.evaluation.report import Report, render
+from robopolicy.runs import output, publish
+from robopolicy.verbs import collect, finetune, train, worldmodel
 
 TOKEN = (
     "policy.kind=token",
@@ -93,6 +95,21 @@ def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> P
     return base
 
 
+def modelled(
+    config: Config, root: Path, task: str, label: str, seed: int, settings: Sequence[str], data: str = "data"
+) -> Path:
+    """Return the run folder of a world model under root/task that learns from recordings `data` and as settings say."""
+    folder = root / task / "worldmodel" / label / str(seed)
+    if not (folder / "result.json").exists():
+        shared = settings_of(config, root, task, seed)
+        filmed = [setting for setting in settings if setting.startswith("world.")]
+        output.print(Rule(f"[bold]{task}, world model {label}, seed {seed}", align="left"))
+        collect.run(compose([*shared, *filmed, f"run.name={data}"]))
+        recordings = root / task / "collect" / data / str(seed) / "dataset"
+        worldmodel.run(compose([*shared, f"run.name={label}", f"worldmodel.data=[{recordings}]", *settings]))
+    return folder
+
+
 def run_variant(config: Config, root: Path, task: str, label: str, variant: Variant, seed: int) -> Outcome:
     """Do what has not been done yet under root/task, and return what came of it."""
     tuned = root / task / "finetune" / label / str(seed)
@@ -106,6 +123,24 @@ def run_variant(config: Config, root: Path, task: str, label: str, variant: Vari
         changed = [f"run.name={label}", f"finetune.policy={base / 'checkpoint'}", *variant.settings]
         finetune.run(compose([*settings_of(config, root, task, seed), *changed]))
     return Outcome(read_json(tuned / "result.json"), RunFolder(tuned).metrics())
+
+
+def chosen_from(config: Config, known: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return bench.methods, by default all that are `known`; ConfigError for one that is not."""
+    for name in config.bench.methods:
+        if name not in known:
+            raise ConfigError(
+                f"bench.methods: there is no '{name}'.{did_you_mean(name, known)} There are {', '.join(known)}."
+            )
+    return config.bench.methods or tuple(known)
+
+
+def conclude(config: Config, root: Path, report: Report, figures: Mapping[str, Any]) -> None:
+    """Write report.html and benchmark.json into `root`, and the figures to json=PATH when asked."""
+    write_atomic(root / "report.html", render(report))
+    write_json(root / "benchmark.json", figures)
+    publish(config, figures)
+    output.print(f"Report: {root / 'report.html'}")
 
 
 def pooled(measured: Sequence[Mapping[str, Any]]) -> dict[str, float]:

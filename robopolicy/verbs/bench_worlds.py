@@ -8,9 +8,10 @@ import numpy as np
 
 from robopolicy.benchmarks import joint, planning, trajectories
 from robopolicy.configuration import Config
-from robopolicy.core.storage import read_json, write_atomic, write_json
-from robopolicy.evaluation.report import Report, Section, render
-from robopolicy.runs import output, print_table, publish
+from robopolicy.core.storage import read_json, write_json
+from robopolicy.evaluation.report import Report, Section
+from robopolicy.runs import print_table
+from robopolicy.verbs.bench_runs import conclude
 
 Runs = Sequence[Mapping[str, Any]]
 
@@ -102,8 +103,6 @@ def benchmark(config: Config) -> dict[str, Any]:
     for title, header, lines in experiment.tables(runs):
         report.sections.append(Section(title, header=header, rows=lines))
         print_table(title, header, lines)
-    write_atomic(root / "report.html", render(report))
     figures = {str(seed): run for seed, run in zip(config.bench.seeds, runs, strict=True)}
-    publish(config, figures)
-    output.print(f"Report: {root / 'report.html'}")
+    conclude(config, root, report, figures)
     return figures

@@ -1,13 +1,14 @@
-"""Ranking: how checkpoints are told apart, and several models in one table."""
+"""Benchmarks made of runs, smaller than they are meant to be; how checkpoints are told apart."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
-from robopolicy.verbs import bench, bench_ranking
+from robopolicy.verbs import bench, bench_imagination, bench_ranking
 from robopolicy.verbs.rank import runs_of
 
 TINY = [
@@ -31,7 +32,13 @@ TINY = [
     "worldmodel.examine_rows=16",
     "worldmodel.examine_steps=100",
     "rank.episodes=8",
+    "imagine.watch=8",
 ]
+
+
+def benchmark(root, *chosen):
+    overrides = ",".join(f"'{setting}'" for setting in TINY)
+    return bench.run(compose([*chosen, "bench.seeds=[0]", f"run.root={root}", f"bench.overrides=[{overrides}]"]))
 
 
 def test_checkpoints_are_named_by_what_differs():
@@ -49,10 +56,8 @@ def test_checkpoints_are_named_by_what_differs():
 def test_models_of_several_kinds_rank_the_same_policies(tmp_path, monkeypatch, capsys):
     few = {"novice": ("novice", None), "base": ("diffusion", None), "tuned": ("diffusion", 0.9)}
     monkeypatch.setattr(bench_ranking, "POLICIES", few)
-    overrides = ",".join(f"'{setting}'" for setting in TINY)
-    chosen = ["bench.name=ranking", "bench.tasks=[push_cube]", "bench.seeds=[0]", "bench.methods=[ensemble,rssm]"]
-    config = compose([*chosen, f"run.root={tmp_path}", f"bench.overrides=[{overrides}]"])
-    assert bench.run(config) == 0
+    chosen = "bench.name=ranking", "bench.tasks=[push_cube]", "bench.methods=[ensemble,rssm]"
+    assert benchmark(tmp_path, *chosen) == 0
     shown = capsys.readouterr().out
     assert "ensemble" in shown and "rssm" in shown and "mmrv" in shown
     figures = json.loads((tmp_path / "bench/ranking/benchmark.json").read_text())["push_cube"]
@@ -60,4 +65,17 @@ def test_models_of_several_kinds_rank_the_same_policies(tmp_path, monkeypatch, c
     assert names[0] == names[1] and len(names[0]) == 3
     real = [{row["name"]: row["real"] for row in figures[model]["policies"]} for model in ("ensemble 0", "rssm 0")]
     assert real[0] == real[1]
-    assert bench.run(config) == 0, "nothing is done twice"
+    assert benchmark(tmp_path, *chosen) == 0, "nothing is done twice"
+
+
+def test_imagined_and_real_success_stand_beside_each_other(tmp_path, monkeypatch, capsys):
+    narrow = bench_imagination.ARMS["narrow, experts beside"]
+    monkeypatch.setitem(bench_imagination.ARMS, "narrow, experts beside", replace(narrow, described=()))
+    arms = "bench.methods=[ensemble,'narrow, experts beside']"
+    assert benchmark(tmp_path, "bench.name=imagination", "bench.tasks=[push_cube]", arms) == 0
+    assert "imagined - real" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "bench/imagination/benchmark.json").read_text())["push_cube"]
+    for row in figures.values():
+        assert row["env_steps"] == [0]
+        assert row["base"]["episodes"] == row["tuned"]["episodes"] == row["imagined"]["episodes"] == 8
+        assert [record["iteration"] for record in row["records"][0]] == [0, 1]
