@@ -43,7 +43,13 @@ from robopolicy.training.experience import (
 )
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.props import PropsCollector, props_collector
-from robopolicy.training.state import load_trainer, require_finite, require_same_config, save_trainer
+from robopolicy.training.state import (
+    load_trainer,
+    require_finite,
+    require_same_config,
+    require_same_parts,
+    save_trainer,
+)
 from robopolicy.training.update import Learner
 
 Evaluate = Callable[[Policy, bool], Mapping[str, float]]
@@ -344,7 +350,10 @@ class _Finetuning:
         if self.run_folder is None:
             return
         self.policy.save(self.run_folder.path / "last")
-        tree = {
+        save_trainer(self.run_folder.resume_point, self._tree())
+
+    def _tree(self) -> dict[str, Any]:
+        return {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
             "history": list(self.history),
@@ -361,7 +370,6 @@ class _Finetuning:
             "return_scale": self.return_scale.state_dict(),
             "generators": self.generators.state(),
         }
-        save_trainer(self.run_folder.resume_point, tree)
 
     def _settings(self) -> dict[str, Any]:
         return {"seed": self.seed, **to_plain(self.config)}
@@ -370,6 +378,7 @@ class _Finetuning:
         tree = None if self.run_folder is None else load_trainer(self.run_folder.resume_point)
         if tree is None or self.run_folder is None:
             return
+        require_same_parts(tree, self._tree(), self.run_folder.resume_point)
         require_same_config(tree["config"], self._settings(), may_change=("iterations", "target_success"))
         self.iteration, self.env_steps, self.best = tree["iteration"], tree["env_steps"], tree["best"]
         self.reached_target, self.stopped = tree["reached_target"], tree["stopped"]

@@ -72,6 +72,16 @@ def load_trainer(folder: Path) -> dict[str, Any] | None:
     return load_tree(folder, _NAME) if folder.exists() else None
 
 
+def require_same_parts(saved: Tree, current: Tree, folder: Path) -> None:
+    """Raise CheckpointError unless the state in `folder` has the parts that this version goes on from."""
+    if saved.keys() != current.keys():
+        parts = ", ".join(sorted(set(saved) ^ set(current)))
+        raise CheckpointError(
+            f"{folder} was left by another version (it differs in: {parts}). Go on with that version, or start over "
+            "with run.fresh=true."
+        )
+
+
 def require_same_config(saved: Mapping[str, Any], current: Mapping[str, Any], may_change: Sequence[str]) -> None:
     """Raise ConfigError naming the keys in which a resumed run differs, apart from those that may change."""
     keys = (set(saved) | set(current)) - set(may_change)

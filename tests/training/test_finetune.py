@@ -16,6 +16,7 @@ from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.rl.ratios import RatioLevel
 from robopolicy.training import update
 from robopolicy.training.finetune import FinetuneConfig, FinetuneResult, finetune
+from robopolicy.training.state import load_trainer, save_trainer
 
 CONFIG = FinetuneConfig(
     iterations=40,
@@ -226,6 +227,15 @@ def test_a_corrupt_resume_point_is_an_error_not_a_fresh_start(tmp_path: Path, fi
     (tmp_path / "resume" / file).write_bytes(b"{")
     with pytest.raises(CheckpointError, match="corrupt"):
         _tune(replace(CONFIG, iterations=1), tmp_path)
+
+
+def test_a_state_of_another_version_is_told(tmp_path: Path):
+    _tune(replace(CONFIG, iterations=1), tmp_path)
+    tree = load_trainer(RunFolder(tmp_path).resume_point)
+    assert tree is not None
+    save_trainer(RunFolder(tmp_path).resume_point, {key: tree[key] for key in tree if key != "stopped"})
+    with pytest.raises(CheckpointError, match=r"another version .*stopped"):
+        _tune(replace(CONFIG, iterations=2), tmp_path)
 
 
 def test_a_resumed_run_must_have_the_same_configuration(tmp_path: Path):
