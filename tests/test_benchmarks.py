@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from robopolicy.benchmarks import joint, planning, trajectories
+from robopolicy.benchmarks import joint, planning, styles, trajectories
 from robopolicy.benchmarks.replay import replay
 from robopolicy.verbs.bench_worlds import EXPERIMENTS
 from worldmodels.edm import EdmConfig
+from worldmodels.rssm_dynamics import RssmConfig
 from worldmodels.trajectory_diffusion import TrajectoryConfig
 from worldmodels.transitions import TransitionData
 
@@ -34,5 +35,8 @@ def test_the_experiments_run():
     assert set(figures) == {"policy", "planned", "cautious", "curious", "before"}
     title, header, lines = EXPERIMENTS["planning"].tables([figures])[0]
     assert title and len(lines) == 5 and all(len(line) == len(header) for line in lines)
+    looks = styles.Scale(episodes=8, held_out=4, looks=1, unseen=1, fit=5, model=RssmConfig(size="tiny"))
+    seen = styles.measure(0, looks)
+    assert len(EXPERIMENTS["styles"].tables([seen])[0][2]) == 4
     both = joint.measure(0, joint.Scale(episodes=8, noise=(0.2, 1.0), fit=20, candidates=2, judged=8))
     assert len(EXPERIMENTS["joint"].tables([both])[0][2]) == 4

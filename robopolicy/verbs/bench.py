@@ -2,10 +2,11 @@
 
 sims: our engine against pure physics, gymnasium's vector environments on the same scene, and Meta-World's own,
 interleaved in one process. algorithms: success against environment steps on the same tasks, bases and seeds.
-mechanisms: ten small experiments, each asking whether a paper's claim shows. edge_of_reach: values in a perfect model.
-trajectories, planning: are guided trajectories true and good to learn from; do cautious plans stay true? joint:
-planning with one model of actions, futures and values. ranking: do world models order policies as the simulator does?
-imagination: fine-tuning inside world models, judged for real, and what happens on narrow data.
+mechanisms: ten small experiments, each asking whether a paper's claim shows. Of world models: ranking (do they order
+policies as the simulator does?), imagination (fine-tuning inside them, judged for real, and on narrow data),
+edge_of_reach (values in a perfect model), trajectories (are guided ones true and good to learn from?), planning (do
+cautious plans stay true?), styles (are unseen looks read better after other looks?), joint (planning with one model of
+actions, futures and values).
 All but the first go on where they were interrupted.
 """
 
@@ -23,6 +24,7 @@ BENCHMARKS = {
     "trajectories": "bench_worlds",
     "planning": "bench_worlds",
     "joint": "bench_worlds",
+    "styles": "bench_worlds",
     "ranking": "bench_ranking",
     "imagination": "bench_imagination",
 }

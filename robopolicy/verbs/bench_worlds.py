@@ -1,4 +1,4 @@
-"""`bench trajectories`, `planning` and `joint`: claims about world models, asked of the simulator, seed by seed."""
+"""`bench trajectories`, `planning`, `styles`, `joint`: claims about world models, asked of the simulator by seed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.benchmarks import joint, planning, trajectories
+from robopolicy.benchmarks import joint, planning, styles, trajectories
 from robopolicy.configuration import Config
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.evaluation.report import Report, Section
@@ -59,6 +59,22 @@ def planning_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
     return [("Mean (each seed), errors in standard deviations of the data", header, lines)]
 
 
+def style_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return how well the known look and unseen ones are read."""
+    names = {"reward_error": ".3f", "success_f1": ".2f", "picture": ".2f"}
+    header = ["learned from, examined in", "error of the reward", "F1 of success", "PSNR 10 steps ahead, dB"]
+    lines = []
+    for name in runs[0]:
+        for look in runs[0][name]:
+            each = [[run[name][look][key] for run in runs] for key in names]
+            cells = [
+                f"{np.mean(values):{form}} ({' '.join(f'{value:{form}}' for value in values)})"
+                for values, form in zip(each, names.values(), strict=True)
+            ]
+            lines.append([f"{name}, {look}", *cells])
+    return [("Mean (each seed); the reward's error is a share of its variance", header, lines)]
+
+
 def joint_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return the success of acting and planning."""
     lines = []
@@ -80,6 +96,11 @@ EXPERIMENTS = {
         "Cautious plans stay true in imagination, curious ones teach the model more.",
         lambda seed: planning.measure(seed, planning.Scale()),
         planning_tables,
+    ),
+    "styles": Experiment(
+        "A model that saw the same episodes in other looks reads unseen looks better.",
+        lambda seed: styles.measure(seed, styles.Scale()),
+        style_tables,
     ),
     "joint": Experiment(
         "A model of actions, futures and values acts better with a look ahead, if it knows failures.",

@@ -1,0 +1,108 @@
+"""Sword's question: does a model that has seen the same episodes in other looks read an unseen look better?
+
+A recurrent model sees a robot's joints and a camera's picture; where the cube is, the picture alone tells. One model
+learns from one look, another from the same episodes filmed in several, with as many training steps. Both are examined
+on held-out episodes, in the look that both know and in looks that neither does.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from robopolicy.benchmarks.planning import expert
+from robopolicy.benchmarks.replay import TASK
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, WorldSpec
+from robopolicy.data.record import record
+from robopolicy.data.restyle import restyled
+from robopolicy.training.fit import FitConfig
+from robopolicy.training.stages import fit_stages
+from sims.registry import make_world
+from worldmodels.diagnostics import one_step, open_loop
+from worldmodels.rssm import RssmModel
+from worldmodels.rssm_dynamics import RssmConfig
+
+CAMERA = "top"
+UNSEEN = 1000
+"""Looks from this number on are for the examination alone."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """episodes, held_out: recorded; looks: besides the plain one, of the model that sees many; unseen: of the
+    examination; pixels: a side; fit: training steps; horizon: steps that recorded actions are followed.
+    """
+
+    episodes: int = 200
+    held_out: int = 50
+    looks: int = 6
+    unseen: int = 4
+    pixels: int = 32
+    fit: int = 1500
+    horizon: int = 10
+    model: RssmConfig = field(default_factory=RssmConfig)
+
+
+def measure(seed: int, scale: Scale) -> dict[str, dict[str, dict[str, float]]]:
+    """Return, by model and look, errors of reward and picture and the score of the success head."""
+    world = camera_world(scale, seed)
+    played = [record(world, expert(world, noise, derive(seed, str(noise))), seeds(seed, noise)) for noise in (0.3, 1.0)]
+    episodes = seen_only(Episodes.concatenate([part.select(range(scale.episodes // 2)) for part in played]))
+    held = [part.select(range(scale.episodes // 2, (scale.episodes + scale.held_out) // 2)) for part in played]
+    held_out = seen_only(Episodes.concatenate(held))
+    looks = [restyled(camera_world(scale, seed, style), episodes) for style in range(1, scale.looks + 1)]
+    unseen = [restyled(camera_world(scale, seed, style), held_out) for style in range(UNSEEN, UNSEEN + scale.unseen)]
+    spec = replace(world.spec, observation=without_cube(world.spec))
+    found = {}
+    for name, training in {"one look": episodes, "many looks": Episodes.concatenate([episodes, *looks])}.items():
+        model = RssmModel.build(scale.model, spec, training, derive(seed, "model"))
+        fit_stages(
+            model, training, FitConfig(steps=scale.fit, learning_rate=3e-3, checkpoint_every=10**9), Generators(seed)
+        )
+        model.calibrate(training)
+        model.eval()
+        found[name] = {"the plain look": figures(model, held_out, scale)}
+        found[name]["unseen looks"] = mean_of([figures(model, look, scale) for look in unseen])
+    world.close()
+    return found
+
+
+def camera_world(scale: Scale, seed: int, style: int = 0) -> Any:
+    """Return push_cube filmed from above, in a look."""
+    return make_world(TASK, 64, seed=seed, cameras=(CAMERA,), image_size=scale.pixels, style=style)
+
+
+def seeds(seed: int, noise: float) -> Any:
+    """Return enough episode seeds."""
+    return episode_seeds(seed, f"styles/{noise}", 512)
+
+
+def without_cube(spec: WorldSpec) -> dict[str, Any]:
+    """Return the fields that a robot with a camera has."""
+    return {key: field for key, field in spec.observation.items() if key != ENVIRONMENT_STATE}
+
+
+def seen_only(episodes: Episodes) -> Episodes:
+    """Return `episodes` without the cube's true place."""
+    kept = {key: value for key, value in episodes.observation.items() if key != ENVIRONMENT_STATE}
+    fields = {key: value for key, value in episodes.observation_fields.items() if key != ENVIRONMENT_STATE}
+    return replace(episodes, observation=kept, observation_fields=fields)
+
+
+def figures(model: RssmModel, episodes: Episodes, scale: Scale) -> dict[str, float]:
+    """Return what is compared."""
+    single = one_step(model, episodes, torch.Generator().manual_seed(0), 4000)
+    followed = open_loop(model, episodes, torch.Generator().manual_seed(0), 256, (scale.horizon,))[str(scale.horizon)]
+    return {
+        "reward_error": float(single["reward_error"]),
+        "success_f1": float(single["success"]["f1"]),
+        "picture": followed[IMAGE_PREFIX + CAMERA]["model"],
+        "picture_copied": followed[IMAGE_PREFIX + CAMERA]["copy"],
+    }
+
+
+def mean_of(each: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of every figure."""
+    return {name: sum(found[name] for found in each) / len(each) for name in each[0]}
