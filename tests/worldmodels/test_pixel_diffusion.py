@@ -16,18 +16,18 @@ from robopolicy.training.stages import fit_stages
 from worldmodels import load_world_model, save_world_model
 from worldmodels.diagnostics import examine
 from worldmodels.env import ImaginedWorld
+from worldmodels.frame_readout import ReadoutConfig, to_frames, to_pixels
 from worldmodels.imagination import context_at, recorded_starts
 from worldmodels.pixel_diffusion import PixelDiffusionModel
-from worldmodels.pixel_networks import PixelDenoiser, PixelDiffusionConfig, to_frames, to_pixels
+from worldmodels.pixel_networks import PixelDenoiser, PixelDiffusionConfig
 
 IMAGE = "observation.images.top"
 PIXELS = 16
 SPEC = replace(
     point_world.SPEC, observation={**point_world.SPEC.observation, IMAGE: Field((PIXELS, PIXELS, 3), "uint8")}
 )
-TINY = PixelDiffusionConfig(
-    size="tiny", batch_size=32, readout_batch_size=64, dreams=256, members=3, precision="float32"
-)
+READOUT = ReadoutConfig(batch_size=64, dreams=256, members=3)
+TINY = PixelDiffusionConfig(size="tiny", batch_size=32, readout=READOUT, precision="float32")
 
 
 def spots(position):
@@ -145,7 +145,7 @@ def test_checkpoints_round_trip(learned, tmp_path):
 
 def test_training_batches_are_a_function_of_the_generator():
     data = recorded(20)
-    model = PixelDiffusionModel.build(replace(TINY, dreams=8), SPEC, data, 0)
+    model = PixelDiffusionModel.build(replace(TINY, readout=replace(READOUT, dreams=8)), SPEC, data, 0)
     for part, _ in model.stages().values():
         first, again = (next(part.batches(data, torch.Generator().manual_seed(0))) for _ in range(2))
         assert torch.equal(first["frames"], again["frames"])
@@ -202,5 +202,5 @@ def test_bad_settings_and_data_are_refused():
     with pytest.raises(ConfigError, match="multiples of 8"):
         PixelDiffusionConfig(channels=(12, 24))
     with pytest.raises(ConfigError, match="share"):
-        PixelDiffusionConfig(dreamed_share=1.5)
+        ReadoutConfig(dreamed_share=1.5)
     assert PixelDiffusionConfig(size="diamond").networks.grid == 0

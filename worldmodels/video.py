@@ -1,0 +1,311 @@
+"""A latent video model of all cameras, steered frame by frame by actions, with a memory of poses (Ctrl-World, Guo et
+al. 2025, arXiv:2510.10125), at a size that two CPU cores can train.
+
+First an autoencoder of single views; then a transformer that denoises the latents of the next frames, all views of a
+frame together, given the recent frames and sparse older ones, each with the robot's pose; then a readout of vectors,
+reward, success and uncertainty, as of pixel diffusion. Deviations from Ctrl-World (1.5 B parameters, Stable Video
+Diffusion): trained from nothing; actions are the world's own, by adaptive layer norm as in IRASim (Zhu et al. 2024,
+arXiv:2406.14540) instead of cross-attention; latents are predicted as changes from the present frame, so that a network
+that says nothing repeats it; future frames see earlier ones only, so that frames can be imagined one by one; a share of
+the rows is trained where the sampler begins (see `VideoConfig.first_share`), and few denoising steps are enough.
+Axes: N or B rows, K history frames, L frames that the history reaches over, T or F future frames, V elements of all
+vector fields, A action dimension.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.progress import progress
+from robopolicy.core.spec import STATE, WorldSpec
+from robopolicy.core.structured import from_plain, to_plain
+from worldmodels import edm
+from worldmodels.frame_reader import PART, FrameReader, PartStage, saved_structure
+from worldmodels.frame_readout import to_frames, to_pixels
+from worldmodels.protocol import Context, Imagined, Latent, Regression
+from worldmodels.sequences import SequenceData
+from worldmodels.statistics import read_statistics
+from worldmodels.structure import StateStructure
+from worldmodels.transitions import success_bonus
+from worldmodels.video_configuration import VideoConfig
+from worldmodels.video_networks import VideoTransformer, ViewAutoencoder
+from worldmodels.video_training import DynamicsStage, LatentVideo
+
+VISIBLE = 0.1
+"""A pixel that is so far from the mean picture (1 is from black to white) weighs fully."""
+
+
+class VideoModel(nn.Module):
+    """A `LearnedModel` of the fields of `spec`, pictures and vectors; make one with `build` or `load_world_model`.
+
+    success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
+    """
+
+    change_std: Tensor
+
+    def __init__(
+        self, config: VideoConfig, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0
+    ):
+        super().__init__()
+        self.config, sizes = config, config.sizes
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            fields = config.readout, spec, structure, success_bonus
+            self.reader = FrameReader(*fields, depth=sizes.readout, hidden=sizes.hidden)
+            shapes = {field.shape for field in self.reader.pictures.values()}
+            if len(shapes) > 1:
+                raise ConfigError(f"One autoencoder reads all cameras, so they need one size, not {sorted(shapes)}.")
+            height, width, _ = next(iter(shapes))
+            self.autoencoder = ViewAutoencoder(sizes, height, width, config.precision)
+            factor, self.pose = self.autoencoder.factor, _pose_elements(self.reader)
+            self.latent = sizes.latent, self.reader.size[0] // factor, width // factor
+            self.transformer = VideoTransformer(
+                sizes,
+                self.latent,
+                history=len(config.ages),
+                chunk=config.chunk,
+                actions=spec.action.size,
+                poses=max(1, self.pose.stop - self.pose.start),
+                precision=config.precision,
+            )
+        self.register_buffer("change_std", torch.ones(sizes.latent))
+
+    @classmethod
+    def build(cls, config: VideoConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
+        """Return a fresh model of the world of `spec`, with structure and statistics read off `episodes`.
+
+        Raises ConfigError where there is no picture or cameras differ in size, DataError where the data's fields are
+        not the world's, NonFiniteError where the data is not finite.
+        """
+        structure, statistics = read_statistics(spec, episodes)
+        model = cls(config, spec, structure, success_bonus(episodes), seed)
+        model.reader.keep_statistics(statistics)
+        return model
+
+    def description(self) -> dict[str, Any]:
+        """Return what `restore` needs besides spec and weights."""
+        return {"config": to_plain(self.config), "success_bonus": self.reader.success_bonus}
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
+        """Return a model into which `weights` can be loaded."""
+        config = from_plain(VideoConfig, description["config"])
+        return cls(config, spec, saved_structure(weights), description["success_bonus"])
+
+    def stages(self) -> Mapping[str, tuple[Regression, float]]:
+        """First the autoencoder, then the dynamics of its latents, then what is read off imagined frames."""
+        config, readout = self.config, self.reader.readout
+        return {
+            "autoencoder": (
+                PartStage(self.autoencoder, self.view_batches, self._view_loss),
+                config.autoencoder_share,
+            ),
+            "dynamics": (DynamicsStage(self.transformer, config, self.change_std, self.encode_episodes), 1.0),
+            "readout": (PartStage(readout, self.readout_batches, readout.losses), config.readout_share),
+        }
+
+    @property
+    def context(self) -> int:
+        """How many frames it likes to begin with: what the history reaches over, and one for the first action."""
+        return self.config.span + 1
+
+    @property
+    def spec(self) -> WorldSpec:
+        """The world that is imitated, with the reward terms that are predicted."""
+        return self.reader.spec
+
+    @property
+    def uncertainty_quantiles(self) -> Tensor:
+        """Quantiles of the uncertainty of single steps on held-out data, [101]."""
+        return self.reader.uncertainty_quantiles
+
+    def view_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield {"views": uint8 [N, height, width, 3], "mean": [N, height, width, 3]} for ever; `generator` is all the
+        state. mean: the camera's mean picture; cameras take turns.
+        """
+        cameras = [episodes.observation[key] for key in self.reader.pictures]
+        spread = torch.linspace(0, len(cameras[0]) - 1, min(2000, len(cameras[0]))).long()
+        means = torch.stack([frames[spread].float().mean(0) for frames in cameras])
+        device, count = self.change_std.device, self.config.view_batch_size
+        camera = torch.arange(count) % len(cameras)
+        while True:
+            chosen = torch.randint(len(cameras[0]), (count,), generator=generator, device=generator.device).tolist()
+            views = torch.stack([cameras[which][place] for which, place in zip(camera.tolist(), chosen, strict=True)])
+            yield {"views": views.to(device), "mean": means[camera].to(device)}
+
+    def _view_loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"pixels", "divergence"}, each [N]; what differs from the mean picture weighs more."""
+        apart = (batch["views"].float() - batch["mean"]).abs().mean(-1) / 255
+        weight = 1 + self.config.moving * (apart / VISIBLE).clamp(max=1)
+        weight = (weight / weight.mean())[:, None]
+        return self.autoencoder.losses(to_pixels(batch["views"]), weight, self.config.divergence, generator)
+
+    @torch.no_grad()
+    def encode_episodes(self, episodes: Episodes) -> LatentVideo:
+        """Return all frames of `episodes` as latents, and keep the statistics of latents and of their changes."""
+        reader, coder = self.reader, self.autoencoder
+        frames = [episodes.observation[key] for key in reader.pictures]
+        found = []
+        coder.mean.zero_()
+        coder.std.fill_(1.0)
+        with progress("Encoding frames", len(frames[0])) as advance:
+            for part in torch.arange(len(frames[0])).split(PART):
+                stacked = torch.cat([view[part] for view in frames], -3)
+                found.append(self._encode(stacked.to(self.change_std.device)).cpu())
+                advance(len(part))
+        latents = torch.cat(found)
+        coder.mean.copy_(latents.mean((0, 2, 3)))
+        coder.std.copy_(latents.std((0, 2, 3), correction=0).clamp_min(1e-6))
+        latents = (latents - coder.mean.cpu()[:, None, None]) / coder.std.cpu()[:, None, None]
+        states = reader.vector({key: value[None] for key, value in episodes.observation.items()}, slice(None))[0]
+        shifted = torch.zeros(len(latents), episodes.actions.shape[1])
+        shifted[torch.arange(episodes.step_count) + episodes.episode_of_step + 1] = episodes.actions
+        video = LatentVideo.of(episodes, latents, self._poses(states), reader.standard("action", shifted))
+        steps = (video.first < torch.arange(len(latents))).nonzero()[:, 0]
+        change = torch.zeros(len(coder.mean), dtype=torch.float64)
+        for part in steps.split(2048):
+            change += (latents[part] - latents[part - 1]).square().double().sum((0, 2, 3))
+        each = len(steps) * latents[0, 0].numel()
+        self.change_std.copy_((change / each).sqrt().clamp_min(1e-6))
+        return video
+
+    def readout_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield what `FrameReadout.losses` takes for ever; `generator` is all the state."""
+        return self.reader.batches(episodes, generator, partial(self._dream, SequenceData(episodes)))
+
+    def _dream(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
+        """Return frames [n, 3, height, width, 3] around `steps`, which lie anywhere in an imagined chunk."""
+        span, length = self.config.span, self.config.chunk
+        back = torch.randint(length, (len(steps),), generator=generator)
+        back = back.minimum(steps - data.episodes.starts[data.episodes.episode_of_step[steps]])
+        cut = data.cut(steps - back, span, length)
+        stacked = self.reader.stack(cut.frames).to(self.change_std.device)
+        states = self.reader.vector(cut.frames, slice(1, span + 1))
+        latent = self._latent(stacked[:, : span + 1], states, cut.actions[:, :span], steps.numpy())
+        _, new = self._predict(latent, cut.actions[:, span:].to(stacked.device))
+        shown = torch.cat([stacked[:, span - 1 : span + 1], new], 1)
+        return shown[torch.arange(len(steps))[:, None], back[:, None] + torch.arange(3)]
+
+    def calibrate(self, episodes: Episodes) -> None:
+        """Set the threshold of success and the quantiles of the uncertainty on imagined steps of held-out episodes."""
+        self.reader.calibrate(episodes, self.context, self.initial, self._judge)
+
+    def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
+        _, frames = self._predict(latent, actions[:, None])
+        seen = torch.cat([latent["frames"], frames], 1)
+        return self.reader.read(seen, latent["states"][:, -1], actions)[1:]
+
+    @torch.no_grad()
+    def initial(self, context: Context, seeds: np.ndarray) -> Latent:
+        """Return the latent: latents [R, L, C, height, width] and states [R, L, V] (in the world's units) of the frames
+        that the history reaches over, actions [R, L, A] that led to them, the last two frames [R, 2, height, width, 3],
+        the episode's seed and the number of the next step.
+
+        Missing frames repeat the first one, and their actions are zero.
+        """
+        frames, actions, known = self.reader.begin(context, self.context)
+        stacked, states = self.reader.stack(frames), self.reader.vector(frames, slice(1, None))
+        return self._latent(stacked.to(self.change_std.device), states, actions, seeds, known)
+
+    def _latent(self, frames: Tensor, states: Tensor, actions: Tensor, seeds: np.ndarray, known: int = 0) -> Latent:
+        """Return the latent after frames [R, L + 1, height, width, 3], of which the last `known` differ (0: all).
+
+        states, actions: [R, L, ...], of the last L frames, and what led to them.
+        """
+        device, length = self.change_std.device, self.config.span
+        count = min(known or length, length)
+        flat = rearrange(frames[:, -count:], "r l h w c -> (r l) h w c")
+        latents = torch.cat([self._encode(part) for part in flat.split(PART)]).unflatten(0, (len(frames), count))
+        place = torch.arange(count - length, count, device=device).clamp_min(0)
+        return {
+            "latents": latents[:, place],
+            "states": states.to(device),
+            "actions": actions.to(device),
+            "frames": frames[:, -2:],
+            **self.reader.counters(seeds),
+        }
+
+    @torch.no_grad()
+    def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
+        """Advance every row by a frame drawn from its own noise; success is terminal where the spec says so."""
+        latent, imagined = self.generate(latent, actions[:, None])
+        return latent, imagined[0]
+
+    @torch.no_grad()
+    def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
+        """Advance every row by T frames under actions [B, T, A] in the world's units, in chunks predicted together."""
+        found: list[Imagined] = []
+        for part in actions.to(latent["states"].dtype).split(self.config.chunk, 1):
+            latent, imagined = self._chunk(latent, part)
+            found += imagined
+        return latent, found
+
+    def _chunk(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
+        """Advance every row by the frames of one chunk under actions [B, F, A]."""
+        latents, frames = self._predict(latent, actions)
+        seen, states, found = torch.cat([latent["frames"], frames], 1), [latent["states"]], []
+        for step in range(actions.shape[1]):
+            read = self.reader.read(seen[:, step : step + 3], states[-1][:, -1], actions[:, step])
+            found.append(self.reader.imagined(frames[:, step], *read))
+            states.append(read[0][:, None])
+        span = self.config.span
+        moved = {
+            "latents": torch.cat([latent["latents"], latents], 1)[:, -span:],
+            "states": torch.cat(states, 1)[:, -span:],
+            "actions": torch.cat([latent["actions"], actions], 1)[:, -span:],
+            "frames": seen[:, -2:],
+            "seed": latent["seed"],
+            "step": latent["step"] + actions.shape[1],
+        }
+        return moved, found
+
+    @torch.no_grad()
+    def _predict(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return latents [B, F, C, ...] and frames [B, F, height, width, 3] under actions [B, F, A]."""
+        config, reader = self.config, self.reader
+        slots = [config.span - 1 - age for age in config.ages]
+        history, poses = latent["latents"][:, slots], self._poses(latent["states"][:, slots])
+        told = reader.standard("action", latent["actions"][:, slots])
+        memory = self.transformer.remember(history, told, poses, history.new_zeros(history.shape[:2]))
+        present, steps = history[:, -1], range(actions.shape[1])
+        network = self.transformer.network(memory, present, reader.standard("action", actions))
+        noise = [reader.noise({**latent, "step": latent["step"] + step}, self.latent) for step in steps]
+        change = edm.sample(network, config.temperature * torch.stack(noise, 1), config.edm, scaled=False)
+        latents = present[:, None] + change * self.change_std[:, None, None]
+        frames = self._decode(latents.flatten(0, 1)).unflatten(0, latents.shape[:2])
+        return latents, frames
+
+    def _poses(self, states: Tensor) -> Tensor:
+        """Return the standardised poses [..., P] in states [..., V]; one zero where no robot is shown."""
+        found = self.reader.standard("state", states)[..., self.pose]
+        return found if found.shape[-1] else states.new_zeros(*states.shape[:-1], 1)
+
+    def _encode(self, frames: Tensor) -> Tensor:
+        """Return latents [N, C, height, width] of frames with all views stacked, uint8 [N, height, width, 3]."""
+        count = len(self.reader.pictures)
+        views = rearrange(to_pixels(frames), "n c (v h) w -> (n v) c h w", v=count)
+        return rearrange(self.autoencoder.encode(views), "(n v) c h w -> n c (v h) w", v=count)
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        """Return frames with all views stacked, uint8 [N, height, width, 3], of latents [N, C, height, width]."""
+        count = len(self.reader.pictures)
+        views = rearrange(latents, "n c (v h) w -> (n v) c h w", v=count)
+        pixels = torch.cat([self.autoencoder.decode(part) for part in views.split(PART)])
+        return to_frames(rearrange(pixels, "(n v) c h w -> n c (v h) w", v=count))
+
+
+def _pose_elements(reader: FrameReader) -> slice:
+    """Return where the robot's own state lies among the elements of all vectors."""
+    begin = 0
+    for key, field in reader.vectors.items():
+        if key == STATE:
+            return slice(begin, begin + field.size)
+        begin += field.size
+    return slice(0, 0)
