@@ -38,8 +38,8 @@ from worldmodels.video_configuration import VideoConfig
 from worldmodels.video_networks import VideoTransformer, ViewAutoencoder
 from worldmodels.video_training import DynamicsStage, LatentVideo
 
-VISIBLE = 0.1
-"""A pixel that is so far from the mean picture (1 is from black to white) weighs fully."""
+BACKGROUND_FRAMES = 2000
+"""The mean picture of a camera is that of so many frames at most."""
 
 
 class VideoModel(nn.Module):
@@ -63,7 +63,7 @@ class VideoModel(nn.Module):
             if len(shapes) > 1:
                 raise ConfigError(f"One autoencoder reads all cameras, so they need one size, not {sorted(shapes)}.")
             height, width, _ = next(iter(shapes))
-            self.autoencoder = ViewAutoencoder(sizes, height, width, config.precision)
+            self.autoencoder = ViewAutoencoder(sizes, len(self.reader.pictures), height, width, config.precision)
             factor, self.pose = self.autoencoder.factor, _pose_elements(self.reader)
             self.latent = sizes.latent, self.reader.size[0] // factor, width // factor
             self.transformer = VideoTransformer(
@@ -87,6 +87,10 @@ class VideoModel(nn.Module):
         structure, statistics = read_statistics(spec, episodes)
         model = cls(config, spec, structure, success_bonus(episodes), seed)
         model.reader.keep_statistics(statistics)
+        for view, key in enumerate(model.reader.pictures):
+            frames = episodes.observation[key]
+            chosen = torch.linspace(0, len(frames) - 1, min(BACKGROUND_FRAMES, len(frames))).long()
+            model.autoencoder.background[view] = to_pixels(frames[chosen]).mean(0)
         return model
 
     def description(self) -> dict[str, Any]:
@@ -127,25 +131,18 @@ class VideoModel(nn.Module):
         return self.reader.uncertainty_quantiles
 
     def view_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield {"views": uint8 [N, height, width, 3], "mean": [N, height, width, 3]} for ever; `generator` is all the
-        state. mean: the camera's mean picture; cameras take turns.
-        """
+        """Yield {"views": [N, V, 3, height, width]}, pixels of random frames; `generator` is all the state."""
         cameras = [episodes.observation[key] for key in self.reader.pictures]
-        spread = torch.linspace(0, len(cameras[0]) - 1, min(2000, len(cameras[0]))).long()
-        means = torch.stack([frames[spread].float().mean(0) for frames in cameras])
-        device, count = self.change_std.device, self.config.view_batch_size
-        camera = torch.arange(count) % len(cameras)
+        size = (self.config.view_batch_size,)
         while True:
-            chosen = torch.randint(len(cameras[0]), (count,), generator=generator, device=generator.device).tolist()
-            views = torch.stack([cameras[which][place] for which, place in zip(camera.tolist(), chosen, strict=True)])
-            yield {"views": views.to(device), "mean": means[camera].to(device)}
+            chosen = torch.randint(len(cameras[0]), size, generator=generator, device=generator.device).cpu()
+            views = torch.stack([frames[chosen] for frames in cameras], 1)
+            yield {"views": to_pixels(views.to(self.change_std.device))}
 
     def _view_loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"pixels", "divergence"}, each [N]; what differs from the mean picture weighs more."""
-        apart = (batch["views"].float() - batch["mean"]).abs().mean(-1) / 255
-        weight = 1 + self.config.moving * (apart / VISIBLE).clamp(max=1)
-        weight = (weight / weight.mean())[:, None]
-        return self.autoencoder.losses(to_pixels(batch["views"]), weight, self.config.divergence, generator)
+        """Return {"pixels", "divergence"}, each [N]."""
+        found = self.autoencoder.losses(batch["views"], self.config.moving, generator)
+        return {**found, "divergence": self.config.divergence * found["divergence"]}
 
     @torch.no_grad()
     def encode_episodes(self, episodes: Episodes) -> LatentVideo:
@@ -189,7 +186,7 @@ class VideoModel(nn.Module):
         stacked = self.reader.stack(cut.frames).to(self.change_std.device)
         states = self.reader.vector(cut.frames, slice(1, span + 1))
         latent = self._latent(stacked[:, : span + 1], states, cut.actions[:, :span], steps.numpy())
-        _, new = self._predict(latent, cut.actions[:, span:].to(stacked.device))
+        _, new, _ = self._predict(latent, cut.actions[:, span:].to(stacked.device))
         shown = torch.cat([stacked[:, span - 1 : span + 1], new], 1)
         return shown[torch.arange(len(steps))[:, None], back[:, None] + torch.arange(3)]
 
@@ -198,7 +195,7 @@ class VideoModel(nn.Module):
         self.reader.calibrate(episodes, self.context, self.initial, self._judge)
 
     def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
-        _, frames = self._predict(latent, actions[:, None])
+        _, frames, _ = self._predict(latent, actions[:, None])
         seen = torch.cat([latent["frames"], frames], 1)
         return self.reader.read(seen, latent["states"][:, -1], actions)[1:]
 
@@ -206,7 +203,8 @@ class VideoModel(nn.Module):
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
         """Return the latent: latents [R, L, C, height, width] and states [R, L, V] (in the world's units) of the frames
         that the history reaches over, actions [R, L, A] that led to them, the last two frames [R, 2, height, width, 3],
-        the episode's seed and the number of the next step.
+        decoded [R, height, width, 3], what was decoded where pixels last changed, the episode's seed and the number of
+        the next step.
 
         Missing frames repeat the first one, and their actions are zero.
         """
@@ -222,13 +220,14 @@ class VideoModel(nn.Module):
         device, length = self.change_std.device, self.config.span
         count = min(known or length, length)
         flat = rearrange(frames[:, -count:], "r l h w c -> (r l) h w c")
-        latents = torch.cat([self._encode(part) for part in flat.split(PART)]).unflatten(0, (len(frames), count))
+        latents = self._encode(flat).unflatten(0, (len(frames), count))
         place = torch.arange(count - length, count, device=device).clamp_min(0)
         return {
             "latents": latents[:, place],
             "states": states.to(device),
             "actions": actions.to(device),
             "frames": frames[:, -2:],
+            "decoded": self._decode(latents[:, -1]),
             **self.reader.counters(seeds),
         }
 
@@ -249,7 +248,7 @@ class VideoModel(nn.Module):
 
     def _chunk(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
         """Advance every row by the frames of one chunk under actions [B, F, A]."""
-        latents, frames = self._predict(latent, actions)
+        latents, frames, decoded = self._predict(latent, actions)
         seen, states, found = torch.cat([latent["frames"], frames], 1), [latent["states"]], []
         for step in range(actions.shape[1]):
             read = self.reader.read(seen[:, step : step + 3], states[-1][:, -1], actions[:, step])
@@ -261,14 +260,17 @@ class VideoModel(nn.Module):
             "states": torch.cat(states, 1)[:, -span:],
             "actions": torch.cat([latent["actions"], actions], 1)[:, -span:],
             "frames": seen[:, -2:],
+            "decoded": decoded,
             "seed": latent["seed"],
             "step": latent["step"] + actions.shape[1],
         }
         return moved, found
 
     @torch.no_grad()
-    def _predict(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return latents [B, F, C, ...] and frames [B, F, height, width, 3] under actions [B, F, A]."""
+    def _predict(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return latents [B, F, C, ...], frames [B, F, height, width, 3] under actions [B, F, A], and what was decoded
+        where the pixels of the last frame last changed.
+        """
         config, reader = self.config, self.reader
         slots = [config.span - 1 - age for age in config.ages]
         history, poses = latent["latents"][:, slots], self._poses(latent["states"][:, slots])
@@ -279,8 +281,13 @@ class VideoModel(nn.Module):
         noise = [reader.noise({**latent, "step": latent["step"] + step}, self.latent) for step in steps]
         change = edm.sample(network, config.temperature * torch.stack(noise, 1), config.edm, scaled=False)
         latents = present[:, None] + change * self.change_std[:, None, None]
-        frames = self._decode(latents.flatten(0, 1)).unflatten(0, latents.shape[:2])
-        return latents, frames
+        decoded = self._decode(latents.flatten(0, 1)).unflatten(0, latents.shape[:2])
+        frame, reference, frames = latent["frames"][:, -1], latent["decoded"], []
+        for new in decoded.unbind(1):
+            moved = (new.int() - reference.int()).abs().amax(-1, keepdim=True) >= 255 * config.hold
+            frame, reference = torch.where(moved, new, frame), torch.where(moved, new, reference)
+            frames.append(frame)
+        return latents, torch.stack(frames, 1), reference
 
     def _poses(self, states: Tensor) -> Tensor:
         """Return the standardised poses [..., P] in states [..., V]; one zero where no robot is shown."""
@@ -289,16 +296,13 @@ class VideoModel(nn.Module):
 
     def _encode(self, frames: Tensor) -> Tensor:
         """Return latents [N, C, height, width] of frames with all views stacked, uint8 [N, height, width, 3]."""
-        count = len(self.reader.pictures)
-        views = rearrange(to_pixels(frames), "n c (v h) w -> (n v) c h w", v=count)
-        return rearrange(self.autoencoder.encode(views), "(n v) c h w -> n c (v h) w", v=count)
+        views = rearrange(to_pixels(frames), "n c (v h) w -> n v c h w", v=len(self.reader.pictures))
+        return torch.cat([self.autoencoder.encode(part) for part in views.split(PART)])
 
     def _decode(self, latents: Tensor) -> Tensor:
         """Return frames with all views stacked, uint8 [N, height, width, 3], of latents [N, C, height, width]."""
-        count = len(self.reader.pictures)
-        views = rearrange(latents, "n c (v h) w -> (n v) c h w", v=count)
-        pixels = torch.cat([self.autoencoder.decode(part) for part in views.split(PART)])
-        return to_frames(rearrange(pixels, "(n v) c h w -> n c (v h) w", v=count))
+        pixels = torch.cat([self.autoencoder.decode(part) for part in latents.split(PART)])
+        return to_frames(rearrange(pixels, "n v c h w -> n c (v h) w"))
 
 
 def _pose_elements(reader: FrameReader) -> slice:

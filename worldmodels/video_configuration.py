@@ -28,11 +28,11 @@ class VideoSize:
 
 SIZES = {
     "tiny": VideoSize((16, 32), 4, 1, 64, 2, 2, 8, 64),
-    "small": VideoSize((32, 64, 64), 8, 2, 128, 6, 4, 16, 128),
-    "medium": VideoSize((48, 96, 128), 8, 2, 256, 8, 8, 32, 256),
-    "large": VideoSize((96, 192, 256), 8, 2, 512, 10, 8, 48, 512),
+    "small": VideoSize((32, 64), 8, 4, 160, 4, 5, 16, 128),
+    "medium": VideoSize((48, 96), 8, 4, 256, 8, 8, 32, 256),
+    "large": VideoSize((96, 192), 8, 2, 512, 10, 8, 48, 512),
 }
-"""tiny for tests; with two cameras of 64 px, small has 2.6 million parameters (two CPU cores), medium 12, large 60."""
+"""tiny for tests; with two cameras of 64 px, small has 3.5 million parameters (two CPU cores), medium 14, large 64."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,15 @@ class VideoConfig:
     History: recent frames in a row, the present one among them, and memory frames before those, stride steps apart
     (memory 0: recent frames alone); chunk: future frames predicted together at most.
     Training: batch_size; moving: how much more pixels weigh that differ from the mean picture, for the autoencoder,
-    which learns on view_batch_size pictures at a time; divergence: weight of its KL term; shares of the steps of fit:
+    which learns on view_batch_size frames at a time; divergence: weight of its KL term; shares of the steps of fit:
     autoencoder_share, readout_share; memory_noise, present_noise: noise on history frames reaches up to so many
     standard deviations; action_dropout: share of actions that are hidden; collapse: share of rows whose history is the
     present frame repeated; first_share: rows trained on what the sampler begins with, noise that shows nothing, so that
     history and actions alone tell what comes; bootstrap: share of the rows, reached after bootstrap_steps updates,
     whose history are the model's own cached predictions (Sword's dynamic latent bootstrapping; 0 switches it off).
-    Sampling: temperature: deviation of the noise it begins with, 0 for none; edm: noise levels and steps.
+    Sampling: temperature: deviation of the noise it begins with, 0 for none; hold: a pixel keeps its value until what
+    is decoded there has changed by so much (1 is from black to white), so that what does not move stays as sharp as in
+    the frame it began with, 0 to show what is decoded; edm: noise levels and steps.
     """
 
     size: Literal["tiny", "small", "medium", "large"] = "small"
@@ -64,7 +66,7 @@ class VideoConfig:
     stride: int = 5
     chunk: int = 5
     batch_size: int = 16
-    view_batch_size: int = 32
+    view_batch_size: int = 16
     moving: float = 10.0
     divergence: float = 1e-5
     autoencoder_share: float = 0.5
@@ -77,6 +79,7 @@ class VideoConfig:
     bootstrap: float = 0.5
     bootstrap_steps: int = 1000
     temperature: float = 1.0
+    hold: float = 0.06
     precision: Precision = "auto"
     readout: ReadoutConfig = field(default_factory=ReadoutConfig)
     edm: EdmConfig = field(
@@ -92,8 +95,8 @@ class VideoConfig:
         shares = self.action_dropout, self.collapse, self.first_share, self.bootstrap
         if min(shares) < 0 or max(shares) > 1:
             raise ConfigError("action_dropout, collapse, first_share and bootstrap are between 0 and 1.")
-        if min(self.memory_noise, self.present_noise, self.temperature, self.moving, self.divergence) < 0:
-            raise ConfigError("Noise, temperature, moving and divergence are at least 0.")
+        if min(self.memory_noise, self.present_noise, self.temperature, self.moving, self.divergence, self.hold) < 0:
+            raise ConfigError("Noise, temperature, moving, divergence and hold are at least 0.")
         if min(self.autoencoder_share, self.readout_share) <= 0:
             raise ConfigError("autoencoder_share and readout_share must be above 0.")
         if any(channels % 8 for channels in self.sizes.channels):

@@ -8,6 +8,7 @@ of one frame are stacked in height; latents are float [..., C, height, width], s
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -20,21 +21,29 @@ from worldmodels.edm import Network
 from worldmodels.precision import Precision, autocast
 from worldmodels.video_configuration import VideoSize
 
+VISIBLE = 0.2
+"""A pixel that is so far from the mean picture (2 is from black to white) weighs fully."""
+
+QUIET = -6.0
+"""Logarithm of the variance of encoded latents before training: little noise, so that pictures are soon sharp."""
+
 Memory = list[tuple[Tensor, Tensor]]
 """Keys and values [N, heads, K * S, W / heads] of the history's tokens, block by block."""
 
 
 class ViewAutoencoder(nn.Module):
-    """diffusers' AutoencoderKL on single views, with latents in standard deviations.
+    """diffusers' AutoencoderKL, which reads the views of a frame one by one, and latents in standard deviations.
 
-    Squares of 2 x 2 pixels become channels first: a CPU is fast on few pixels with many channels. The means and
-    deviations of latents are buffers, the scaling factor of the field.
+    Squares of 2 x 2 pixels become channels first: a CPU is fast on few pixels with many channels. What is encoded is
+    how a view differs from its camera's mean picture, so that what never moves costs nothing. That picture is a buffer,
+    and so are the means and deviations of latents, the scaling factor of the field. Axes: V views of a frame.
     """
 
+    background: Tensor
     mean: Tensor
     std: Tensor
 
-    def __init__(self, sizes: VideoSize, height: int, width: int, precision: Precision):
+    def __init__(self, sizes: VideoSize, views: int, height: int, width: int, precision: Precision):
         from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL  # seconds to import
 
         super().__init__()
@@ -56,33 +65,48 @@ class ViewAutoencoder(nn.Module):
             norm_num_groups=8,
             mid_block_add_attention=False,
         )
+        nn.init.constant_(self.network.quant_conv.bias[sizes.latent :], QUIET)
+        self.register_buffer("background", torch.zeros(views, 3, height, width))
         self.register_buffer("mean", torch.zeros(sizes.latent))
         self.register_buffer("std", torch.ones(sizes.latent))
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Return standardised latents [N, C, height / factor, width / factor] of views [N, 3, height, width]."""
-        with autocast(self.precision, pixels.device):
-            found = self.network.encode(functional.pixel_unshuffle(pixels, 2)).latent_dist.mode()
-        return (found.float() - self.mean[:, None, None]) / self.std[:, None, None]
+        """Return standardised latents [N, C, V * height / factor, width / factor] of views [N, V, 3, height, width]."""
+        found = self._posterior(pixels).mode().float()
+        found = (found - self.mean[:, None, None]) / self.std[:, None, None]
+        return rearrange(found, "(n v) c h w -> n c (v h) w", v=len(self.background))
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return pixels [N, 3, height, width] of standardised latents."""
-        return self._decode(latents * self.std[:, None, None] + self.mean[:, None, None])
+        """Return pixels [N, V, 3, height, width] of standardised latents."""
+        raw = rearrange(latents, "n c (v h) w -> (n v) c h w", v=len(self.background))
+        return self._decode(raw * self.std[:, None, None] + self.mean[:, None, None])
+
+    def losses(self, pixels: Tensor, moving: float, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"pixels", "divergence"}, each [N], of views; pixels that differ from the background weigh up to 1 +
+        `moving`.
+        """
+        posterior = self._posterior(pixels)
+        mean, deviation = posterior.mean.float(), posterior.std.float()
+        noise = torch.randn(mean.shape, generator=generator, device=generator.device).to(mean.device)
+        apart = (pixels - self.background).abs().mean(2, keepdim=True)
+        weight = 1 + moving * (apart / VISIBLE).clamp(max=1)
+        error = (weight / weight.mean()) * (self._decode(mean + deviation * noise) - pixels).square()
+        divergence = 0.5 * (mean.square() + deviation.square() - 1 - 2 * deviation.log()).mean((1, 2, 3))
+        return {
+            "pixels": error.mean((1, 2, 3, 4)),
+            "divergence": divergence.unflatten(0, pixels.shape[:2]).mean(1),
+        }
+
+    def _posterior(self, pixels: Tensor) -> Any:
+        views = (pixels - self.background).flatten(0, 1)
+        with autocast(self.precision, pixels.device):
+            return self.network.encode(functional.pixel_unshuffle(views, 2)).latent_dist
 
     def _decode(self, raw: Tensor) -> Tensor:
         with autocast(self.precision, raw.device):
             found = self.network.decode(raw).sample  # pyright: ignore[reportAttributeAccessIssue]
-        return functional.pixel_shuffle(found.float(), 2)
-
-    def losses(self, pixels: Tensor, weight: Tensor, kl_weight: float, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"pixels", "divergence"}, each [N], of views; weight: [N, 1, height, width] with mean 1."""
-        with autocast(self.precision, pixels.device):
-            posterior = self.network.encode(functional.pixel_unshuffle(pixels, 2)).latent_dist
-        mean, deviation = posterior.mean.float(), posterior.std.float()
-        noise = torch.randn(mean.shape, generator=generator, device=generator.device).to(mean.device)
-        error = (self._decode(mean + deviation * noise) - pixels).square().mean(1, keepdim=True)
-        divergence = 0.5 * (mean.square() + deviation.square() - 1 - 2 * deviation.log()).mean((1, 2, 3))
-        return {"pixels": (weight * error).mean((1, 2, 3)), "divergence": kl_weight * divergence}
+        views = functional.pixel_shuffle(found.float(), 2)
+        return views.unflatten(0, (-1, len(self.background))) + self.background
 
 
 class FrameBlock(nn.Module):

@@ -4,7 +4,7 @@ sims: our engine against pure physics, gymnasium's vector environments on the sa
 interleaved in one process. algorithms: success against environment steps on the same tasks, bases and seeds.
 mechanisms: ten small experiments, each asking whether a paper's claim shows. edge_of_reach: values in a perfect model.
 trajectories, planning: are guided trajectories true and good to learn from; do cautious plans stay true? joint:
-planning with one model of actions, futures and values.
+planning with one model of actions, futures and values. video: pictures far ahead, with and without memory.
 All but the first go on where they were interrupted.
 """
 
@@ -12,7 +12,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.runs import publish
 
-BENCHMARKS = ("sims", "algorithms", "mechanisms", "edge_of_reach", "trajectories", "planning", "joint")
+BENCHMARKS = ("sims", "algorithms", "mechanisms", "edge_of_reach", "trajectories", "planning", "joint", "video")
 
 
 def run(config: Config) -> int:
@@ -32,7 +32,7 @@ def run(config: Config) -> int:
         from robopolicy.verbs import bench_edge
 
         bench_edge.benchmark(config)
-    elif name in ("trajectories", "planning", "joint"):
+    elif name in ("trajectories", "planning", "joint", "video"):
         from robopolicy.verbs import bench_worlds
 
         bench_worlds.benchmark(config)
