@@ -6,6 +6,7 @@ import numpy as np
 import point_world
 import pytest
 import torch
+from dot_world import IMAGE, PIXELS, SPEC, recorded
 
 from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError, DataError, NonFiniteError
@@ -21,28 +22,8 @@ from worldmodels.imagination import context_at, recorded_starts
 from worldmodels.pixel_diffusion import PixelDiffusionModel
 from worldmodels.pixel_networks import PixelDenoiser, PixelDiffusionConfig
 
-IMAGE = "observation.images.top"
-PIXELS = 16
-SPEC = replace(
-    point_world.SPEC, observation={**point_world.SPEC.observation, IMAGE: Field((PIXELS, PIXELS, 3), "uint8")}
-)
 READOUT = ReadoutConfig(batch_size=64, dreams=256, members=3)
 TINY = PixelDiffusionConfig(size="tiny", batch_size=32, readout=READOUT, precision="float32")
-
-
-def spots(position):
-    """Bright spots [N, PIXELS, PIXELS] at positions [N, 2]."""
-    axis = torch.linspace(-1.3, 1.3, PIXELS)
-    grid = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1)
-    return (-(grid - position[:, None, None]).square().sum(-1) / 0.08).exp()
-
-
-def recorded(episodes=300, seed=0):
-    """The point world with pictures of the point (red) and of its goal (green)."""
-    data = point_world.recorded(episodes, seed=seed)
-    point, goal = spots(data.observation[STATE]), spots(data.observation[ENVIRONMENT_STATE][:, :2])
-    pictures = (255 * torch.stack([point, goal, torch.full_like(point, 0.2)], -1)).to(torch.uint8)
-    return replace(data, observation_fields=SPEC.observation, observation={**data.observation, IMAGE: pictures})
 
 
 @pytest.fixture(scope="module")
