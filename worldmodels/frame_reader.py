@@ -25,8 +25,9 @@ from worldmodels.protocol import Context, Imagined, Latent, draws_of
 from worldmodels.rssm_dynamics import BOUND
 from worldmodels.rssm_heads import THUMBNAIL, LatentSteps
 from worldmodels.sequences import SequenceData, Sequences
+from worldmodels.statistics import read_statistics
 from worldmodels.structure import StateStructure, register_structure, structure_in, structure_of
-from worldmodels.transitions import PROGRESS, SUCCESS
+from worldmodels.transitions import PROGRESS, SUCCESS, success_bonus
 
 CALIBRATION_STEPS = 2000
 """Thresholds are set on so many imagined steps at most."""
@@ -271,6 +272,20 @@ class PartStage(nn.Module):
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the parts of the loss, each [N]."""
         return self._losses(batch, generator)
+
+
+def build_from_data[Model: Any](
+    make: Callable[..., Model], config: Any, spec: WorldSpec, episodes: Episodes, seed: int
+) -> Model:
+    """Return `make(config, spec, structure, success_bonus, seed)`, a model with a `reader`, its statistics kept.
+
+    Raises ConfigError where there is no picture, DataError where the data's fields are not the world's,
+    NonFiniteError where the data is not finite.
+    """
+    structure, statistics = read_statistics(spec, episodes)
+    model = make(config, spec, structure, success_bonus(episodes), seed)
+    model.reader.keep_statistics(statistics)
+    return model
 
 
 def choose(draws: Tensor, count: int, won: Tensor, share: float) -> Tensor:

@@ -23,13 +23,11 @@ from torch import Tensor, nn
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
-from worldmodels.frame_reader import FrameReader, PartStage, saved_structure, stacked_size
+from worldmodels.frame_reader import FrameReader, PartStage, build_from_data, saved_structure, stacked_size
 from worldmodels.pixel_networks import PixelDenoiser, PixelDiffusionConfig
 from worldmodels.protocol import Context, Imagined, Latent, Regression
 from worldmodels.sequences import SequenceData
-from worldmodels.statistics import read_statistics
 from worldmodels.structure import StateStructure
-from worldmodels.transitions import success_bonus
 
 
 class PixelDiffusionModel(nn.Module):
@@ -56,15 +54,8 @@ class PixelDiffusionModel(nn.Module):
 
     @classmethod
     def build(cls, config: PixelDiffusionConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return a fresh model of the world of `spec`, with structure and statistics read off `episodes`.
-
-        Raises ConfigError where there is no picture, DataError where the data's fields are not the world's,
-        NonFiniteError where the data is not finite.
-        """
-        structure, statistics = read_statistics(spec, episodes)
-        model = cls(config, spec, structure, success_bonus(episodes), seed)
-        model.reader.keep_statistics(statistics)
-        return model
+        """Return a fresh model of the world of `spec`; see `build_from_data` for what is refused."""
+        return build_from_data(cls, config, spec, episodes, seed)
 
     def description(self) -> dict[str, Any]:
         """Return what `restore` needs besides spec and weights."""

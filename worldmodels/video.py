@@ -27,13 +27,11 @@ from robopolicy.core.progress import progress
 from robopolicy.core.spec import STATE, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from worldmodels import edm
-from worldmodels.frame_reader import PART, FrameReader, PartStage, saved_structure
+from worldmodels.frame_reader import PART, FrameReader, PartStage, build_from_data, saved_structure
 from worldmodels.frame_readout import to_frames, to_pixels
 from worldmodels.protocol import Context, Imagined, Latent, Regression
 from worldmodels.sequences import SequenceData
-from worldmodels.statistics import read_statistics
 from worldmodels.structure import StateStructure
-from worldmodels.transitions import success_bonus
 from worldmodels.video_configuration import VideoConfig
 from worldmodels.video_networks import VideoTransformer, ViewAutoencoder
 from worldmodels.video_training import DynamicsStage, LatentVideo
@@ -69,6 +67,7 @@ class VideoModel(nn.Module):
             self.transformer = VideoTransformer(
                 sizes,
                 self.latent,
+                views=len(self.reader.pictures),
                 history=len(config.ages),
                 chunk=config.chunk,
                 actions=spec.action.size,
@@ -79,14 +78,11 @@ class VideoModel(nn.Module):
 
     @classmethod
     def build(cls, config: VideoConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return a fresh model of the world of `spec`, with structure and statistics read off `episodes`.
+        """Return a fresh model of the world of `spec`, statistics and mean pictures read off `episodes`.
 
-        Raises ConfigError where there is no picture or cameras differ in size, DataError where the data's fields are
-        not the world's, NonFiniteError where the data is not finite.
+        Raises ConfigError where cameras differ in size, and see `build_from_data`.
         """
-        structure, statistics = read_statistics(spec, episodes)
-        model = cls(config, spec, structure, success_bonus(episodes), seed)
-        model.reader.keep_statistics(statistics)
+        model = build_from_data(cls, config, spec, episodes, seed)
         for view, key in enumerate(model.reader.pictures):
             frames = episodes.observation[key]
             chosen = torch.linspace(0, len(frames) - 1, min(BACKGROUND_FRAMES, len(frames))).long()

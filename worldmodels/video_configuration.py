@@ -12,8 +12,9 @@ from worldmodels.precision import Precision
 @dataclass(frozen=True)
 class VideoSize:
     """channels: of the autoencoder's resolutions, each half as fine as the one before, the finest half the picture's;
-    latent: channels of a latent; patch: latents a side of a token; width, depth, heads: of the transformer; readout,
-    hidden: channels of the readout's first convolution, width of its layers.
+    latent: channels of a latent; patch: latents a side of a token; width, depth, heads: of the transformer; maps:
+    channels of the convolutions around it; readout, hidden: channels of the readout's first convolution, width of its
+    layers.
     """
 
     channels: tuple[int, ...]
@@ -22,15 +23,16 @@ class VideoSize:
     width: int
     depth: int
     heads: int
+    maps: int
     readout: int
     hidden: int
 
 
 SIZES = {
-    "tiny": VideoSize((16, 32), 4, 1, 64, 2, 2, 8, 64),
-    "small": VideoSize((32, 64), 8, 4, 160, 4, 5, 16, 128),
-    "medium": VideoSize((48, 96), 8, 4, 256, 8, 8, 32, 256),
-    "large": VideoSize((96, 192), 8, 2, 512, 10, 8, 48, 512),
+    "tiny": VideoSize((16, 32), 4, 1, 64, 2, 2, 16, 8, 64),
+    "small": VideoSize((32, 64), 8, 4, 160, 4, 5, 64, 16, 128),
+    "medium": VideoSize((48, 96), 8, 4, 256, 8, 8, 96, 32, 256),
+    "large": VideoSize((96, 192), 8, 2, 512, 10, 8, 192, 48, 512),
 }
 """tiny for tests; with two cameras of 64 px, small has 3.5 million parameters (two CPU cores), medium 14, large 64."""
 
@@ -67,17 +69,17 @@ class VideoConfig:
     chunk: int = 5
     batch_size: int = 16
     view_batch_size: int = 16
-    moving: float = 10.0
+    moving: float = 2.0
     divergence: float = 1e-5
-    autoencoder_share: float = 0.5
+    autoencoder_share: float = 0.8
     readout_share: float = 0.5
     memory_noise: float = 0.3
     present_noise: float = 0.2
     action_dropout: float = 0.05
     collapse: float = 0.15
     first_share: float = 0.7
-    bootstrap: float = 0.5
-    bootstrap_steps: int = 1000
+    bootstrap: float = 0.3
+    bootstrap_steps: int = 1500
     temperature: float = 1.0
     hold: float = 0.06
     precision: Precision = "auto"

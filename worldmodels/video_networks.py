@@ -8,7 +8,7 @@ of one frame are stacked in height; latents are float [..., C, height, width], s
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from einops import rearrange
@@ -145,6 +145,25 @@ class FrameBlock(nn.Module):
         return torch.addcmul(tokens, gate_after, self.shrink(functional.silu(self.expand(hidden)))), own
 
 
+class ViewBlock(nn.Module):
+    """A residual block of two convolutions over the latents of single views, modulated by their frame."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.GroupNorm(8, channels, affine=False) for _ in range(2))
+        self.convolutions = nn.ModuleList(nn.Conv2d(channels, channels, 3, 1, 1) for _ in range(2))
+        self.modulation = nn.Linear(width, 2 * channels)
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.modulation.bias)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """Return maps [M, channels, height, width] under conditions [M, W]."""
+        shift, scale = self.modulation(condition)[:, :, None, None].chunk(2, 1)
+        hidden = self.convolutions[0](functional.silu(self.norms[0](x)))
+        hidden = torch.addcmul(shift, self.norms[1](hidden), 1 + scale)
+        return x + self.convolutions[1](functional.silu(hidden))
+
+
 class VideoTransformer(nn.Module):
     """Predicts how the latents of F future frames differ from the present one, given K history frames.
 
@@ -159,6 +178,7 @@ class VideoTransformer(nn.Module):
         sizes: VideoSize,
         latent: tuple[int, int, int],
         *,
+        views: int,
         history: int,
         chunk: int,
         actions: int,
@@ -174,7 +194,11 @@ class VideoTransformer(nn.Module):
         self.history, self.precision = history, precision
         self.patch, self.grid = sizes.patch, (height // sizes.patch, width // sizes.patch)
         area, wide = channels * sizes.patch**2, sizes.width
-        self.past, self.future = nn.Linear(area, wide), nn.Linear(2 * area, wide)
+        self.past, self.future = nn.Linear(area, wide), nn.Linear(sizes.maps * sizes.patch**2, wide)
+        self.views = views
+        self.enter = nn.Conv2d(2 * channels, sizes.maps, 3, 1, 1)
+        self.fine = nn.ModuleList(ViewBlock(sizes.maps, wide) for _ in range(3))
+        self.leave = nn.Conv2d(sizes.maps, channels, 3, 1, 1)
         self.position = nn.Parameter(0.02 * torch.randn(self.grid[0] * self.grid[1], wide))
         self.slots = nn.Parameter(0.02 * torch.randn(history + chunk, wide))
         self.action, self.pose = _embedding(actions, wide), _embedding(poses, wide)
@@ -183,9 +207,9 @@ class VideoTransformer(nn.Module):
         self.summand = nn.Linear(wide, wide)
         self.blocks = nn.ModuleList(FrameBlock(wide, sizes.heads) for _ in range(sizes.depth))
         self.norm, self.last = nn.LayerNorm(wide, elementwise_affine=False), nn.Linear(wide, 2 * wide)
-        self.head = nn.Linear(wide, area)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head = nn.Linear(wide, sizes.maps * sizes.patch**2)
+        nn.init.zeros_(self.leave.weight)
+        nn.init.zeros_(cast(Tensor, self.leave.bias))
 
     def remember(self, history: Tensor, actions: Tensor, poses: Tensor, noise: Tensor) -> Memory:
         """Return what future frames attend to.
@@ -219,15 +243,23 @@ class VideoTransformer(nn.Module):
             if known is not None:
                 told = torch.where(known[..., None], told, self.unknown.to(told.dtype))
             condition = self.slots[self.history : self.history + frames] + told + self.level(0.25 + level / 4)[:, None]
+            each = condition.repeat_interleave(self.views, 1).flatten(0, 1)
             given = torch.cat([noisy, present[:, None].expand_as(noisy)], 2)
-            tokens = self.future(self._patches(given)) + self.position + self.summand(condition)[:, :, None]
+            maps = self.enter(rearrange(given, "n f c (v h) w -> (n f v) c h w", v=self.views))
+            maps = self.fine[0](maps, each)
+            stacked = rearrange(maps, "(n f v) c h w -> n f c (v h) w", f=frames, v=self.views)
+            tokens = self.future(self._patches(stacked)) + self.position + self.summand(condition)[:, :, None]
             mask = self._causal(frames, memory[0][0].shape[2], noisy.device) if frames > 1 else None
             for block, remembered in zip(self.blocks, memory, strict=True):
                 tokens, _ = block(tokens, condition, remembered, mask)
             shift, scale = self.last(condition)[:, :, None].chunk(2, -1)
             found = self.head(torch.addcmul(shift, self.norm(tokens), 1 + scale))
-        size = {"y": self.grid[0], "p": self.patch, "q": self.patch}
-        return rearrange(found.float(), "n f (y x) (c p q) -> n f c (y p) (x q)", **size)
+            size = {"v": self.views, "x": self.grid[1], "p": self.patch, "q": self.patch}
+            maps = maps + rearrange(found, "n f (v y x) (c p q) -> (n f v) c (y p) (x q)", **size)
+            for block in self.fine[1:]:
+                maps = block(maps, each)
+            found = self.leave(functional.silu(maps))
+        return rearrange(found.float(), "(n f v) c h w -> n f c (v h) w", f=frames, v=self.views)
 
     def _patches(self, latents: Tensor) -> Tensor:
         return rearrange(latents, "n t c (y p) (x q) -> n t (y x) (c p q)", p=self.patch, q=self.patch)

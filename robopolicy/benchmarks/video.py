@@ -45,9 +45,9 @@ class Scale:
     """
 
     recorded: int = 20_000
-    fit: int = 2500
-    rate: float = 1e-3
-    judged: int = 64
+    fit: int = 1500
+    rate: float = 1.5e-3
+    judged: int = 48
     length: int = 160
     horizons: tuple[int, ...] = (*range(1, 51), 60, 70, 80, 90, 100, 110, 120)
     filmed: int = 6

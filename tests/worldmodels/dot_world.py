@@ -2,10 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import point_world
 import torch
 
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
+from worldmodels import load_world_model, save_world_model
+from worldmodels.env import ImaginedWorld
+from worldmodels.imagination import recorded_starts
 
 IMAGE = "observation.images.top"
 PIXELS = 16
@@ -27,3 +31,22 @@ def recorded(episodes=300, seed=0):
     point, goal = spots(data.observation[STATE]), spots(data.observation[ENVIRONMENT_STATE][:, :2])
     pictures = (255 * torch.stack([point, goal, torch.full_like(point, 0.2)], -1)).to(torch.uint8)
     return replace(data, observation_fields=SPEC.observation, observation={**data.observation, IMAGE: pictures})
+
+
+def imagined_world(model, rows):
+    """A world inside `model`, which begins anywhere in some episodes."""
+    return ImaginedWorld(model, recorded_starts(recorded(20, seed=5)), rows)
+
+
+def check_round_trip(model, folder):
+    """What is saved and loaded imagines the same."""
+    save_world_model(model, folder)
+    loaded = load_world_model(folder)
+    steps = []
+    for each in (model, loaded):
+        world = imagined_world(each, 3)
+        world.reset(seeds=[1, 2, 3])
+        steps.append(world.step(np.full((3, 2, 2), 0.5)))
+    assert np.array_equal(steps[0].trace[IMAGE], steps[1].trace[IMAGE])
+    assert np.array_equal(steps[0].uncertainty, steps[1].uncertainty)
+    assert loaded.spec == model.spec and loaded.config == model.config

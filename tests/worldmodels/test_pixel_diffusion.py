@@ -6,7 +6,7 @@ import numpy as np
 import point_world
 import pytest
 import torch
-from dot_world import IMAGE, PIXELS, SPEC, recorded
+from dot_world import IMAGE, PIXELS, SPEC, check_round_trip, imagined_world, recorded
 
 from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError, DataError, NonFiniteError
@@ -14,11 +14,9 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.stages import fit_stages
-from worldmodels import load_world_model, save_world_model
 from worldmodels.diagnostics import examine
-from worldmodels.env import ImaginedWorld
 from worldmodels.frame_readout import ReadoutConfig, to_frames, to_pixels
-from worldmodels.imagination import context_at, recorded_starts
+from worldmodels.imagination import context_at
 from worldmodels.pixel_diffusion import PixelDiffusionModel
 from worldmodels.pixel_networks import PixelDenoiser, PixelDiffusionConfig
 
@@ -35,10 +33,6 @@ def learned():
     held = recorded(100, seed=1)
     model.calibrate(held)
     return model.eval(), held
-
-
-def world(model, rows):
-    return ImaginedWorld(model, recorded_starts(recorded(20, seed=5)), rows)
 
 
 def test_it_dreams_the_picture_and_minds_its_actions(learned):
@@ -93,7 +87,7 @@ def test_uncertainty_grows_off_the_data(learned):
 
 
 def test_imagined_worlds_conform(learned):
-    check_world(lambda rows: world(learned[0], rows), renders=False, tolerance=1e-4)
+    check_world(lambda rows: imagined_world(learned[0], rows), renders=False, tolerance=1e-4)
 
 
 def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
@@ -111,17 +105,7 @@ def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
 
 
 def test_checkpoints_round_trip(learned, tmp_path):
-    model = learned[0]
-    save_world_model(model, tmp_path / "model")
-    loaded = load_world_model(tmp_path / "model")
-    steps = []
-    for each in (model, loaded):
-        imagined = world(each, 3)
-        imagined.reset(seeds=[1, 2, 3])
-        steps.append(imagined.step(np.full((3, 2, 2), 0.5)))
-    assert np.array_equal(steps[0].trace[IMAGE], steps[1].trace[IMAGE])
-    assert np.array_equal(steps[0].uncertainty, steps[1].uncertainty)
-    assert loaded.spec == model.spec and loaded.config == model.config
+    check_round_trip(learned[0], tmp_path / "model")
 
 
 def test_training_batches_are_a_function_of_the_generator():

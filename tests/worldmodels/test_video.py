@@ -6,7 +6,7 @@ import numpy as np
 import point_world
 import pytest
 import torch
-from dot_world import IMAGE, PIXELS, SPEC, recorded
+from dot_world import IMAGE, PIXELS, SPEC, check_round_trip, imagined_world, recorded
 
 from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError, DataError
@@ -14,11 +14,9 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.stages import fit_stages
-from worldmodels import load_world_model, save_world_model
 from worldmodels.diagnostics import examine, follow
-from worldmodels.env import ImaginedWorld
 from worldmodels.frame_readout import ReadoutConfig
-from worldmodels.imagination import context_at, recorded_starts
+from worldmodels.imagination import context_at
 from worldmodels.picture_quality import SSIM, psnr, ssim
 from worldmodels.protocol import Context
 from worldmodels.video import VideoModel
@@ -58,10 +56,6 @@ def fresh():
     return VideoModel.build(replace(TINY, readout=replace(READOUT, dreams=8)), SPEC, data, 0).eval(), data
 
 
-def world(model, rows):
-    return ImaginedWorld(model, recorded_starts(recorded(20, seed=5)), rows)
-
-
 def latent_at(model, data, steps):
     return model.initial(context_at(data, steps, model.context), steps.numpy())
 
@@ -79,7 +73,7 @@ def test_it_dreams_the_picture_and_minds_its_actions(learned):
 
 
 def test_imagined_worlds_conform(learned):
-    check_world(lambda rows: world(learned[0], rows), renders=False, tolerance=1e-4)
+    check_world(lambda rows: imagined_world(learned[0], rows), renders=False, tolerance=1e-4)
 
 
 def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
@@ -121,17 +115,7 @@ def test_a_chunk_begins_as_single_frames_do_and_follows_on(learned):
 
 
 def test_checkpoints_round_trip(learned, tmp_path):
-    model = learned[0]
-    save_world_model(model, tmp_path / "model")
-    loaded = load_world_model(tmp_path / "model")
-    steps = []
-    for each in (model, loaded):
-        imagined = world(each, 3)
-        imagined.reset(seeds=[1, 2, 3])
-        steps.append(imagined.step(np.full((3, 2, 2), 0.5)))
-    assert np.array_equal(steps[0].trace[IMAGE], steps[1].trace[IMAGE])
-    assert np.array_equal(steps[0].uncertainty, steps[1].uncertainty)
-    assert loaded.spec == model.spec and loaded.config == model.config
+    check_round_trip(learned[0], tmp_path / "model")
 
 
 def test_history_is_spaced_in_rollouts_as_in_training(fresh):
