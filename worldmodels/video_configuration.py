@@ -85,7 +85,7 @@ class VideoConfig:
     precision: Precision = "auto"
     readout: ReadoutConfig = field(default_factory=ReadoutConfig)
     edm: EdmConfig = field(
-        default_factory=lambda: EdmConfig(sigma_data=1.0, log_mean=0.0, sigma_max=5.0, steps=2, order=1)
+        default_factory=lambda: EdmConfig(sigma_data=1.0, log_mean=0.0, sigma_min=0.3, sigma_max=5.0, steps=2, order=1)
     )
 
     def __post_init__(self):

@@ -42,6 +42,7 @@ class ViewAutoencoder(nn.Module):
     background: Tensor
     mean: Tensor
     std: Tensor
+    precision: Precision
 
     def __init__(self, sizes: VideoSize, views: int, height: int, width: int, precision: Precision):
         from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL  # seconds to import
@@ -54,7 +55,8 @@ class ViewAutoencoder(nn.Module):
                 f"This autoencoder shrinks views by {self.factor}, {height} x {width} do not divide: use another "
                 "camera size, or fewer worldmodel.video.channels."
             )
-        self.network = AutoencoderKL(
+        make: Any = AutoencoderKL
+        self.network = make(
             in_channels=12,
             out_channels=12,
             down_block_types=("DownEncoderBlock2D",) * count,
@@ -104,7 +106,7 @@ class ViewAutoencoder(nn.Module):
 
     def _decode(self, raw: Tensor) -> Tensor:
         with autocast(self.precision, raw.device):
-            found = self.network.decode(raw).sample  # pyright: ignore[reportAttributeAccessIssue]
+            found = self.network.decode(raw).sample
         views = functional.pixel_shuffle(found.float(), 2)
         return views.unflatten(0, (-1, len(self.background))) + self.background
 
@@ -169,9 +171,13 @@ class VideoTransformer(nn.Module):
 
     History tokens attend to history alone, so `remember` computes them once for all denoising steps; a future frame
     attends to the history, to itself and to the future frames before it, so a chunk of F frames trains every shorter
-    one, and frames can be imagined one by one. Each future frame is told the action that led to it, each history frame
-    its action, pose and noise, all by adaptive layer norm and as a summand of its tokens.
+    one, and frames can be imagined one by one. Each future frame is told the action that led to it and the sum of all
+    since the present one, each history frame its action, pose and noise, all by adaptive layer norm and as a summand of
+    its tokens. Around the transformer are convolutions at the latents' own resolution, as in a U-Net: what moves a
+    little is moved there, and learned sooner.
     """
+
+    precision: Precision
 
     def __init__(
         self,
@@ -191,7 +197,7 @@ class VideoTransformer(nn.Module):
             raise ConfigError(f"Latents of {height} x {width} do not divide into patches of {sizes.patch}.")
         if sizes.width % sizes.heads:
             raise ConfigError(f"width {sizes.width} is not a multiple of heads {sizes.heads}: choose one that is.")
-        self.history, self.precision = history, precision
+        self.history, self.chunk, self.precision = history, chunk, precision
         self.patch, self.grid = sizes.patch, (height // sizes.patch, width // sizes.patch)
         area, wide = channels * sizes.patch**2, sizes.width
         self.past, self.future = nn.Linear(area, wide), nn.Linear(sizes.maps * sizes.patch**2, wide)
@@ -201,7 +207,7 @@ class VideoTransformer(nn.Module):
         self.leave = nn.Conv2d(sizes.maps, channels, 3, 1, 1)
         self.position = nn.Parameter(0.02 * torch.randn(self.grid[0] * self.grid[1], wide))
         self.slots = nn.Parameter(0.02 * torch.randn(history + chunk, wide))
-        self.action, self.pose = _embedding(actions, wide), _embedding(poses, wide)
+        self.action, self.pose = _embedding(2 * actions, wide), _embedding(poses, wide)
         self.unknown = nn.Parameter(0.02 * torch.randn(wide))
         self.noise, self.level = _embedding(1, wide), TimeEmbedding(wide)
         self.summand = nn.Linear(wide, wide)
@@ -219,7 +225,8 @@ class VideoTransformer(nn.Module):
         """
         slots = self.slots[: history.shape[1]]
         with autocast(self.precision, history.device):
-            condition = slots + self.action(actions) + self.pose(poses) + self.noise(noise[..., None])
+            told = self.action(torch.cat([actions, torch.zeros_like(actions)], -1))
+            condition = slots + told + self.pose(poses) + self.noise(noise[..., None])
             tokens = self.past(self._patches(history)) + self.position + self.summand(condition)[:, :, None]
             found: Memory = []
             for block in self.blocks:
@@ -239,9 +246,10 @@ class VideoTransformer(nn.Module):
     ) -> Tensor:
         frames = noisy.shape[1]
         with autocast(self.precision, noisy.device):
-            told = self.action(actions)
+            shown = actions if known is None else actions * known[..., None]
+            told = self.action(torch.cat([shown, shown.cumsum(1) / self.chunk], -1))
             if known is not None:
-                told = torch.where(known[..., None], told, self.unknown.to(told.dtype))
+                told = torch.where(known[..., None], told, told + self.unknown.to(told.dtype))
             condition = self.slots[self.history : self.history + frames] + told + self.level(0.25 + level / 4)[:, None]
             each = condition.repeat_interleave(self.views, 1).flatten(0, 1)
             given = torch.cat([noisy, present[:, None].expand_as(noisy)], 2)
