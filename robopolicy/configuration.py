@@ -250,7 +250,8 @@ class DoctorSection:
 @dataclass(frozen=True)
 class BenchSection:
     """Which benchmark: `sims` in interleaved rounds, `algorithms` on tasks, seeds and methods (() for all),
-    `mechanisms` on seeds, where methods are the checks, or `edge_of_reach` on seeds, where methods are the arms.
+    `mechanisms` on seeds, where methods are the checks, `edge_of_reach` on seeds, where methods are the arms, or one of
+    `trajectories`, `planning`, `joint` and `video` on seeds.
 
     overrides: settings for every run, quoted: bench.overrides=['finetune.iterations=10'].
     """

@@ -1,13 +1,14 @@
 """A latent video model of all cameras, steered frame by frame by actions, with a memory of poses (Ctrl-World, Guo et
 al. 2025, arXiv:2510.10125), at a size that two CPU cores can train.
 
-First an autoencoder of single views; then a transformer that denoises the latents of the next frames, all views of a
-frame together, given the recent frames and sparse older ones, each with the robot's pose; then a readout of vectors,
-reward, success and uncertainty, as of pixel diffusion. Deviations from Ctrl-World (1.5 B parameters, Stable Video
-Diffusion): trained from nothing; actions are the world's own, by adaptive layer norm as in IRASim (Zhu et al. 2024,
-arXiv:2406.14540) instead of cross-attention; latents are predicted as changes from the present frame, so that a network
-that says nothing repeats it; future frames see earlier ones only, so that frames can be imagined one by one; a share of
-the rows is trained where the sampler begins (see `VideoConfig.first_share`), and few denoising steps are enough.
+First an autoencoder of single views, as differences from the camera's mean picture; then a transformer between
+convolutions that denoises the latents of the next frames, all views of a frame together, given the recent frames and
+sparse older ones, each with the robot's pose; then a readout of vectors, reward, success and uncertainty, as of pixel
+diffusion. Deviations from Ctrl-World (1.5 B parameters, Stable Video Diffusion): trained from nothing; actions are the
+world's own, by adaptive layer norm as in IRASim (Zhu et al. 2024, arXiv:2406.14540) instead of cross-attention; latents
+are predicted as changes from the present frame, so that a network that says nothing repeats it; future frames see
+earlier ones only, so that frames can be imagined one by one; a share of the rows is trained where the sampler begins
+(see `VideoConfig.first_share`), and few denoising steps are enough; pixels where nothing changes are held.
 Axes: N or B rows, K history frames, L frames that the history reaches over, T or F future frames, V elements of all
 vector fields, A action dimension.
 """

@@ -118,7 +118,10 @@ def above(real: Mapping[str, np.ndarray], imagined: Mapping[str, np.ndarray], fp
         for text, frames in ((f"{name}, real", pictures), (f"{name}, imagined", imagined[key])):
             factor = max(1, size // frames.shape[3])
             cells = frames.repeat(factor, 2).repeat(factor, 3)
-            gapped = np.pad(cells, ((0, 0), (0, 0), (0, GAP), (GAP, 0), (0, 0)))
+            count, length, height, width, _ = cells.shape
+            gapped = np.empty((count, length, height + GAP, width + GAP, 3), dtype=np.uint8)
+            gapped[:] = BACKGROUND
+            gapped[:, :, :height, GAP:] = cells
             bands.append(_titled(np.concatenate(list(gapped), axis=2), text))
     frames = np.concatenate(bands, axis=1)
     return Clip(frames, fps, np.zeros(0, dtype=bool))
