@@ -47,8 +47,18 @@ def test_the_experiment_with_pictures_runs_and_finds_its_models_again(tmp_path):
     tiny = VideoConfig(size="tiny", channels=(8, 16, 16), recent=2, memory=1, stride=2, chunk=2, batch_size=4)
     tiny = replace(tiny, view_batch_size=4, readout=ReadoutConfig(batch_size=16, dreams=16))
     scale = video.Scale(
-        recorded=200, fit=5, judged=12, length=30, horizons=(1, 2, 4), filmed=2, timed=4, noise=("low",), model=tiny
+        recorded=200,
+        fit=5,
+        judged=12,
+        begin=2,
+        followed=4,
+        length=12,
+        horizons=(1, 2, 4),
+        filmed=2,
+        timed=4,
+        model=tiny,
     )
+    scale = replace(scale, noise=("low",), judged_noise=("random",))
     first = video.measure(0, scale, tmp_path)
     for title, header, lines in EXPERIMENTS["video"].tables([first]):
         assert title and lines and all(len(line) == len(header) for line in lines)

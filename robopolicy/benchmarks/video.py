@@ -1,10 +1,12 @@
 """The latent video model on push_cube, two cameras of 64 px: does it mind actions, what is memory worth, how fast?
 
-It learns from episodes of the expert at graded noise and is judged on other, longer ones that go on after success. The
-model without memory shares autoencoder and readout with the one that has it; only its dynamics are learned anew.
+It learns from episodes of the expert at graded noise and is judged on other, longer ones, in which success comes late
+or never. The model without memory shares autoencoder and readout with the one that has it; only its dynamics are its
+own.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,40 +42,64 @@ ARMS = ("memory", "no memory")
 @dataclass(frozen=True)
 class Scale:
     """recorded: control steps of data; fit: training steps of the dynamics, the other stages' shares are the model's;
-    rate: learning rate; judged: rows that are followed; length: control steps of the episodes they are in; horizons:
-    where they are compared; filmed: episodes in the video; timed: frames that the clock sees; noise: levels of data.
+    rate: learning rate; noise: levels of the data; judged: episodes that are followed, from step `begin` for at least
+    `followed` steps, at the levels judged_noise, with a time limit of `length`; horizons: where they are compared;
+    filmed: episodes in the video; timed: frames that the clock sees.
     """
 
     recorded: int = 20_000
     fit: int = 1500
     rate: float = 1.5e-3
+    noise: tuple[str, ...] = ("low", "medium", "high", "random")
     judged: int = 48
+    begin: int = 24
+    followed: int = 50
+    judged_noise: tuple[str, ...] = ("high", "random")
     length: int = 160
     horizons: tuple[int, ...] = (*range(1, 51), 60, 70, 80, 90, 100, 110, 120)
     filmed: int = 6
     timed: int = 50
     cameras: tuple[str, ...] = ("top", "front")
-    noise: tuple[str, ...] = ("low", "medium", "high", "random")
     model: VideoConfig = field(default_factory=VideoConfig)
 
 
-def collect(seed: int, scale: Scale, steps: int, name: str, length: int | None = None) -> Episodes:
-    """Return episodes of the expert at graded noise; length: of all of them, beyond success (None: the task's)."""
-    task = load_task(TASK) if length is None else replace(load_task(TASK), horizon=length)
-    world = MujocoWorld(
-        task, WORLDS, seed=seed, cameras=scale.cameras, image_size=64, terminate_on_success=length is None
+def collect(seed: int, scale: Scale) -> Episodes:
+    """Return episodes of the expert at graded noise, an equal share of the control steps at each level."""
+    return Episodes.concatenate(
+        [
+            part
+            for level in scale.noise
+            for part in _played(seed, scale, level, "recorded", None, scale.recorded / len(scale.noise))
+        ]
     )
-    parts = []
-    for level in scale.noise:
-        actor = NoisyController(task.expert(), NOISE_LEVELS[level], derive(seed, f"{name}/{level}"), world.spec.action)
-        recorded, turn = 0, 0
-        while recorded < steps / len(scale.noise):
-            count = WORLDS if length is None else max(1, min(WORLDS, steps // (len(scale.noise) * length)))
-            seeds = episode_seeds(seed, f"{name}/{level}/{turn}", count)
-            parts.append(record(world, actor, seeds))
-            recorded, turn = recorded + parts[-1].step_count, turn + 1
+
+
+def judged_episodes(seed: int, scale: Scale) -> Episodes:
+    """Return the first episodes at every level of judged_noise that are long enough to be followed."""
+    kept, count, enough = [], -(-scale.judged // len(scale.judged_noise)), scale.begin + scale.followed
+    for level in scale.judged_noise:
+        parts: list[Episodes] = []
+        for part in _played(seed, scale, level, "judged", scale.length, float("inf")):
+            parts.append(part.select(part.lengths >= enough))
+            if sum(map(len, parts)) >= count:
+                break
+        kept.append(Episodes.concatenate(parts).select(torch.arange(count)))
+    return Episodes.concatenate(kept)
+
+
+def _played(seed: int, scale: Scale, level: str, name: str, horizon: int | None, steps: float) -> Iterator[Episodes]:
+    """Yield rounds of episodes at a level of noise until there are so many control steps."""
+    task = load_task(TASK)
+    world = MujocoWorld(
+        replace(task, horizon=horizon or task.horizon), WORLDS, seed=seed, cameras=scale.cameras, image_size=64
+    )
+    actor = NoisyController(task.expert(), NOISE_LEVELS[level], derive(seed, f"{name}/{level}"), world.spec.action)
+    recorded, turn = 0, 0
+    while recorded < steps:
+        part = record(world, actor, episode_seeds(seed, f"{name}/{level}/{turn}", WORLDS))
+        recorded, turn = recorded + part.step_count, turn + 1
+        yield part
     world.close()
-    return Episodes.concatenate(parts)
 
 
 def trained(seed: int, scale: Scale, episodes: Episodes, folder: Path) -> dict[str, VideoModel]:
@@ -124,7 +150,7 @@ def in_chunks(model: VideoModel, episodes: Episodes, begin: torch.Tensor, steps:
 @torch.no_grad()
 def speed(model: VideoModel, episodes: Episodes, rows: int, frames: int) -> dict[str, float]:
     """Return generated frames a second, all cameras being one frame, one by one and in chunks, for `rows` at a time."""
-    begin = episodes.starts[:1].expand(rows) + model.context
+    begin = episodes.starts[:1].expand(rows)
     latent = model.initial(context_at(episodes, begin, model.context), np.arange(rows))
     actions = episodes.actions[begin[:, None] + torch.arange(frames)]
     found = {}
@@ -154,29 +180,23 @@ def averaged(figures: dict[str, dict[str, dict[str, float]]], ending: str) -> di
 
 def measure(seed: int, scale: Scale, folder: Path) -> dict[str, Any]:
     """Return PSNR and SSIM by horizon of both models beside shuffled actions and copying, and frames a second."""
-    models = trained(seed, scale, collect(seed, scale, scale.recorded, "recorded"), folder)
-    held = collect(seed, scale, scale.judged * scale.length, "judged", scale.length)
+    models = trained(seed, scale, collect(seed, scale), folder)
+    held = judged_episodes(seed, scale)
+    begin = held.starts + scale.begin
     figures: dict[str, Any] = {"threads": torch.get_num_threads(), "speed": {}}
     for arm, model in models.items():
         generator = torch.Generator().manual_seed(derive(seed, "judge"))
-        followed = open_loop(model, held, generator, scale.judged, scale.horizons, begin=_begin(held, scale))
+        followed = open_loop(model, held, generator, len(begin), scale.horizons, begin)
         figures[arm] = {"psnr": averaged(followed, ""), "ssim": averaged(followed, SSIM), "cameras": followed}
         sizes = {name: sum(value.numel() for value in part.parameters()) for name, part in model.named_children()}
         figures[arm] |= {"parameters": sizes, "ages": list(model.config.ages)}
     model = models[ARMS[0]]
-    begin = _begin(held, scale)
-    figures[ARMS[0]]["in chunks"] = in_chunks(model, held, begin, max(scale.horizons))
+    figures[ARMS[0]]["in chunks"] = in_chunks(model, held, begin, scale.followed)
+    left = held.lengths - scale.begin
+    figures["rows"] = {str(horizon): int((left >= horizon).sum()) for horizon in scale.horizons}
     for rows in (1, 16):
         figures["speed"][str(rows)] = speed(model, held, rows, scale.timed)
-    film = follow(model, held, _spread(begin, scale.filmed), max(scale.horizons))
+    longest = left.argsort(descending=True, stable=True)[: scale.filmed]
+    film = follow(model, held, begin[longest], min(max(scale.horizons), int(left[longest].min())))
     write_video(above(film.real, film.imagined, model.spec.fps), folder / "imagined.mp4")
     return figures
-
-
-def _begin(episodes: Episodes, scale: Scale) -> torch.Tensor:
-    """Return the steps from which rows are followed: far enough into each episode for a whole history."""
-    return _spread(episodes.starts, scale.judged) + scale.length - max(scale.horizons)
-
-
-def _spread(rows: torch.Tensor, count: int) -> torch.Tensor:
-    return rows[torch.linspace(0, len(rows) - 1, min(count, len(rows))).long()]

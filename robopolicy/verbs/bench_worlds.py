@@ -83,9 +83,11 @@ def video_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
         for horizon in runs[0]["memory"][name]:
             cells = [("memory", "model"), ("no memory", "model"), ("memory", "shuffled"), ("memory", "copy")]
             means = [np.mean([run[arm][name][horizon][what] for run in runs]) for arm, what in cells]
-            means += [np.mean([run["memory"]["in chunks"][horizon] for run in runs])] if name == "psnr" else []
-            lines.append([horizon, *(f"{mean:.2f}" if name == "psnr" else f"{mean:.3f}" for mean in means)])
-        found.append((f"{unit}, more is better", header[: len(lines[0])], lines))
+            texts = [f"{mean:.2f}" if name == "psnr" else f"{mean:.3f}" for mean in means]
+            chunked = [run["memory"]["in chunks"].get(horizon) for run in runs] if name == "psnr" else [None]
+            texts.append("" if None in chunked else f"{np.mean(chunked):.2f}")
+            lines.append([horizon, *texts])
+        found.append((f"{unit}, more is better", header, lines))
     header = ["rows at a time", "one by one", "in chunks"]
     lines = [
         [rows, *(f"{np.mean([run['speed'][rows][mode] for run in runs]):.1f}" for mode in header[1:])]
