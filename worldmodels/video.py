@@ -183,7 +183,7 @@ class VideoModel(nn.Module):
         stacked = self.reader.stack(cut.frames).to(self.change_std.device)
         states = self.reader.vector(cut.frames, slice(1, span + 1))
         latent = self._latent(stacked[:, : span + 1], states, cut.actions[:, :span], steps.numpy())
-        _, new, _ = self._predict(latent, cut.actions[:, span:].to(stacked.device))
+        new, _ = self._shown(latent, self._predict(latent, cut.actions[:, span:].to(stacked.device)))
         shown = torch.cat([stacked[:, span - 1 : span + 1], new], 1)
         return shown[torch.arange(len(steps))[:, None], back[:, None] + torch.arange(3)]
 
@@ -192,18 +192,19 @@ class VideoModel(nn.Module):
         self.reader.calibrate(episodes, self.context, self.initial, self._judge)
 
     def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
-        _, frames, _ = self._predict(latent, actions[:, None])
-        seen = torch.cat([latent["frames"], frames], 1)
-        return self.reader.read(seen, latent["states"][:, -1], actions)[1:]
+        frames, _ = self._shown(latent, self._predict(latent, actions[:, None]))
+        return self.reader.read(torch.cat([latent["frames"], frames], 1), latent["state"], actions)[1:]
 
     @torch.no_grad()
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
-        """Return the latent: latents [R, L, C, height, width] and states [R, L, V] (in the world's units) of the frames
-        that the history reaches over, actions [R, L, A] that led to them, the last two frames [R, 2, height, width, 3],
-        decoded [R, height, width, 3], what was decoded where pixels last changed, the episode's seed and the number of
-        the next step.
+        """Return the latent of episodes that begin in `context`; missing frames repeat the first one, and their actions
+        are zero.
 
-        Missing frames repeat the first one, and their actions are zero.
+        History, up to where the present chunk began: latents [R, L, C, height, width], states [R, L, V] and the actions
+        that led to them [R, L, A], both in the world's units. The chunk so far: phase [R], how many of its frames have
+        been imagined, their states [R, F, V] (since) and actions [R, F, A] (moves). The present: state [R, V], frames
+        [R, 2, height, width, 3], the last two, and decoded [R, height, width, 3], what was decoded where pixels last
+        changed. Then the episode's seed and the number of the next step.
         """
         frames, actions, known = self.reader.begin(context, self.context)
         stacked, states = self.reader.stack(frames), self.reader.vector(frames, slice(1, None))
@@ -214,18 +215,23 @@ class VideoModel(nn.Module):
 
         states, actions: [R, L, ...], of the last L frames, and what led to them.
         """
-        device, length = self.change_std.device, self.config.span
+        device, length, chunk = self.change_std.device, self.config.span, self.config.chunk
         count = min(known or length, length)
         flat = rearrange(frames[:, -count:], "r l h w c -> (r l) h w c")
         latents = self._encode(flat).unflatten(0, (len(frames), count))
         place = torch.arange(count - length, count, device=device).clamp_min(0)
+        states, actions, counters = states.to(device), actions.to(device), self.reader.counters(seeds)
         return {
             "latents": latents[:, place],
-            "states": states.to(device),
-            "actions": actions.to(device),
+            "states": states,
+            "actions": actions,
+            "since": states.new_zeros(len(states), chunk, states.shape[2]),
+            "moves": actions.new_zeros(len(actions), chunk, actions.shape[2]),
+            "phase": torch.zeros_like(counters["step"]),
+            "state": states[:, -1],
             "frames": frames[:, -2:],
             "decoded": self._decode(latents[:, -1]),
-            **self.reader.counters(seeds),
+            **counters,
         }
 
     @torch.no_grad()
@@ -236,55 +242,70 @@ class VideoModel(nn.Module):
 
     @torch.no_grad()
     def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
-        """Advance every row by T frames under actions [B, T, A] in the world's units, in chunks predicted together."""
+        """Advance every row by T frames under actions [B, T, A] in the world's units: the frames that `imagine` gives
+        one by one, predicted together as far as a chunk reaches.
+        """
         found: list[Imagined] = []
-        for part in actions.to(latent["states"].dtype).split(self.config.chunk, 1):
-            latent, imagined = self._chunk(latent, part)
-            found += imagined
+        actions = actions.to(latent["state"].dtype)
+        while actions.shape[1]:
+            count = min(actions.shape[1], self.config.chunk - int(latent["phase"].max()))
+            latent, imagined = self._advance(latent, actions[:, :count])
+            actions, found = actions[:, count:], found + imagined
         return latent, found
 
-    def _chunk(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
-        """Advance every row by the frames of one chunk under actions [B, F, A]."""
-        latents, frames, decoded = self._predict(latent, actions)
-        seen, states, found = torch.cat([latent["frames"], frames], 1), [latent["states"]], []
-        for step in range(actions.shape[1]):
-            read = self.reader.read(seen[:, step : step + 3], states[-1][:, -1], actions[:, step])
-            found.append(self.reader.imagined(frames[:, step], *read))
-            states.append(read[0][:, None])
-        span = self.config.span
-        moved = {
-            "latents": torch.cat([latent["latents"], latents], 1)[:, -span:],
-            "states": torch.cat(states, 1)[:, -span:],
-            "actions": torch.cat([latent["actions"], actions], 1)[:, -span:],
-            "frames": seen[:, -2:],
-            "decoded": decoded,
-            "seed": latent["seed"],
-            "step": latent["step"] + actions.shape[1],
-        }
-        return moved, found
+    def _advance(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
+        """Advance every row by T frames under actions [B, T, A], none of them beyond its chunk.
 
-    @torch.no_grad()
-    def _predict(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return latents [B, F, C, ...], frames [B, F, height, width, 3] under actions [B, F, A], and what was decoded
-        where the pixels of the last frame last changed.
+        The frames of a chunk see only those before them, so frames that are already known come out again as they were,
+        and errors do not pile up within a chunk. A row that is at the end of its chunk begins another one.
         """
+        phase, count = latent["phase"], actions.shape[1]
+        rows = torch.arange(len(phase), device=phase.device)[:, None]
+        place = phase[:, None] + torch.arange(count, device=phase.device)
+        moves, since, state, found = latent["moves"].clone(), latent["since"].clone(), latent["state"], []
+        moves[rows, place] = actions
+        latents = self._predict(latent, moves[:, : int(phase.max()) + count])
+        frames, decoded = self._shown(latent, latents[rows, place])
+        seen = torch.cat([latent["frames"], frames], 1)
+        for step in range(count):
+            state, *read = self.reader.read(seen[:, step : step + 3], state, actions[:, step])
+            found.append(self.reader.imagined(frames[:, step], state, *read))
+            since[rows[:, 0], place[:, step]] = state
+        moved = {**latent, "since": since, "moves": moves, "phase": phase + count, "state": state}
+        ended = moved["phase"] == self.config.chunk
+        if bool(ended.any()):
+            new = {"latents": latents, "states": since, "actions": moves}
+            joined = {name: torch.cat([latent[name], value], 1)[:, -self.config.span :] for name, value in new.items()}
+            joined |= {name: torch.zeros_like(moved[name]) for name in ("since", "moves", "phase")}
+            for name, value in joined.items():
+                moved[name] = torch.where(ended.reshape(-1, *[1] * (value.dim() - 1)), value, moved[name])
+        return {**moved, "frames": seen[:, -2:], "decoded": decoded, "step": latent["step"] + count}, found
+
+    def _predict(self, latent: Latent, actions: Tensor) -> Tensor:
+        """Return the latents [B, F, C, height, width] of a chunk's first frames under actions [B, F, A]."""
         config, reader = self.config, self.reader
         slots = [config.span - 1 - age for age in config.ages]
         history, poses = latent["latents"][:, slots], self._poses(latent["states"][:, slots])
         told = reader.standard("action", latent["actions"][:, slots])
         memory = self.transformer.remember(history, told, poses, history.new_zeros(history.shape[:2]))
-        present, steps = history[:, -1], range(actions.shape[1])
+        present, begin = history[:, -1], latent["step"] - latent["phase"]
         network = self.transformer.network(memory, present, reader.standard("action", actions))
-        noise = [reader.noise({**latent, "step": latent["step"] + step}, self.latent) for step in steps]
-        change = edm.sample(network, config.temperature * torch.stack(noise, 1), config.edm, scaled=False)
-        latents = present[:, None] + change * self.change_std[:, None, None]
+        frames = [{**latent, "step": begin + step} for step in range(actions.shape[1])]
+        noise = torch.stack([reader.noise(frame, self.latent) for frame in frames], 1)
+        change = edm.sample(network, config.temperature * noise, config.edm, scaled=False)
+        return present[:, None] + change * self.change_std[:, None, None]
+
+    def _shown(self, latent: Latent, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the frames [B, T, height, width, 3] of latents that follow on the present frame, and what was decoded
+        where the pixels of the last one last changed.
+        """
         decoded = self._decode(latents.flatten(0, 1)).unflatten(0, latents.shape[:2])
         frame, reference, frames = latent["frames"][:, -1], latent["decoded"], []
         for new in decoded.unbind(1):
-            moved = (new.int() - reference.int()).abs().amax(-1, keepdim=True) >= 255 * config.hold
+            moved = (new.int() - reference.int()).abs().amax(-1, keepdim=True) >= 255 * self.config.hold
             frame, reference = torch.where(moved, new, frame), torch.where(moved, new, reference)
             frames.append(frame)
-        return latents, torch.stack(frames, 1), reference
+        return torch.stack(frames, 1), reference
 
     def _poses(self, states: Tensor) -> Tensor:
         """Return the standardised poses [..., P] in states [..., V]; one zero where no robot is shown."""

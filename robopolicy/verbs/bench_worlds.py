@@ -84,8 +84,9 @@ def video_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
             cells = [("memory", "model"), ("no memory", "model"), ("memory", "shuffled"), ("memory", "copy")]
             means = [np.mean([run[arm][name][horizon][what] for run in runs]) for arm, what in cells]
             texts = [f"{mean:.2f}" if name == "psnr" else f"{mean:.3f}" for mean in means]
-            chunked = [run["memory"]["in chunks"].get(horizon) for run in runs] if name == "psnr" else [None]
-            texts.append("" if None in chunked else f"{np.mean(chunked):.2f}")
+            chunked = [run["memory"]["in chunks"] for run in runs if name == "psnr"]
+            known = [run[horizon] for run in chunked if horizon in run]
+            texts.append(f"{np.mean(known):.2f}" if known else "")
             lines.append([horizon, *texts])
         found.append((f"{unit}, more is better", header, lines))
     header = ["rows at a time", "one by one", "in chunks"]

@@ -88,30 +88,50 @@ def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
     assert torch.allclose(again.observation[STATE], seen.observation[STATE][order], atol=1e-4)
     difference = again.observation[IMAGE].int() - seen.observation[IMAGE][order].int()
     assert float((difference.abs() > 1).float().mean()) < 0.01
-    other, _ = model.imagine({**latent, "seed": latent["seed"] + 1}, held.actions[:4])
-    moved, _ = model.imagine(latent, held.actions[:4])
-    assert not torch.equal(other["latents"][:, -1], moved["latents"][:, -1])
+    chunk = held.actions[steps[:, None] + torch.arange(TINY.chunk)]
+    other, _ = model.generate({**latent, "seed": latent["seed"] + 1}, chunk)
+    moved, _ = model.generate(latent, chunk)
+    assert not torch.equal(other["latents"], moved["latents"])
     cold = VideoModel.restore(model.description(), SPEC, model.state_dict())
     cold.load_state_dict(model.state_dict())
     cold.config = replace(model.config, temperature=0.0)
-    first, _ = cold.imagine(latent, held.actions[:4])
-    second, _ = cold.imagine({**latent, "seed": latent["seed"] + 1}, held.actions[:4])
+    first, _ = cold.generate(latent, chunk)
+    second, _ = cold.generate({**latent, "seed": latent["seed"] + 1}, chunk)
     assert torch.equal(first["latents"], second["latents"])
 
 
-def test_a_chunk_begins_as_single_frames_do_and_follows_on(learned):
+def test_frames_are_the_same_one_by_one_and_in_chunks(learned):
     model, held = learned
     steps = torch.arange(6)
     latent = latent_at(model, held, steps)
     actions = held.actions[steps[:, None] + torch.arange(7)]
+    kept = {name: value.clone() for name, value in latent.items()}
     moved, chunks = model.generate(latent, actions)
     assert len(chunks) == 7 and torch.equal(moved["step"], torch.full((6,), 7))
-    assert moved["latents"].shape == latent["latents"].shape
-    _, single = model.imagine(latent, actions[:, 0])
-    assert torch.allclose(single.observation[STATE], chunks[0].observation[STATE], atol=1e-4)
-    kept = {name: value.clone() for name, value in latent.items()}
-    model.generate(latent, actions)
     assert all(torch.equal(latent[name], kept[name]) for name in latent)
+    single, apart = latent, []
+    for step in range(7):
+        single, seen = model.imagine(single, actions[:, step])
+        apart.append(seen)
+    for first, second in zip(chunks, apart, strict=True):
+        assert torch.allclose(first.observation[STATE], second.observation[STATE], atol=1e-3)
+        assert float((first.observation[IMAGE] != second.observation[IMAGE]).float().mean()) < 0.02
+    for name in ("latents", "states", "actions", "since", "moves", "phase"):
+        assert torch.allclose(moved[name].float(), single[name].float(), atol=1e-3), name
+
+
+def test_rows_at_different_places_of_their_chunks_do_not_mind_each_other(learned):
+    model, held = learned
+    steps = torch.arange(4)
+    latent = latent_at(model, held, steps)
+    ahead, _ = model.generate(latent, held.actions[steps[:, None] + torch.arange(2)])
+    mixed = {name: torch.cat([value[:2], ahead[name][2:]]) for name, value in latent.items()}
+    actions = held.actions[steps[:, None] + torch.arange(4)]
+    last, seen = model.generate(mixed, actions)
+    for rows, alone in ((slice(0, 2), latent), (slice(2, 4), ahead)):
+        end, wanted = model.generate({name: value[rows] for name, value in alone.items()}, actions[rows])
+        assert torch.allclose(wanted[-1].observation[STATE], seen[-1].observation[STATE][rows], atol=1e-3)
+        assert torch.equal(end["phase"], last["phase"][rows])
 
 
 def test_checkpoints_round_trip(learned, tmp_path):
@@ -143,18 +163,22 @@ def test_history_is_spaced_in_rollouts_as_in_training(fresh):
     assert torch.allclose(trained.history_actions[0], trained.history_actions[0, :1])
 
 
-def test_what_is_remembered_moves_on_with_every_step(fresh):
+def test_what_is_remembered_moves_on_with_every_chunk(fresh):
     model, data = fresh
     long = int((data.lengths >= 8).nonzero()[0, 0])
-    start = data.starts[long : long + 1]
-    latent = latent_at(model, data, start)
-    for step in range(3):
-        before = latent
-        action = data.actions[start + step]
-        latent, _ = model.imagine(latent, action)
-        for name in ("latents", "states", "actions"):
-            assert torch.equal(latent[name][:, :-1], before[name][:, 1:]), name
-        assert torch.equal(latent["actions"][:, -1], action)
+    start, chunk = data.starts[long : long + 1], TINY.chunk
+    first = latent = latent_at(model, data, start)
+    states, actions = [], data.actions[start[:, None] + torch.arange(2 * chunk)]
+    for step in range(2 * chunk):
+        assert int(latent["phase"]) == step % chunk
+        latent, _ = model.imagine(latent, actions[:, step])
+        states.append(latent["state"])
+        if step < chunk - 1:
+            assert torch.equal(latent["latents"], first["latents"])
+    span = model.config.span
+    assert torch.equal(latent["actions"], torch.cat([first["actions"], actions], 1)[:, -span:])
+    assert torch.equal(latent["states"], torch.cat([first["states"], torch.stack(states, 1)], 1)[:, -span:])
+    assert bool((latent["moves"] == 0).all()) and int(latent["phase"]) == 0
 
 
 def test_a_history_that_is_too_short_repeats_its_first_frame(fresh):
@@ -197,7 +221,7 @@ def test_an_earlier_frame_does_not_see_later_ones(learned):
     actions = held.actions[torch.arange(5)[:, None] + torch.arange(3)]
     other = actions.clone()
     other[:, 2] = -other[:, 2]
-    (first, *_), (second, *_) = (model._predict(latent, moves) for moves in (actions, other))
+    first, second = (model._predict(latent, moves) for moves in (actions, other))
     assert torch.allclose(first[:, :2], second[:, :2], atol=1e-5)
     assert not torch.allclose(first[:, 2], second[:, 2], atol=1e-3)
 
