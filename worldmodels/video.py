@@ -182,7 +182,7 @@ class VideoModel(nn.Module):
         cut = data.cut(steps - back, span, length)
         stacked = self.reader.stack(cut.frames).to(self.change_std.device)
         states = self.reader.vector(cut.frames, slice(1, span + 1))
-        latent = self._latent(stacked[:, : span + 1], states, cut.actions[:, :span], steps.numpy())
+        latent = self._latent(stacked[:, : span + 1], states, cut.actions[:, :span], steps.numpy(), brief=True)
         new, _ = self._shown(latent, self._predict(latent, cut.actions[:, span:].to(stacked.device)))
         shown = torch.cat([stacked[:, span - 1 : span + 1], new], 1)
         return shown[torch.arange(len(steps))[:, None], back[:, None] + torch.arange(3)]
@@ -210,19 +210,31 @@ class VideoModel(nn.Module):
         stacked, states = self.reader.stack(frames), self.reader.vector(frames, slice(1, None))
         return self._latent(stacked.to(self.change_std.device), states, actions, seeds, known)
 
-    def _latent(self, frames: Tensor, states: Tensor, actions: Tensor, seeds: np.ndarray, known: int = 0) -> Latent:
+    def _latent(
+        self,
+        frames: Tensor,
+        states: Tensor,
+        actions: Tensor,
+        seeds: np.ndarray,
+        known: int = 0,
+        brief: bool = False,
+    ) -> Latent:
         """Return the latent after frames [R, L + 1, height, width, 3], of which the last `known` differ (0: all).
 
-        states, actions: [R, L, ...], of the last L frames, and what led to them.
+        states, actions: [R, L, ...], of the last L frames, and what led to them; brief: for one chunk only, which looks
+        at some of the frames, so that the others are not encoded.
         """
         device, length, chunk = self.change_std.device, self.config.span, self.config.chunk
-        count = min(known or length, length)
-        flat = rearrange(frames[:, -count:], "r l h w c -> (r l) h w c")
-        latents = self._encode(flat).unflatten(0, (len(frames), count))
-        place = torch.arange(count - length, count, device=device).clamp_min(0)
+        place = torch.arange(length, device=device).clamp_min(length - min(known or length, length))
+        used = torch.tensor(self._slots, device=device) if brief else place.unique()
+        flat = rearrange(frames[:, 1:][:, used], "r l h w c -> (r l) h w c")
+        encoded = self._encode(flat).unflatten(0, (len(frames), len(used)))
+        latents = encoded.new_zeros(len(frames), length, *self.latent)
+        latents[:, used] = encoded
+        latents = latents if brief else latents[:, place]
         states, actions, counters = states.to(device), actions.to(device), self.reader.counters(seeds)
         return {
-            "latents": latents[:, place],
+            "latents": latents,
             "states": states,
             "actions": actions,
             "since": states.new_zeros(len(states), chunk, states.shape[2]),
@@ -284,7 +296,7 @@ class VideoModel(nn.Module):
     def _predict(self, latent: Latent, actions: Tensor) -> Tensor:
         """Return the latents [B, F, C, height, width] of a chunk's first frames under actions [B, F, A]."""
         config, reader = self.config, self.reader
-        slots = [config.span - 1 - age for age in config.ages]
+        slots = self._slots
         history, poses = latent["latents"][:, slots], self._poses(latent["states"][:, slots])
         told = reader.standard("action", latent["actions"][:, slots])
         memory = self.transformer.remember(history, told, poses, history.new_zeros(history.shape[:2]))
@@ -306,6 +318,11 @@ class VideoModel(nn.Module):
             frame, reference = torch.where(moved, new, frame), torch.where(moved, new, reference)
             frames.append(frame)
         return torch.stack(frames, 1), reference
+
+    @property
+    def _slots(self) -> list[int]:
+        """Where the history's frames lie among the last L."""
+        return [self.config.span - 1 - age for age in self.config.ages]
 
     def _poses(self, states: Tensor) -> Tensor:
         """Return the standardised poses [..., P] in states [..., V]; one zero where no robot is shown."""
