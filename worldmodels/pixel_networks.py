@@ -160,7 +160,7 @@ class PixelDenoiser(nn.Module):
             if not count:
                 break
             clean, context = pixels[:count, past + step], context[:count]
-            noisy, sigma = self._noisy(clean, generator)
+            noisy, sigma, _ = edm.training_noise_with_starts(clean, config.edm, config.first_share, generator)
             network = partial(self, context=context, actions=actions[:count, step : step + past])
             denoised = edm.denoise(network, noisy, sigma, config.edm)
             error = edm.weighted_error(denoised, clean, sigma, config.edm).mean((1, 2, 3))
@@ -169,17 +169,6 @@ class PixelDenoiser(nn.Module):
             known = known + functional.pad(counts, (0, rows - count))
             context = torch.cat([context[:, 1:], to_pixels(to_frames(denoised.detach()))[:, None]], 1)
         return total * rows / known.sum().clamp_min(1)
-
-    def _noisy(self, clean: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return noisy pixels and their noise levels [N], a share of them as the sampler begins."""
-        noisy, sigma = edm.training_noise(clean, self.config.edm, generator)
-        drawn = torch.rand(len(clean), generator=generator, device=generator.device).to(clean.device)
-        first, start = (
-            drawn < self.config.first_share,
-            torch.randn(clean.shape, generator=generator, device=clean.device),
-        )
-        noisy = torch.where(first[:, None, None, None], start, noisy)
-        return noisy, torch.where(first, self.config.edm.sigma_max, sigma)
 
     @torch.no_grad()
     def next_frame(self, frames: Tensor, actions: Tensor, noise: Tensor) -> Tensor:

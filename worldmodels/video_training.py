@@ -118,7 +118,7 @@ class DynamicsStage(nn.Module):
             yield {"stretch": stretch_at(video, present[draws.cpu()], self.config).to(self._change_std.device)}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"latents": [M]}, EDM's weighted error of the future frames; 1 is a network that has learned nothing.
+        """Return {"latents": [M]}, EDM's weighted error of future frames; 1: what repeating a frame costs a step ahead.
 
         The history is made worse first: own predictions, collapse, noise. The future is predicted as a change from the
         present frame as it is given, so errors in it are to be mended.
@@ -137,12 +137,9 @@ class DynamicsStage(nn.Module):
         history = history + noise[..., None, None, None] * drawn
         present, scale = history[:, -1], self._change_std[:, None, None]
         change = (stretch.future - present[:, None]) / scale
-        noisy, sigma = edm.training_noise(change, config.edm, generator)
-        first, shown = draw(rows) < config.first_share, draw(rows, *stretch.valid.shape[1:]) >= config.action_dropout
-        wide = first[:, None, None, None, None]
-        start = torch.randn(change.shape, generator=generator, device=generator.device).to(change.device)
-        noisy = torch.where(wide, config.temperature * start, noisy)
-        sigma = torch.where(first, config.edm.sigma_max, sigma)
+        shares = config.first_share, generator, config.temperature
+        noisy, sigma, first = edm.training_noise_with_starts(change, config.edm, *shares)
+        shown = draw(*stretch.valid.shape) >= config.action_dropout
         memory = self.transformer.remember(history, actions, poses, noise)
         network = self.transformer.network(memory, present, stretch.actions, shown)
         found = edm.denoise(network, noisy, sigma, config.edm)
