@@ -13,8 +13,13 @@ from robopolicy.core.storage import read_json, write_atomic, write_json
 from robopolicy.evaluation.plots import open_loop_errors
 from robopolicy.evaluation.report import Report, Section, film, render
 from robopolicy.runs import output, print_table, publish
+from worldmodels.diagnostics import HORIZONS
 
 Runs = Sequence[Mapping[str, Any]]
+
+
+PRINTED = (*HORIZONS, 75, 100)
+"""Horizons that tables show; all are in the figures."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +83,12 @@ def video_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return quality by horizon, and frames a second."""
     found = []
     for name, unit in (("psnr", "PSNR (dB)"), ("ssim", "SSIM")):
-        header = ["steps ahead", "model", "no memory", "actions shuffled", "first frame", "model, in chunks"]
+        header = ["steps ahead", "model", "no memory", "actions shuffled", "first frame"]
         lines = []
-        for horizon in runs[0]["memory"][name]:
+        for horizon in (step for step in runs[0]["memory"][name] if int(step) in PRINTED):
             cells = [("memory", "model"), ("no memory", "model"), ("memory", "shuffled"), ("memory", "copy")]
             means = [np.mean([run[arm][name][horizon][what] for run in runs]) for arm, what in cells]
-            texts = [f"{mean:.2f}" if name == "psnr" else f"{mean:.3f}" for mean in means]
-            chunked = [run["memory"]["in chunks"] for run in runs if name == "psnr"]
-            known = [run[horizon] for run in chunked if horizon in run]
-            texts.append(f"{np.mean(known):.2f}" if known else "")
-            lines.append([horizon, *texts])
+            lines.append([horizon, *(f"{mean:.2f}" if name == "psnr" else f"{mean:.3f}" for mean in means)])
         found.append((f"{unit}, more is better", header, lines))
     header = ["rows at a time", "one by one", "in chunks"]
     lines = [
