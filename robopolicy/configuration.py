@@ -26,6 +26,7 @@ from robopolicy.training.pretrain import PretrainConfig
 from worldmodels.ensemble import EnsembleConfig
 from worldmodels.pixel_networks import PixelDiffusionConfig
 from worldmodels.rssm_dynamics import RssmConfig
+from worldmodels.video_configuration import VideoConfig
 
 GROUPS = ("recipe", "world")
 OUTSIDE = ("gymnasium:", "metaworld/")
@@ -147,10 +148,11 @@ class WorldModelSection:
     examine_steps: single steps it judges the heads on (a diffusion model of pictures takes minutes for the defaults).
     """
 
-    kind: Literal["ensemble", "rssm", "pixel_diffusion"] = "ensemble"
+    kind: Literal["ensemble", "rssm", "pixel_diffusion", "video"] = "ensemble"
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
     rssm: RssmConfig = field(default_factory=RssmConfig)
     pixel_diffusion: PixelDiffusionConfig = field(default_factory=PixelDiffusionConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
     data: tuple[Path, ...] = ()
     policies: tuple[Path, ...] = ()
     transitions: int = 100_000
@@ -250,7 +252,8 @@ class DoctorSection:
 @dataclass(frozen=True)
 class BenchSection:
     """Which benchmark: `sims` in interleaved rounds, `algorithms` on tasks, seeds and methods (() for all),
-    `mechanisms` on seeds, where methods are the checks, or `edge_of_reach` on seeds, where methods are the arms.
+    `mechanisms` on seeds, where methods are the checks, `edge_of_reach` on seeds, where methods are the arms, `ranking`
+    and `imagination` on tasks and seeds, where methods are kinds of model or the arms, and the others on seeds.
 
     overrides: settings for every run, quoted: bench.overrides=['finetune.iterations=10'].
     """

@@ -1,16 +1,20 @@
 """Experiments about world models run, smaller than they are meant to be, and their replays are true."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from robopolicy.benchmarks import joint, planning, styles, trajectories
+from robopolicy.benchmarks import joint, planning, styles, trajectories, video
 from robopolicy.benchmarks.replay import replay
 from robopolicy.verbs.bench_worlds import EXPERIMENTS
 from worldmodels.edm import EdmConfig
+from worldmodels.frame_readout import ReadoutConfig
 from worldmodels.rssm_dynamics import RssmConfig
 from worldmodels.trajectory_diffusion import TrajectoryConfig
 from worldmodels.transitions import TransitionData
+from worldmodels.video_configuration import VideoConfig
 
 
 def test_a_replay_from_what_was_seen_goes_where_the_recording_went():
@@ -40,3 +44,29 @@ def test_the_experiments_run():
     assert len(EXPERIMENTS["styles"].tables([seen])[0][2]) == 4
     both = joint.measure(0, joint.Scale(episodes=8, noise=(0.2, 1.0), fit=20, candidates=2, judged=8))
     assert len(EXPERIMENTS["joint"].tables([both])[0][2]) == 4
+
+
+@pytest.mark.slow
+def test_the_experiment_with_pictures_runs_and_finds_its_models_again(tmp_path):
+    tiny = VideoConfig(size="tiny", channels=(8, 16, 16), recent=2, memory=1, stride=2, chunk=2, batch_size=4)
+    tiny = replace(tiny, view_batch_size=4, readout=ReadoutConfig(batch_size=16, dreams=16))
+    scale = video.Scale(
+        recorded=200,
+        fit=5,
+        judged=12,
+        begin=2,
+        followed=4,
+        length=12,
+        horizons=(1, 2, 4),
+        filmed=2,
+        timed=4,
+        model=tiny,
+    )
+    scale = replace(scale, noise=("low",), judged_noise=("random",))
+    first = video.measure(0, scale, tmp_path)
+    for title, header, lines in EXPERIMENTS["video"].tables([first]):
+        assert title and lines and all(len(line) == len(header) for line in lines)
+    assert all("<svg" in plot for _, plot in EXPERIMENTS["video"].pictures([first]))
+    assert (tmp_path / "imagined.mp4").stat().st_size > 1000
+    again = video.measure(0, scale, tmp_path)
+    assert again["memory"] == first["memory"] and again["no memory"] == first["no memory"]

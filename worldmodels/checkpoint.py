@@ -27,6 +27,7 @@ KINDS = {
     "rssm": ("worldmodels.rssm", "RssmModel"),
     "joint": ("worldmodels.joint", "JointModel"),
     "pixel_diffusion": ("worldmodels.pixel_diffusion", "PixelDiffusionModel"),
+    "video": ("worldmodels.video", "VideoModel"),
 }
 """Kind of model -> (module, class); imported when one is built or loaded."""
 

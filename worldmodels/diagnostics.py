@@ -4,8 +4,10 @@ One examination for every model: it only imagines. The model starts in held-out 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX
 from worldmodels.imagination import context_at
+from worldmodels.picture_quality import SSIM, psnr, ssim
 from worldmodels.protocol import LearnedModel
 from worldmodels.transitions import SUCCESS, progress_reward
 
@@ -34,7 +37,8 @@ def examine(
     open_loop: by horizon and observation key, three figures of following recorded actions from `rows` steps: "model",
     "shuffled" (it follows other rows' actions: must be clearly worse, or the model ignores actions) and "copy" (the
     frame it began with). Vectors: root mean squared error in standard deviations of the data, less is better. Images:
-    PSNR in dB, more is better. Of one step from `steps` contexts, success: precision, recall and F1 of the head;
+    PSNR in dB and, under their key with SSIM behind it, structural similarity, more is better. Of one step from `steps`
+    contexts, success: precision, recall and F1 of the head;
     reward_error: squared error over variance.
     """
     return {"steps": episodes.step_count, **one_step(model, episodes, generator, steps)} | {
@@ -69,10 +73,19 @@ def precision_recall(predicted: Tensor, label: Tensor) -> dict[str, float | int]
 
 
 def open_loop(
-    model: LearnedModel, episodes: Episodes, generator: torch.Generator, rows: int, horizons: Sequence[int]
+    model: LearnedModel,
+    episodes: Episodes,
+    generator: torch.Generator,
+    rows: int,
+    horizons: Sequence[int],
+    begin: Tensor | None = None,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return horizon -> key -> figures; horizons that fewer than ten rows live to see are left out."""
-    begin = torch.randperm(episodes.step_count, generator=generator)[:rows].sort().values
+    """Return horizon -> key -> figures; horizons that fewer than ten rows live to see are left out.
+
+    begin: the steps from which rows are followed, [R]; None draws `rows` of them.
+    """
+    if begin is None:
+        begin = torch.randperm(episodes.step_count, generator=generator)[:rows].sort().values
     left = (episodes.starts + episodes.lengths)[episodes.episode_of_step[begin]] - begin
     longest = min(max(horizons), int(left.max()))
     order = torch.randperm(len(begin), generator=generator)
@@ -88,25 +101,65 @@ def open_loop(
             alive = left >= ahead
             if ahead in horizons and int(alive.sum()) >= 10:
                 index = torch.minimum(frames + ahead, frames + left)
+                first = {key: torch.from_numpy(context.last(key)) for key in model.spec.observation}
+                scores = {
+                    name: _scores(predicted, episodes, index, alive)
+                    for name, predicted in (
+                        ("model", seen.observation),
+                        ("shuffled", mistaken.observation),
+                        ("copy", first),
+                    )
+                }
                 found[str(ahead)] = {
-                    key: {
-                        "model": _score(key, seen.observation, episodes, index, alive),
-                        "shuffled": _score(key, mistaken.observation, episodes, index, alive),
-                        "copy": _score(key, {key: torch.from_numpy(context.last(key))}, episodes, index, alive),
-                    }
-                    for key in model.spec.observation
+                    key: {name: score[key] for name, score in scores.items()} for key in scores["model"]
                 }
             advance()
     return found
 
 
-def _score(key: str, predicted: Mapping[str, Tensor], episodes: Episodes, frames: Tensor, alive: Tensor) -> float:
-    """Compare predicted observations [R, ...] with recorded frames, over the rows that are alive."""
-    true = episodes.observation[key]
-    seen, wanted = predicted[key].cpu()[alive].float(), true[frames][alive].float()
-    if key.startswith(IMAGE_PREFIX):
-        error = ((seen - wanted) / 255).square().flatten(1).mean(1).clamp_min(1e-8)
-        return float((-10 * error.log10()).mean())
-    scale = true.float().std(0, correction=0)
-    moving = scale > 1e-6
-    return float(((seen - wanted) / scale.clamp_min(1e-6))[:, moving].square().mean().sqrt())
+def _scores(predicted: Mapping[str, Tensor], episodes: Episodes, frames: Tensor, alive: Tensor) -> dict[str, float]:
+    """Compare predicted observations, key -> [R, ...], with recorded frames, over the rows that are alive."""
+    found: dict[str, float] = {}
+    for key, value in predicted.items():
+        true = episodes.observation[key]
+        seen, wanted = value.cpu()[alive], true[frames][alive]
+        if key.startswith(IMAGE_PREFIX):
+            found[key] = float(psnr(seen, wanted).mean())
+            found[key + SSIM] = float(ssim(seen, wanted).mean())
+        else:
+            scale = true.float().std(0, correction=0)
+            error = (seen.float() - wanted.float()) / scale.clamp_min(1e-6)
+            found[key] = float(error[:, scale > 1e-6].square().mean().sqrt())
+    return found
+
+
+@dataclass(frozen=True)
+class Followed:
+    """Recorded pictures beside those imagined from the same starts under the same actions.
+
+    real, imagined: camera key -> [R, T + 1, height, width, 3] uint8, the first frame is the one it began with; lengths:
+    [R], how many steps were recorded; after them the last real frame repeats.
+    """
+
+    real: Mapping[str, np.ndarray]
+    imagined: Mapping[str, np.ndarray]
+    lengths: np.ndarray
+
+
+@torch.no_grad()
+def follow(model: LearnedModel, episodes: Episodes, begin: Tensor, steps: int) -> Followed:
+    """Imagine `steps` frames from just before the actions `begin` [R], under the recorded actions."""
+    keys = [key for key in model.spec.observation if key.startswith(IMAGE_PREFIX)]
+    episode = episodes.episode_of_step[begin]
+    left = (episodes.starts + episodes.lengths)[episode] - begin
+    context = context_at(episodes, begin, model.context)
+    latent = model.initial(context, begin.numpy())
+    imagined = {key: [torch.from_numpy(context.last(key))] for key in keys}
+    for ahead in range(steps):
+        actions = episodes.actions[begin + torch.clamp(left - 1, max=ahead)]
+        latent, seen = model.imagine(latent, actions)
+        for key in keys:
+            imagined[key].append(seen.observation[key].cpu())
+    index = (begin + episode)[:, None] + torch.arange(steps + 1).minimum(left[:, None])
+    real = {key: episodes.observation[key][index].numpy() for key in keys}
+    return Followed(real, {key: torch.stack(value, 1).numpy() for key, value in imagined.items()}, left.numpy())

@@ -79,6 +79,21 @@ def training_noise(clean: Tensor, config: EdmConfig, generator: torch.Generator)
     return clean + sigma.reshape(-1, *[1] * (clean.dim() - 1)) * noise, sigma
 
 
+def training_noise_with_starts(
+    clean: Tensor, config: EdmConfig, share: float, generator: torch.Generator, temperature: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return noisy data like `clean` [N, C, ...], its noise levels [N], and which rows begin as unscaled samplers do.
+
+    A `share` of the rows are noise of deviation `temperature` that shows nothing, at sigma_max: there a network learns
+    what its conditions alone say.
+    """
+    noisy, sigma = training_noise(clean, config, generator)
+    first = torch.rand(len(clean), generator=generator, device=generator.device).to(clean.device) < share
+    start = temperature * torch.randn(clean.shape, generator=generator, device=clean.device)
+    noisy = torch.where(first.reshape(-1, *[1] * (clean.dim() - 1)), start, noisy)
+    return noisy, torch.where(first, config.sigma_max, sigma), first
+
+
 def loss(network: Network, clean: Tensor, config: EdmConfig, generator: torch.Generator) -> Tensor:
     """Return the squared error of F at random noise levels (so of D, weighted), elementwise, [N, ...]."""
     noisy, sigma = training_noise(clean, config, generator)

@@ -1,16 +1,13 @@
-"""What a pixel diffusion model is made of: a U-Net that denoises the next frame, and a readout of everything else.
+"""What a pixel diffusion model is made of: a U-Net that denoises the next frame.
 
 After DIAMOND (Alonso et al. 2024, arXiv:2405.12399), on diffusers' U-Net blocks. Axes: N rows, K context frames, A
-action dimension, V elements of standardised vectors. Frames are uint8 [..., height, width, 3], pixels float
+action dimension. Frames are uint8 [..., height, width, 3], pixels float
 [..., 3, height, width] in -1 to 1; several cameras are one frame, stacked in height.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -20,8 +17,8 @@ from torch.nn import functional
 from robopolicy.core.errors import ConfigError
 from worldmodels import edm
 from worldmodels.edm import EdmConfig
-from worldmodels.rssm_heads import LatentHeads
-from worldmodels.rssm_networks import ChannelNorm, dense, perceptron
+from worldmodels.frame_readout import ReadoutConfig, to_frames, to_pixels
+from worldmodels.precision import Precision, autocast
 
 
 @dataclass(frozen=True)
@@ -55,11 +52,7 @@ class PixelDiffusionConfig:
     unroll_share of the rows (DIAMOND: always); first_share: rows that are trained on what the sampler begins with,
     noise that shows nothing, so that context and actions alone tell what comes (DIAMOND has none; 5 % of its rows are
     about as noisy, and a small model learns late that actions matter); context_noise: deviation of noise on the context
-    in training, pixels reach from -1 to 1; precision: of the U-Net, bfloat16 where the hardware multiplies it ("auto");
-    readout_batch_size, positive_share: steps of a batch of the readout, share of successes; dreams: steps whose frames
-    the finished denoiser imagines for the readout, dreamed_share of its batches; state_noise: the readout is given
-    states that are off by about up to so many standard deviations of a step's change, and learns to mend them; members:
-    heads whose disagreement is the uncertainty.
+    in training, pixels reach from -1 to 1; precision: of the U-Net, bfloat16 where the hardware multiplies it ("auto").
     """
 
     size: Literal["tiny", "small", "diamond"] = "small"
@@ -72,13 +65,8 @@ class PixelDiffusionConfig:
     unroll_share: float = 0.5
     first_share: float = 0.5
     context_noise: float = 0.0
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    readout_batch_size: int = 128
-    positive_share: float = 0.25
-    dreams: int = 2048
-    dreamed_share: float = 0.25
-    state_noise: float = 1.0
-    members: int = 5
+    precision: Precision = "auto"
+    readout: ReadoutConfig = field(default_factory=ReadoutConfig)
     edm: EdmConfig = field(
         default_factory=lambda: EdmConfig(log_mean=-0.4, sigma_max=5.0, steps=3, order=1, offset_noise=0.3)
     )
@@ -86,9 +74,9 @@ class PixelDiffusionConfig:
     def __post_init__(self):
         if self.size not in SIZES:
             raise ConfigError(f"size is '{self.size}', not one of {', '.join(SIZES)}.")
-        if min(self.context, self.batch_size, self.readout_batch_size, self.members, self.dreams) < 1:
-            raise ConfigError("context, batch sizes, members and dreams must be at least 1.")
-        shares = self.unroll_share, self.first_share, self.positive_share, self.dreamed_share
+        if min(self.context, self.batch_size) < 1:
+            raise ConfigError("context and batch_size must be at least 1.")
+        shares = self.unroll_share, self.first_share
         if min(shares) < 0 or max(shares) > 1 or self.unroll < 0:
             raise ConfigError("A share is between 0 and 1, and unroll is 0 or more.")
         if any(channels % 8 for channels in self.networks.channels):
@@ -101,17 +89,6 @@ class PixelDiffusionConfig:
         grid = preset.grid if self.grid is None else self.grid
         layers = preset.layers if self.layers is None else self.layers
         return PixelSize(grid, self.channels or preset.channels, layers, preset.readout, preset.hidden)
-
-
-def to_pixels(frames: Tensor) -> Tensor:
-    """Return pixels of frames."""
-    return rearrange(frames, "... h w c -> ... c h w").float() / 127.5 - 1
-
-
-def to_frames(pixels: Tensor) -> Tensor:
-    """Return frames of pixels, rounded to 8 bits."""
-    levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-    return rearrange(levels, "... c h w -> ... h w c")
 
 
 class PixelDenoiser(nn.Module):
@@ -159,17 +136,11 @@ class PixelDenoiser(nn.Module):
         """
         x = torch.cat([rearrange(context, "n k c h w -> n (k c) h w"), noisy], 1)
         x = functional.pixel_unshuffle(x, self.patch)
-        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self._half(x.device)):
+        with autocast(self.config.precision, x.device):
             found = self.unet(x, 100 * label, class_labels=self.action(actions.flatten(1))).sample
         sigma, data = (4 * label).exp()[:, None, None, None], self.config.edm.sigma_data
         repeat = sigma / (data * (sigma.square() + data**2).sqrt())
         return functional.pixel_shuffle(found.float(), self.patch) + repeat * context[:, -1]
-
-    def _half(self, device: torch.device) -> bool:
-        """Whether the U-Net runs in bfloat16."""
-        if self.config.precision != "auto":
-            return self.config.precision == "bfloat16"
-        return device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_amx_tile_supported())
 
     def losses(self, frames: Tensor, actions: Tensor, valid: Tensor, generator: torch.Generator) -> Tensor:
         """Return EDM's error [M], averaged over the frames that count.
@@ -189,7 +160,7 @@ class PixelDenoiser(nn.Module):
             if not count:
                 break
             clean, context = pixels[:count, past + step], context[:count]
-            noisy, sigma = self._noisy(clean, generator)
+            noisy, sigma, _ = edm.training_noise_with_starts(clean, config.edm, config.first_share, generator)
             network = partial(self, context=context, actions=actions[:count, step : step + past])
             denoised = edm.denoise(network, noisy, sigma, config.edm)
             error = edm.weighted_error(denoised, clean, sigma, config.edm).mean((1, 2, 3))
@@ -199,17 +170,6 @@ class PixelDenoiser(nn.Module):
             context = torch.cat([context[:, 1:], to_pixels(to_frames(denoised.detach()))[:, None]], 1)
         return total * rows / known.sum().clamp_min(1)
 
-    def _noisy(self, clean: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return noisy pixels and their noise levels [N], a share of them as the sampler begins."""
-        noisy, sigma = edm.training_noise(clean, self.config.edm, generator)
-        drawn = torch.rand(len(clean), generator=generator, device=generator.device).to(clean.device)
-        first, start = (
-            drawn < self.config.first_share,
-            torch.randn(clean.shape, generator=generator, device=clean.device),
-        )
-        noisy = torch.where(first[:, None, None, None], start, noisy)
-        return noisy, torch.where(first, self.config.edm.sigma_max, sigma)
-
     @torch.no_grad()
     def next_frame(self, frames: Tensor, actions: Tensor, noise: Tensor) -> Tensor:
         """Return the imagined next frame [N, height, width, 3] after frames [N, K, height, width, 3].
@@ -218,57 +178,3 @@ class PixelDenoiser(nn.Module):
         """
         network = partial(self, context=to_pixels(frames), actions=actions)
         return to_frames(edm.sample(network, noise, self.config.edm, scaled=False))
-
-
-class FrameReadout(nn.Module):
-    """Reads vectors, reward, success and uncertainty off two frames in a row, the state before and the action.
-
-    The change of the state is the carried state's own and the picture's together, so pictures mend a state that drifts.
-    """
-
-    def __init__(
-        self,
-        config: PixelDiffusionConfig,
-        height: int,
-        width: int,
-        *,
-        elements: int,
-        actions: int,
-        free: int,
-        guessed: int,
-    ):
-        super().__init__()
-        hidden, depth = config.networks.hidden, config.networks.readout
-        stages = max(1, round(math.log2(min(height, width))) - 2)
-        channels = [6] + [depth * min(2**stage, 4) for stage in range(stages)]
-        layers: list[nn.Module] = []
-        for before, after in pairwise(channels):
-            layers += [nn.Conv2d(before, after, 4, 2, 1), ChannelNorm(after), nn.SiLU()]
-        area = (height >> stages) * (width >> stages)
-        self.encoder = nn.Sequential(*layers, nn.Flatten(), dense(area * channels[-1], hidden))
-        self.change = perceptron(hidden + elements + actions, hidden, 2, free, scale=0.0) if free else None
-        self.heads = LatentHeads(hidden, 2, config.members, elements=elements, actions=actions, guessed=guessed)
-
-    def summary(self, before: Tensor, after: Tensor) -> Tensor:
-        """Return features [N, F] of frames [N, height, width, 3] in a row."""
-        return self.encoder(torch.cat([to_pixels(before), to_pixels(after)], 1))
-
-    def changes(self, summary: Tensor, state: Tensor, action: Tensor) -> Tensor:
-        """Return the change [N, free] of the free elements, in standard deviations of a step's change."""
-        if self.change is None:
-            return state.new_zeros(len(state), 0)
-        return self.change(torch.cat([summary, state, action], -1))
-
-    def losses(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"reward", "success", "disagreement"} and, where there are vectors, {"change"}, each [N].
-
-        batch: frames [N, 3, height, width, 3] around the step; steps: `LatentSteps` whose summaries are still to be
-        made; given: states [N, V] that are off; mending: [N, free], their change to what they should be.
-        """
-        frames, steps = batch["frames"], batch["steps"]
-        before, after = self.summary(frames[:, 0], frames[:, 1]), self.summary(frames[:, 1], frames[:, 2])
-        found = self.heads.training_losses(replace(steps, before=before, after=after), generator)
-        if self.change is None:
-            return found
-        error = self.changes(after, batch["given"], steps.action) - batch["mending"]
-        return {"change": functional.smooth_l1_loss(error, torch.zeros_like(error), reduction="none").sum(-1), **found}

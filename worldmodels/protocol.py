@@ -108,8 +108,10 @@ class Staged(Protocol):
 class LearnedModel(WorldModel, Staged, Protocol):
     """A world model with weights, an nn.Module: trained in stages, and able to describe itself for a checkpoint."""
 
-    uncertainty_quantiles: Tensor
-    """[101]: quantiles of the uncertainty of single steps on held-out data."""
+    @property
+    def uncertainty_quantiles(self) -> Tensor:
+        """[101]: quantiles of the uncertainty of single steps on held-out data."""
+        ...
 
     @property
     def context(self) -> int:

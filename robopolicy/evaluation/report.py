@@ -15,6 +15,9 @@ from robopolicy.core.storage import read_json, write_atomic, write_json
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.plots import Rate
 
+IMAGINED = "imagined"
+"""Name of the video of imagined beside recorded pictures."""
+
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
@@ -102,7 +105,7 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> No
         _add_validation(report, result["validation"])
     if "models" in result:
         _add_rankings(report, result["models"])
-    _add_videos(report, folder.path)
+    report.sections += film(folder.path)
 
 
 def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> None:
@@ -126,7 +129,7 @@ def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> N
     report.sections.append(Section("Success in the simulator", caption, svg=plots.success_bars(rates)))
     runs = {path.parent.parent.name: RunFolder(path) for path in folder.path.glob("*/*/*") if path.is_dir()}
     if "finetune" in runs:
-        _add_videos(report, runs["finetune"].path)
+        report.sections += film(runs["finetune"].path)
         _add_curves(report, runs["finetune"].metrics(), _base_rate(tuned))
     _add_rankings(report, ranked["models"])
     _add_validation(report, result["worldmodel"]["validation"])
@@ -193,12 +196,17 @@ def _estimate(estimate: Mapping[str, Any]) -> str:
     return value if interval is None else f"{value} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-def _add_videos(report: Report, path: Path) -> None:
+def film(path: Path) -> list[Section]:
+    """Return the videos in a folder, each as a section."""
+    found = []
     for video in sorted(path.glob("*.mp4")):
         text = base64.b64encode(video.read_bytes()).decode()
         name = video.stem.replace("_", " ")
         caption = f"{name[0].upper()}{name[1:]}: the same starts, green border: success, orange: failure."
-        report.sections.append(Section("Rollouts", caption, video=text))
+        if video.stem == IMAGINED:
+            caption = "Real above, imagined below, from the same starts under the same actions."
+        found.append(Section("Rollouts", caption, video=text))
+    return found
 
 
 def _rates(result: Mapping[str, Any]) -> list[Rate]:

@@ -5,7 +5,7 @@ time. The outcome is shown by colour and by a sign, so that it does not depend o
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -20,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Policy
+from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.storage import storage_errors, write_atomic
 from robopolicy.core.world import Controller, Renders, Step, World
 from robopolicy.evaluation.waves import Actor, play_wave, waves
@@ -104,6 +105,26 @@ def beside(left: Clip, right: Clip) -> Clip:
     return Clip(
         np.concatenate([parts[0], gap, parts[1]], axis=2), left.fps, np.concatenate([left.success, right.success])
     )
+
+
+def above(real: Mapping[str, np.ndarray], imagined: Mapping[str, np.ndarray], fps: float, size: int = 128) -> Clip:
+    """Put recorded pictures above imagined ones, one pair of rows a camera and one column an episode.
+
+    real, imagined: camera key -> [R, T, height, width, 3] uint8; size: width of a cell in pixels.
+    """
+    bands = []
+    for key, pictures in real.items():
+        name = key.removeprefix(IMAGE_PREFIX)
+        for text, frames in ((f"{name}, real", pictures), (f"{name}, imagined", imagined[key])):
+            factor = max(1, size // frames.shape[3])
+            cells = frames.repeat(factor, 2).repeat(factor, 3)
+            count, length, height, width, _ = cells.shape
+            gapped = np.empty((count, length, height + GAP, width + GAP, 3), dtype=np.uint8)
+            gapped[:] = BACKGROUND
+            gapped[:, :, :height, GAP:] = cells
+            bands.append(_titled(np.concatenate(list(gapped), axis=2), text))
+    frames = np.concatenate(bands, axis=1)
+    return Clip(frames, fps, np.zeros(0, dtype=bool))
 
 
 def mp4_bytes(clip: Clip) -> bytes:
@@ -215,6 +236,14 @@ def _pad(frames: np.ndarray, bottom: int, right: int) -> np.ndarray:
     padded = np.full((length, height + bottom, width + right, 3), BACKGROUND, dtype=np.uint8)
     padded[:, :height, :width] = frames
     return padded
+
+
+def _titled(frames: np.ndarray, text: str) -> np.ndarray:
+    """Return frames [T, height, width, 3] with a line of text above them."""
+    title = Image.new("RGB", (frames.shape[2], CAPTION), BACKGROUND)
+    ImageDraw.Draw(title).text((GAP, 2), text, TEXT, _font(12))
+    repeated = np.broadcast_to(np.asarray(title), (len(frames), *np.asarray(title).shape))
+    return np.concatenate([repeated, frames], axis=1)
 
 
 @cache

@@ -6,7 +6,7 @@ mechanisms: ten small experiments, each asking whether a paper's claim shows. Of
 policies as the simulator does?), imagination (fine-tuning inside them, judged for real, and on narrow data),
 edge_of_reach (values in a perfect model), trajectories (are guided ones true and good to learn from?), planning (do
 cautious plans stay true?), styles (are unseen looks read better after other looks?), joint (planning with one model of
-actions, futures and values).
+actions, futures and values), video (pictures far ahead, with and without memory).
 All but the first go on where they were interrupted.
 """
 
@@ -25,6 +25,7 @@ BENCHMARKS = {
     "planning": "bench_worlds",
     "joint": "bench_worlds",
     "styles": "bench_worlds",
+    "video": "bench_worlds",
     "ranking": "bench_ranking",
     "imagination": "bench_imagination",
 }

@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "ensemble": (),
     "rssm": (),
     "pixel_diffusion": ("world.cameras=[top]", "worldmodel.fit.learning_rate=1e-3"),
+    "video": ("world.cameras=[top,front]", "worldmodel.fit.learning_rate=1.5e-3"),
 }
 """Kind -> what it changes about the recipe. State models take minutes, those of pictures longer."""
 
@@ -93,7 +94,7 @@ def trained_model(config: Config, root: Path, task: str, kind: str, seed: int) -
     base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
     settings = *MODELS[kind], f"worldmodel.kind={kind}", f"worldmodel.policies=[{base}]"
     filmed = any(setting.startswith("world.cameras") for setting in settings)
-    return modelled(config, root, task, kind, seed, settings, "data_filmed" if filmed else "data")
+    return modelled(config, root, task, kind, seed, settings, f"data_{kind}" if filmed else "data")
 
 
 def scatter(policies: list[Mapping[str, Any]]) -> str:

@@ -1,28 +1,38 @@
-"""`bench trajectories`, `planning`, `styles`, `joint`: claims about world models, asked of the simulator by seed."""
+"""`bench trajectories`, `planning`, `styles`, `joint`, `video`: claims about world models, asked seed by seed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from robopolicy.benchmarks import joint, planning, styles, trajectories
+from robopolicy.benchmarks import joint, planning, styles, trajectories, video
 from robopolicy.configuration import Config
 from robopolicy.core.storage import read_json, write_json
-from robopolicy.evaluation.report import Report, Section
+from robopolicy.evaluation.plots import open_loop_errors
+from robopolicy.evaluation.report import Report, Section, film
 from robopolicy.runs import print_table
 from robopolicy.verbs.bench_runs import conclude
+from worldmodels.diagnostics import HORIZONS
 
 Runs = Sequence[Mapping[str, Any]]
 
 
+PRINTED = (*HORIZONS, 75, 100)
+"""Horizons that tables show; all are in the figures."""
+
+
 @dataclass(frozen=True)
 class Experiment:
-    """claim: what a paper says; measure: seed -> figures; tables: figures of all seeds -> title, header, lines."""
+    """claim: what a paper says; measure: seed and a folder to keep models in -> figures; tables: figures of all seeds
+    -> title, header, lines; pictures: figures of all seeds -> title, plot.
+    """
 
     claim: str
-    measure: Callable[[int], dict[str, Any]]
+    measure: Callable[[int, Path], dict[str, Any]]
     tables: Callable[[Runs], list[tuple[str, list[str], list[list[str]]]]]
+    pictures: Callable[[Runs], list[tuple[str, str]]] = lambda runs: []
 
 
 def trajectory_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -86,26 +96,58 @@ def joint_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
     return [("Success in the simulator", ["learned from, and decides by", "mean", "each seed"], lines)]
 
 
+def video_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return quality by horizon, and frames a second."""
+    found = []
+    for name, unit in (("psnr", "PSNR (dB)"), ("ssim", "SSIM")):
+        header = ["steps ahead", "model", "no memory", "actions shuffled", "first frame"]
+        lines = []
+        for horizon in (step for step in runs[0]["memory"][name] if int(step) in PRINTED):
+            cells = [("memory", "model"), ("no memory", "model"), ("memory", "shuffled"), ("memory", "copy")]
+            means = [np.mean([run[arm][name][horizon][what] for run in runs]) for arm, what in cells]
+            lines.append([horizon, *(f"{mean:.2f}" if name == "psnr" else f"{mean:.3f}" for mean in means)])
+        found.append((f"{unit}, more is better", header, lines))
+    header = ["rows at a time", "one by one", "in chunks"]
+    lines = [
+        [rows, *(f"{np.mean([run['speed'][rows][mode] for run in runs]):.1f}" for mode in header[1:])]
+        for rows in runs[0]["speed"]
+    ]
+    return [*found, (f"Generated frames a second, {runs[0]['threads']} threads", header, lines)]
+
+
+def video_pictures(runs: Runs) -> list[tuple[str, str]]:
+    """Return plots of quality against the horizon, of the first seed."""
+    cameras = runs[0]["memory"]["cameras"]
+    keys = sorted(next(iter(cameras.values())))
+    return [(f"Following recorded actions: {key}", open_loop_errors(cameras, key)) for key in keys]
+
+
 EXPERIMENTS = {
     "trajectories": Experiment(
         "Guided trajectories are more on-policy, truer than step-by-step rollouts, and good to learn from.",
-        lambda seed: trajectories.measure(seed, trajectories.Scale()),
+        lambda seed, folder: trajectories.measure(seed, trajectories.Scale()),
         trajectory_tables,
     ),
     "planning": Experiment(
         "Cautious plans stay true in imagination, curious ones teach the model more.",
-        lambda seed: planning.measure(seed, planning.Scale()),
+        lambda seed, folder: planning.measure(seed, planning.Scale()),
         planning_tables,
     ),
     "styles": Experiment(
         "A model that saw the same episodes in other looks reads unseen looks better.",
-        lambda seed: styles.measure(seed, styles.Scale()),
+        lambda seed, folder: styles.measure(seed, styles.Scale()),
         style_tables,
     ),
     "joint": Experiment(
         "A model of actions, futures and values acts better with a look ahead, if it knows failures.",
-        lambda seed: joint.measure(seed, joint.Scale()),
+        lambda seed, folder: joint.measure(seed, joint.Scale()),
         joint_tables,
+    ),
+    "video": Experiment(
+        "Imagined pictures follow their actions, far ahead.",
+        lambda seed, folder: video.measure(seed, video.Scale(), folder),
+        video_tables,
+        video_pictures,
     ),
 }
 
@@ -118,12 +160,15 @@ def benchmark(config: Config) -> dict[str, Any]:
     for seed in config.bench.seeds:
         path = root / f"{seed}.json"
         if not path.exists():
-            write_json(path, experiment.measure(seed))
+            write_json(path, experiment.measure(seed, root / str(seed)))
         runs.append(read_json(path))
     report = Report(title=name.capitalize(), subtitle=f"{experiment.claim} {len(runs)} seeds.")
     for title, header, lines in experiment.tables(runs):
         report.sections.append(Section(title, header=header, rows=lines))
         print_table(title, header, lines)
+    report.sections += [Section(title, svg=plot) for title, plot in experiment.pictures(runs)]
+    for seed in config.bench.seeds:
+        report.sections += film(root / str(seed))
     figures = {str(seed): run for seed, run in zip(config.bench.seeds, runs, strict=True)}
     conclude(config, root, report, figures)
     return figures

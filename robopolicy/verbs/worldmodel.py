@@ -2,7 +2,8 @@
 
 Data: worldmodel.data (default: what collect wrote), then rollouts of the expert at every level of worldmodel.noise and
 of worldmodel.policies, until worldmodel.transitions control steps are there; all of it is kept beside the model. The
-report has open-loop errors beside shuffled actions and copying, and precision and recall of the learned success head.
+report has open-loop errors beside shuffled actions and copying, precision and recall of the learned success head, and
+for models of pictures a video of imagined below recorded episodes.
 """
 
 from collections.abc import Mapping
@@ -15,18 +16,23 @@ from robopolicy.build import build_noisy_expert, build_world, choose_device, ope
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
 from robopolicy.data.restyle import restyled
-from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.report import IMAGINED, report_for_run
+from robopolicy.evaluation.video import above, write_video
 from robopolicy.runs import default_path, finish, finished, open_run, output, print_table
 from robopolicy.training.stages import fit_stages
 from worldmodels.checkpoint import model_class, save_world_model
-from worldmodels.diagnostics import examine
+from worldmodels.diagnostics import examine, follow
+from worldmodels.picture_quality import SSIM
 
 SECTIONS = ("run", "world", "worldmodel")
+FILMED = 6
+"""How many episodes are filmed."""
 
 
 def run(config: Config) -> int:
@@ -58,6 +64,7 @@ def run(config: Config) -> int:
         "validation": examine(model, validation, generators["examine"], rows=rows, steps=steps),
     }
     save_world_model(model, folder.checkpoint)
+    film(model, validation, folder)
     finish(config, folder, result)
     show(result["validation"])
     output.print(f"World model: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
@@ -95,6 +102,15 @@ def in_other_styles(config: Config, episodes: Episodes) -> Episodes:
     return Episodes.concatenate(parts)
 
 
+def film(model: Any, episodes: Episodes, folder: RunFolder) -> None:
+    """Write imagined.mp4, if the model has pictures: the longest of `episodes`, real and imagined."""
+    if not model.spec.cameras:
+        return
+    longest = episodes.lengths.argsort(descending=True, stable=True)[:FILMED]
+    followed = follow(model, episodes, episodes.starts[longest], int(episodes.lengths[longest].max()))
+    write_video(above(followed.real, followed.imagined, model.spec.fps), folder.path / f"{IMAGINED}.mp4")
+
+
 def show(validation: Mapping[str, Any]) -> None:
     """Print the figures that say whether the model can be trusted."""
     success = validation["success"]
@@ -105,6 +121,7 @@ def show(validation: Mapping[str, Any]) -> None:
     keys = sorted({key for figures in validation["open_loop"].values() for key in figures})
     for key in keys:
         better = "PSNR in dB, more is better" if key.startswith(IMAGE_PREFIX) else "error in std, less is better"
+        better = "1 is equal" if key.endswith(SSIM) else better
         lines = [
             [steps, *(f"{figures[key][name]:.3f}" for name in ("model", "shuffled", "copy"))]
             for steps, figures in validation["open_loop"].items()

@@ -8,7 +8,16 @@ from PIL import Image
 
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.evaluation.success import evaluate_policy
-from robopolicy.evaluation.video import FAILURE, SUCCESS, beside, gif_bytes, poster_bytes, record_grid, write_video
+from robopolicy.evaluation.video import (
+    FAILURE,
+    SUCCESS,
+    above,
+    beside,
+    gif_bytes,
+    poster_bytes,
+    record_grid,
+    write_video,
+)
 
 SEEDS = np.arange(100, 106)
 
@@ -48,6 +57,19 @@ def test_every_skips_frames_but_keeps_real_time_and_the_last_frame():
     odd = record_grid(LineWorld(2, horizon=11), LinePolicy(speed=0.0), SEEDS[:2], size=16, hold_seconds=0, every=2)
     assert len(odd.frames) == 7
     assert shows(odd.frames[-1], FAILURE)
+
+
+def test_recorded_pictures_stand_above_imagined_ones():
+    real = {
+        f"observation.images.{name}": np.full((2, 3, 8, 8, 3), shade, np.uint8)
+        for name, shade in (("a", 50), ("b", 90))
+    }
+    imagined = {key: value + 100 for key, value in real.items()}
+    clip = above(real, imagined, 10, size=24)
+    assert len(clip.frames) == 3 and clip.seconds == pytest.approx(0.3)
+    middle = clip.frames[1].shape[1] // 4
+    seen = [int(value) for value in clip.frames[1][:, middle, 0] if value in (50, 90, 150, 190)]
+    assert seen == [50] * 24 + [150] * 24 + [90] * 24 + [190] * 24
 
 
 def test_two_policies_beside_each_other():

@@ -6,6 +6,7 @@ import numpy as np
 import point_world
 import pytest
 import torch
+from dot_world import IMAGE, PIXELS, SPEC, check_round_trip, imagined_world, recorded
 
 from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError, DataError, NonFiniteError
@@ -13,36 +14,14 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.stages import fit_stages
-from worldmodels import load_world_model, save_world_model
 from worldmodels.diagnostics import examine
-from worldmodels.env import ImaginedWorld
-from worldmodels.imagination import context_at, recorded_starts
+from worldmodels.frame_readout import ReadoutConfig, to_frames, to_pixels
+from worldmodels.imagination import context_at
 from worldmodels.pixel_diffusion import PixelDiffusionModel
-from worldmodels.pixel_networks import PixelDenoiser, PixelDiffusionConfig, to_frames, to_pixels
+from worldmodels.pixel_networks import PixelDenoiser, PixelDiffusionConfig
 
-IMAGE = "observation.images.top"
-PIXELS = 16
-SPEC = replace(
-    point_world.SPEC, observation={**point_world.SPEC.observation, IMAGE: Field((PIXELS, PIXELS, 3), "uint8")}
-)
-TINY = PixelDiffusionConfig(
-    size="tiny", batch_size=32, readout_batch_size=64, dreams=256, members=3, precision="float32"
-)
-
-
-def spots(position):
-    """Bright spots [N, PIXELS, PIXELS] at positions [N, 2]."""
-    axis = torch.linspace(-1.3, 1.3, PIXELS)
-    grid = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1)
-    return (-(grid - position[:, None, None]).square().sum(-1) / 0.08).exp()
-
-
-def recorded(episodes=300, seed=0):
-    """The point world with pictures of the point (red) and of its goal (green)."""
-    data = point_world.recorded(episodes, seed=seed)
-    point, goal = spots(data.observation[STATE]), spots(data.observation[ENVIRONMENT_STATE][:, :2])
-    pictures = (255 * torch.stack([point, goal, torch.full_like(point, 0.2)], -1)).to(torch.uint8)
-    return replace(data, observation_fields=SPEC.observation, observation={**data.observation, IMAGE: pictures})
+READOUT = ReadoutConfig(batch_size=64, dreams=256, members=3)
+TINY = PixelDiffusionConfig(size="tiny", batch_size=32, readout=READOUT, precision="float32")
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +33,6 @@ def learned():
     held = recorded(100, seed=1)
     model.calibrate(held)
     return model.eval(), held
-
-
-def world(model, rows):
-    return ImaginedWorld(model, recorded_starts(recorded(20, seed=5)), rows)
 
 
 def test_it_dreams_the_picture_and_minds_its_actions(learned):
@@ -112,7 +87,7 @@ def test_uncertainty_grows_off_the_data(learned):
 
 
 def test_imagined_worlds_conform(learned):
-    check_world(lambda rows: world(learned[0], rows), renders=False, tolerance=1e-4)
+    check_world(lambda rows: imagined_world(learned[0], rows), renders=False, tolerance=1e-4)
 
 
 def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
@@ -130,22 +105,12 @@ def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
 
 
 def test_checkpoints_round_trip(learned, tmp_path):
-    model = learned[0]
-    save_world_model(model, tmp_path / "model")
-    loaded = load_world_model(tmp_path / "model")
-    steps = []
-    for each in (model, loaded):
-        imagined = world(each, 3)
-        imagined.reset(seeds=[1, 2, 3])
-        steps.append(imagined.step(np.full((3, 2, 2), 0.5)))
-    assert np.array_equal(steps[0].trace[IMAGE], steps[1].trace[IMAGE])
-    assert np.array_equal(steps[0].uncertainty, steps[1].uncertainty)
-    assert loaded.spec == model.spec and loaded.config == model.config
+    check_round_trip(learned[0], tmp_path / "model")
 
 
 def test_training_batches_are_a_function_of_the_generator():
     data = recorded(20)
-    model = PixelDiffusionModel.build(replace(TINY, dreams=8), SPEC, data, 0)
+    model = PixelDiffusionModel.build(replace(TINY, readout=replace(READOUT, dreams=8)), SPEC, data, 0)
     for part, _ in model.stages().values():
         first, again = (next(part.batches(data, torch.Generator().manual_seed(0))) for _ in range(2))
         assert torch.equal(first["frames"], again["frames"])
@@ -202,5 +167,5 @@ def test_bad_settings_and_data_are_refused():
     with pytest.raises(ConfigError, match="multiples of 8"):
         PixelDiffusionConfig(channels=(12, 24))
     with pytest.raises(ConfigError, match="share"):
-        PixelDiffusionConfig(dreamed_share=1.5)
+        ReadoutConfig(dreamed_share=1.5)
     assert PixelDiffusionConfig(size="diamond").networks.grid == 0

@@ -1,0 +1,184 @@
+"""The latent video model on push_cube, two cameras of 64 px: does it mind actions, what is memory worth, how fast?
+
+It learns from episodes of the expert at graded noise and is judged on other, longer ones, in which success comes late
+or never. The model without memory shares autoencoder and readout with the one that has it; only its dynamics are its
+own.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.data.record import record
+from robopolicy.evaluation.video import above, write_video
+from robopolicy.training.fit import FitConfig, fit
+from robopolicy.training.stages import fit_stages
+from sims.engine import MujocoWorld
+from sims.experts import NOISE_LEVELS, NoisyController
+from sims.registry import load_task
+from worldmodels.checkpoint import load_world_model, save_world_model
+from worldmodels.diagnostics import follow, open_loop
+from worldmodels.imagination import context_at
+from worldmodels.picture_quality import SSIM
+from worldmodels.video import VideoModel
+from worldmodels.video_configuration import VideoConfig
+
+TASK = "push_cube"
+WORLDS = 32
+"""Rows of the simulators that record."""
+
+ARMS = ("memory", "no memory")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """recorded: control steps of data; fit: training steps of the dynamics, the other stages' shares are the model's;
+    rate: learning rate; noise: levels of the data; judged: episodes that are followed, from step `begin` for at least
+    `followed` steps, at the levels judged_noise, with a time limit of `length`; horizons: where they are compared;
+    filmed: episodes in the video; timed: frames that the clock sees.
+    """
+
+    recorded: int = 20_000
+    fit: int = 1500
+    rate: float = 1.5e-3
+    noise: tuple[str, ...] = ("low", "medium", "high", "random")
+    judged: int = 32
+    begin: int = 24
+    followed: int = 50
+    judged_noise: tuple[str, ...] = ("high", "random")
+    length: int = 160
+    horizons: tuple[int, ...] = (*range(1, 51), 60, 70, 80, 90, 100)
+    filmed: int = 6
+    timed: int = 50
+    cameras: tuple[str, ...] = ("top", "front")
+    model: VideoConfig = field(default_factory=VideoConfig)
+
+
+def collect(seed: int, scale: Scale) -> Episodes:
+    """Return episodes of the expert at graded noise, an equal share of the control steps at each level."""
+    return Episodes.concatenate(
+        [
+            part
+            for level in scale.noise
+            for part in _played(seed, scale, level, "recorded", None, scale.recorded / len(scale.noise))
+        ]
+    )
+
+
+def judged_episodes(seed: int, scale: Scale) -> Episodes:
+    """Return the first episodes at every level of judged_noise that are long enough to be followed."""
+    kept, count, enough = [], -(-scale.judged // len(scale.judged_noise)), scale.begin + scale.followed
+    for level in scale.judged_noise:
+        parts: list[Episodes] = []
+        for part in _played(seed, scale, level, "judged", scale.length, float("inf")):
+            parts.append(part.select(part.lengths >= enough))
+            if sum(map(len, parts)) >= count:
+                break
+        kept.append(Episodes.concatenate(parts).select(torch.arange(count)))
+    return Episodes.concatenate(kept)
+
+
+def _played(seed: int, scale: Scale, level: str, name: str, horizon: int | None, steps: float) -> Iterator[Episodes]:
+    """Yield rounds of episodes at a level of noise until there are so many control steps."""
+    task = load_task(TASK)
+    world = MujocoWorld(
+        replace(task, horizon=horizon or task.horizon), WORLDS, seed=seed, cameras=scale.cameras, image_size=64
+    )
+    actor = NoisyController(task.expert(), NOISE_LEVELS[level], derive(seed, f"{name}/{level}"), world.spec.action)
+    recorded, turn = 0, 0
+    while recorded < steps:
+        part = record(world, actor, episode_seeds(seed, f"{name}/{level}/{turn}", WORLDS))
+        recorded, turn = recorded + part.step_count, turn + 1
+        yield part
+    world.close()
+
+
+def trained(seed: int, scale: Scale, episodes: Episodes, folder: Path) -> dict[str, VideoModel]:
+    """Return the model with and without memory, read from `folder` or trained and kept there."""
+    task = load_task(TASK)
+    world = MujocoWorld(task, 1, cameras=scale.cameras, image_size=64)
+    spec, found = world.spec, {}
+    world.close()
+    settings = FitConfig(steps=scale.fit, learning_rate=scale.rate, checkpoint_every=500)
+    for arm in ARMS:
+        run = RunFolder(folder / arm.replace(" ", "_"))
+        if (run.checkpoint / "config.json").exists():
+            found[arm] = load_world_model(run.checkpoint)
+            continue
+        config = scale.model if arm == ARMS[0] else replace(scale.model, memory=0)
+        model = VideoModel.build(config, spec, episodes, derive(seed, "video"))
+        generators = Generators(seed)
+        if arm == ARMS[0]:
+            fit_stages(model, episodes, settings, generators, run)
+        else:
+            model.autoencoder.load_state_dict(found[ARMS[0]].autoencoder.state_dict())
+            model.reader.load_state_dict(found[ARMS[0]].reader.state_dict())
+            part, _ = model.stages()["dynamics"]
+            batches = part.batches(episodes, generators["dynamics batches"])
+            fit(part, batches, settings, generators, run=run, label=f"dynamics, {arm}")
+        save_world_model(model.eval(), run.checkpoint)
+        found[arm] = model
+    return found
+
+
+@torch.no_grad()
+def speed(model: VideoModel, episodes: Episodes, rows: int, frames: int) -> dict[str, float]:
+    """Return generated frames a second, all cameras being one frame, one by one and in chunks, for `rows` at a time."""
+    begin = episodes.starts[:1].expand(rows)
+    latent = model.initial(context_at(episodes, begin, model.context), np.arange(rows))
+    actions = episodes.actions[begin[:, None] + torch.arange(frames)]
+    found = {}
+    for name, steps in (("one by one", 1), ("in chunks", model.config.chunk)):
+        followed, _ = model.generate(latent, actions[:, :steps])
+        started, done = time.perf_counter(), 0
+        while done < frames:
+            part = actions[:, done : done + steps]
+            followed, _ = model.generate(followed, part)
+            done += part.shape[1]
+        found[name] = rows * frames / (time.perf_counter() - started)
+    return found
+
+
+def averaged(figures: dict[str, dict[str, dict[str, float]]], ending: str) -> dict[str, dict[str, float]]:
+    """Return horizon -> figures of pictures, averaged over cameras; ending: of their keys, SSIM or "" for PSNR."""
+    found = {}
+    for horizon, by_key in figures.items():
+        rows = [
+            value
+            for key, value in by_key.items()
+            if key.startswith(IMAGE_PREFIX) and (key.endswith(SSIM) if ending else not key.endswith(SSIM))
+        ]
+        found[horizon] = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+    return found
+
+
+def measure(seed: int, scale: Scale, folder: Path) -> dict[str, Any]:
+    """Return PSNR and SSIM by horizon of both models beside shuffled actions and copying, and frames a second."""
+    models = trained(seed, scale, collect(seed, scale), folder)
+    held = judged_episodes(seed, scale)
+    begin = held.starts + scale.begin
+    figures: dict[str, Any] = {"threads": torch.get_num_threads(), "speed": {}}
+    for arm, model in models.items():
+        generator = torch.Generator().manual_seed(derive(seed, "judge"))
+        followed = open_loop(model, held, generator, len(begin), scale.horizons, begin)
+        figures[arm] = {"psnr": averaged(followed, ""), "ssim": averaged(followed, SSIM), "cameras": followed}
+        sizes = {name: sum(value.numel() for value in part.parameters()) for name, part in model.named_children()}
+        figures[arm] |= {"parameters": sizes, "ages": list(model.config.ages)}
+    model = models[ARMS[0]]
+    left = held.lengths - scale.begin
+    figures["rows"] = {str(horizon): int((left >= horizon).sum()) for horizon in scale.horizons}
+    for rows in (1, 16):
+        figures["speed"][str(rows)] = speed(model, held, rows, scale.timed)
+    longest = left.argsort(descending=True, stable=True)[: scale.filmed]
+    film = follow(model, held, begin[longest], min(max(scale.horizons), int(left[longest].min())))
+    write_video(above(film.real, film.imagined, model.spec.fps), folder / "imagined.mp4")
+    return figures

@@ -1,0 +1,338 @@
+"""Latent video dreams a moving dot, minds its actions, remembers as it was trained to, and branches exactly."""
+
+from dataclasses import replace
+
+import numpy as np
+import point_world
+import pytest
+import torch
+from dot_world import IMAGE, PIXELS, SPEC, check_round_trip, imagined_world, recorded
+
+from robopolicy.core.conformance import check_world
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.randomness import Generators
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
+from robopolicy.training.fit import FitConfig
+from robopolicy.training.stages import fit_stages
+from worldmodels.diagnostics import examine, follow
+from worldmodels.frame_readout import ReadoutConfig
+from worldmodels.imagination import context_at
+from worldmodels.picture_quality import SSIM, psnr, ssim
+from worldmodels.protocol import Context
+from worldmodels.video import VideoModel
+from worldmodels.video_configuration import VideoConfig
+from worldmodels.video_training import DynamicsStage, LatentVideo, stretch_at
+
+READOUT = ReadoutConfig(batch_size=64, dreams=256, members=3)
+TINY = VideoConfig(
+    size="tiny",
+    memory=2,
+    stride=2,
+    chunk=3,
+    view_batch_size=32,
+    autoencoder_share=1.0,
+    moving=1.0,
+    bootstrap_steps=100,
+    readout=READOUT,
+    precision="float32",
+)
+
+
+@pytest.fixture(scope="module")
+def learned():
+    torch.set_num_threads(1)
+    training = recorded()
+    model = VideoModel.build(TINY, SPEC, training, 0)
+    config = FitConfig(steps=300, learning_rate=3e-3, warmup=20, ema_decay=0.98)
+    fit_stages(model, training, config, Generators(0))
+    held = recorded(100, seed=1)
+    model.calibrate(held)
+    return model.eval(), held
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    data = recorded(20)
+    return VideoModel.build(replace(TINY, readout=replace(READOUT, dreams=8)), SPEC, data, 0).eval(), data
+
+
+def latent_at(model, data, steps):
+    return model.initial(context_at(data, steps, model.context), steps.numpy())
+
+
+def test_it_dreams_the_picture_and_minds_its_actions(learned):
+    model, held = learned
+    figures = examine(model, held, torch.Generator().manual_seed(0), rows=100, steps=400, horizons=(1, 2, 3, 4, 5))
+    for ahead, found in figures["open_loop"].items():
+        assert found[IMAGE]["model"] > found[IMAGE]["copy"] + 1.5, ahead
+        assert found[IMAGE]["model"] > found[IMAGE]["shuffled"] + 1.0, ahead
+        assert found[IMAGE + SSIM]["model"] > found[IMAGE + SSIM]["shuffled"] + 0.02, ahead
+        assert found[STATE]["model"] < 0.5 * found[STATE]["copy"], ahead
+    assert figures["reward_error"] < 1.0
+    assert figures["success"]["f1"] > 0.3
+
+
+def test_imagined_worlds_conform(learned):
+    check_world(lambda rows: imagined_world(learned[0], rows), renders=False, tolerance=1e-4)
+
+
+def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
+    model, held = learned
+    steps = torch.arange(4)
+    latent = latent_at(model, held, steps)
+    _, seen = model.imagine(latent, held.actions[:4])
+    _, twice = model.imagine({name: value.clone() for name, value in latent.items()}, held.actions[:4])
+    assert all(torch.equal(seen.observation[key], twice.observation[key]) for key in seen.observation)
+    order = [2, 0]
+    _, again = model.imagine({name: value[order] for name, value in latent.items()}, held.actions[order])
+    assert torch.allclose(again.observation[STATE], seen.observation[STATE][order], atol=1e-4)
+    difference = again.observation[IMAGE].int() - seen.observation[IMAGE][order].int()
+    assert float((difference.abs() > 1).float().mean()) < 0.01
+    chunk = held.actions[steps[:, None] + torch.arange(TINY.chunk)]
+    other, _ = model.generate({**latent, "seed": latent["seed"] + 1}, chunk)
+    moved, _ = model.generate(latent, chunk)
+    assert not torch.equal(other["latents"], moved["latents"])
+    cold = VideoModel.restore(model.description(), SPEC, model.state_dict())
+    cold.load_state_dict(model.state_dict())
+    cold.config = replace(model.config, temperature=0.0)
+    first, _ = cold.generate(latent, chunk)
+    second, _ = cold.generate({**latent, "seed": latent["seed"] + 1}, chunk)
+    assert torch.equal(first["latents"], second["latents"])
+
+
+def test_frames_are_the_same_one_by_one_and_in_chunks(learned):
+    model, held = learned
+    steps = torch.arange(6)
+    latent = latent_at(model, held, steps)
+    actions = held.actions[steps[:, None] + torch.arange(7)]
+    kept = {name: value.clone() for name, value in latent.items()}
+    moved, chunks = model.generate(latent, actions)
+    assert len(chunks) == 7 and torch.equal(moved["step"], torch.full((6,), 7))
+    assert all(torch.equal(latent[name], kept[name]) for name in latent)
+    single, apart = latent, []
+    for step in range(7):
+        single, seen = model.imagine(single, actions[:, step])
+        apart.append(seen)
+    for first, second in zip(chunks, apart, strict=True):
+        assert torch.allclose(first.observation[STATE], second.observation[STATE], atol=1e-3)
+        assert float((first.observation[IMAGE] != second.observation[IMAGE]).float().mean()) < 0.02
+    for name in ("latents", "states", "actions", "since", "moves", "phase"):
+        assert torch.allclose(moved[name].float(), single[name].float(), atol=1e-3), name
+
+
+def test_rows_at_different_places_of_their_chunks_do_not_mind_each_other(learned):
+    model, held = learned
+    steps = torch.arange(4)
+    latent = latent_at(model, held, steps)
+    ahead, _ = model.generate(latent, held.actions[steps[:, None] + torch.arange(2)])
+    mixed = {name: torch.cat([value[:2], ahead[name][2:]]) for name, value in latent.items()}
+    actions = held.actions[steps[:, None] + torch.arange(4)]
+    last, seen = model.generate(mixed, actions)
+    for rows, alone in ((slice(0, 2), latent), (slice(2, 4), ahead)):
+        end, wanted = model.generate({name: value[rows] for name, value in alone.items()}, actions[rows])
+        assert torch.allclose(wanted[-1].observation[STATE], seen[-1].observation[STATE][rows], atol=1e-3)
+        assert torch.equal(end["phase"], last["phase"][rows])
+
+
+def test_checkpoints_round_trip(learned, tmp_path):
+    check_round_trip(learned[0], tmp_path / "model")
+
+
+def test_history_is_spaced_in_rollouts_as_in_training(fresh):
+    """The frames, poses and actions that training gathers are those that a rollout over the same frames remembers."""
+    model, data = fresh
+    assert model.config.ages == (5, 3, 1, 0) and model.config.span == 6
+    assert replace(TINY, memory=0).ages == (1, 0)
+    video = model.encode_episodes(data)
+    long = int((data.lengths >= 8).nonzero()[0, 0])
+    steps = data.starts[long] + torch.tensor([0, 2, 7])
+    present = steps + data.episode_of_step[steps]
+    trained = stretch_at(video, present, model.config)
+    seen = {}
+
+    def remember(history, actions, poses, noise):
+        seen.update(history=history, history_actions=actions, history_poses=poses)
+        return original(history, actions, poses, noise)
+
+    original = model.transformer.remember
+    model.transformer.remember = remember
+    model.imagine(latent_at(model, data, steps), data.actions[steps])
+    del model.transformer.remember
+    for name, value in seen.items():
+        assert torch.allclose(value, getattr(trained, name), atol=1e-4), name
+    assert torch.allclose(trained.history_actions[0], trained.history_actions[0, :1])
+
+
+def test_what_is_remembered_moves_on_with_every_chunk(fresh):
+    model, data = fresh
+    long = int((data.lengths >= 8).nonzero()[0, 0])
+    start, chunk = data.starts[long : long + 1], TINY.chunk
+    first = latent = latent_at(model, data, start)
+    states, actions = [], data.actions[start[:, None] + torch.arange(2 * chunk)]
+    for step in range(2 * chunk):
+        assert int(latent["phase"]) == step % chunk
+        latent, _ = model.imagine(latent, actions[:, step])
+        states.append(latent["state"])
+        if step < chunk - 1:
+            assert torch.equal(latent["latents"], first["latents"])
+    span = model.config.span
+    assert torch.equal(latent["actions"], torch.cat([first["actions"], actions], 1)[:, -span:])
+    assert torch.equal(latent["states"], torch.cat([first["states"], torch.stack(states, 1)], 1)[:, -span:])
+    assert bool((latent["moves"] == 0).all()) and int(latent["phase"]) == 0
+
+
+def test_a_history_that_is_too_short_repeats_its_first_frame(fresh):
+    model, data = fresh
+    steps = torch.arange(3)
+    whole = context_at(data, steps, 1)
+    latent = model.initial(whole, np.arange(3))
+    assert latent["latents"].shape[1] == model.config.span
+    assert bool((latent["latents"] == latent["latents"][:, :1]).all()) and bool((latent["actions"] == 0).all())
+    context = context_at(data, steps + 4, 3)
+    short = model.initial(context, np.arange(3))
+    assert torch.equal(short["latents"][:, 0], short["latents"][:, -3])
+    assert not torch.equal(short["latents"][:, -3], short["latents"][:, -1])
+    assert torch.equal(short["actions"][:, -2:], torch.from_numpy(np.asarray(context.actions)))
+    assert bool((short["actions"][:, :-2] == 0).all())
+
+
+def test_only_future_frames_of_the_episode_are_learned_from(fresh):
+    model, data = fresh
+    stage, _ = model.stages()["dynamics"]
+    assert isinstance(stage, DynamicsStage)
+    first, again = (next(stage.batches(data, torch.Generator().manual_seed(0))) for _ in range(2))
+    stretch = first["stretch"]
+    assert torch.equal(stretch.future, again["stretch"].future) and bool((~stretch.valid).any())
+
+    def loss(changed):
+        return stage.eval().loss({"stretch": changed}, torch.Generator().manual_seed(0))["latents"]
+
+    kept = loss(stretch)
+    assert kept.shape == (TINY.batch_size,)
+    beyond = torch.where(stretch.valid[..., None, None, None], stretch.future, 1e3)
+    assert torch.allclose(loss(replace(stretch, future=beyond)), kept, rtol=1e-3)
+    within = torch.where(stretch.valid[..., None, None, None], stretch.future + 1, stretch.future)
+    assert not torch.allclose(loss(replace(stretch, future=within)), kept)
+
+
+def test_an_earlier_frame_does_not_see_later_ones(learned):
+    model, held = learned
+    latent = latent_at(model, held, torch.arange(5))
+    actions = held.actions[torch.arange(5)[:, None] + torch.arange(3)]
+    other = actions.clone()
+    other[:, 2] = -other[:, 2]
+    first, second = (model._predict(latent, moves) for moves in (actions, other))
+    assert torch.allclose(first[:, :2], second[:, :2], atol=1e-5)
+    assert not torch.allclose(first[:, 2], second[:, 2], atol=1e-3)
+
+
+def test_own_predictions_take_the_place_of_true_history():
+    data = recorded(20)
+    config = replace(TINY, bootstrap=1.0, bootstrap_steps=1, collapse=0.0, first_share=1.0, memory_noise=0.0)
+    model = VideoModel.build(replace(config, present_noise=0.0), SPEC, data, 0)
+    stage, _ = model.stages()["dynamics"]
+    assert isinstance(stage, DynamicsStage)
+    batches = stage.batches(data, torch.Generator().manual_seed(0))
+    generator, true = torch.Generator().manual_seed(0), stage.cache.clone()
+    batch = next(batches)
+    stage.train().loss(batch, generator)
+    changed = (stage.cache != true).flatten(1).any(1)
+    stretch = batch["stretch"]
+    predicted = stretch.places[:, -TINY.chunk :][stretch.valid]
+    assert int(stage.updates) == 1 and bool(changed.any())
+    assert set(changed.nonzero()[:, 0].tolist()) <= set(predicted.tolist())
+    stage.cache += 1
+    history, _, _ = stage._spoiled(stretch, lambda *shape: torch.rand(shape, generator=generator))
+    assert torch.equal(history, stage.cache[stretch.places[:, : -TINY.chunk]].float())
+    off, _ = VideoModel.build(replace(config, bootstrap=0.0), SPEC, data, 0).stages()["dynamics"]
+    assert isinstance(off, DynamicsStage)
+    batch = next(off.batches(data, torch.Generator().manual_seed(0)))
+    off.train().loss(batch, generator)
+    assert not len(off.cache) and int(off.updates) == 0
+
+
+def test_an_untrained_model_repeats_the_last_frame(fresh):
+    model, data = fresh
+    steps = torch.arange(3)
+    _, seen = model.generate(latent_at(model, data, steps), data.actions[steps[:, None] + torch.arange(4)])
+    last = torch.from_numpy(context_at(data, steps).last(IMAGE))
+    for imagined in seen:
+        assert float((psnr(imagined.observation[IMAGE], last)).min()) > 20
+
+
+def test_several_cameras_are_predicted_together():
+    second = "observation.images.side"
+    spec = replace(SPEC, observation={**SPEC.observation, second: Field((PIXELS, PIXELS, 3), "uint8")})
+    data = recorded(10)
+    observation = {**data.observation, second: 255 - data.observation[IMAGE]}
+    data = replace(data, observation_fields=spec.observation, observation=observation)
+    model = VideoModel.build(TINY, spec, data, 0)
+    latent = model.initial(context_at(data, torch.arange(3)), np.arange(3))
+    assert latent["latents"].shape == (3, 6, 4, 8, 4) and latent["frames"].shape == (3, 2, 2 * PIXELS, PIXELS, 3)
+    _, seen = model.imagine(latent, data.actions[:3])
+    for key in (IMAGE, second):
+        assert seen.observation[key].shape == (3, PIXELS, PIXELS, 3) and seen.observation[key].dtype == torch.uint8
+    followed = follow(model, data, data.starts[:2], 3)
+    assert followed.imagined[second].shape == followed.real[second].shape == (2, 4, PIXELS, PIXELS, 3)
+    assert np.array_equal(followed.imagined[IMAGE][:, 0], followed.real[IMAGE][:, 0])
+
+
+def test_pictures_alone_are_enough():
+    spec = replace(SPEC, observation={IMAGE: SPEC.observation[IMAGE]})
+    data = recorded(6)
+    data = replace(data, observation_fields=spec.observation, observation={IMAGE: data.observation[IMAGE]})
+    model = VideoModel.build(replace(TINY, memory=0), spec, data, 0)
+    video = model.encode_episodes(data)
+    assert isinstance(video, LatentVideo) and video.poses.shape[1] == 1
+    context = Context({IMAGE: data.observation[IMAGE][:2, None].numpy()})
+    _, seen = model.imagine(model.initial(context, np.arange(2)), data.actions[:2])
+    assert set(seen.observation) == {IMAGE}
+
+
+def test_structural_similarity_by_a_slow_reference():
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randint(0, 256, (2, 14, 13, 3), dtype=torch.uint8, generator=generator)
+    second = (first.float() * 0.7 + 20 * torch.rand(first.shape, generator=generator)).to(torch.uint8)
+    assert torch.allclose(ssim(first, first), torch.ones(2)) and torch.equal(psnr(first, first), torch.full((2,), 80.0))
+    place = np.arange(11) - 5.0
+    window = np.exp(-(place[:, None] ** 2 + place[None] ** 2) / (2 * 1.5**2))
+    window /= window.sum()
+    values = []
+    for channel in range(3):
+        for top in range(4):
+            for left in range(3):
+                part = np.s_[0, top : top + 11, left : left + 11, channel]
+                a, b = (value[part].numpy() / 255 for value in (first, second))
+                mean_a, mean_b = (window * a).sum(), (window * b).sum()
+                spread_a, spread_b = (window * (a - mean_a) ** 2).sum(), (window * (b - mean_b) ** 2).sum()
+                shared = (window * (a - mean_a) * (b - mean_b)).sum()
+                above = (2 * mean_a * mean_b + 1e-4) * (2 * shared + 9e-4)
+                values.append(above / ((mean_a**2 + mean_b**2 + 1e-4) * (spread_a + spread_b + 9e-4)))
+    assert float(ssim(first, second)[0]) == pytest.approx(np.mean(values), abs=1e-4)
+
+
+def test_bad_settings_and_data_are_refused():
+    data = recorded(4)
+    with pytest.raises(DataError, match="another world"):
+        VideoModel.build(TINY, SPEC, replace(data, actions=data.actions[:, :1]), 0)
+    with pytest.raises(ConfigError, match="no pictures"):
+        VideoModel.build(TINY, point_world.SPEC, point_world.recorded(4), 0)
+    for height, width, text in ((PIXELS, 2 * PIXELS, "one width"), (2 * PIXELS, PIXELS, "one size")):
+        wide = {**SPEC.observation, "observation.images.side": Field((height, width, 3), "uint8")}
+        side = torch.zeros(len(data.observation[IMAGE]), height, width, 3, dtype=torch.uint8)
+        more = {**data.observation, "observation.images.side": side}
+        unequal = replace(data, observation_fields=wide, observation=more)
+        with pytest.raises(ConfigError, match=text):
+            VideoModel.build(TINY, replace(SPEC, observation=wide), unequal, 0)
+    with pytest.raises(ConfigError, match="do not divide"):
+        VideoModel.build(replace(TINY, channels=(8, 8, 8, 8, 8)), SPEC, data, 0)
+    with pytest.raises(ConfigError, match="patches of 3"):
+        VideoModel.build(replace(TINY, patch=3), SPEC, data, 0)
+    with pytest.raises(ConfigError, match="multiple of heads"):
+        VideoModel.build(replace(TINY, width=65), SPEC, data, 0)
+    for wrong in ({"size": "huge"}, {"memory": -1}, {"collapse": 1.5}, {"channels": (12, 24)}, {"temperature": -1.0}):
+        with pytest.raises(ConfigError):
+            replace(TINY, **wrong)
+    with pytest.raises(ConfigError, match="above 0"):
+        replace(TINY, readout_share=0.0)
+    assert ENVIRONMENT_STATE in SPEC.observation
