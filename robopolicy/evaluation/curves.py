@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 from robopolicy.evaluation.plots import BASE, STYLE, as_svg, new_axes
 
@@ -24,18 +25,22 @@ def pooled_curve(curves: Sequence[Curve], points: int = 60) -> tuple[np.ndarray,
     return steps, values.mean(0), values.min(0), values.max(0)
 
 
-def method_curves(curves: Mapping[str, Sequence[Curve]], base: float | None = None) -> str:
-    """Draw success against environment steps, one colour a method: mean over seeds, band from lowest to highest."""
+def method_curves(tasks: Mapping[str, Mapping[str, Sequence[Curve]]], bases: Mapping[str, float]) -> str:
+    """Draw success against environment steps, a panel a task, one colour a method: mean over seeds, band from lowest
+    to highest. bases: success after behaviour cloning, by task.
+    """
     with matplotlib.rc_context(STYLE):
-        figure, axes = new_axes(width=7.2, height=3.8)
-        for (name, seeds), colour in zip(curves.items(), COLOURS * 3, strict=False):
-            steps, mean, low, high = pooled_curve(seeds)
-            axes.plot(steps, mean, color=colour, label=name)
-            axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
-        if base is not None:
-            axes.axhline(base, color=BASE, linestyle="--", linewidth=1, label="BC")
-        axes.set(xlabel="environment steps", ylabel="success", ylim=(0, 1.02))
-        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure = Figure(figsize=(1.6 + 4.3 * len(tasks), 3.8), layout="constrained")
+        panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+        for axes, (task, curves) in zip(panels, tasks.items(), strict=True):
+            for (name, seeds), colour in zip(curves.items(), COLOURS * 3, strict=False):
+                steps, mean, low, high = pooled_curve(seeds)
+                axes.plot(steps / 1e6, mean, color=colour, label=name)
+                axes.fill_between(steps / 1e6, low, high, color=colour, alpha=0.12, linewidth=0)
+            axes.axhline(bases[task], color=BASE, linestyle="--", linewidth=1, label="BC")
+            axes.set(title=task, xlabel="million environment steps", ylim=(0, 1.02))
+        panels[0].set_ylabel("success")
+        panels[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
         return as_svg(figure)
 
 

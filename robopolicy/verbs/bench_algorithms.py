@@ -65,12 +65,12 @@ def benchmark(config: Config) -> dict[str, Any]:
     root = config.run.root / "bench" / "algorithms"
     figures = {task: {name: measure(config, root, task, name) for name in names} for task in config.bench.tasks}
     report = Report(title="Algorithms", subtitle=f"{len(config.bench.seeds)} seeds, success over paired episodes")
+    curves = {task: {name: row["curves"] for name, row in rows.items()} for task, rows in figures.items()}
+    bases = {task: rows[names[0]]["base"]["success_rate"] for task, rows in figures.items()}
+    svg = method_curves(curves, bases)
+    report.sections.append(Section("Learning", "Mean of the seeds, band from the lowest to the highest.", svg=svg))
     for task, rows in figures.items():
         header, lines = table_of(rows)
-        curves = {name: row["curves"] for name, row in rows.items()}
-        base = rows[names[0]]["base"]["success_rate"]
-        svg = method_curves(curves, base)
-        report.sections.append(Section(task, "Mean of the seeds, band from the lowest to the highest.", svg=svg))
         report.sections.append(Section(f"{task}: after fine-tuning", header=header, rows=lines))
         print_table(task, header, lines)
     if config.bench.rounds and {"GRPO", "BranchGRPO"} <= set(names):
@@ -107,14 +107,15 @@ EQUAL_LEAVES = {
 def time_per_iteration(config: Config, root: Path, task: str, rounds: int = 5) -> dict[str, dict[str, float]]:
     """Return seconds of an iteration (median over the rounds) at equal leaves, the methods taking turns in one process.
 
-    Every turn starts from the same base policy and plays one iteration to warm up and one that counts.
+    Every turn starts from the same base policy and plays one iteration to warm up and one that counts. No epoch is
+    stopped early: all learn from everything that they collected.
     """
     base = root / task / "train" / "diffusion" / str(config.bench.seeds[0]) / "checkpoint"
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in EQUAL_LEAVES}
     with progress("BranchGRPO beside GRPO", rounds * len(EQUAL_LEAVES)) as advance, TemporaryDirectory() as folder:
         for turn in range(rounds):
             for name, settings in EQUAL_LEAVES.items():
-                quick = ("finetune.iterations=2", "finetune.evaluate_every=0")
+                quick = ("finetune.iterations=2", "finetune.evaluate_every=0", "finetune.target_kl=null")
                 chosen = compose([f"recipe={task}", *GENTLE, *settings, *quick])
                 device = choose_device(chosen.run)
                 policy = open_policy(base, device)

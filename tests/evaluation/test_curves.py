@@ -14,7 +14,8 @@ def test_seeds_are_averaged_at_common_steps_and_a_finished_seed_keeps_its_last_v
 
 
 def test_every_method_is_drawn_and_named():
-    svg = method_curves({"PPO": [[(0, 0.1), (10, 0.9)]], "GRPO": [[(0, 0.1), (20, 0.8)]]}, base=0.1)
+    methods = {"PPO": [[(0, 0.1), (10, 0.9)]], "GRPO": [[(0, 0.1), (20, 0.8)]]}
+    svg = method_curves({"push": methods, "pick": methods}, {"push": 0.1, "pick": 0.2})
     assert svg.startswith("<svg")
-    for name in ("PPO", "GRPO", "BC"):
+    for name in ("PPO", "GRPO", "BC", "push", "pick"):
         assert f">{name}<" in svg
