@@ -127,11 +127,15 @@ def success_bars(rates: Sequence[Rate]) -> str:
 
 
 def ranking_scatter(real: Mapping[str, Rate], model: Mapping[str, Rate]) -> str:
-    """Draw simulator against world model, one point a policy with both intervals, and the line of agreement."""
+    """Draw simulator against world model, one numbered point a policy with both intervals, and the line of agreement.
+
+    The numbers, in the order of real success, are explained on the right.
+    """
     with matplotlib.rc_context(STYLE):
-        figure, axes = new_axes(width=5.2, height=4.6)
+        figure, axes = new_axes(width=7.2, height=4.6)
         axes.plot([0, 1], [0, 1], color=MUTED, linestyle="--", linewidth=1)
-        for name in real:
+        names = sorted(real, key=lambda name: (real[name].value, model[name].value))
+        for name in names:
             x, y = real[name], model[name]
             axes.errorbar(
                 x.value,
@@ -143,7 +147,11 @@ def ranking_scatter(real: Mapping[str, Rate], model: Mapping[str, Rate]) -> str:
                 ecolor=MUTED,
                 elinewidth=1,
             )
-        _place_labels(axes, {name: (real[name].value, model[name].value) for name in real})
+        _place_labels(axes, {str(index + 1): (real[name].value, model[name].value) for index, name in enumerate(names)})
+        for index, name in enumerate(names):
+            height = 1 - 0.055 * (index + 0.5)
+            for left, text, side in ((1.06, str(index + 1), "right"), (1.08, name, "left")):
+                axes.text(left, height, text, transform=axes.transAxes, ha=side, va="center", fontsize=9)
         axes.set(
             xlabel="success in the simulator",
             ylabel="success in the world model",
@@ -178,15 +186,14 @@ def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], k
 
 
 def _place_labels(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
-    """Write names beside points, pushed apart vertically where they would overlap."""
+    """Write short labels below and right of points, pushed aside where they would overlap."""
     taken: list[tuple[float, float]] = []
     for name, (x, y) in sorted(points.items(), key=lambda item: item[1]):
-        right, height = x < 0.6, y + (0.035 if x < 0.6 else -0.035)
-        while any(abs(height - other) < 0.05 and abs(x - beside) < 0.35 for beside, other in taken):
-            height += 0.05 if right else -0.05
-        taken.append((x, height))
-        offset = 0.015 if right else -0.015
-        axes.text(x + offset, height, name, ha="left" if right else "right", va="center", fontsize=8)
+        place = x + 0.015, y - 0.03
+        while any(abs(place[0] - other) < 0.03 and abs(place[1] - height) < 0.035 for other, height in taken):
+            place = place[0] + 0.01, place[1] - 0.02
+        taken.append(place)
+        axes.text(*place, name, ha="left", va="center", fontsize=8)
 
 
 def new_axes(width: float = 6.4, height: float = 3.4) -> tuple[Figure, Axes]:

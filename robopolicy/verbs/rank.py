@@ -116,6 +116,6 @@ def show(rankings: Mapping[str, RankingResult]) -> None:
     ]
     print_table("Success", ["policy", "simulator", *rankings], lines)
     figures: dict[str, Any] = {name: ranking.to_json() for name, ranking in rankings.items()}
-    print_table("Agreement with the simulator [over other policies]", *agreement(figures))
+    print_table("Agreement with the simulator (in brackets: had other policies been ranked)", *agreement(figures))
     for warning in dict.fromkeys(warning for ranking in rankings.values() for warning in ranking.warnings):
         output.print(f"Beware: {warning}")
