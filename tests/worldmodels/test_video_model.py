@@ -53,7 +53,9 @@ def learned():
 @pytest.fixture(scope="module")
 def fresh():
     data = recorded(20)
-    return VideoModel.build(replace(TINY, readout=replace(READOUT, dreams=8)), SPEC, data, 0).eval(), data
+    model = VideoModel.build(replace(TINY, readout=replace(READOUT, dreams=8)), SPEC, data, 0).eval()
+    model.encode_episodes(data)  # keeps the statistics of latents, as training does before anything is imagined
+    return model, data
 
 
 def latent_at(model, data, steps):
