@@ -167,18 +167,23 @@ def _add_validation(report: Report, validation: Mapping[str, Any]) -> None:
 
 
 def _add_rankings(report: Report, models: Mapping[str, Mapping[str, Any]]) -> None:
-    def rates(result: Mapping[str, Any], kind: str) -> dict[str, Rate]:
-        found = [Rate(row["name"], row[kind], *row[f"{kind}_interval"]) for row in result["policies"]]
-        return {rate.label: rate for rate in found}
-
     caption = "One point per policy, the same starts in both worlds, Wilson 95 % intervals; on the line they agree."
     for name, result in models.items():
-        svg = plots.ranking_scatter(rates(result, "real"), rates(result, "model"))
+        svg = ranking_plot(result["policies"])
         report.sections.append(Section(f"World model against simulator: {name}", caption, svg=svg))
     header, rows = agreement(models)
     warnings = dict.fromkeys(warning for result in models.values() for warning in result["warnings"])
     caption = " ".join(["In brackets the bootstrap interval over policies.", *warnings])
     report.sections.append(Section("Agreement", caption, header=header, rows=rows))
+
+
+def ranking_plot(policies: Sequence[Mapping[str, Any]]) -> str:
+    """Draw the policies of a ranking, as `RankingResult.to_json` lists them."""
+    real, model = (
+        {row["name"]: Rate(row["name"], row[kind], *row[f"{kind}_interval"]) for row in policies}
+        for kind in ("real", "model")
+    )
+    return plots.ranking_scatter(real, model)
 
 
 def agreement(models: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

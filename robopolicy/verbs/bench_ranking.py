@@ -4,15 +4,12 @@ No two policies share demonstrations, weights or seeds, nor does a world model s
 demonstrations, disturbed experts and one policy of its own seed.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
-from robopolicy.evaluation import plots
-from robopolicy.evaluation.plots import Rate
-from robopolicy.evaluation.report import Report, Section, agreement
+from robopolicy.evaluation.report import Report, Section, agreement, ranking_plot
 from robopolicy.runs import print_table
 from robopolicy.verbs import rank
 from robopolicy.verbs.bench_runs import Variant, chosen_from, conclude, modelled, pretrained, run_variant, settings_of
@@ -55,7 +52,7 @@ def benchmark(config: Config) -> dict[str, Any]:
         report.sections.append(Section(task, "In brackets the bootstrap over policies.", header=header, rows=lines))
         for name, found in models.items():
             title = f"{task}: {name} against the simulator"
-            report.sections.append(Section(title, svg=scatter(found["policies"])))
+            report.sections.append(Section(title, svg=ranking_plot(found["policies"])))
         print_table(task, header, lines)
     conclude(config, root, report, figures)
     return figures
@@ -95,12 +92,3 @@ def trained_model(config: Config, root: Path, task: str, kind: str, seed: int) -
     settings = *MODELS[kind], f"worldmodel.kind={kind}", f"worldmodel.policies=[{base}]"
     filmed = any(setting.startswith("world.cameras") for setting in settings)
     return modelled(config, root, task, kind, seed, settings, f"data_{kind}" if filmed else "data")
-
-
-def scatter(policies: list[Mapping[str, Any]]) -> str:
-    """Draw a ranking's policies."""
-    real, model = (
-        {row["name"]: Rate(row["name"], row[kind], *row[f"{kind}_interval"]) for row in policies}
-        for kind in ("real", "model")
-    )
-    return plots.ranking_scatter(real, model)

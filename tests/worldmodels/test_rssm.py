@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from point_world import SPEC as POINTS
 from point_world import assembled
 
 from robopolicy.core.conformance import check_world
@@ -36,18 +37,7 @@ from worldmodels.rssm_networks import (
 )
 
 IMAGE = "observation.images.top"
-SPEC = WorldSpec(
-    name="sledges",
-    observation={
-        STATE: Field((2,), names=("x", "y")),
-        ENVIRONMENT_STATE: Field((4,), names=("goal_x", "goal_y", "to_goal_x", "to_goal_y")),
-    },
-    action=Field((2,), low=-1.0, high=1.0),
-    fps=10,
-    horizon=12,
-    rewards=("progress", "success"),
-    instructions=("go there",),
-)
+SPEC = replace(POINTS, name="sledges")
 TINY = RssmConfig(size="tiny", length=5, batch_size=64, burn_in=3, members=3)
 
 
