@@ -36,7 +36,7 @@ $(VENV)/.core: $(VENV)/bin/uv pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/bin/uv pyproject.toml
-	$(BIN)/uv pip install --quiet --python $(VENV) --editable '.[dev,vla,metaworld,robotics]'
+	$(BIN)/uv pip install --quiet --python $(VENV) --editable '.[dev,vla,metaworld,robotics,lpips]'
 	@touch $@ $(VENV)/.core
 
 clean:

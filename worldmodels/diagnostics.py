@@ -15,7 +15,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX
 from worldmodels.imagination import context_at
-from worldmodels.picture_quality import SSIM, psnr, ssim
+from worldmodels.picture_quality import compare
 from worldmodels.protocol import LearnedModel
 from worldmodels.transitions import SUCCESS, progress_reward
 
@@ -37,9 +37,8 @@ def examine(
     open_loop: by horizon and observation key, three figures of following recorded actions from `rows` steps: "model",
     "shuffled" (it follows other rows' actions: must be clearly worse, or the model ignores actions) and "copy" (the
     frame it began with). Vectors: root mean squared error in standard deviations of the data, less is better. Images:
-    PSNR in dB and, under their key with SSIM behind it, structural similarity, more is better. Of one step from `steps`
-    contexts, success: precision, recall and F1 of the head;
-    reward_error: squared error over variance.
+    PSNR in dB, more is better, and with SSIM or LPIPS behind their key, these. Of one step from `steps` contexts,
+    success: precision, recall and F1 of the head; reward_error: squared error over variance.
     """
     return {"steps": episodes.step_count, **one_step(model, episodes, generator, steps)} | {
         "open_loop": open_loop(model, episodes, generator, rows, horizons)
@@ -124,8 +123,7 @@ def _scores(predicted: Mapping[str, Tensor], episodes: Episodes, frames: Tensor,
         true = episodes.observation[key]
         seen, wanted = value.cpu()[alive], true[frames][alive]
         if key.startswith(IMAGE_PREFIX):
-            found[key] = float(psnr(seen, wanted).mean())
-            found[key + SSIM] = float(ssim(seen, wanted).mean())
+            found |= {key + ending: figure for ending, figure in compare(seen, wanted).items()}
         else:
             scale = true.float().std(0, correction=0)
             error = (seen.float() - wanted.float()) / scale.clamp_min(1e-6)

@@ -1,15 +1,26 @@
-"""How alike two pictures are: PSNR and structural similarity.
+"""How alike two pictures are: PSNR, structural similarity, and LPIPS where the weights of its classifier are at hand.
 
-LPIPS is left out: it needs weights of a classifier that would have to be downloaded.
+torchmetrics has all three, but takes seconds to import; it is asked for LPIPS alone.
 """
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
-SSIM = " (SSIM)"
-"""Ends the keys of figures that are structural similarities."""
+SSIM, LPIPS = " (SSIM)", " (LPIPS)"
+"""End the keys of figures that are structural similarities and perceptual distances; PSNR has the camera's own key."""
+
+ALEXNET = "alexnet-owt-7be5be79.pth"
+"""Torchvision's file of the classifier by which LPIPS sees, in torch.hub's folder `checkpoints`."""
+
+UNITS = {SSIM: "SSIM, 1 is equal", LPIPS: "LPIPS, 0 is equal"}
+"""Of the figures whose keys end so."""
 
 WINDOW, DEVIATION = 11, 1.5
 """Side and standard deviation, in pixels, of the window in which structure is compared."""
@@ -44,3 +55,40 @@ def ssim(first: Tensor, second: Tensor) -> Tensor:
     above = (2 * mean_a * mean_b + luminance) * (2 * covariance + contrast)
     below = (mean_a.square() + mean_b.square() + luminance) * (variance_a + variance_b + contrast)
     return (above / below).flatten(1).mean(1).unflatten(0, (len(first), -1)).mean(1)
+
+
+@cache
+def perceptual() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return LPIPS (Zhang et al. 2018, arXiv:1801.03924): the mean distance [] of uint8 pictures [N, height, width, 3],
+    0 where they agree; None without torchmetrics (extra `lpips`) or the file `ALEXNET`. Nothing is downloaded.
+    """
+    weights = Path(torch.hub.get_dir()) / "checkpoints" / ALEXNET
+    if not weights.is_file() or importlib.util.find_spec("torchmetrics") is None:
+        return None
+    torch.load(weights, map_location="meta", weights_only=True)  # refuses what is more than weights, before torchvision
+    from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
+
+    metric = LearnedPerceptualImagePatchSimilarity("alex", normalize=True)
+
+    def distance(first: Tensor, second: Tensor) -> Tensor:
+        small = min(first.shape[1:3]) < 64
+        a, b = (rearrange(value.float() / 255, "n h w c -> n c h w") for value in (first, second))
+        if small:  # below it the classifier has nothing left to look at
+            a, b = (functional.interpolate(value, (64, 64)) for value in (a, b))
+        return metric(a, b)
+
+    return distance
+
+
+def compare(first: Tensor, second: Tensor) -> dict[str, float]:
+    """Return mean figures of uint8 pictures [N, height, width, 3], by what ends their keys."""
+    found = {"": psnr(first, second), SSIM: ssim(first, second)}
+    distance = perceptual()
+    if distance is not None:
+        found[LPIPS] = distance(first, second)
+    return {ending: float(value.mean()) for ending, value in found.items()}
+
+
+def unit_of(key: str) -> str:
+    """Return what figures under a camera's `key` are measured in."""
+    return next((unit for ending, unit in UNITS.items() if key.endswith(ending)), "PSNR in dB, more is better")

@@ -28,7 +28,7 @@ from sims.registry import load_task
 from worldmodels.checkpoint import load_world_model, save_world_model
 from worldmodels.diagnostics import follow, open_loop
 from worldmodels.imagination import context_at
-from worldmodels.picture_quality import SSIM
+from worldmodels.picture_quality import SSIM, UNITS
 from worldmodels.video import VideoModel
 from worldmodels.video_configuration import VideoConfig
 
@@ -155,7 +155,7 @@ def averaged(figures: dict[str, dict[str, dict[str, float]]], ending: str) -> di
         rows = [
             value
             for key, value in by_key.items()
-            if key.startswith(IMAGE_PREFIX) and (key.endswith(SSIM) if ending else not key.endswith(SSIM))
+            if key.startswith(IMAGE_PREFIX) and (key.endswith(ending) if ending else not key.endswith(tuple(UNITS)))
         ]
         found[horizon] = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
     return found

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from robopolicy.core.spec import IMAGE_PREFIX
-from worldmodels.picture_quality import SSIM
+from worldmodels.picture_quality import unit_of
 
 matplotlib.use("Agg")
 
@@ -164,7 +164,7 @@ def ranking_scatter(real: Mapping[str, Rate], model: Mapping[str, Rate]) -> str:
 def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], key: str) -> str:
     """Draw how well a model follows recorded actions, against the horizon, beside other actions and copying.
 
-    figures: horizon -> observation key -> {"model", "shuffled", "copy"}; PSNR and SSIM for images, errors for vectors.
+    figures: horizon -> observation key -> {"model", "shuffled", "copy"}; PSNR and its like for images, else errors.
     """
     with matplotlib.rc_context(STYLE):
         figure, axes = new_axes()
@@ -177,8 +177,7 @@ def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], k
         ):
             steps = [horizon for horizon, _ in rows]
             axes.plot(steps, [found[name] for _, found in rows], marker="o", color=colour, label=label)
-        unit = "SSIM" if key.endswith(SSIM) else "PSNR (dB)" if image else "error (standard deviations)"
-        axes.set(xlabel="imagined steps", ylabel=unit)
+        axes.set(xlabel="imagined steps", ylabel=unit_of(key) if image else "error in standard deviations")
         if not image:
             axes.set_ylim(0, None)
         axes.legend(frameon=False)

@@ -28,7 +28,7 @@ from robopolicy.runs import default_path, finish, finished, open_run, output, pr
 from robopolicy.training.stages import fit_stages
 from worldmodels.checkpoint import model_class, save_world_model
 from worldmodels.diagnostics import examine, follow
-from worldmodels.picture_quality import SSIM
+from worldmodels.picture_quality import unit_of
 
 SECTIONS = ("run", "world", "worldmodel")
 FILMED = 6
@@ -120,10 +120,9 @@ def show(validation: Mapping[str, Any]) -> None:
     )
     keys = sorted({key for figures in validation["open_loop"].values() for key in figures})
     for key in keys:
-        better = "PSNR in dB, more is better" if key.startswith(IMAGE_PREFIX) else "error in std, less is better"
-        better = "1 is equal" if key.endswith(SSIM) else better
+        unit = unit_of(key) if key.startswith(IMAGE_PREFIX) else "error in standard deviations, less is better"
         lines = [
             [steps, *(f"{figures[key][name]:.3f}" for name in ("model", "shuffled", "copy"))]
             for steps, figures in validation["open_loop"].items()
         ]
-        print_table(f"{key} ({better})", ["steps ahead", "model", "actions shuffled", "first frame"], lines)
+        print_table(f"{key}: {unit}", ["steps ahead", "model", "actions shuffled", "first frame"], lines)
