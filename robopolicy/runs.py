@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from robopolicy.configuration import Config, to_yaml
 from robopolicy.core.errors import CheckpointError, ConfigError
@@ -111,10 +112,11 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 
 def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Print a table whose first column is text and whose others are figures."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    """Print a table whose first column is text and whose others are figures, under its title."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
     for index, name in enumerate(header):
         table.add_column(name, justify="left" if index == 0 else "right")
     for line in lines:
         table.add_row(*line)
+    output.print(Text(title, style="italic"))
     output.print(table)

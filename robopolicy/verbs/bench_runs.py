@@ -36,8 +36,16 @@ class Base:
     tasks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-FEWER = {"push_cube": ("collect.episodes=40",), "pick_place": ("collect.episodes=6",)}
-MORE = {"push_cube": ("collect.episodes=500",), "pick_place": ("collect.episodes=25",)}
+FEWER = {
+    "push_cube": ("collect.episodes=40",),
+    "pick_place": ("collect.episodes=6",),
+    "push_t": ("collect.episodes=300",),
+}
+MORE = {
+    "push_cube": ("collect.episodes=500",),
+    "pick_place": ("collect.episodes=25",),
+    "push_t": ("collect.episodes=3000", "train.fit.steps=12000"),
+}
 """Settings by task."""
 
 BASES = {
