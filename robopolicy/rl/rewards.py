@@ -10,8 +10,10 @@ from robopolicy.rl.mechanisms import Need, Slot, mechanism
 
 
 @mechanism(Slot.REWARD, "success_only", source="sparse outcome reward")
-def success_only(rollouts: Rollouts, context: Context) -> Rollouts:
-    """Pay 1 at the decision in which an episode succeeds, and nothing else."""
+def success_only(rollouts: Rollouts, context: Context, *, keep: tuple[str, ...] = ("uncertainty",)) -> Rollouts:
+    """Pay 1 at the decision in which an episode succeeds; of the world's own rewards only `keep` stays, the price of
+    doubt in imagination.
+    """
     before = torch.cat(
         [torch.zeros_like(rollouts.success[:, :1]), rollouts.success[:, :-1] & ~rollouts.ended[:, :-1]], 1
     )
@@ -19,7 +21,8 @@ def success_only(rollouts: Rollouts, context: Context) -> Rollouts:
     reward = torch.zeros_like(rollouts.valid, dtype=torch.float32)
     last = (rollouts.valid.sum(-1) - 1).clamp(min=0)
     reward = reward.scatter(-1, last[..., None], first[..., None].float())
-    return replace(rollouts, rewards={"success": reward})
+    kept = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
+    return replace(rollouts, rewards={"success": reward, **kept})
 
 
 @mechanism(Slot.REWARD, "hurry", source="length shaping, cf. PALU and DRPO")

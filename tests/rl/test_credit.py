@@ -77,6 +77,9 @@ def test_success_alone_is_paid_once():
     paid = rewards.success_only(replace(rollouts, success=success), CONTEXT)
     assert paid.reward.tolist() == [[0, 1, 0], [0, 0, 0]]
     assert paid.row_return.tolist() == [1, 0]
+    priced = {**rollouts.rewards, "uncertainty": torch.full_like(rollouts.valid, -0.5, dtype=torch.float32)}
+    paid = rewards.success_only(replace(rollouts, success=success, rewards=priced), CONTEXT)
+    assert set(paid.rewards) == {"success", "uncertainty"}
 
 
 def test_only_successes_are_hurried():
