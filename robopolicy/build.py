@@ -118,7 +118,6 @@ def _imagined_world(
         history=history,
         truncation=Truncation(imagination.steps, uncertainty_limit(imagination, model)),
         penalty=imagination.penalty,
-        allowance=0.0 if imagination.allowance is None else quantile_of_doubt(model, imagination.allowance),
         debounce=imagination.debounce,
         seed=seed,
     )
@@ -143,14 +142,9 @@ def uncertainty_limit(section: ImaginationSection, model: LearnedModel) -> float
     """Return where imagination is cut, in the model's units; the smaller of the absolute limit and the quantile."""
     limits = [] if section.uncertainty is None else [section.uncertainty]
     if section.quantile is not None:
-        limits.append(quantile_of_doubt(model, section.quantile))
+        quantiles = model.uncertainty_quantiles
+        limits.append(float(quantiles[round(section.quantile * (len(quantiles) - 1))]))
     return min(limits, default=None)
-
-
-def quantile_of_doubt(model: LearnedModel, share: float) -> float:
-    """Return the uncertainty that `share` of the steps of held-out data stay below."""
-    quantiles = model.uncertainty_quantiles
-    return float(quantiles[round(share * (len(quantiles) - 1))])
 
 
 def build_controller(world_section: WorldSection, spec: WorldSpec, dotted_path: str = "") -> Controller:

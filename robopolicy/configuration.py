@@ -51,7 +51,6 @@ class ImaginationSection:
 
     steps: after so many; uncertainty: where a step's exceeds this; quantile: where it exceeds this quantile of the
     uncertainty on held-out data, so that it adapts to the model; penalty: reward lost per unit of uncertainty (MOPO);
-    allowance: uncertainty up to this quantile of that on held-out data is free of it (null: all of it costs);
     debounce: consecutive steps that must look successful; starts: simulator (paired with real episodes), data, any step
     of the dataset world.data (default: the model's own), or keyframes, those of its successes where progress is made.
     """
@@ -60,15 +59,12 @@ class ImaginationSection:
     uncertainty: float | None = None
     quantile: float | None = None
     penalty: float = 0.0
-    allowance: float | None = None
     debounce: int = 1
     starts: Literal["simulator", "data", "keyframes"] = "simulator"
 
     def __post_init__(self):
-        for name in ("quantile", "allowance"):
-            share = getattr(self, name)
-            if share is not None and not 0 <= share <= 1:
-                raise ConfigError(f"world.imagination.{name} is {share}: it is a share of held-out steps, 0 to 1.")
+        if self.quantile is not None and not 0 <= self.quantile <= 1:
+            raise ConfigError(f"world.imagination.quantile is {self.quantile}: it is a share of steps, 0 to 1.")
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,9 @@ class ImaginedWorld:
 
     starts: where episodes begin, by seed: the true simulator's starts pair imagined with real episodes, contexts of a
     dataset start anywhere in it; batch_size: rows B; history: H frames; truncation: when imagination is cut; penalty:
-    price of a unit of uncertainty, a reward term of its own (MOPO, Yu et al. 2020, arXiv:2005.13239); allowance: how
-    much uncertainty of a step is free of it; debounce: consecutive steps that must look successful before success is
-    believed; seed: of the generator that draws episode seeds when `reset` is given none.
+    price of a unit of uncertainty, a reward term of its own (MOPO, Yu et al. 2020, arXiv:2005.13239); debounce:
+    consecutive steps that must look successful before success is believed; seed: of the generator that draws episode
+    seeds when `reset` is given none.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class ImaginedWorld:
         history: int = 1,
         truncation: Truncation | None = None,
         penalty: float = 0.0,
-        allowance: float = 0.0,
         debounce: int = 1,
         seed: int = 0,
     ):
@@ -64,7 +63,7 @@ class ImaginedWorld:
             raise ConfigError("An imagined world needs batch_size, history and debounce >= 1 and a penalty >= 0.")
         self.model, self._starts = model, starts
         self._truncation = truncation or Truncation()
-        self._penalty, self._allowance, self._debounce = penalty, allowance, debounce
+        self._penalty, self._debounce = penalty, debounce
         self._batch_size = batch_size
         rewards = (*model.spec.rewards, PENALTY) if penalty else model.spec.rewards
         self._spec = replace(model.spec, name=f"imagined {model.spec.name}", rewards=rewards, history=history)
@@ -130,7 +129,7 @@ class ImaginedWorld:
             for key in trace:
                 trace[key][:, index] = self._frames[key][:, -1]
         if self._penalty:
-            rewards[PENALTY] = -self._penalty * np.maximum(uncertainty - self._allowance, 0.0)
+            rewards[PENALTY] = -self._penalty * uncertainty
         flags = {name: self._arrays[name].copy() for name in ("terminated", "truncated", "success", "horizon_end")}
         return Step(self._observation(), trace, rewards, valid, **flags, uncertainty=uncertainty)
 
