@@ -21,7 +21,14 @@ from robopolicy.verbs import imagine
 from robopolicy.verbs.bench_runs import chosen_from, conclude, modelled, pooled, pretrained, rate_text, settings_of
 
 NARROW = ("worldmodel.noise=[0.2]", "worldmodel.transitions=5000")
-UNWATCHED = "imagine.gap=null"
+FOOLED = (
+    "imagine.gap=null",
+    "finetune.rewards=[success_only]",
+    "finetune.target_success=null",
+    "finetune.iterations=30",
+    "finetune.checkpoint_every=5",
+)
+"""What the success classifier believes is all that is paid (DiWA), and nobody intervenes."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +43,21 @@ class Arm:
     settings: tuple[str, ...] = ()
 
 
+def narrow(*settings: str) -> Arm:
+    """Return an arm in the model of narrow data."""
+    return Arm("narrow", NARROW, False, (*FOOLED, *settings))
+
+
 ARMS: dict[str, Arm] = {
     "ensemble": Arm("ensemble"),
     "rssm": Arm("rssm", ("worldmodel.kind=rssm",)),
-    "narrow": Arm("narrow", NARROW, False, (UNWATCHED,)),
-    "narrow, stopped": Arm("narrow", NARROW, False),
-    "narrow, near its base": Arm("narrow", NARROW, False, (UNWATCHED, "finetune.auxiliaries=[bc]")),
-    "narrow, experts beside": Arm("narrow", NARROW, False, (UNWATCHED, "finetune.auxiliaries=[experts]")),
-    "narrow, doubt costs": Arm("narrow", NARROW, False, (UNWATCHED, "world.imagination.penalty=1.0")),
-    "narrow, doubt ends": Arm("narrow", NARROW, False, (UNWATCHED, "world.imagination.quantile=0.99")),
-    "narrow, refreshed": Arm("narrow", NARROW, False, (UNWATCHED, "imagine.refresh_every=10")),
+    "narrow": narrow(),
+    "narrow, stopped": narrow("imagine.gap=0.2"),
+    "narrow, near its base": narrow("finetune.auxiliaries=[bc]"),
+    "narrow, experts beside": narrow("finetune.auxiliaries=[experts]"),
+    "narrow, doubt costs": narrow("world.imagination.penalty=0.3"),
+    "narrow, doubt ends": narrow("world.imagination.quantile=0.99"),
+    "narrow, refreshed": narrow("finetune.auxiliaries=[bc]", "imagine.refresh_every=5"),
 }
 """Name -> what is done."""
 
