@@ -5,10 +5,11 @@ The next frame of all cameras is drawn by EDM diffusion from noise, given the la
 reward, success and uncertainty are read off the frames by a second network, fitted afterwards on true frames and on
 frames that the first one imagined. Deviations from DIAMOND: its rewards come from a recurrent network, ours from a
 carried state vector and two frames; actions are continuous; training goes on from own predictions in a share of the
-rows only; another share starts where the sampler starts (see `PixelDiffusionConfig` and `PixelDenoiser`). Whether a
-model minds its actions shows in the examination's shuffled column; fit.learning_rate=1e-3 suits it. (A dot on 16 px
-after 300 steps: 5 dB between own and shuffled actions at 1e-3 and first_share .5, nothing at 3e-3 and .25. Pushing a
-cube on 32 px with a grid of 8: nothing after 700 steps, pictures fade; only the states read off mind the actions.)
+rows only; another share starts where the sampler starts, what is diffused is the change from the last frame, and pixels
+that hardly change are held (see `PixelDiffusionConfig` and `PixelDenoiser`). Pushing a cube on 64 px with a grid of 8,
+8,000 recorded steps, 600 steps of training (4 minutes on one core): PSNR 1, 10 and 50 frames ahead 28.9, 25.7 and 23.1
+dB, told other actions 28.2, 24.0 and 22.4, first frame 28.0, 23.6 and 22.5. Diffusing whole frames instead, pictures
+faded and ignored their actions after as long. fit.learning_rate=1e-3 suits it.
 Axes: N or B rows, K context frames, V elements of all vector fields, A action dimension.
 """
 
@@ -28,6 +29,9 @@ from worldmodels.pixel_networks import PixelDenoiser, PixelDiffusionConfig
 from worldmodels.protocol import Context, Imagined, Latent, Regression
 from worldmodels.sequences import SequenceData
 from worldmodels.structure import StateStructure
+
+MEASURED = 2000
+"""Changes of pixels are measured over so many steps at most."""
 
 
 class PixelDiffusionModel(nn.Module):
@@ -55,7 +59,11 @@ class PixelDiffusionModel(nn.Module):
     @classmethod
     def build(cls, config: PixelDiffusionConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
         """Return a fresh model of the world of `spec`; see `build_from_data` for what is refused."""
-        return build_from_data(cls, config, spec, episodes, seed)
+        model = build_from_data(cls, config, spec, episodes, seed)
+        data = SequenceData(episodes, tuple(model.reader.pictures))
+        steps = torch.linspace(0, episodes.step_count - 1, min(MEASURED, episodes.step_count)).long()
+        model.denoiser.keep_statistics(model.reader.stack(data.cut(steps, 0, 1).frames))
+        return model
 
     def description(self) -> dict[str, Any]:
         """Return what `restore` needs besides spec and weights."""

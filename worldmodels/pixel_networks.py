@@ -37,7 +37,7 @@ class PixelSize:
 
 SIZES = {
     "tiny": PixelSize(8, (16, 32), 1, 8, 64),
-    "small": PixelSize(16, (48, 96, 96), 1, 16, 128),
+    "small": PixelSize(8, (64, 128), 1, 16, 128),
     "diamond": PixelSize(0, (64, 64, 64, 64), 2, 32, 512),
 }
 """tiny for tests, small for 32 to 64 pixels on two cores, and the paper's own."""
@@ -52,7 +52,9 @@ class PixelDiffusionConfig:
     unroll_share of the rows (DIAMOND: always); first_share: rows that are trained on what the sampler begins with,
     noise that shows nothing, so that context and actions alone tell what comes (DIAMOND has none; 5 % of its rows are
     about as noisy, and a small model learns late that actions matter); context_noise: deviation of noise on the context
-    in training, pixels reach from -1 to 1; precision: of the U-Net, bfloat16 where the hardware multiplies it ("auto").
+    in training, pixels reach from -1 to 1; hold: pixels that change by less than this share of their range stay as they
+    are, so that what stands still does not fade; precision: of the U-Net, bfloat16 where the hardware multiplies it
+    ("auto").
     """
 
     size: Literal["tiny", "small", "diamond"] = "small"
@@ -65,6 +67,7 @@ class PixelDiffusionConfig:
     unroll_share: float = 0.5
     first_share: float = 0.5
     context_noise: float = 0.0
+    hold: float = 0.02
     precision: Precision = "auto"
     readout: ReadoutConfig = field(default_factory=ReadoutConfig)
     edm: EdmConfig = field(
@@ -95,8 +98,11 @@ class PixelDenoiser(nn.Module):
     """Denoises the next frame, given context and actions, both of which steer every block's group norm or input.
 
     Deviations from DIAMOND: squares of pixels become channels, so that the finest maps have `grid` pixels a side (a
-    CPU is fast on few pixels with many channels); a network that says nothing repeats the last frame.
+    CPU is fast on few pixels with many channels); what is diffused is the change from the last frame, in units of
+    `change_std` (of which EDM's sigma_data is the standard deviation), so that a network that says nothing repeats it.
     """
+
+    change_std: Tensor
 
     def __init__(self, config: PixelDiffusionConfig, height: int, width: int, actions: int):
         from diffusers.models.unets.unet_2d import UNet2DModel  # seconds to import: only who builds one pays
@@ -124,13 +130,14 @@ class PixelDenoiser(nn.Module):
             class_embed_type="identity",
         )
         nn.init.zeros_(self.unet.conv_out.weight)
+        self.register_buffer("change_std", torch.ones(()))
         features = 4 * sizes.channels[0]
         self.action = nn.Sequential(
             nn.Linear(config.context * actions, features), nn.SiLU(), nn.Linear(features, features)
         )
 
     def forward(self, noisy: Tensor, label: Tensor, context: Tensor, actions: Tensor) -> Tensor:
-        """Return EDM's F [N, 3, height, width] of scaled `noisy` pixels at noise labels [N].
+        """Return EDM's F [N, 3, height, width] of scaled `noisy` changes at noise labels [N].
 
         context: pixels [N, K, 3, height, width]; actions: [N, K, A], standardised, the last leads to the new frame.
         """
@@ -138,9 +145,13 @@ class PixelDenoiser(nn.Module):
         x = functional.pixel_unshuffle(x, self.patch)
         with autocast(self.config.precision, x.device):
             found = self.unet(x, 100 * label, class_labels=self.action(actions.flatten(1))).sample
-        sigma, data = (4 * label).exp()[:, None, None, None], self.config.edm.sigma_data
-        repeat = sigma / (data * (sigma.square() + data**2).sqrt())
-        return functional.pixel_shuffle(found.float(), self.patch) + repeat * context[:, -1]
+        return functional.pixel_shuffle(found.float(), self.patch)
+
+    def keep_statistics(self, frames: Tensor) -> None:
+        """Keep how much pixels change from one to the next of frames [N, 2, height, width, 3]."""
+        before, after = to_pixels(frames).unbind(1)
+        change = (after - before).square().mean().sqrt()
+        self.change_std.copy_((change / self.config.edm.sigma_data).clamp_min(1e-3))
 
     def losses(self, frames: Tensor, actions: Tensor, valid: Tensor, generator: torch.Generator) -> Tensor:
         """Return EDM's error [M], averaged over the frames that count.
@@ -159,7 +170,8 @@ class PixelDenoiser(nn.Module):
             count = rows if step == 0 else round(config.unroll_share * rows)
             if not count:
                 break
-            clean, context = pixels[:count, past + step], context[:count]
+            context = context[:count]
+            clean = (pixels[:count, past + step] - context[:, -1]) / self.change_std
             noisy, sigma, _ = edm.training_noise_with_starts(clean, config.edm, config.first_share, generator)
             network = partial(self, context=context, actions=actions[:count, step : step + past])
             denoised = edm.denoise(network, noisy, sigma, config.edm)
@@ -167,7 +179,8 @@ class PixelDenoiser(nn.Module):
             counts = valid[:count, past + step - 1].float()
             total = total + functional.pad(error * counts, (0, rows - count))
             known = known + functional.pad(counts, (0, rows - count))
-            context = torch.cat([context[:, 1:], to_pixels(to_frames(denoised.detach()))[:, None]], 1)
+            new = self._shown(context[:, -1], denoised.detach())
+            context = torch.cat([context[:, 1:], to_pixels(new)[:, None]], 1)
         return total * rows / known.sum().clamp_min(1)
 
     @torch.no_grad()
@@ -176,5 +189,12 @@ class PixelDenoiser(nn.Module):
 
         actions: [N, K, A], standardised; noise: standard normal [N, 3, height, width].
         """
-        network = partial(self, context=to_pixels(frames), actions=actions)
-        return to_frames(edm.sample(network, noise, self.config.edm, scaled=False))
+        pixels = to_pixels(frames)
+        network = partial(self, context=pixels, actions=actions)
+        return self._shown(pixels[:, -1], edm.sample(network, noise, self.config.edm, scaled=False))
+
+    def _shown(self, last: Tensor, change: Tensor) -> Tensor:
+        """Return the frames [N, height, width, 3] that a change of pixels makes of the last ones, noise held back."""
+        change = self.change_std * change
+        moved = change.abs().amax(1, keepdim=True) >= 2 * self.config.hold
+        return to_frames(torch.where(moved, last + change, last))

@@ -40,8 +40,8 @@ def test_it_dreams_the_picture_and_minds_its_actions(learned):
     figures = examine(model, held, torch.Generator().manual_seed(0), rows=100, steps=400, horizons=(1, 2, 3, 4, 5))
     print({k: v[IMAGE] for k, v in figures["open_loop"].items()}, figures["reward_error"], figures["success"])
     for ahead, found in figures["open_loop"].items():
-        assert found[IMAGE]["model"] > found[IMAGE]["copy"] + 1, ahead
-        assert found[IMAGE]["model"] > found[IMAGE]["shuffled"] + 1.5, ahead
+        assert found[IMAGE]["model"] > found[IMAGE]["copy"] + 6, ahead
+        assert found[IMAGE]["model"] > found[IMAGE]["shuffled"] + 6, ahead
         assert found[STATE]["model"] < 0.5 * found[STATE]["copy"], ahead
     assert figures["reward_error"] < 0.5
     assert figures["success"]["f1"] > 0.5
