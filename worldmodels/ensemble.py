@@ -35,10 +35,12 @@ class EnsembleConfig:
     """Ensemble defaults.
 
     members, width, depth: of the dynamics networks; head_width: of the reward and success heads; sample: draw from the
-    predicted Gaussian (False: follow the mean of the random member); min_logvar, max_logvar: initial soft bounds of the
-    log-variance; beta: each element's likelihood is weighted by its predicted variance to this power (beta-NLL, Seitzer
-    2022; 0 is the plain likelihood, which neglects contacts, 1 weighs errors like a squared error); positive_share:
-    share of successful steps in a batch of the success head.
+    predicted Gaussian, as MOPO does, instead of following the mean of the random member: in a simulator without noise
+    what is drawn adds up where precision matters (ten policies ranked on pick_place: Pearson .81, bias -.41; following
+    the mean .98 and +.06); min_logvar, max_logvar: initial soft bounds of the log-variance; beta: each element's
+    likelihood is weighted by its predicted variance to this power (beta-NLL, Seitzer 2022; 0 is the plain likelihood,
+    which neglects contacts, 1 weighs errors like a squared error); positive_share: share of successful steps in a batch
+    of the success head.
     """
 
     members: int = 5
@@ -46,7 +48,7 @@ class EnsembleConfig:
     depth: int = 3
     head_width: int = 192
     batch_size: int = 256
-    sample: bool = True
+    sample: bool = False
     min_logvar: float = -10.0
     max_logvar: float = 0.5
     beta: float = 1.0
