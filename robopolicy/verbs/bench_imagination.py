@@ -20,6 +20,9 @@ from robopolicy.runs import print_table
 from robopolicy.verbs import imagine
 from robopolicy.verbs.bench_runs import chosen_from, conclude, modelled, pooled, pretrained, rate_text, settings_of
 
+LONGER = ("finetune.target_success=0.98",)
+"""Imagined steps are cheap, and some of what succeeds in imagination fails in earnest."""
+
 NARROW = ("worldmodel.noise=[0.2]", "worldmodel.transitions=5000")
 FOOLED = (
     "imagine.gap=null",
@@ -49,8 +52,8 @@ def narrow(*settings: str) -> Arm:
 
 
 ARMS: dict[str, Arm] = {
-    "ensemble": Arm("ensemble"),
-    "rssm": Arm("rssm", ("worldmodel.kind=rssm",)),
+    "ensemble": Arm("ensemble", settings=LONGER),
+    "rssm": Arm("rssm", ("worldmodel.kind=rssm",), settings=LONGER),
     "narrow": narrow(),
     "narrow, stopped": narrow("imagine.gap=0.2"),
     "narrow, near its base": narrow("finetune.auxiliaries=[bc]"),
