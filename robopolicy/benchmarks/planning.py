@@ -3,7 +3,8 @@
 A model learns from few nearly clean demonstrations, so it is wrong where they never went. Cautious: rollouts inside the
 model choose among candidates by reward minus doubt; what is asked is how far they are from what the simulator does
 under the same actions. Curious: real episodes choose by reward plus doubt; asked is how much better the model follows
-held-out play after learning from them too. The policy alone, and planning without doubt, are beside both.
+what happens next, wherever anybody goes: play and further episodes of all four, after learning from the first ones too.
+The policy alone, and planning without doubt, are beside both.
 Source: Wang et al. 2023, arXiv:2310.07220.
 """
 
@@ -36,18 +37,21 @@ ACTORS = {"policy": None, "planned": 0.0, "cautious": -1.0, "curious": 1.0}
 
 @dataclass(frozen=True)
 class Scale:
-    """demonstrations, explored, held_out: episodes; imagined: rollouts of `steps`; fit, clone: training steps; doubt:
-    what the signs of ACTORS are multiplied by.
+    """demonstrations, explored, held_out (of play and of every actor): episodes; imagined: rollouts of `steps`; fit,
+    clone: training steps; doubt: what the signs of ACTORS are multiplied by; candidates: of a plan; exploration: noise
+    of the policy, in normalised actions, that candidates differ by.
     """
 
     demonstrations: int = 60
     explored: int = 60
-    held_out: int = 60
+    held_out: int = 40
     imagined: int = 200
     steps: int = 20
     fit: int = 1500
     clone: int = 1500
-    doubt: float = 2.0
+    doubt: float = 4.0
+    candidates: int = 8
+    exploration: float = 0.4
 
 
 def expert(world: World, noise: float, seed: int) -> NoisyController:
@@ -71,31 +75,35 @@ def measure(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
     seeds = {name: episode_seeds(seed, name, 256) for name in ("demonstrations", "explored", "held out")}
     shown = record(world, expert(world, 0.1, derive(seed, "expert")), seeds["demonstrations"][: scale.demonstrations])
     played = expert(world, 1.5, derive(seed, "player"))
-    held_out = record(world, played, seeds["held out"][: scale.held_out])
+    later = [record(world, played, seeds["held out"][: scale.held_out])]
     known = {
         "values": {**shown.observation, "action": shown.actions},
         "fps": shown.fps,
         "instructions": world.spec.instructions,
         "seed": derive(seed, "policy"),
     }
-    config = DenoisingPolicyConfig(chunk=4, prediction_steps=4, sampling_steps=5)
+    noise = {"min_sampling_std": scale.exploration, "min_logprob_std": scale.exploration}
+    config = DenoisingPolicyConfig(chunk=4, prediction_steps=4, sampling_steps=5, **noise)
     policy = build_policy(config, shown.observation_fields, shown.action_field, **known)
     fitting = FitConfig(steps=scale.clone, learning_rate=1e-3, checkpoint_every=10**9)
     pretrain(policy, shown, PretrainConfig(256, fitting), seed=seed)
     model = train_model(world, shown, scale, seed)
     found: dict[str, dict[str, float]] = {}
+    models = {"before": model}
     for name, sign in ACTORS.items():
-        planning = PlanConfig(candidates=5, horizon=12, uncertainty=scale.doubt * (sign or 0.0))
+        planning = PlanConfig(candidates=scale.candidates, horizon=12, uncertainty=scale.doubt * (sign or 0.0))
         actor = policy if sign is None else PlannedPolicy(policy, model, planning)
         explored = record(world, actor, seeds["explored"][: scale.explored], generator=Generators(seed)["act"])
-        better = train_model(world, Episodes.concatenate([shown, explored]), scale, seed)
+        later.append(record(world, actor, seeds["held out"][: scale.held_out], generator=Generators(seed)["act"]))
+        models[name] = train_model(world, Episodes.concatenate([shown, explored]), scale, seed)
         found[name] = {
             "imagined_error": imagined_error(model, actor, shown, scale, seed),
-            "model_error": followed(better, held_out),
             "explored_success": float(explored.success.float().mean()) if explored.success is not None else 0.0,
         }
-    found["before"] = {"model_error": followed(model, held_out)}
     world.close()
+    anywhere = Episodes.concatenate(later)
+    for name, each in models.items():
+        found.setdefault(name, {})["model_error"] = followed(each, anywhere)
     return found
 
 
