@@ -58,8 +58,9 @@ Evaluate = Callable[[Policy, bool], Mapping[str, float]]
 A figure `stop` that is not 0 ends the run, because the others can no longer be believed: what was best stays best.
 """
 
-AfterCheckpoint = Callable[[int, Policy], None]
-"""(iteration, policy): called after every checkpoint and when a run is resumed; collecting begins anew after it."""
+AfterCheckpoint = Callable[[int, Policy], bool]
+"""(iteration, policy) -> whether the world is another one now, so that earlier evaluations do not compare; called after
+every checkpoint but the last, and when a run is resumed; collecting begins anew after it."""
 
 
 NO_GUIDANCE = Guidance()
@@ -181,15 +182,14 @@ class _Finetuning:
     def run(self, after_checkpoint: AfterCheckpoint | None) -> FinetuneResult:
         if self.iteration == 0:
             self._begin()
-        elif after_checkpoint is not None:
-            after_checkpoint(self.iteration, self.policy)
         try:
             with progress("Fine-tuning", self.config.iterations) as advance:
                 advance(self.iteration)
                 while self.iteration < self.config.iterations and not (self.reached_target or self.stopped):
+                    due = self.iteration > 0 and self._due(self.config.checkpoint_every, False)
+                    if after_checkpoint is not None and due and after_checkpoint(self.iteration, self.policy):
+                        self.best, self.best_weights = {}, None
                     metrics = self._iterate()
-                    if after_checkpoint is not None and self._due(self.config.checkpoint_every, False):
-                        after_checkpoint(self.iteration, self.policy)
                     advance(note=f"success {metrics['success']:.2f}" if metrics["episodes"] else "")
         finally:
             if not isinstance(self.collector, Collector):

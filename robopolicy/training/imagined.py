@@ -54,10 +54,10 @@ class ModelRefresh:
         if self.iterations:
             self._share(load_world_model(run.path / "model").state_dict())
 
-    def __call__(self, iteration: int, policy: Policy) -> None:
-        """Refresh, if it is time and has not been done."""
+    def __call__(self, iteration: int, policy: Policy) -> bool:
+        """Refresh, if it is time and has not been done; returns whether the model is another one from here on."""
         if iteration % self.every or iteration in self.iterations:
-            return
+            return iteration in self.iterations
         model = self.models[0]
         generators = Generators(derive(self.seed, f"refresh/{iteration}"), next(model.parameters()).device)
         seeds = episode_seeds(self.seed, f"refresh/{iteration}", self.episodes)
@@ -75,6 +75,7 @@ class ModelRefresh:
         self.env_steps += fresh.step_count
         save_world_model(model, self.run.path / "model")
         write_json(self.record_path, {"iterations": self.iterations, "env_steps": self.env_steps})
+        return True
 
     def _share(self, weights: Any) -> None:
         for model in self.models:

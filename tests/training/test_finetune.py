@@ -164,6 +164,22 @@ def test_a_run_that_only_harms_returns_the_base(tmp_path: Path):
     assert torch.equal(ChainPolicy(seed=8).load(tmp_path / "checkpoint").first.weight, policy.first.weight)
 
 
+def test_what_was_best_in_another_world_is_forgotten(tmp_path: Path):
+    successes, asked = iter([0.9, 0.8, 0.3, 0.4]), []
+
+    def evaluate(policy, deterministic: bool) -> dict[str, float]:
+        return {"success": next(successes) if deterministic else 0.0}
+
+    def refreshed(iteration: int, policy) -> bool:
+        asked.append(iteration)
+        return iteration == 1
+
+    config = replace(CONFIG, iterations=3, evaluate_every=1, checkpoint_every=1)
+    _, result = _tune(config, tmp_path, evaluate=evaluate, after_checkpoint=refreshed)
+    assert asked == [1, 2]
+    assert result.best["iteration"] == 3 and result.best["deterministic_success"] == 0.4
+
+
 def test_it_stops_at_the_target(tmp_path: Path):
     config = replace(CONFIG, evaluate_every=5, target_success=0.5)
     _, result = _tune(config, tmp_path, evaluate=mean_reward)
