@@ -70,7 +70,8 @@ def test_models_of_several_kinds_rank_the_same_policies(tmp_path, monkeypatch, c
 
 def test_imagined_and_real_success_stand_beside_each_other(tmp_path, monkeypatch, capsys):
     narrow = bench_imagination.ARMS["narrow, experts beside"]
-    monkeypatch.setitem(bench_imagination.ARMS, "narrow, experts beside", replace(narrow, described=()))
+    brief = replace(narrow, described=(), settings=(*narrow.settings, "finetune.iterations=1"))
+    monkeypatch.setitem(bench_imagination.ARMS, "narrow, experts beside", brief)
     arms = "bench.methods=[ensemble,'narrow, experts beside']"
     assert benchmark(tmp_path, "bench.name=imagination", "bench.tasks=[push_cube]", arms) == 0
     assert "imagined - real" in capsys.readouterr().out
