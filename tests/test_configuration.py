@@ -37,6 +37,7 @@ def test_lists_options_and_null_are_overridable():
         ("recipe=push_tt", "Did you mean 'push_t'"),
         ("policy.kind=difusion", "Did you mean 'diffusion'"),
         ("finetune.discount=2", "discount"),
+        ("world.imagination.quantile=1.5", "share of steps"),
         ("recipe=missing/file.yaml", "no such file"),
     ],
 )

@@ -188,7 +188,7 @@ class _Finetuning:
                 while self.iteration < self.config.iterations and not (self.reached_target or self.stopped):
                     due = self.iteration > 0 and self._due(self.config.checkpoint_every, False)
                     if after_checkpoint is not None and due and after_checkpoint(self.iteration, self.policy):
-                        self.best, self.best_weights = {}, None
+                        self.best = {}  # the figures, not the weights: they stay until others are believed
                     metrics = self._iterate()
                     advance(note=f"success {metrics['success']:.2f}" if metrics["episodes"] else "")
         finally:
@@ -337,7 +337,8 @@ class _Finetuning:
         }
         success = figures["deterministic_success"]
         self.stopped = bool(figures.get("deterministic_stop"))
-        if not self.best or (success > self.best["deterministic_success"] and not self.stopped):
+        better = not self.best or success > self.best["deterministic_success"]
+        if better and not (self.stopped and self.best_weights is not None):
             self.best = {"iteration": self.iteration, **figures}
             self.best_weights = {name: value.clone() for name, value in self.policy.state_dict().items()}
             if self.run_folder is not None:

@@ -1,7 +1,7 @@
 """`bench imagination`: fine-tuning inside world models, judged for real; and when imagination fools a policy.
 
 The first arms learn from broad data, the others from 5,000 steps of near-perfect demonstrations, where imagined and
-real success part, with one remedy each.
+real success part, with a remedy each; the model is refreshed around a policy that is kept near its base.
 """
 
 from collections.abc import Mapping, Sequence

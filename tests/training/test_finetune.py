@@ -180,6 +180,18 @@ def test_what_was_best_in_another_world_is_forgotten(tmp_path: Path):
     assert result.best["iteration"] == 3 and result.best["deterministic_success"] == 0.4
 
 
+def test_a_stop_right_after_the_world_changed_keeps_what_was_best_before():
+    figures = iter([{"success": 0.9}, {"success": 0.8}, {"success": 0.3, "stop": 1.0}])
+
+    def evaluate(policy, deterministic: bool) -> dict[str, float]:
+        return next(figures) if deterministic else {"success": 0.0}
+
+    config = replace(CONFIG, iterations=3, evaluate_every=1, checkpoint_every=1)
+    policy, result = _tune(config, evaluate=evaluate, after_checkpoint=lambda iteration, policy: iteration == 1)
+    assert result.stopped and result.iterations == 2
+    assert torch.equal(policy.first.weight, ChainPolicy().first.weight)
+
+
 def test_it_stops_at_the_target(tmp_path: Path):
     config = replace(CONFIG, evaluate_every=5, target_success=0.5)
     _, result = _tune(config, tmp_path, evaluate=mean_reward)
