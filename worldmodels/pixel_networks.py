@@ -139,13 +139,16 @@ class PixelDenoiser(nn.Module):
     def forward(self, noisy: Tensor, label: Tensor, context: Tensor, actions: Tensor) -> Tensor:
         """Return EDM's F [N, 3, height, width] of scaled `noisy` changes at noise labels [N].
 
-        context: pixels [N, K, 3, height, width]; actions: [N, K, A], standardised, the last leads to the new frame.
+        context: what `squares` makes of K frames; actions: [N, K, A], standardised, the last leads to the new frame.
         """
-        x = torch.cat([rearrange(context, "n k c h w -> n (k c) h w"), noisy], 1)
-        x = functional.pixel_unshuffle(x, self.patch)
+        x = torch.cat([context, functional.pixel_unshuffle(noisy, self.patch)], 1)
         with autocast(self.config.precision, x.device):
             found = self.unet(x, 100 * label, class_labels=self.action(actions.flatten(1))).sample
         return functional.pixel_shuffle(found.float(), self.patch)
+
+    def squares(self, context: Tensor) -> Tensor:
+        """Return pixels [N, K, 3, height, width] as channels of squares, once for all steps of denoising."""
+        return functional.pixel_unshuffle(rearrange(context, "n k c h w -> n (k c) h w"), self.patch)
 
     def keep_statistics(self, frames: Tensor) -> None:
         """Keep how much pixels change from one to the next of frames [N, 2, height, width, 3]."""
@@ -173,7 +176,7 @@ class PixelDenoiser(nn.Module):
             context = context[:count]
             clean = (pixels[:count, past + step] - context[:, -1]) / self.change_std
             noisy, sigma, _ = edm.training_noise_with_starts(clean, config.edm, config.first_share, generator)
-            network = partial(self, context=context, actions=actions[:count, step : step + past])
+            network = partial(self, context=self.squares(context), actions=actions[:count, step : step + past])
             denoised = edm.denoise(network, noisy, sigma, config.edm)
             error = edm.weighted_error(denoised, clean, sigma, config.edm).mean((1, 2, 3))
             counts = valid[:count, past + step - 1].float()
@@ -190,7 +193,7 @@ class PixelDenoiser(nn.Module):
         actions: [N, K, A], standardised; noise: standard normal [N, 3, height, width].
         """
         pixels = to_pixels(frames)
-        network = partial(self, context=pixels, actions=actions)
+        network = partial(self, context=self.squares(pixels), actions=actions)
         return self._shown(pixels[:, -1], edm.sample(network, noise, self.config.edm, scaled=False))
 
     def _shown(self, last: Tensor, change: Tensor) -> Tensor:

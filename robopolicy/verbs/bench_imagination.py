@@ -18,10 +18,27 @@ from robopolicy.evaluation import plots
 from robopolicy.evaluation.report import Report, Section
 from robopolicy.runs import print_table
 from robopolicy.verbs import imagine
-from robopolicy.verbs.bench_runs import chosen_from, conclude, modelled, pooled, pretrained, rate_text, settings_of
+from robopolicy.verbs.bench_runs import (
+    PICTURES,
+    chosen_from,
+    conclude,
+    modelled,
+    pooled,
+    pretrained,
+    rate_text,
+    settings_of,
+)
 
 LONGER = ("finetune.target_success=0.98",)
 """Imagined steps are cheap, and some of what succeeds in imagination fails in earnest."""
+
+FEWER = (
+    "finetune.worlds=64",
+    "finetune.evaluate_episodes=100",
+    "finetune.evaluate_every=15",
+    "imagine.watch=100",
+)
+"""One core imagines about 170 pictures of 64 px a second."""
 
 NARROW = ("worldmodel.noise=[0.2]", "worldmodel.transitions=5000")
 FOOLED = (
@@ -54,6 +71,7 @@ def narrow(*settings: str) -> Arm:
 ARMS: dict[str, Arm] = {
     "ensemble": Arm("ensemble", settings=LONGER),
     "rssm": Arm("rssm", ("worldmodel.kind=rssm",), settings=LONGER),
+    "pixel_diffusion": Arm("pixel_diffusion", PICTURES["pixel_diffusion"], settings=(*LONGER, *FEWER)),
     "narrow": narrow(),
     "narrow, stopped": narrow("imagine.gap=0.2"),
     "narrow, near its base": narrow("finetune.auxiliaries=[bc]"),

@@ -12,7 +12,16 @@ from robopolicy.core.storage import read_json
 from robopolicy.evaluation.report import Report, Section, agreement, ranking_plot
 from robopolicy.runs import print_table
 from robopolicy.verbs import rank
-from robopolicy.verbs.bench_runs import Variant, chosen_from, conclude, modelled, pretrained, run_variant, settings_of
+from robopolicy.verbs.bench_runs import (
+    PICTURES,
+    Variant,
+    chosen_from,
+    conclude,
+    modelled,
+    pretrained,
+    run_variant,
+    settings_of,
+)
 
 FIRST_SEED = 100
 """Of the policies; world models take theirs from bench.seeds."""
@@ -32,12 +41,14 @@ POLICIES: dict[str, tuple[str, float | None]] = {
 """Name -> what it was pre-trained as, and the success at which its fine-tuning stopped, if there was any."""
 
 MODELS: dict[str, tuple[str, ...]] = {
-    "ensemble": (),
-    "rssm": (),
-    "pixel_diffusion": ("world.cameras=[top]", "worldmodel.fit.learning_rate=1e-3"),
-    "video": ("world.cameras=[top,front]", "worldmodel.fit.learning_rate=1.5e-3"),
+    "ensemble": ("worldmodel.kind=ensemble",),
+    "rssm": ("worldmodel.kind=rssm",),
+    **PICTURES,
 }
 """Kind -> what it changes about the recipe. State models take minutes, those of pictures longer."""
+
+SHORTER = {"video": ("rank.episodes=64",)}
+"""Where as many episodes of every policy as the recipe says would take hours."""
 
 
 def benchmark(config: Config) -> dict[str, Any]:
@@ -71,7 +82,8 @@ def measure(config: Config, root: Path, task: str, kinds: tuple[str, ...]) -> di
             if not result.exists():
                 model = trained_model(config, root, task, kind, seed) / "checkpoint"
                 chosen = f"rank.policies=[{','.join(map(str, policies))}]", f"rank.models=[{model}]", "rank.noise=[]"
-                rank.run(compose([*settings_of(config, root, task, seed), f"run.name={kind}", *chosen]))
+                changed = f"run.name={kind}", *chosen, *SHORTER.get(kind, ())
+                rank.run(compose([*settings_of(config, root, task, seed), *changed]))
             found[f"{kind} {seed}"] = read_json(result)["models"][kind]
     return found
 
@@ -89,6 +101,4 @@ def trained_policy(config: Config, root: Path, task: str, name: str, seed: int) 
 def trained_model(config: Config, root: Path, task: str, kind: str, seed: int) -> Path:
     """Return the run folder of a world model, trained on data of its own."""
     base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
-    settings = *MODELS[kind], f"worldmodel.kind={kind}", f"worldmodel.policies=[{base}]"
-    filmed = any(setting.startswith("world.cameras") for setting in settings)
-    return modelled(config, root, task, kind, seed, settings, f"data_{kind}" if filmed else "data")
+    return modelled(config, root, task, kind, seed, (*MODELS[kind], f"worldmodel.policies=[{base}]"))

@@ -36,6 +36,25 @@ class Base:
     tasks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+SHOWN = "worldmodel.transitions=20000", "worldmodel.examine_rows=64", "worldmodel.examine_steps=1000"
+PICTURES = {
+    "pixel_diffusion": (
+        "worldmodel.kind=pixel_diffusion",
+        "world.cameras=[top]",
+        "worldmodel.fit.steps=2000",
+        "worldmodel.fit.learning_rate=1e-3",
+        *SHOWN,
+    ),
+    "video": (
+        "worldmodel.kind=video",
+        "world.cameras=[top,front]",
+        "worldmodel.fit.steps=1500",
+        "worldmodel.fit.learning_rate=1.5e-3",
+        *SHOWN,
+    ),
+}
+"""Settings of models that dream in pictures of 64 px, each a quarter to half an hour of training."""
+
 FEWER = {
     "push_cube": ("collect.episodes=40",),
     "pick_place": ("collect.episodes=6",),
@@ -103,15 +122,16 @@ def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> P
     return base
 
 
-def modelled(
-    config: Config, root: Path, task: str, label: str, seed: int, settings: Sequence[str], data: str = "data"
-) -> Path:
-    """Return the run folder of a world model under root/task that learns from recordings `data` and as settings say."""
+def modelled(config: Config, root: Path, task: str, label: str, seed: int, settings: Sequence[str]) -> Path:
+    """Return the run folder of a world model under root/task that learns as `settings` say; with cameras from
+    recordings of its own, without from those of policies.
+    """
     folder = root / task / "worldmodel" / label / str(seed)
     if not (folder / "result.json").exists():
         shared = settings_of(config, root, task, seed)
         filmed = [setting for setting in settings if setting.startswith("world.")]
         output.print(Rule(f"[bold]{task}, world model {label}, seed {seed}", align="left"))
+        data = f"data_{label}" if filmed else "data"
         collect.run(compose([*shared, *filmed, f"run.name={data}"]))
         recordings = root / task / "collect" / data / str(seed) / "dataset"
         worldmodel.run(compose([*shared, f"run.name={label}", f"worldmodel.data=[{recordings}]", *settings]))
