@@ -2,8 +2,10 @@
 
 All members are one batched tensor. Each predicts mean and variance of the change of the free state elements; each
 imagined step uses a random member. Uncertainty is the disagreement of the members' means. Deviations from MOPO: rewards
-and success come from heads on (state, next state) instead of extra outputs, so that the goal's edge stays sharp;
-members differ by initial weights and by bootstrap weights; all of them are elites.
+and success come from heads on (state, next state) instead of extra outputs, so that the goal's edge stays sharp; where
+recorded rewards are the increase of a potential, so are imagined ones, and going in circles earns nothing (a policy of
+pick_place learned to collect free progress from one that was not, and forgot to succeed: .38 to 0); members differ by
+initial weights and by bootstrap weights; all of them are elites.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +42,8 @@ class EnsembleConfig:
     the mean .98 and +.06); min_logvar, max_logvar: initial soft bounds of the log-variance; beta: each element's
     likelihood is weighted by its predicted variance to this power (beta-NLL, Seitzer 2022; 0 is the plain likelihood,
     which neglects contacts, 1 weighs errors like a squared error); positive_share: share of successful steps in a batch
-    of the success head.
+    of the success head; potential_tolerance: share of the rewards' variance by which the increase of a learned
+    potential may explain them worse than state, action and next state do, and still be what is paid.
     """
 
     members: int = 5
@@ -53,6 +56,7 @@ class EnsembleConfig:
     max_logvar: float = 0.5
     beta: float = 1.0
     positive_share: float = 0.25
+    potential_tolerance: float = 0.1
 
     def __post_init__(self) -> None:
         if min(self.members, self.width, self.depth, self.batch_size) < 1:
@@ -74,6 +78,7 @@ class EnsembleModel(nn.Module):
     reward_mean: Tensor
     reward_std: Tensor
     success_threshold: Tensor
+    pays_potential: Tensor
     uncertainty_quantiles: Tensor
 
     def __init__(
@@ -96,12 +101,14 @@ class EnsembleModel(nn.Module):
             self.dynamics = Members(config.members, states + actions, config.width, config.depth, 2 * free)
             self.reward_head = Members(1, 2 * states + actions, config.head_width, 2, 1)
             self.success_head = Members(1, states, config.head_width, 2, 1)
+            self.potential_head = Members(1, states, config.head_width, 2, 1)
         self.max_logvar = nn.Parameter(torch.full((free,), config.max_logvar))
         self.min_logvar = nn.Parameter(torch.full((free,), config.min_logvar))
         for name, size in (("state", states), ("action", actions), ("delta", free), ("reward", 1), ("change", states)):
             self.register_buffer(f"{name}_mean", torch.zeros(size))
             self.register_buffer(f"{name}_std", torch.ones(size))
         self.register_buffer("success_threshold", torch.zeros(()))
+        self.register_buffer("pays_potential", torch.zeros((), dtype=torch.bool))
         self.register_buffer("uncertainty_quantiles", torch.zeros(101))
 
     @classmethod
@@ -170,7 +177,7 @@ class EnsembleModel(nn.Module):
         return mean, self.min_logvar + functional.softplus(logvar - self.min_logvar)
 
     def loss(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"dynamics", "reward", "success"}: each [N].
+        """Return {"dynamics", "reward", "potential", "success"}: each [N].
 
         batch: state, action, next_state [M, N, ...] for the members; reward [M, N]; success_state [N, S] and
         success_label [N] for the success head.
@@ -183,11 +190,13 @@ class EnsembleModel(nn.Module):
         bounds = 0.01 * (self.max_logvar - self.min_logvar).mean()
         reward = self._standard("reward", batch["reward"][0, :, None])
         predicted = self.reward_head(self.reward_input(state[0], action[0], after[0])[None])[0]
+        increase = self.increase(state[0], after[0])
         logit = self.success_logit(batch["success_state"])
         label = batch["success_label"].float()
         return {
             "dynamics": likelihood.mean(0) + bounds,
             "reward": (predicted - reward).square()[:, 0],
+            "potential": (increase - batch["reward"][0]).square() / self.reward_std.square(),
             "success": functional.binary_cross_entropy_with_logits(logit, label, reduction="none"),
         }
 
@@ -214,17 +223,37 @@ class EnsembleModel(nn.Module):
         """Return the logit [N] that states [N, S] are successful, before calibration."""
         return self.success_head(self._standard("state", state)[None])[0, :, 0]
 
+    def increase(self, state: Tensor, after: Tensor) -> Tensor:
+        """Return by how much the learned potential grows [N] from states to next states [N, S]."""
+        before, later = (self.potential_head(self._standard("state", each)[None])[0, :, 0] for each in (state, after))
+        return self.reward_std * (later - before)
+
+    def progress(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
+        """Return the reward [N] without the bonus for success."""
+        if self.pays_potential:
+            return self.increase(state, after)
+        return self._head_reward(state, action, after)
+
+    def _head_reward(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
+        found = self.reward_head(self.reward_input(state, action, after)[None])[0, :, 0]
+        return self.reward_mean + self.reward_std * found
+
     @torch.no_grad()
     def calibrate(self, episodes: Episodes) -> None:
-        """Set the threshold of success and the quantiles of the uncertainty on held-out episodes."""
+        """Set the threshold of success, the quantiles of the uncertainty and what is paid on held-out episodes."""
         data, device = TransitionData.of(episodes), self.state_mean.device
         logits = torch.cat([self.success_logit(part.to(device)) for part in data.next_state.split(8192)])
         self.success_threshold.copy_(calibrated_threshold(logits, data.success))
-        found = []
-        for state, action in zip(data.state.split(8192), data.action.split(8192), strict=True):
-            mean, _ = self._predict_all(state.to(device), action.to(device))
-            found.append(_disagreement(mean))
+        found, errors = [], torch.zeros(2, device=device)
+        for rows in torch.arange(len(data)).split(8192):
+            state, action, after, reward = (
+                value[rows].to(device) for value in (data.state, data.action, data.next_state, data.reward)
+            )
+            found.append(_disagreement(self._predict_all(state, action)[0]))
+            for kind, paid in enumerate((self._head_reward(state, action, after), self.increase(state, after))):
+                errors[kind] += ((paid - reward) / self.reward_std).square().sum() / len(data)
         self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(found)))
+        self.pays_potential.copy_(errors[1] <= errors[0] + self.config.potential_tolerance)
 
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
         """Return the latent: the state vector, the episode's seed and the number of the next step."""
@@ -252,10 +281,9 @@ class EnsembleModel(nn.Module):
         after = state.clone()
         after[:, self.structure.free] += self.delta_mean + self.delta_std * chosen
         after = self.structure.complete(after)
-        reward = self.reward_head(self.reward_input(state, actions, after)[None])[0, :, 0]
         success = self.success_logit(after) > self.success_threshold
         rewards = {
-            PROGRESS: self.reward_mean + self.reward_std * reward,
+            PROGRESS: self.progress(state, actions, after),
             SUCCESS: self.success_bonus * success.to(state.dtype),
         }
         parts = zip(self._spec.observation.items(), after.split(self.sizes, -1), strict=True)

@@ -66,6 +66,32 @@ def test_it_learns_the_known_dynamics(learned):
         assert error["shuffled"] > 2 * error["model"]
 
 
+def test_circles_earn_nothing_where_rewards_are_the_increase_of_a_potential(learned):
+    model = learned[0]
+    assert model.pays_potential
+    corners = torch.tensor([[0.5, 0.0], [0.0, 0.5], [-0.5, 0.0], [0.0, -0.5], [0.5, 0.0]])
+    goal = torch.tensor([[0.3, 0.1]]).expand(5, 2)
+    states = torch.cat([corners, goal, goal - corners], 1)
+    earned = model.progress(states[:-1], torch.zeros(4, 2), states[1:]).detach()
+    assert earned.abs().min() > 0.05
+    assert float(earned.sum()) == pytest.approx(0, abs=1e-5)
+
+
+def test_other_rewards_are_read_off_state_action_and_next_state():
+    episodes = recorded()
+    cost = -episodes.actions.square().sum(1)
+    paid = replace(episodes, rewards={**episodes.rewards, "progress": cost})
+    train, held = paid.split(0.1, torch.Generator().manual_seed(0))
+    model = EnsembleModel.build(EnsembleConfig(members=2, width=32, depth=2, head_width=32), SPEC, train, seed=0)
+    generators = Generators(0)
+    fit(model, model.batches(train, generators["batches"]), FitConfig(steps=200, learning_rate=3e-3), generators)
+    model.calibrate(held)
+    data = TransitionData.of(held)
+    found = model.progress(data.state, data.action, data.next_state)
+    assert not model.pays_potential
+    assert (found - data.reward).square().mean() < 0.2 * data.reward.var()
+
+
 def test_disagreement_grows_off_the_data(learned):
     model, held = learned
 
