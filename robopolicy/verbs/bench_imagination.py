@@ -29,8 +29,8 @@ from robopolicy.verbs.bench_runs import (
     settings_of,
 )
 
-LONGER = ("finetune.target_success=0.98",)
-"""Imagined steps are cheap, and some of what succeeds in imagination fails in earnest."""
+CAREFUL = ("finetune.auxiliaries=[bc]", "finetune.target_success=0.98")
+"""Near the base, as DiWA does; and on for longer: some of what succeeds in imagination fails in earnest."""
 
 FEWER = (
     "finetune.worlds=64",
@@ -69,9 +69,9 @@ def narrow(*settings: str) -> Arm:
 
 
 ARMS: dict[str, Arm] = {
-    "ensemble": Arm("ensemble", settings=LONGER),
-    "rssm": Arm("rssm", ("worldmodel.kind=rssm",), settings=LONGER),
-    "pixel_diffusion": Arm("pixel_diffusion", PICTURES["pixel_diffusion"], settings=(*LONGER, *FEWER)),
+    "ensemble": Arm("ensemble", settings=CAREFUL),
+    "rssm": Arm("rssm", ("worldmodel.kind=rssm",), settings=CAREFUL),
+    "pixel_diffusion": Arm("pixel_diffusion", PICTURES["pixel_diffusion"], settings=(*CAREFUL, *FEWER)),
     "narrow": narrow(),
     "narrow, stopped": narrow("imagine.gap=0.2"),
     "narrow, near its base": narrow("finetune.auxiliaries=[bc]"),
