@@ -69,7 +69,7 @@ def test_nothing_follows_an_end(learned):
 
 def test_bad_settings_are_refused(learned):
     with pytest.raises(ConfigError, match="multiple"):
-        TrajectoryConfig(length=10)
+        TrajectoryConfig(length=9)
     episodes = recorded(5)
     with pytest.raises(DataError, match="shorter"):
         beginnings(episodes.select(~episodes.terminated), 100)
