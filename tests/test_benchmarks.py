@@ -18,7 +18,7 @@ from worldmodels.video_configuration import VideoConfig
 
 
 def test_a_replay_from_what_was_seen_goes_where_the_recording_went():
-    episodes = trajectories.collect(0, 300)
+    episodes = trajectories.collect("push_cube", 0, 300, 0.5)
     data = TransitionData.of(episodes)
     first = episodes.starts[episodes.lengths >= 10]
     index = first[:, None] + torch.arange(10)
@@ -30,10 +30,22 @@ def test_a_replay_from_what_was_seen_goes_where_the_recording_went():
 def test_the_experiments_run():
     small = TrajectoryConfig(length=8, width=32, depth=2, edm=EdmConfig(sigma_data=1.0, steps=4))
     scale = trajectories.Scale(
-        recorded=400, fit=20, synthetic=16, updates=20, refresh=10, guidance=(0.0, 1.0), trajectories=small
+        recorded=400,
+        fit=20,
+        guidance=(0.0, 1.0),
+        taught_recorded=400,
+        taught_fit=20,
+        taught_length=8,
+        synthetic=16,
+        updates=20,
+        refresh=10,
+        trajectories=small,
     )
     found = trajectories.measure(0, scale)
     assert np.isfinite(found["ensemble"]["error"]).all() and set(found["guidance"]) == {"0.0", "1.0"}
+    assert len(found["agents"]) == 4
+    for _, header, lines in EXPERIMENTS["trajectories"].tables([found]):
+        assert lines and all(len(line) == len(header) for line in lines)
     tiny = planning.Scale(demonstrations=8, explored=4, held_out=8, imagined=16, steps=5, fit=20, clone=20)
     figures = planning.measure(0, tiny)
     assert set(figures) == {"policy", "planned", "cautious", "curious", "before"}

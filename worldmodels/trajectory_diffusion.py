@@ -35,8 +35,9 @@ LogProb = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TrajectoryConfig:
-    """length: steps of a stretch; width, depth: of the U-Net over time, whose width is best twice the channels of a step
-    (with fewer, what should be denoised does not get through the first layer); edm: the paper's but for fewer steps.
+    """length: steps of a stretch; width, depth: of the U-Net over time, whose width is best twice the channels of a
+    step (with fewer, what should be denoised does not get through the first layer); edm: the paper's but for fewer
+    steps.
     """
 
     length: int = 32

@@ -1,11 +1,13 @@
-"""Policy-guided diffusion on push_cube: are its trajectories on-policy, are they true, and do they teach?
+"""Policy-guided diffusion: are its trajectories on-policy, are they true, and do they teach?
 
-Truth is asked of the simulator, by replaying trajectories from their own first states with their own actions.
+Truth is asked of push_cube's simulator, by replaying trajectories from their own first states with their own actions.
+Data is narrow there, nearly clean demonstrations: step by step, a policy leaves what an ensemble knows. What they teach
+is asked on arm_reach, where nearly random actions are recorded and a better policy goes where few of them went.
 Source: Jackson et al. 2024, arXiv:2404.06356; the ensemble beside it rolls the target policy out step by step.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,38 +30,44 @@ from worldmodels.ensemble import EnsembleConfig, EnsembleModel
 from worldmodels.trajectory_diffusion import TrajectoryConfig, TrajectoryDiffusion
 from worldmodels.transitions import TransitionData
 
+TAUGHT_TASK = "arm_reach"
 EPISODES = 200
 
 
 @dataclass(frozen=True)
 class Scale:
-    """recorded: control steps of data; fit: training steps of the generator and of the ensemble; synthetic: stretches
-    generated at a time; updates: of an agent; refresh: updates between generations; share: of a batch, synthetic steps;
-    guidance: strengths compared, the last but one also teaches.
+    """recorded, noise: control steps of data and how noisily the expert acts, where truth is asked; taught_recorded,
+    taught_noise: where agents learn; fit, taught_fit: training steps of the generators (and of the ensemble);
+    synthetic: stretches generated at a time, of taught_length steps; updates: of an agent; refresh: updates between
+    generations; share: of a batch, synthetic steps; guidance: strengths compared; taught_by: strengths that teach.
     """
 
-    recorded: int = 5000
-    fit: int = 3000
-    synthetic: int = 1024
-    updates: int = 15_000
-    refresh: int = 5000
-    share: float = 240 / 256
-    batch_size: int = 256
+    recorded: int = 3000
+    noise: float = 0.2
+    fit: int = 2500
     guidance: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0)
-    taught_by: float = 1.0
-    agent: Td3BcConfig = field(default_factory=lambda: Td3BcConfig(rate=1e-3, tau=0.01))
+    taught_recorded: int = 2000
+    taught_noise: float = 8.0
+    taught_fit: int = 4000
+    taught_length: int = 16
+    taught_by: tuple[float, ...] = (0.0, 1.0)
+    synthetic: int = 1024
+    updates: int = 6000
+    refresh: int = 2000
+    share: float = 0.8
+    batch_size: int = 256
+    agent: Td3BcConfig = field(default_factory=lambda: Td3BcConfig(rate=1e-3, tau=0.01, discount=0.9))
     trajectories: TrajectoryConfig = field(default_factory=TrajectoryConfig)
 
 
-def collect(seed: int, steps: int) -> Episodes:
-    """Return episodes of a noisy expert, half of them nearly random: some succeed, most wander."""
-    world, parts, turn = make_world(TASK, 64, seed=seed), [], 0
+def collect(task: str, seed: int, steps: int, noise: float) -> Episodes:
+    """Return at least so many control steps of a noisy expert, in whole episodes."""
+    world, parts, turn = make_world(task, 64, seed=seed), [], 0
     while sum(part.step_count for part in parts) < steps:
-        for level in (0.5, 1.5):
-            actor = NoisyController(
-                load_task(TASK).expert(), Noise(gaussian=level), derive(seed, f"{level}/{turn}"), world.spec.action
-            )
-            parts.append(record(world, actor, episode_seeds(seed, f"recorded/{level}/{turn}", 16)))
+        actor = NoisyController(
+            load_task(task).expert(), Noise(gaussian=noise), derive(seed, f"{noise}/{turn}"), world.spec.action
+        )
+        parts.append(record(world, actor, episode_seeds(seed, f"recorded/{noise}/{turn}", 8)))
         turn += 1
     world.close()
     return Episodes.concatenate(parts)
@@ -71,15 +79,22 @@ def batch_of(data: TransitionData, interface: Interface, bonus: Tensor | None = 
     return Batch(data.state, interface.to_agent(data.action), reward, data.next_state, data.terminated).check()
 
 
+def recorded_batch(episodes: Episodes, interface: Interface) -> Batch:
+    """Return recorded transitions, success paid as the world pays it."""
+    data = TransitionData.of(episodes)
+    assert episodes.reward is not None
+    return batch_of(data, interface, episodes.reward - data.reward)
+
+
 def train_agent(
     scale: Scale,
     recorded: Batch,
     seed: int,
-    synthesise: Callable[[Any, int], Batch] | None = None,
+    synthesise: Callable[[Any], Batch] | None = None,
 ) -> Td3Bc:
     """Return TD3+BC on recorded transitions, or on mostly synthetic ones, drawn anew every so many updates.
 
-    synthesise: (agent, how often it was asked before) -> synthetic transitions for this agent.
+    synthesise: agent -> synthetic transitions for this agent.
     """
     agent = Td3Bc(scale.agent, recorded.state.shape[1], recorded.action.shape[1], derive(seed, "agent"))
     agent.fit_statistics(recorded.state)
@@ -88,7 +103,7 @@ def train_agent(
     with progress("TD3+BC", scale.updates) as advance:
         for update in range(scale.updates):
             if synthesise is not None and update % scale.refresh == 0:
-                synthetic = synthesise(agent, update // scale.refresh)
+                synthetic = synthesise(agent)
             if synthetic is None:
                 batch = recorded.draw(scale.batch_size, draws["batches"])
             else:
@@ -100,53 +115,76 @@ def train_agent(
     return agent
 
 
+def generator_of(
+    config: TrajectoryConfig, spec: Any, episodes: Episodes, steps: int, seed: int, generators: Generators
+) -> TrajectoryDiffusion:
+    """Return a trained generator of stretches."""
+    model = TrajectoryDiffusion.build(config, spec, episodes, derive(seed, "trajectories"))
+    fit_stages(model, episodes, FitConfig(steps=steps, learning_rate=2e-3, checkpoint_every=10**9), generators)
+    return model.eval()
+
+
+def likelihood(agent: Td3Bc, interface: Interface) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return (states, actions in the world's units) -> log-probability under the agent."""
+    return lambda state, action: agent.log_prob(state, interface.to_agent(action))
+
+
 def measure(seed: int, scale: Scale) -> dict[str, Any]:
-    """Return likelihood and truth by guidance beside the ensemble's, and the success of agents on real and on both."""
-    episodes = collect(seed, scale.recorded)
-    world = make_world(TASK, EPISODES, seed=seed)
-    interface = Interface(world.spec)
-    generators = Generators(seed)
-    settings = FitConfig(steps=scale.fit, learning_rate=2e-3, checkpoint_every=10**9)
-    model = TrajectoryDiffusion.build(scale.trajectories, world.spec, episodes, derive(seed, "trajectories"))
-    fit_stages(model, episodes, settings, generators)
+    """Return likelihood and truth by guidance beside the ensemble's, and what agents make of real and of both."""
+    return {**asked_for_truth(seed, scale), "agents": taught(seed, scale)}
+
+
+def asked_for_truth(seed: int, scale: Scale) -> dict[str, Any]:
+    """Return {"guidance": {strength: {"log_likelihood", "error"}}, "ensemble": {"error"}}, errors by step in standard
+    deviations of the data.
+    """
+    episodes, world = collect(TASK, seed, scale.recorded, scale.noise), make_world(TASK, 1, seed=seed)
+    interface, generators = Interface(world.spec), Generators(seed)
+    model = generator_of(scale.trajectories, world.spec, episodes, scale.fit, seed, generators)
     ensemble = EnsembleModel.build(EnsembleConfig(), world.spec, episodes, derive(seed, "ensemble"))
     fit_stages(ensemble, episodes, FitConfig(steps=scale.fit, learning_rate=3e-3, checkpoint_every=10**9), generators)
     data = TransitionData.of(episodes)
-    assert episodes.reward is not None
-    recorded = batch_of(data, interface, episodes.reward - data.reward)
     spread = data.state.std(0, correction=0).clamp_min(1e-6)
-    alone = train_agent(scale, recorded, seed)
-
-    def likelihood(agent: Td3Bc) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda state, action: agent.log_prob(state, interface.to_agent(action))
-
-    found: dict[str, Any] = {"guidance": {}, "ensemble": _ensemble_error(ensemble, alone, interface, data, spread)}
+    target = train_agent(scale, recorded_batch(episodes, interface), seed)
+    found: dict[str, Any] = {"guidance": {}, "ensemble": _ensemble_error(ensemble, target, interface, data, spread)}
     for strength in scale.guidance:
-        steps = model.generate(256, generators["generate"], likelihood(alone), strength)
+        steps = model.generate(256, generators["generate"], likelihood(target, interface), strength)
         state, action = steps[..., : model.states], steps[..., model.states : model.states + model.actions]
         action = action.clamp(interface.low, interface.high)
-        flat = likelihood(alone)(state.flatten(0, 1), action.flatten(0, 1)).detach()
+        flat = likelihood(target, interface)(state.flatten(0, 1), action.flatten(0, 1)).detach()
         true = replay(state[:, 0], action[:, :-1])
         error = ((state[:, 1:] - true) / spread).square().mean((0, 2)).sqrt()
         found["guidance"][str(strength)] = {"log_likelihood": float(flat.mean()), "error": error.tolist()}
-
-    def synthesise(agent: Any, turn: int) -> Batch:
-        steps = model.generate(scale.synthetic, generators["synthesise"], likelihood(agent), scale.taught_by)
-        made = model.transitions(steps)
-        return batch_of(made, interface)
-
-    both = train_agent(scale, recorded, seed, synthesise)
-    for name, agent in (("real data", alone), ("real and guided", both)):
-        seeds = episode_seeds(seed, "judge", EPISODES)
-        judged = evaluate_policy(world, AgentController(agent, interface), seeds, label=name)
-        found[name] = {"success": judged.success_rate, "return": float(judged.returns.mean()), **_interval(judged)}
-    found["data_success"] = float(episodes.success.float().mean()) if episodes.success is not None else None
     world.close()
     return found
 
 
-def _interval(judged: Any) -> dict[str, float]:
-    return {"low": judged.interval[0], "high": judged.interval[1]}
+def taught(seed: int, scale: Scale) -> dict[str, Any]:
+    """Return the success of agents on real data and on generated data beside it, by what they learned from."""
+    episodes = collect(TAUGHT_TASK, seed, scale.taught_recorded, scale.taught_noise)
+    world, generators = make_world(TAUGHT_TASK, EPISODES, seed=seed), Generators(seed)
+    interface, config = Interface(world.spec), replace(scale.trajectories, length=scale.taught_length)
+    model = generator_of(config, world.spec, episodes, scale.taught_fit, seed, generators)
+    recorded = recorded_batch(episodes, interface)
+
+    def generated(strength: float) -> Callable[[Any], Batch]:
+        def synthesise(agent: Any) -> Batch:
+            drawn = model.generate(scale.synthetic, generators["synthesise"], likelihood(agent, interface), strength)
+            return batch_of(model.transitions(drawn), interface)
+
+        return synthesise
+
+    lessons = {"real data": None} | {f"and generated, guidance {each:g}": generated(each) for each in scale.taught_by}
+    found: dict[str, Any] = {}
+    for name, synthesise in lessons.items():
+        controller = AgentController(train_agent(scale, recorded, seed, synthesise), interface)
+        judged = evaluate_policy(world, controller, episode_seeds(seed, "judge", EPISODES), label=name)
+        low, high = judged.interval
+        found[name] = {"success": judged.success_rate, "low": low, "high": high, "return": float(judged.returns.mean())}
+    assert episodes.success is not None
+    found["recorded episodes"] = {"success": float(episodes.success.float().mean())}
+    world.close()
+    return found
 
 
 def _ensemble_error(

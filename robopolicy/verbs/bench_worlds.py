@@ -37,7 +37,8 @@ class Experiment:
 
 def trajectory_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return what guidance does, and what agents make of it."""
-    shown = (0, 7, 15, 30)
+    length = min(len(found["error"]) for found in runs[0]["guidance"].values())
+    shown = [step for step in (0, 7, 15, 30) if step < length]
     header = ["guidance", "log-likelihood of the target policy", *(f"error after {step + 1} steps" for step in shown)]
     lines = []
     for strength in runs[0]["guidance"]:
@@ -47,12 +48,14 @@ def trajectory_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]
     ensemble = [f"{np.mean([run['ensemble']['error'][step] for run in runs]):.3f}" for step in shown]
     lines.append(["ensemble, step by step", "", *ensemble])
     agents = []
-    for name in ("real data", "real and guided"):
-        success = " ".join(f"{run[name]['success']:.1%}" for run in runs)
-        agents.append([name, success, f"{np.mean([run[name]['return'] for run in runs]):.2f}"])
+    for name in runs[0]["agents"]:
+        found = [run["agents"][name] for run in runs]
+        success = " ".join(f"{each['success']:.1%}" for each in found)
+        returns = f"{np.mean([each['return'] for each in found]):.2f}" if "return" in found[0] else ""
+        agents.append([name, f"{np.mean([each['success'] for each in found]):.1%}", success, returns])
     return [
-        ("Are they on-policy, and are they true? Errors in standard deviations of the data.", header, lines),
-        ("TD3+BC in the simulator", ["learns from", "success, each seed", "mean return"], agents),
+        ("push_cube: on-policy, and true? Errors in standard deviations of the data.", header, lines),
+        ("arm_reach: TD3+BC in the simulator", ["learns from", "success", "each seed", "mean return"], agents),
     ]
 
 
