@@ -23,7 +23,7 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.nn.members import Members
-from worldmodels.heads import calibrated_threshold, quantiles_of
+from worldmodels.heads import calibrated_threshold, explains_as_well, quantiles_of
 from worldmodels.protocol import Context, Imagined, Latent, Regression, draws_of
 from worldmodels.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
 from worldmodels.transitions import PROGRESS, SUCCESS, TransitionData, success_bonus
@@ -42,8 +42,7 @@ class EnsembleConfig:
     the mean .98 and +.06); min_logvar, max_logvar: initial soft bounds of the log-variance; beta: each element's
     likelihood is weighted by its predicted variance to this power (beta-NLL, Seitzer 2022; 0 is the plain likelihood,
     which neglects contacts, 1 weighs errors like a squared error); positive_share: share of successful steps in a batch
-    of the success head; potential_tolerance: share of the rewards' variance by which the increase of a learned
-    potential may explain them worse than state, action and next state do, and still be what is paid.
+    of the success head.
     """
 
     members: int = 5
@@ -56,7 +55,6 @@ class EnsembleConfig:
     max_logvar: float = 0.5
     beta: float = 1.0
     positive_share: float = 0.25
-    potential_tolerance: float = 0.1
 
     def __post_init__(self) -> None:
         if min(self.members, self.width, self.depth, self.batch_size) < 1:
@@ -244,16 +242,16 @@ class EnsembleModel(nn.Module):
         data, device = TransitionData.of(episodes), self.state_mean.device
         logits = torch.cat([self.success_logit(part.to(device)) for part in data.next_state.split(8192)])
         self.success_threshold.copy_(calibrated_threshold(logits, data.success))
-        found, errors = [], torch.zeros(2, device=device)
+        found, paid = [], []
         for rows in torch.arange(len(data)).split(8192):
             state, action, after, reward = (
                 value[rows].to(device) for value in (data.state, data.action, data.next_state, data.reward)
             )
             found.append(_disagreement(self._predict_all(state, action)[0]))
-            for kind, paid in enumerate((self._head_reward(state, action, after), self.increase(state, after))):
-                errors[kind] += ((paid - reward) / self.reward_std).square().sum() / len(data)
+            paid.append(torch.stack([self.increase(state, after), reward, self._head_reward(state, action, after)]))
         self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(found)))
-        self.pays_potential.copy_(errors[1] <= errors[0] + self.config.potential_tolerance)
+        increase, reward, said = torch.cat(paid, 1)
+        self.pays_potential.fill_(explains_as_well(increase, reward, said))
 
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
         """Return the latent: the state vector, the episode's seed and the number of the next step."""

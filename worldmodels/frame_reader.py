@@ -27,7 +27,7 @@ from worldmodels.rssm_heads import THUMBNAIL, LatentSteps
 from worldmodels.sequences import SequenceData, Sequences
 from worldmodels.statistics import read_statistics
 from worldmodels.structure import StateStructure, register_structure, structure_in, structure_of
-from worldmodels.transitions import PROGRESS, SUCCESS, success_bonus
+from worldmodels.transitions import PROGRESS, SUCCESS, progress_reward, success_bonus
 
 CALIBRATION_STEPS = 2000
 """Thresholds are set on so many imagined steps at most."""
@@ -95,7 +95,7 @@ class FrameReader(nn.Module):
         for name, (mean, std) in statistics.items():
             getattr(self, f"{name}_mean").copy_(mean)
             getattr(self, f"{name}_std").copy_(std)
-        self.readout.heads.change_scale.copy_(self.state_std / self.change_std)
+        self.readout.heads.keep_scales(self.state_std / self.change_std, self.reward_mean / self.reward_std)
 
     @property
     def structure(self) -> StateStructure:
@@ -169,16 +169,21 @@ class FrameReader(nn.Module):
         initial: Callable[[Context, np.ndarray], Latent],
         advance: Advance,
     ) -> None:
-        """Set the threshold of success and the quantiles of the uncertainty on imagined steps of held-out episodes."""
+        """Set the threshold of success, the quantiles of the uncertainty and what is paid on imagined steps of held-out
+        episodes.
+        """
         order = torch.randperm(episodes.step_count, generator=torch.Generator().manual_seed(0))
-        steps, logits, doubt = order[:CALIBRATION_STEPS].sort().values, [], []
+        steps, read, doubt = order[:CALIBRATION_STEPS].sort().values, [], []
         assert episodes.step_success is not None
         for part in steps.split(PART):
             latent = initial(context_at(episodes, part, history), part.numpy())
             inputs, uncertainty = advance(latent, episodes.actions[part].to(self.state_mean.device))
-            logits.append(self.readout.heads.success(inputs))
+            read.append(inputs)
             doubt.append(uncertainty)
-        self.success_threshold.copy_(calibrated_threshold(torch.cat(logits), episodes.step_success[steps]))
+        heads, inputs = self.readout.heads, torch.cat(read)
+        reward = progress_reward(episodes)[steps].to(inputs.device)
+        heads.choose_reward(inputs, (reward - self.reward_mean) / self.reward_std)
+        self.success_threshold.copy_(calibrated_threshold(heads.success(inputs), episodes.step_success[steps]))
         self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(doubt)))
 
     def begin(self, context: Context, past: int) -> tuple[dict[str, Tensor], Tensor, int]:

@@ -96,7 +96,7 @@ class FrameReadout(nn.Module):
         return self.change(torch.cat([summary, state, action], -1))
 
     def losses(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"reward", "success", "disagreement"} and, where there are vectors, {"change"}, each [N].
+        """Return {"reward", "success", "disagreement"} and, where there are vectors, {"change", "potential"}, each [N].
 
         batch: frames [N, 3, height, width, 3] around the step; steps: `LatentSteps` whose summaries are still to be
         made; given: states [N, V] that are off; mending: [N, free], their change to what they should be.

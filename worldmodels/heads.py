@@ -26,6 +26,16 @@ def calibrated_threshold(logit: Tensor, label: Tensor) -> Tensor:
     return torch.quantile(logit.double(), 1 - label.double().mean().to(logit.device)).float()
 
 
+def explains_as_well(potential: Tensor, reward: Tensor, paid: Tensor, tolerance: float = 0.1) -> bool:
+    """Return whether the increase of a potential [N] explains rewards [N] as well as what a head says, `paid` [N].
+
+    tolerance: share of the rewards' variance by which it may be worse. Imagined progress that is no increase of
+    anything can be earned in circles, and policies find them: what is exact for a potential is worth a little error.
+    """
+    allowed = (paid - reward).square().mean() + tolerance * reward.var(correction=0)
+    return bool((potential - reward).square().mean() <= allowed)
+
+
 def quantiles_of(value: Tensor, count: int = 101) -> Tensor:
     """Return `count` evenly spaced quantiles of values [N], the lowest and the highest among them."""
     return torch.quantile(value, torch.linspace(0, 1, count, device=value.device))

@@ -95,7 +95,7 @@ class RssmModel(nn.Module):
             getattr(model, f"{name}_mean").copy_(mean)
             getattr(model, f"{name}_std").copy_(std)
         model.spread.copy_(_spread(structure, model.state_std, model.change_std))
-        model.heads.change_scale.copy_(model.state_std / model.change_std)
+        model.heads.keep_scales(model.state_std / model.change_std, model.reward_mean / model.reward_std)
         return model
 
     def description(self) -> dict[str, Any]:
@@ -255,9 +255,11 @@ class RssmModel(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, episodes: Episodes) -> None:
-        """Set the threshold of success and the quantiles of the uncertainty on held-out episodes."""
+        """Set the threshold of success, the quantiles of the uncertainty and what is paid on held-out episodes."""
         steps = self.latent_steps(episodes)
-        logit = self.heads.success(self.heads.inputs(steps.after, steps.state, steps.next_state))
+        inputs = self.heads.inputs(steps.after, steps.state, steps.next_state)
+        self.heads.choose_reward(inputs, steps.reward)
+        logit = self.heads.success(inputs)
         self.success_threshold.copy_(calibrated_threshold(logit, steps.success))
         self.uncertainty_quantiles.copy_(quantiles_of(self.heads.disagreement(steps.before, steps.state, steps.action)))
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.nn.members import Members
-from worldmodels.heads import SuccessHead
+from worldmodels.heads import SuccessHead, explains_as_well
 from worldmodels.rssm_dynamics import BOUND
 from worldmodels.rssm_networks import BINS, perceptron, reward_bins, two_hot, two_hot_mean
 
@@ -53,18 +53,33 @@ class LatentSteps:
 class LatentHeads(nn.Module):
     """Two-hot reward head, success head, and the heads whose disagreement is the uncertainty (Plan2Explore, Sekar et
     al. 2020, arXiv:2005.05960).
+
+    Where there are vectors, and the increase of a potential of theirs explains rewards as well as the reward head does,
+    that is what is paid: circles earn nothing.
     """
 
     bins: Tensor
     change_scale: Tensor
+    reward_offset: Tensor
+    pays_potential: Tensor
 
     def __init__(self, width: int, layers: int, members: int, *, elements: int, actions: int, guessed: int):
         super().__init__()
         self.reward = perceptron(width + 2 * elements, width, layers, BINS, scale=0.0)
         self.success = SuccessHead(width + 2 * elements, width, layers)
         self.guesses = Members(members, width + elements + actions, width, 2, guessed)
+        self.potential = Members(1, elements, width, 2, 1) if elements else None
         self.register_buffer("bins", reward_bins())
         self.register_buffer("change_scale", torch.ones(elements))
+        self.register_buffer("reward_offset", torch.zeros(()))
+        self.register_buffer("pays_potential", torch.zeros((), dtype=torch.bool))
+
+    def keep_scales(self, change: Tensor, reward: Tensor) -> None:
+        """Keep how many deviations of its own change each element's deviation is, [V], and how many of the reward's its
+        mean is, [1].
+        """
+        self.change_scale.copy_(change)
+        self.reward_offset.copy_(reward[0])
 
     def inputs(self, summary: Tensor, before: Tensor, after: Tensor) -> Tensor:
         """Return what the heads of reward and success read of a summary [..., F] and of states [..., V] before and
@@ -75,7 +90,21 @@ class LatentHeads(nn.Module):
 
     def rewards(self, inputs: Tensor) -> Tensor:
         """Return standardised rewards [...]."""
-        return two_hot_mean(self.reward(inputs), self.bins)
+        return self.increase(inputs) if self.pays_potential else two_hot_mean(self.reward(inputs), self.bins)
+
+    def increase(self, inputs: Tensor) -> Tensor:
+        """Return by how much the potential grows [...], as a standardised reward."""
+        assert self.potential is not None
+        after, change = inputs[..., -2 * len(self.change_scale) :].chunk(2, -1)
+        both = torch.stack([after - change / self.change_scale, after])
+        before, later = self.potential(both.reshape(1, -1, after.shape[-1])).reshape(both.shape[:-1])
+        return later - before - self.reward_offset
+
+    def choose_reward(self, inputs: Tensor, reward: Tensor) -> None:
+        """Pay the increase of the potential if it explains standardised rewards [N] as well as the reward head."""
+        if self.potential is not None:
+            said = two_hot_mean(self.reward(inputs), self.bins)
+            self.pays_potential.fill_(explains_as_well(self.increase(inputs), reward, said))
 
     def losses(self, inputs: Tensor, reward: Tensor, success: Tensor) -> dict[str, Tensor]:
         """Return the cross-entropies [...] of "reward" and "success"."""
@@ -84,7 +113,7 @@ class LatentHeads(nn.Module):
         return {"reward": -(two_hot(reward, self.bins) * logits).sum(-1), "success": edge}
 
     def training_losses(self, steps: LatentSteps, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"reward", "success", "disagreement"}, each [N].
+        """Return {"reward", "success", "disagreement"} and, where there are vectors, {"potential"}, each [N].
 
         Half of the rows hide the summary where there are vectors: heads rely on it only where the state is not enough.
         Every guessing head skips its own half of the rows.
@@ -94,6 +123,8 @@ class LatentHeads(nn.Module):
         summary = steps.after * shown.to(device) if steps.state.shape[1] else steps.after
         read = self.inputs(summary, steps.state, steps.next_state)
         found = self.losses(read, steps.reward, steps.success) | {"success": self.success.loss(read, steps.success)}
+        if self.potential is not None:
+            found["potential"] = (self.increase(read) - steps.reward).square()
         inputs = torch.cat([steps.before, steps.state, steps.action], -1)
         guesses = self.guesses(inputs.expand(len(self.guesses.weights[0]), -1, -1))
         weight = 2.0 * (torch.rand(guesses.shape[:2], generator=generator, device=generator.device) < 0.5)
@@ -126,5 +157,5 @@ class HeadStage(nn.Module):
             yield {"steps": steps.take(rows)}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"reward", "success", "disagreement"}, each [N]."""
+        """Return the parts of the loss, each [N]."""
         return self.heads.training_losses(batch["steps"], generator)

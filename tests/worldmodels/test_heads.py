@@ -14,9 +14,11 @@ from worldmodels.heads import (
     ValueHead,
     calibrated_threshold,
     contrastive_loss,
+    explains_as_well,
     quantiles_of,
     returns_to_go,
 )
+from worldmodels.rssm_heads import LatentHeads
 from worldmodels.transitions import TransitionData
 
 
@@ -95,3 +97,29 @@ def test_values_follow_what_came():
 def test_quantiles_span_the_values():
     found = quantiles_of(torch.arange(1001.0))
     assert len(found) == 101 and float(found[0]) == 0.0 and float(found[50]) == 500.0 and float(found[-1]) == 1000.0
+
+
+def test_a_potential_is_believed_when_it_explains_about_as_much():
+    reward = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    good, worse, useless = reward + 0.1, reward * 0.75, torch.zeros(1000)
+    assert explains_as_well(worse, reward, good)
+    assert not explains_as_well(useless, reward, good)
+    assert explains_as_well(useless, reward, useless)
+
+
+@torch.no_grad()
+def test_what_latent_heads_pay_for_a_potential_sums_to_nothing_in_circles():
+    torch.manual_seed(0)
+    heads = LatentHeads(4, 1, 2, elements=3, actions=2, guessed=3)
+    heads.keep_scales(torch.tensor([2.0, 5.0, 1.0]), torch.tensor([0.3]))
+    states = 0.5 * torch.randn(6, 3)
+    round_trip = torch.cat([states, states[:1]])
+    inputs = heads.inputs(torch.randn(6, 4), round_trip[:-1], round_trip[1:])
+    heads.choose_reward(inputs, heads.increase(inputs))
+    assert heads.pays_potential
+    earned = heads.rewards(inputs) + 0.3  # a mean of 0.3 deviations is added back to standardised rewards
+    assert earned.abs().max() > 0.05
+    assert float(earned.sum()) == pytest.approx(0, abs=1e-5)
+    heads.choose_reward(inputs, torch.zeros(6))
+    assert not heads.pays_potential
+    assert LatentHeads(4, 1, 2, elements=0, actions=2, guessed=3).potential is None
