@@ -53,6 +53,9 @@ FOOLED = (
 )
 """What the success classifier believes is all that is paid (DiWA), and nobody intervenes."""
 
+EXPERTS = "finetune.auxiliaries=[experts]"
+"""Imitates recorded successes on the side."""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -79,7 +82,7 @@ ARMS: dict[str, Arm] = {
     "narrow": narrow(),
     "narrow, stopped": narrow("imagine.gap=0.2"),
     "narrow, near its base": narrow("finetune.auxiliaries=[bc]"),
-    "narrow, experts beside": narrow("finetune.auxiliaries=[experts]"),
+    "narrow, experts beside": narrow(EXPERTS),
     "narrow, doubt costs": narrow("world.imagination.penalty=0.3"),
     "narrow, doubt ends": narrow("world.imagination.quantile=0.99"),
     "narrow, refreshed": narrow("finetune.auxiliaries=[bc]", "imagine.refresh_every=5"),
@@ -131,8 +134,9 @@ def tuned_in_imagination(config: Config, root: Path, task: str, name: str, seed:
         base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
         seen = (*arm.described, f"worldmodel.policies=[{base}]") if arm.knows_base else arm.described
         model = modelled(config, root, task, arm.model, seed, seen) / "checkpoint"
-        experts = root / task / "collect" / "data" / str(seed) / "dataset"
-        chosen = f"finetune.policy={base}", f"imagine.model={model}", f"finetune.experts=[{experts}]"
+        chosen = [f"finetune.policy={base}", f"imagine.model={model}"]
+        if EXPERTS in arm.settings:
+            chosen.append(f"finetune.experts=[{root / task / 'collect' / 'data' / str(seed) / 'dataset'}]")
         run = [*settings_of(config, root, task, seed), f"run.name={label}", *chosen, *arm.settings]
         imagine.run(compose(run))
     return folder
