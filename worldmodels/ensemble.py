@@ -2,10 +2,8 @@
 
 All members are one batched tensor. Each predicts mean and variance of the change of the free state elements; each
 imagined step uses a random member. Uncertainty is the disagreement of the members' means. Deviations from MOPO: rewards
-and success come from heads on (state, next state) instead of extra outputs, so that the goal's edge stays sharp; where
-recorded rewards are the increase of a potential, so are imagined ones, and going in circles earns nothing (a policy of
-pick_place learned to collect free progress from one that was not, and forgot to succeed: .38 to 0); members differ by
-initial weights and by bootstrap weights; all of them are elites.
+and success come from `StepHeads` instead of extra outputs; members differ by initial weights and by bootstrap weights;
+all of them are elites.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,13 +21,11 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.nn.members import Members
-from worldmodels.heads import calibrated_threshold, explains_as_well, quantiles_of
+from worldmodels.heads import quantiles_of
 from worldmodels.protocol import Context, Imagined, Latent, Regression, draws_of
+from worldmodels.step_heads import BOUND, StepHeads, success_batch
 from worldmodels.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
 from worldmodels.transitions import PROGRESS, SUCCESS, TransitionData, success_bonus
-
-BOUND = 10.0
-"""Standardised inputs are limited to this, so a state far from the data cannot blow up the networks."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +69,6 @@ class EnsembleModel(nn.Module):
     state_std: Tensor
     delta_mean: Tensor
     delta_std: Tensor
-    reward_mean: Tensor
-    reward_std: Tensor
-    success_threshold: Tensor
-    pays_potential: Tensor
     uncertainty_quantiles: Tensor
 
     def __init__(
@@ -97,16 +89,12 @@ class EnsembleModel(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.dynamics = Members(config.members, states + actions, config.width, config.depth, 2 * free)
-            self.reward_head = Members(1, 2 * states + actions, config.head_width, 2, 1)
-            self.success_head = Members(1, states, config.head_width, 2, 1)
-            self.potential_head = Members(1, states, config.head_width, 2, 1)
+            self.heads = StepHeads(states, actions, config.head_width, success_bonus)
         self.max_logvar = nn.Parameter(torch.full((free,), config.max_logvar))
         self.min_logvar = nn.Parameter(torch.full((free,), config.min_logvar))
-        for name, size in (("state", states), ("action", actions), ("delta", free), ("reward", 1), ("change", states)):
+        for name, size in (("state", states), ("action", actions), ("delta", free)):
             self.register_buffer(f"{name}_mean", torch.zeros(size))
             self.register_buffer(f"{name}_std", torch.ones(size))
-        self.register_buffer("success_threshold", torch.zeros(()))
-        self.register_buffer("pays_potential", torch.zeros((), dtype=torch.bool))
         self.register_buffer("uncertainty_quantiles", torch.zeros(101))
 
     @classmethod
@@ -156,16 +144,11 @@ class EnsembleModel(nn.Module):
     def fit_statistics(self, data: TransitionData) -> None:
         """Fit the standardisation of inputs and targets."""
         change = data.next_state - data.state
-        values = {
-            "state": data.state,
-            "action": data.action,
-            "delta": change[:, self.structure.free],
-            "reward": data.reward[:, None],
-            "change": change,
-        }
+        values = {"state": data.state, "action": data.action, "delta": change[:, self.structure.free]}
         for name, value in values.items():
             getattr(self, f"{name}_mean").copy_(value.mean(0))
             getattr(self, f"{name}_std").copy_(value.std(0, correction=0).clamp_min(1e-6))
+        self.heads.fit_statistics(data)
 
     def predict(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return standardised mean and log-variance [M, N, F] of the free elements' change."""
@@ -186,72 +169,32 @@ class EnsembleModel(nn.Module):
         error = (mean - target).square()
         likelihood = ((error * (-logvar).exp() + logvar) * (self.config.beta * logvar.detach()).exp()).mean(-1)
         bounds = 0.01 * (self.max_logvar - self.min_logvar).mean()
-        reward = self._standard("reward", batch["reward"][0, :, None])
-        predicted = self.reward_head(self.reward_input(state[0], action[0], after[0])[None])[0]
-        increase = self.increase(state[0], after[0])
-        logit = self.success_logit(batch["success_state"])
-        label = batch["success_label"].float()
-        return {
-            "dynamics": likelihood.mean(0) + bounds,
-            "reward": (predicted - reward).square()[:, 0],
-            "potential": (increase - batch["reward"][0]).square() / self.reward_std.square(),
-            "success": functional.binary_cross_entropy_with_logits(logit, label, reduction="none"),
-        }
+        first = {name: value[0] for name, value in batch.items() if not name.startswith("success")}
+        others = {name: value for name, value in batch.items() if name.startswith("success")}
+        return {"dynamics": likelihood.mean(0) + bounds, **self.heads.loss(first | others, generator)}
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
         """Yield training batches for ever; each member draws its own steps, `generator` is all the state."""
         data = TransitionData.of(episodes)
         config, device = self.config, self.state_mean.device
-        positive = data.success.nonzero()[:, 0]
-        count = round(config.positive_share * config.batch_size) if len(positive) else 0
-        names = ("state", "action", "next_state", "reward")
+        won = data.success.nonzero()[:, 0]
         while True:
             shape, where = (config.members, config.batch_size), generator.device
             rows = torch.randint(len(data), shape, generator=generator, device=where).cpu()
-            chosen = rows[0].clone()
-            if count:
-                won = torch.randint(len(positive), (count,), generator=generator, device=where).cpu()
-                chosen[:count] = positive[won]
-            batch = {name: getattr(data, name)[rows].to(device) for name in names}
-            batch["success_state"] = data.next_state[chosen].to(device)
-            batch["success_label"] = data.success[chosen].to(device)
-            yield batch
-
-    def success_logit(self, state: Tensor) -> Tensor:
-        """Return the logit [N] that states [N, S] are successful, before calibration."""
-        return self.success_head(self._standard("state", state)[None])[0, :, 0]
-
-    def increase(self, state: Tensor, after: Tensor) -> Tensor:
-        """Return by how much the learned potential grows [N] from states to next states [N, S]."""
-        before, later = (self.potential_head(self._standard("state", each)[None])[0, :, 0] for each in (state, after))
-        return self.reward_std * (later - before)
-
-    def progress(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
-        """Return the reward [N] without the bonus for success."""
-        if self.pays_potential:
-            return self.increase(state, after)
-        return self._head_reward(state, action, after)
-
-    def _head_reward(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
-        found = self.reward_head(self.reward_input(state, action, after)[None])[0, :, 0]
-        return self.reward_mean + self.reward_std * found
+            batch = {name: getattr(data, name)[rows] for name in ("state", "action", "next_state", "reward")}
+            batch |= success_batch(data, rows[0], won, config.positive_share, generator)
+            yield {name: value.to(device) for name, value in batch.items()}
 
     @torch.no_grad()
     def calibrate(self, episodes: Episodes) -> None:
         """Set the threshold of success, the quantiles of the uncertainty and what is paid on held-out episodes."""
         data, device = TransitionData.of(episodes), self.state_mean.device
-        logits = torch.cat([self.success_logit(part.to(device)) for part in data.next_state.split(8192)])
-        self.success_threshold.copy_(calibrated_threshold(logits, data.success))
-        found, paid = [], []
-        for rows in torch.arange(len(data)).split(8192):
-            state, action, after, reward = (
-                value[rows].to(device) for value in (data.state, data.action, data.next_state, data.reward)
-            )
-            found.append(_disagreement(self._predict_all(state, action)[0]))
-            paid.append(torch.stack([self.increase(state, after), reward, self._head_reward(state, action, after)]))
+        self.heads.calibrate(data)
+        found = []
+        for state, action in zip(data.state.split(8192), data.action.split(8192), strict=True):
+            mean, _ = self._predict_all(state.to(device), action.to(device))
+            found.append(_disagreement(mean))
         self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(found)))
-        increase, reward, said = torch.cat(paid, 1)
-        self.pays_potential.fill_(explains_as_well(increase, reward, said))
 
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
         """Return the latent: the state vector, the episode's seed and the number of the next step."""
@@ -279,9 +222,9 @@ class EnsembleModel(nn.Module):
         after = state.clone()
         after[:, self.structure.free] += self.delta_mean + self.delta_std * chosen
         after = self.structure.complete(after)
-        success = self.success_logit(after) > self.success_threshold
+        success = self.heads.succeeded(after)
         rewards = {
-            PROGRESS: self.progress(state, actions, after),
+            PROGRESS: self.heads.progress(state, actions, after),
             SUCCESS: self.success_bonus * success.to(state.dtype),
         }
         parts = zip(self._spec.observation.items(), after.split(self.sizes, -1), strict=True)
@@ -304,15 +247,6 @@ class EnsembleModel(nn.Module):
     def _standard(self, name: str, value: Tensor) -> Tensor:
         mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
         return ((value - mean) / std).clamp(-BOUND, BOUND)
-
-    def reward_input(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
-        """Return what the reward head reads: standardised state, action and change."""
-        parts = [
-            self._standard("state", state),
-            self._standard("action", action),
-            self._standard("change", after - state),
-        ]
-        return torch.cat(parts, -1)
 
 
 def _disagreement(mean: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """Diffusion of whole trajectories, guided towards a target policy: synthetic data that is on-policy and obeys dynamics.
 
-One denoiser draws states, actions, rewards and ends of a stretch together, so errors do not compound from step to step;
-the guidance moves the actions, and nothing else, up the target policy's likelihood at every noise level.
+One denoiser draws states and actions of a stretch together, so errors do not compound from step to step; the guidance
+moves the actions, and nothing else, up the target policy's likelihood at every noise level.
 Source: policy-guided diffusion, Jackson et al. 2024, arXiv:2404.06356. Deviations: the changes of the state are drawn
 beside the state, each in its own standard deviations, and what comes out agrees best with both (states alone are off by
-about as much as a step changes slow ones, from which nobody learns dynamics or values); constants, angles and derived
-elements of the state are repaired as in the ensemble; stretches that end early repeat their last frame as ended.
+about as much as a step changes slow ones, from which nobody learns dynamics or values); rewards and ends are read off
+them by `StepHeads` (drawn, successes became four times as rare as they are); constants, angles and derived elements of
+the state are repaired as in the ensemble; stretches that end early repeat their last frame.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from worldmodels import edm
 from worldmodels.edm import EdmConfig
 from worldmodels.protocol import Regression
 from worldmodels.sequences import SequenceData
+from worldmodels.step_heads import StepHeads
 from worldmodels.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
 from worldmodels.transitions import TransitionData, success_bonus
 
@@ -37,13 +39,14 @@ LogProb = Callable[[Tensor, Tensor], Tensor]
 class TrajectoryConfig:
     """length: steps of a stretch; width, depth: of the U-Net over time, whose width is best twice the channels of a
     step (with fewer, what should be denoised does not get through the first layer); edm: the paper's but for fewer
-    steps.
+    steps; head_width: of the heads of reward and success.
     """
 
     length: int = 32
     width: int = 128
     depth: int = 2
     batch_size: int = 64
+    head_width: int = 192
     edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=32, churn=20.0))
 
     def __post_init__(self):
@@ -56,25 +59,27 @@ class TrajectoryConfig:
 class TrajectoryDiffusion(nn.Module):
     """A generator of stretches of `length` steps; make one with `build` or `restore`.
 
-    Channels of a step: standardised state [S] and its change [S], action [A], reward (success paid as the world pays
-    it), end (-1 or 1).
+    Channels of a step: standardised state [S] and its change [S], action [A].
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, config: TrajectoryConfig, spec: WorldSpec, structure: StateStructure, seed: int = 0):
+    def __init__(
+        self, config: TrajectoryConfig, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0
+    ):
         super().__init__()
         self.config = config
         fields = {key: each for key, each in spec.observation.items() if not key.startswith(IMAGE_PREFIX)}
         self.states, self.actions = sum(each.size for each in fields.values()), spec.action.size
         register_structure(self, structure)
-        channels = 2 * self.states + self.actions + 2
+        channels = 2 * self.states + self.actions
         self.register_buffer("mean", torch.zeros(channels))
         self.register_buffer("std", torch.ones(channels))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.network = UNetDenoiser(config.length, channels, 1, config.width, config.depth)
+            self.heads = StepHeads(self.states, self.actions, config.head_width, success_bonus)
 
     @classmethod
     def build(cls, config: TrajectoryConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
@@ -84,37 +89,42 @@ class TrajectoryDiffusion(nn.Module):
         names = tuple(name for each in fields for name in (each.names or ("",) * each.size))
         if data.state.shape[1] != len(names) or data.action.shape[1] != spec.action.size:
             raise DataError(f"The data has other states or actions than world '{spec.name}'.")
-        model = cls(config, spec, find_structure(data.state, data.next_state, names), seed)
+        model = cls(config, spec, find_structure(data.state, data.next_state, names), success_bonus(episodes), seed)
         rows = beginnings(episodes, config.length)
         rows = rows[:: max(1, len(rows) // 20_000)]
-        steps = model._channels(SequenceData(episodes).cut(rows, 0, config.length), success_bonus(episodes))
+        steps = model._channels(SequenceData(episodes).cut(rows, 0, config.length))
         with torch.no_grad():
             model.mean.copy_(steps.mean((0, 1)))
             model.std.copy_(steps.std((0, 1), correction=0).clamp_min(1e-6))
-            model.mean[-1], model.std[-1] = 0.0, 1.0
+        model.heads.fit_statistics(data)
         return model
 
     def description(self) -> dict[str, Any]:
         """Return what `restore` needs besides spec and weights."""
-        return {"config": to_plain(self.config)}
+        return {"config": to_plain(self.config), "success_bonus": self.heads.bonus}
 
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
         """Return a generator into which `weights` can be loaded."""
-        return cls(from_plain(TrajectoryConfig, description["config"]), spec, structure_in(weights))
+        config = from_plain(TrajectoryConfig, description["config"])
+        return cls(config, spec, structure_in(weights), description["success_bonus"])
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """One denoiser."""
-        return {"trajectories": (self, 1.0)}
+        """First the denoiser, then what is read off steps."""
+        return {"trajectories": (self, 1.0), "heads": (self.heads, 1.0)}
+
+    def calibrate(self, episodes: Episodes) -> None:
+        """Set the threshold of success and what is paid on held-out episodes."""
+        self.heads.calibrate(TransitionData.of(episodes))
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield standardised stretches for ever; `generator` is all the state."""
-        bonus, device, data = success_bonus(episodes), self.mean.device, SequenceData(episodes)
+        device, data = self.mean.device, SequenceData(episodes)
         rows = beginnings(episodes, self.config.length)
         while True:
             drawn = torch.randint(len(rows), (self.config.batch_size,), generator=generator, device=generator.device)
             cut = data.cut(rows[drawn.cpu()], 0, self.config.length)
-            yield {"steps": (self._channels(cut, bonus).to(device) - self.mean) / self.std}
+            yield {"steps": (self._channels(cut).to(device) - self.mean) / self.std}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"trajectories": [N]}, EDM's weighted error."""
@@ -129,7 +139,7 @@ class TrajectoryDiffusion(nn.Module):
         *,
         batch_size: int = 256,
     ) -> Tensor:
-        """Draw `count` stretches [count, L, S + A + 2] in the data's units: state, action, reward, end (over 0: ended).
+        """Draw `count` stretches [count, L, S + A] in the data's units, states and actions.
 
         target: the policy whose likelihood the actions climb, by `guidance` times a step of unit length (over the whole
         stretch) in standardised actions, most at the middle noise levels.
@@ -145,15 +155,17 @@ class TrajectoryDiffusion(nn.Module):
                 advance(rows)
         return self._joined(torch.cat(parts))
 
+    @torch.no_grad()
     def transitions(self, steps: Tensor) -> TransitionData:
-        """Return the transitions of stretches [N, L, S + A + 2], up to where they end; rewards include the bonus."""
-        state, action = steps[..., : self.states], steps[..., self.states : self.states + self.actions]
-        over = (steps[..., -1] > 0).long().cumsum(1)
-        kept = ((over - (steps[..., -1] > 0).long()) == 0)[:, :-1]
-        ended = (steps[..., -1] > 0)[:, :-1]
-        flat = (state[:, :-1], action[:, :-1], state[:, 1:], steps[:, :-1, -2])
-        found = [value[kept] for value in flat]
-        return TransitionData(found[0], found[1], found[2], found[3], ended[kept], ended[kept])
+        """Return the transitions of stretches [N, L, S + A], up to success; rewards include the bonus."""
+        state, action = steps.split([self.states, self.actions], -1)
+        before, taken, after = (each.flatten(0, 1) for each in (state[:, :-1], action[:, :-1], state[:, 1:]))
+        success = self.heads.succeeded(after)
+        reward = self.heads.progress(before, taken, after) + self.heads.bonus * success
+        won = success.reshape(len(steps), -1).long()
+        kept = (won.cumsum(1) == won).flatten()
+        ended = success[kept]
+        return TransitionData(before[kept], taken[kept], after[kept], reward[kept], ended, ended)
 
     def _network(self, scaled: Tensor, label: Tensor) -> Tensor:
         """EDM's F: the label log(sigma) / 4 in [-1.6, 1.2] becomes a time in [0, 1]."""
@@ -178,22 +190,18 @@ class TrajectoryDiffusion(nn.Module):
 
         return push
 
-    def _channels(self, cut: Any, bonus: float) -> Tensor:
-        """Return [M, L, 2 S + A + 2] in the data's units."""
+    def _channels(self, cut: Any) -> Tensor:
+        """Return [M, L, 2 S + A] in the data's units."""
         state = torch.cat([cut.frames[key].flatten(2) for key in cut.frames if not key.startswith(IMAGE_PREFIX)], -1)
-        before = torch.cat([torch.zeros_like(cut.success[:, :1]), cut.success[:, :-1]], 1)
-        reward = cut.reward + bonus * (cut.success & ~before & cut.valid)
-        end = 2 * (cut.terminated.long().cumsum(1) > 0).float() - 1
-        parts = [state[:, :-1], state.diff(dim=1), cut.actions, reward[..., None], end[..., None]]
-        return torch.cat(parts, -1).float()
+        return torch.cat([state[:, :-1], state.diff(dim=1), cut.actions], -1).float()
 
     def _joined(self, steps: Tensor) -> Tensor:
-        """Return [N, L, S + A + 2] of drawn [N, L, 2 S + A + 2]: the states that agree best with drawn states and drawn
+        """Return [N, L, S + A] of drawn [N, L, 2 S + A]: the states that agree best with drawn states and drawn
         changes, both in standard deviations of their own; constants stand still, angles lie on their circle, and the
         rest follows.
         """
         structure, count = structure_of(self), self.states
-        drawn, change, rest = steps.split([count, count, self.actions + 2], -1)
+        drawn, change, actions = steps.split([count, count, self.actions], -1)
         trust, step_trust = (std.double().pow(-2)[:, None] for std in self.std[: 2 * count].split(count))
         whole = torch.eye(self.config.length, dtype=torch.float64, device=steps.device)
         difference = whole.diff(dim=0)
@@ -202,7 +210,7 @@ class TrajectoryDiffusion(nn.Module):
         state = torch.linalg.solve(sides, target[..., None])[..., 0].mT.to(steps.dtype)
         fixed = structure.constant
         state[..., fixed] = drawn[..., fixed].mean(1, keepdim=True)
-        return torch.cat([structure.complete(state), rest], -1)
+        return torch.cat([structure.complete(state), actions], -1)
 
 
 def beginnings(episodes: Episodes, length: int) -> Tensor:

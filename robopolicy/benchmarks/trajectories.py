@@ -121,6 +121,7 @@ def generator_of(
     """Return a trained generator of stretches."""
     model = TrajectoryDiffusion.build(config, spec, episodes, derive(seed, "trajectories"))
     fit_stages(model, episodes, FitConfig(steps=steps, learning_rate=2e-3, checkpoint_every=10**9), generators)
+    model.calibrate(episodes)
     return model.eval()
 
 

@@ -68,11 +68,11 @@ def test_it_learns_the_known_dynamics(learned):
 
 def test_circles_earn_nothing_where_rewards_are_the_increase_of_a_potential(learned):
     model = learned[0]
-    assert model.pays_potential
+    assert model.heads.pays_potential
     corners = torch.tensor([[0.5, 0.0], [0.0, 0.5], [-0.5, 0.0], [0.0, -0.5], [0.5, 0.0]])
     goal = torch.tensor([[0.3, 0.1]]).expand(5, 2)
     states = torch.cat([corners, goal, goal - corners], 1)
-    earned = model.progress(states[:-1], torch.zeros(4, 2), states[1:]).detach()
+    earned = model.heads.progress(states[:-1], torch.zeros(4, 2), states[1:]).detach()
     assert earned.abs().min() > 0.05
     assert float(earned.sum()) == pytest.approx(0, abs=1e-5)
 
@@ -87,8 +87,8 @@ def test_other_rewards_are_read_off_state_action_and_next_state():
     fit(model, model.batches(train, generators["batches"]), FitConfig(steps=200, learning_rate=3e-3), generators)
     model.calibrate(held)
     data = TransitionData.of(held)
-    found = model.progress(data.state, data.action, data.next_state)
-    assert not model.pays_potential
+    found = model.heads.progress(data.state, data.action, data.next_state)
+    assert not model.heads.pays_potential
     assert (found - data.reward).square().mean() < 0.2 * data.reward.var()
 
 

@@ -6,7 +6,8 @@ from point_world import GAIN, SPEC, recorded
 
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.randomness import Generators
-from robopolicy.training.fit import FitConfig, fit
+from robopolicy.training.fit import FitConfig
+from robopolicy.training.stages import fit_stages
 from worldmodels.edm import EdmConfig
 from worldmodels.trajectory_diffusion import TrajectoryConfig, TrajectoryDiffusion, beginnings
 
@@ -19,8 +20,8 @@ def learned():
     episodes = recorded(400)
     model = TrajectoryDiffusion.build(CONFIG, SPEC, episodes, 0)
     generators = Generators(0)
-    batches = model.batches(episodes, generators["batches"])
-    fit(model, batches, FitConfig(steps=700, learning_rate=2e-3, warmup=20), generators)
+    fit_stages(model, episodes, FitConfig(steps=700, learning_rate=2e-3, warmup=20), generators)
+    model.calibrate(episodes)
     return model, episodes
 
 
@@ -58,10 +59,13 @@ def test_guidance_climbs_the_policy_and_keeps_the_dynamics(learned):
 
 def test_nothing_follows_an_end(learned):
     model, episodes = learned
-    steps = torch.zeros(1, 4, model.states + model.actions + 2)
-    steps[..., -1] = torch.tensor([-1.0, 1.0, 1.0, 1.0])
+    goal = torch.tensor([0.5, 0.5]).expand(4, 2)
+    place = torch.tensor([[0.1, 0.1], [0.3, 0.3], [0.5, 0.5], [0.5, 0.5]])
+    steps = torch.cat([place, goal, goal - place, torch.ones(4, model.actions)], 1)[None]
     data = model.transitions(steps)
     assert len(data) == 2 and data.terminated.tolist() == [False, True]
+    closer = 0.2 * 2**0.5
+    assert data.reward.tolist() == pytest.approx([closer, closer + 1], abs=0.1)
     long = beginnings(episodes, 10)
     left = (episodes.starts + episodes.lengths)[episodes.episode_of_step[long]] - long
     assert bool(((left >= 10) | episodes.terminated[episodes.episode_of_step[long]]).all())
