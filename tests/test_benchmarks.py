@@ -46,7 +46,18 @@ def test_the_experiments_run():
     assert len(found["agents"]) == 4
     for _, header, lines in EXPERIMENTS["trajectories"].tables([found]):
         assert lines and all(len(line) == len(header) for line in lines)
-    tiny = planning.Scale(demonstrations=8, explored=4, held_out=8, imagined=16, steps=5, fit=20, clone=20)
+    tiny = planning.Scale(
+        demonstrations=8,
+        imagined=16,
+        steps=5,
+        explored_demonstrations=8,
+        explored_steps=40,
+        explored_candidates=2,
+        rounds=1,
+        held_out=8,
+        fit=20,
+        clone=20,
+    )
     figures = planning.measure(0, tiny)
     assert set(figures) == {"policy", "planned", "cautious", "curious", "before"}
     title, header, lines = EXPERIMENTS["planning"].tables([figures])[0]

@@ -61,12 +61,12 @@ def save_world_model(model: Any, folder: Path) -> None:
 
 def kind_of(folder: Path) -> str:
     """Return the kind of the world model in `folder`, or raise CheckpointError if there is none."""
-    return _described(folder)[0]
+    return _described(recover_folder(folder))[0]
 
 
 def _described(folder: Path) -> tuple[str, Mapping[str, Any]]:
     """Return kind and description of the world model in `folder`."""
-    description = read_json(recover_folder(folder) / "config.json")
+    description = read_json(folder / "config.json")
     kind = str(description.get("kind")) if isinstance(description, Mapping) else ""
     if kind.removeprefix(PREFIX) not in KINDS or not kind.startswith(PREFIX):
         known = [PREFIX + name for name in KINDS]
@@ -76,12 +76,13 @@ def _described(folder: Path) -> tuple[str, Mapping[str, Any]]:
 
 def load_world_model(folder: Path, device: torch.device | str = "cpu") -> Any:
     """Load a `LearnedModel`, or raise CheckpointError: missing, corrupt, another kind, or weights that do not fit."""
+    folder = recover_folder(folder)
     kind, description = _described(folder)
     if description["format"] != FORMAT:
         raise CheckpointError(
             f"{folder} has format {description['format']}, this version reads {FORMAT}: train the world model again."
         )
-    weights = load_tensors(recover_folder(folder) / "model.safetensors", device)
+    weights = load_tensors(folder / "model.safetensors", device)
     try:
         spec = _spec_from_json(description["spec"])
         model: Any = model_class(kind).restore(description["model"], spec, weights)

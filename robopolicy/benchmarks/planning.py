@@ -1,10 +1,11 @@
-"""COPlanner on push_cube: is a cautious plan truer in imagination, and does a curious one teach the model more?
+"""COPlanner: is a cautious plan truer in imagination, and does a curious one teach the model more?
 
-A model learns from few nearly clean demonstrations, so it is wrong where they never went. Cautious: rollouts inside the
-model choose among candidates by reward minus doubt; what is asked is how far they are from what the simulator does
-under the same actions. Curious: real episodes choose by reward plus doubt; asked is how much better the model follows
-what happens next, wherever anybody goes: play and further episodes of all four, after learning from the first ones too.
-The policy alone, and planning without doubt, are beside both.
+A model learns from a few nearly clean demonstrations, so it is wrong where they never went. Cautious, on push_cube:
+rollouts inside the model choose among candidates by reward minus doubt; what is asked is how far they are from what the
+simulator does under the same actions. Curious, on reach_planar: real episodes choose by reward plus doubt, and after
+each round the model learns from all so far; asked is how well it then follows what happens wherever anybody goes, in
+play and in further episodes of every actor. All explore for as many control steps. The policy alone, and planning
+without doubt, are beside both.
 Source: Wang et al. 2023, arXiv:2310.07220.
 """
 
@@ -31,32 +32,148 @@ from worldmodels.imagination import recorded_starts
 from worldmodels.planning import PlanConfig, PlannedPolicy
 from worldmodels.transitions import TransitionData
 
-ACTORS = {"policy": None, "planned": 0.0, "cautious": -1.0, "curious": 1.0}
-"""What a unit of doubt adds to a candidate's score; None: no candidates at all."""
+EXPLORED_TASK = "reach_planar"
+
+SIGNS = {"policy": None, "planned": 0.0, "cautious": -1.0, "curious": 1.0}
+"""What a unit of doubt adds to a candidate's score, as a share of Scale's; None: no candidates at all."""
+
+EXPLORERS = ("policy", "planned", "curious")
+
+DEMONSTRATED = 0.1
+"""Noise of the demonstrations."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """demonstrations, explored, held_out (of play and of every actor): episodes; imagined: rollouts of `steps`; fit,
-    clone: training steps; doubt: what the signs of ACTORS are multiplied by; candidates: of a plan; exploration: noise
-    of the policy, in normalised actions, that candidates differ by.
+    """demonstrations: episodes on push_cube; imagined: rollouts of `steps`; doubt, candidates, exploration: of plans
+    there, with the noise of the policy, in normalised actions, that candidates differ by.
+
+    explored_*: the same of reach_planar, where `rounds` of explored_steps control steps each follow the
+    demonstrations; held_out: episodes of play and of every explorer; play: noise of the expert who plays; horizon: of
+    all plans; fit, clone: training steps of models and policies.
     """
 
     demonstrations: int = 60
-    explored: int = 60
-    held_out: int = 40
     imagined: int = 200
     steps: int = 20
-    fit: int = 1500
-    clone: int = 1500
     doubt: float = 4.0
     candidates: int = 8
     exploration: float = 0.4
+    explored_demonstrations: int = 30
+    explored_steps: int = 400
+    explored_doubt: float = 30.0
+    explored_candidates: int = 32
+    explored_exploration: float = 0.3
+    rounds: int = 2
+    held_out: int = 64
+    play: float = 8.0
+    horizon: int = 12
+    fit: int = 1500
+    clone: int = 1500
 
 
-def expert(world: World, noise: float, seed: int) -> NoisyController:
-    """Return push_cube's expert with Gaussian noise."""
-    return NoisyController(load_task(TASK).expert(), Noise(gaussian=noise), seed, world.spec.action)
+def expert(world: World, noise: float, seed: int, task: str = TASK) -> NoisyController:
+    """Return a task's expert with Gaussian noise."""
+    return NoisyController(load_task(task).expert(), Noise(gaussian=noise), seed, world.spec.action)
+
+
+def measure(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
+    """Return, by actor, how far its imagined rollouts are from the truth, and what its exploration is worth."""
+    found = taught(seed, scale)
+    for name, error in stayed_true(seed, scale).items():
+        found.setdefault(name, {})["imagined_error"] = error
+    return found
+
+
+def stayed_true(seed: int, scale: Scale) -> dict[str, float]:
+    """Return, by actor, how far imagined rollouts on push_cube are from the simulator's, in standard deviations."""
+    world: Any = make_world(TASK, 64, seed=seed)
+    shown, policy = shown_and_cloned(world, TASK, scale.demonstrations, scale.exploration, scale, seed)
+    world.close()
+    model = train_model(world, shown, scale, seed)
+    found = {}
+    for name, sign in SIGNS.items():
+        planning = PlanConfig(scale.candidates, scale.horizon, uncertainty=scale.doubt * (sign or 0.0))
+        actor = policy if sign is None else PlannedPolicy(policy, model, planning)
+        found[name] = imagined_error(model, actor, shown, scale, seed)
+    return found
+
+
+def taught(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
+    """Return, by explorer (and "before"), {"model_error", "explored_success"} on reach_planar: the error of following
+    held-out actions with the model that has learned from its exploration, and the success of exploring.
+    """
+    world: Any = make_world(EXPLORED_TASK, 64, seed=seed)
+    demonstrations, noise = scale.explored_demonstrations, scale.explored_exploration
+    shown, policy = shown_and_cloned(world, EXPLORED_TASK, demonstrations, noise, scale, seed)
+    before = train_model(world, shown, scale, seed)
+    later = [record(world, expert(world, scale.play, derive(seed, "player"), EXPLORED_TASK), held_out(seed, scale))]
+    models, found = {"before": before}, {}
+    for name in EXPLORERS:
+        model, seen = before, [shown]
+        for turn in range(scale.rounds):
+            steps, draws = scale.explored_steps, derive(seed, f"explored/{turn}")
+            seen.append(played(world, explorer(name, policy, model, scale), steps, draws))
+            model = train_model(world, Episodes.concatenate(seen), scale, seed)
+        actor = explorer(name, policy, model, scale)
+        later.append(record(world, actor, held_out(seed, scale), generator=Generators(seed)["act"]))
+        success = Episodes.concatenate(seen[1:]).success
+        assert success is not None
+        models[name], found[name] = model, {"explored_success": float(success.float().mean())}
+    world.close()
+    for name, model in models.items():
+        errors = [followed(model, each) for each in later]
+        found.setdefault(name, {})["model_error"] = sum(errors) / len(errors)
+    return found
+
+
+def explorer(name: str, policy: Any, model: EnsembleModel, scale: Scale) -> Any:
+    """Return the actor of a name on reach_planar."""
+    sign = SIGNS[name]
+    if sign is None:
+        return policy
+    doubt = scale.explored_doubt * sign
+    return PlannedPolicy(policy, model, PlanConfig(scale.explored_candidates, scale.horizon, uncertainty=doubt))
+
+
+def shown_and_cloned(
+    world: World, task: str, demonstrations: int, exploration: float, scale: Scale, seed: int
+) -> tuple[Episodes, Any]:
+    """Return nearly clean demonstrations and a policy that imitates them, with exploration noise."""
+    shown = record(
+        world,
+        expert(world, DEMONSTRATED, derive(seed, "expert"), task),
+        episode_seeds(seed, "demonstrations", demonstrations),
+    )
+    config = DenoisingPolicyConfig(
+        chunk=4, prediction_steps=4, sampling_steps=5, min_sampling_std=exploration, min_logprob_std=exploration
+    )
+    policy = build_policy(
+        config,
+        shown.observation_fields,
+        shown.action_field,
+        values={**shown.observation, "action": shown.actions},
+        fps=shown.fps,
+        instructions=world.spec.instructions,
+        seed=derive(seed, "policy"),
+    )
+    fitting = FitConfig(steps=scale.clone, learning_rate=1e-3, checkpoint_every=10**9)
+    pretrain(policy, shown, PretrainConfig(256, fitting), seed=seed)
+    return shown, policy
+
+
+def played(world: World, actor: Any, steps: int, seed: int) -> Episodes:
+    """Return whole episodes of an actor, eight at a time, of at least so many control steps."""
+    parts: list[Episodes] = []
+    generator = Generators(seed)["act"]
+    while sum(part.step_count for part in parts) < steps:
+        parts.append(record(world, actor, episode_seeds(seed, str(len(parts)), 8), generator=generator))
+    return Episodes.concatenate(parts)
+
+
+def held_out(seed: int, scale: Scale) -> Any:
+    """Return the seeds of held-out episodes."""
+    return episode_seeds(seed, "held out", scale.held_out)
 
 
 def train_model(world: World, episodes: Episodes, scale: Scale, seed: int) -> EnsembleModel:
@@ -67,44 +184,6 @@ def train_model(world: World, episodes: Episodes, scale: Scale, seed: int) -> En
     )
     model.calibrate(episodes)
     return model.eval()
-
-
-def measure(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
-    """Return, for every actor: distance of its imagined rollouts from the truth, and what its exploration is worth."""
-    world: Any = make_world(TASK, 64, seed=seed)
-    seeds = {name: episode_seeds(seed, name, 256) for name in ("demonstrations", "explored", "held out")}
-    shown = record(world, expert(world, 0.1, derive(seed, "expert")), seeds["demonstrations"][: scale.demonstrations])
-    played = expert(world, 1.5, derive(seed, "player"))
-    later = [record(world, played, seeds["held out"][: scale.held_out])]
-    known = {
-        "values": {**shown.observation, "action": shown.actions},
-        "fps": shown.fps,
-        "instructions": world.spec.instructions,
-        "seed": derive(seed, "policy"),
-    }
-    noise = {"min_sampling_std": scale.exploration, "min_logprob_std": scale.exploration}
-    config = DenoisingPolicyConfig(chunk=4, prediction_steps=4, sampling_steps=5, **noise)
-    policy = build_policy(config, shown.observation_fields, shown.action_field, **known)
-    fitting = FitConfig(steps=scale.clone, learning_rate=1e-3, checkpoint_every=10**9)
-    pretrain(policy, shown, PretrainConfig(256, fitting), seed=seed)
-    model = train_model(world, shown, scale, seed)
-    found: dict[str, dict[str, float]] = {}
-    models = {"before": model}
-    for name, sign in ACTORS.items():
-        planning = PlanConfig(candidates=scale.candidates, horizon=12, uncertainty=scale.doubt * (sign or 0.0))
-        actor = policy if sign is None else PlannedPolicy(policy, model, planning)
-        explored = record(world, actor, seeds["explored"][: scale.explored], generator=Generators(seed)["act"])
-        later.append(record(world, actor, seeds["held out"][: scale.held_out], generator=Generators(seed)["act"]))
-        models[name] = train_model(world, Episodes.concatenate([shown, explored]), scale, seed)
-        found[name] = {
-            "imagined_error": imagined_error(model, actor, shown, scale, seed),
-            "explored_success": float(explored.success.float().mean()) if explored.success is not None else 0.0,
-        }
-    world.close()
-    anywhere = Episodes.concatenate(later)
-    for name, each in models.items():
-        found.setdefault(name, {})["model_error"] = followed(each, anywhere)
-    return found
 
 
 def imagined_error(model: EnsembleModel, actor: Any, shown: Episodes, scale: Scale, seed: int) -> float:

@@ -2,7 +2,7 @@
 
 Truth is asked of push_cube's simulator, by replaying trajectories from their own first states with their own actions.
 Data is narrow there, nearly clean demonstrations: step by step, a policy leaves what an ensemble knows. What they teach
-is asked on arm_reach, where nearly random actions are recorded and a better policy goes where few of them went.
+is asked on reach_planar, where few, nearly random actions are recorded and a better policy goes where fewer went.
 Source: Jackson et al. 2024, arXiv:2404.06356; the ensemble beside it rolls the target policy out step by step.
 """
 
@@ -30,7 +30,7 @@ from worldmodels.ensemble import EnsembleConfig, EnsembleModel
 from worldmodels.trajectory_diffusion import TrajectoryConfig, TrajectoryDiffusion
 from worldmodels.transitions import TransitionData
 
-TAUGHT_TASK = "arm_reach"
+TAUGHT_TASK = "reach_planar"
 EPISODES = 200
 
 
@@ -46,9 +46,9 @@ class Scale:
     noise: float = 0.2
     fit: int = 2500
     guidance: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0)
-    taught_recorded: int = 2000
+    taught_recorded: int = 1000
     taught_noise: float = 8.0
-    taught_fit: int = 4000
+    taught_fit: int = 2500
     taught_length: int = 16
     taught_by: tuple[float, ...] = (0.0, 1.0)
     synthetic: int = 1024

@@ -55,13 +55,13 @@ def trajectory_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]
         agents.append([name, f"{np.mean([each['success'] for each in found]):.1%}", success, returns])
     return [
         ("push_cube: on-policy, and true? Errors in standard deviations of the data.", header, lines),
-        ("arm_reach: TD3+BC in the simulator", ["learns from", "success", "each seed", "mean return"], agents),
+        ("reach_planar: TD3+BC in the simulator", ["learns from", "success", "each seed", "mean return"], agents),
     ]
 
 
 def planning_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return how true imagined rollouts are, and what exploring is worth."""
-    header = ["decides", "error of its imagined rollouts", "error of the model after it explored", "success exploring"]
+    header = ["decides", "error of imagined rollouts", "error of the model after exploring", "success exploring"]
     lines = []
     for name in runs[0]:
         cells = []
@@ -69,7 +69,8 @@ def planning_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
             values = [run[name][key] for run in runs if key in run[name]]
             cells.append(f"{np.mean(values):.3f} ({' '.join(f'{value:.3f}' for value in values)})" if values else "")
         lines.append([name, *cells])
-    return [("Mean (each seed), errors in standard deviations of the data", header, lines)]
+    title = "Mean (each seed), errors in standard deviations: imagined rollouts on push_cube, exploring on reach_planar"
+    return [(title, header, lines)]
 
 
 def style_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
