@@ -36,24 +36,29 @@ class Base:
     tasks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-SHOWN = "worldmodel.transitions=20000", "worldmodel.examine_rows=64", "worldmodel.examine_steps=1000"
+EXAMINED = "worldmodel.examine_rows=64", "worldmodel.examine_steps=1000"
 PICTURES = {
     "pixel_diffusion": (
         "worldmodel.kind=pixel_diffusion",
         "world.cameras=[top]",
+        "worldmodel.pixel_diffusion.edm.steps=1",
         "worldmodel.fit.steps=2000",
         "worldmodel.fit.learning_rate=1e-3",
-        *SHOWN,
+        "worldmodel.transitions=15000",
+        *EXAMINED,
     ),
     "video": (
         "worldmodel.kind=video",
         "world.cameras=[top,front]",
         "worldmodel.fit.steps=1500",
         "worldmodel.fit.learning_rate=1.5e-3",
-        *SHOWN,
+        "worldmodel.transitions=20000",
+        *EXAMINED,
     ),
 }
-"""Settings of models that dream in pictures of 64 px, each a quarter to half an hour of training."""
+"""Settings of models that dream in pictures of 64 px, each a quarter to half an hour of training. Where little is left
+to chance, one step of diffusion (the expected picture) is as true as three, and twice as fast.
+"""
 
 FEWER = {
     "push_cube": ("collect.episodes=40",),

@@ -77,6 +77,7 @@ def run(config: Config) -> int:
     for each in (world, judging):
         each.close()
     print_verdicts(verdicts)
+    print_advice(verdicts)
     finish(
         config,
         folder,
@@ -131,6 +132,17 @@ def add_lora(policy: Policy, rank: int) -> None:
     if not isinstance(policy, TokenPolicy):
         raise ConfigError(f"finetune.lora_rank={rank} is for token policies; {type(policy).__name__} has no adapters.")
     policy.add_lora(rank)
+
+
+def print_advice(verdicts: Mapping[str, Verdict]) -> None:
+    """Say what to try where the tuned policy is no better than its base."""
+    base, tuned = (verdicts[name].deterministic.success_rate for name in ("base", "tuned"))
+    if tuned <= base:
+        output.print(
+            "Fine-tuning did not raise success. Often steps are too large before the critic is ready: try "
+            "finetune.actor_rate=1e-4 finetune.critic_warmup=4 finetune.minibatch=256, or more finetune.worlds. "
+            "`robopolicy doctor` looks for other causes."
+        )
 
 
 def summary(verdicts: dict[str, Verdict]) -> dict[str, Any]:

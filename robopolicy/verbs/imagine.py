@@ -25,7 +25,7 @@ from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.finetune import FinetuneConfig, FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
-from robopolicy.verbs.finetune import film, guidance_of, summary
+from robopolicy.verbs.finetune import film, guidance_of, print_advice, summary
 
 SECTIONS = ("run", "world", "finetune", "imagine")
 
@@ -98,6 +98,7 @@ def run(config: Config) -> int:
     for each in (dream, dreamt, real):
         each.close()
     print_verdicts({**verdicts, **imagined})
+    print_advice(verdicts)
     result = summary(verdicts) | {
         "imagined": {name: verdict.to_json() for name, verdict in imagined.items()},
         "base_checkpoint": str(path),
