@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -14,9 +15,11 @@ from rich.text import Text
 from robopolicy.configuration import Config, to_yaml
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.run import RunFolder
-from robopolicy.core.storage import read_json, recover_folder, write_json
+from robopolicy.core.storage import read_json, recover_folder, storage_errors, write_json
 
 RESULT = "result.json"
+
+_claimed: dict[Path, FileLock] = {}
 
 output = Console(highlight=False, emoji=False)
 if not output.is_terminal:
@@ -34,6 +37,27 @@ def run_path(config: Config, verb: str) -> Path:
     return config.run.root / verb / run_name(config) / str(config.run.seed)
 
 
+def claim(path: Path) -> None:
+    """Keep other processes out of a run folder until this one ends, however it ends.
+
+    The lock lies beside the folder, so that starting over does not remove it. Raises ConfigError where another process
+    is at work in it; two of them would mix their metrics and overwrite each other's checkpoints.
+    """
+    file = path.absolute().with_name(f".{path.name}.lock")
+    if file in _claimed:
+        return
+    lock = FileLock(file, blocking=False)
+    with storage_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ConfigError(
+                f"{path} is in use by another process: wait until it ends, or name this run with run.name=NAME."
+            ) from None
+    _claimed[file] = lock
+
+
 def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     """Open the run folder of a verb that can be continued.
 
@@ -42,6 +66,7 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     (naming what differs), unless run.fresh=true starts over.
     """
     path = run_path(config, verb)
+    claim(path)
     if config.run.fresh and path.exists():
         shutil.rmtree(path)
     folder = RunFolder(path)
@@ -63,7 +88,9 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
 
 def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     """Open the run folder of a verb that simply runs again; earlier results are replaced as new ones appear."""
-    folder = RunFolder(run_path(config, verb))
+    path = run_path(config, verb)
+    claim(path)
+    folder = RunFolder(path)
     folder.describe(to_yaml(config, sections), config.run.seed)
     return folder
 

@@ -35,7 +35,12 @@ LONGER = ("finetune.target_success=0.98",)
 CAREFUL = (*LONGER, "finetune.auxiliaries=[bc]")
 """Kept near the base, as DiWA does: slower, and worth it where the model is wrong about what the base never did."""
 
-FEWER = "finetune.evaluate_episodes=100", "finetune.evaluate_every=10", "imagine.watch=100"
+FEWER = (
+    "finetune.iterations=120",
+    "finetune.evaluate_episodes=100",
+    "finetune.evaluate_every=10",
+    "imagine.watch=100",
+)
 """One core imagines about 370 pictures of 64 px a second; recipe reach_planar makes do with few of them."""
 
 NARROW = ("worldmodel.noise=[0.2]", "worldmodel.transitions=5000")
