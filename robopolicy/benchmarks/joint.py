@@ -1,4 +1,4 @@
-"""Planning with a joint model on push_cube: does looking ahead help, and does it need failures to know what is bad?
+"""Planning with a joint model on reach_planar: does looking ahead help, and does it need failures to know what is bad?
 
 The same weights act with one candidate and plan with several; beside them a model that saw successes only.
 After Cosmos Policy's best-of-N planning; its issue 17 is the second question.
@@ -7,7 +7,6 @@ After Cosmos Policy's best-of-N planning; its issue 17 is the second question.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from robopolicy.benchmarks.replay import TASK
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.record import record
@@ -18,14 +17,16 @@ from sims.experts import Noise, NoisyController
 from sims.registry import load_task, make_world
 from worldmodels.joint import JointConfig, JointModel
 
+TASK = "reach_planar"
+
 
 @dataclass(frozen=True)
 class Scale:
     """episodes: recorded at each level of noise; fit: training steps; candidates: of planning; judged: episodes."""
 
     episodes: int = 100
-    noise: tuple[float, ...] = (0.2, 1.0, 2.0)
-    fit: int = 4000
+    noise: tuple[float, ...] = (0.5, 2.0, 4.0)
+    fit: int = 2500
     candidates: int = 8
     judged: int = 200
     model: JointConfig = field(default_factory=JointConfig)

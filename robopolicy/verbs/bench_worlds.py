@@ -97,7 +97,7 @@ def joint_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
             rates = [run[name] for run in runs]
             seeds = [f"{rate['success']:.1%} [{rate['low']:.1%}, {rate['high']:.1%}]" for rate in rates]
             lines.append([name, f"{np.mean([rate['success'] for rate in rates]):.1%}", "  ".join(seeds)])
-    return [("Success in the simulator", ["learned from, and decides by", "mean", "each seed"], lines)]
+    return [("Success on reach_planar", ["learned from, and decides by", "mean", "each seed"], lines)]
 
 
 def video_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
