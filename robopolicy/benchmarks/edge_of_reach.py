@@ -40,8 +40,9 @@ class Problem:
     """A world that is known exactly, with recorded transitions to begin in.
 
     imagined: (truncation, penalty) -> the world for rollouts; real: the world that judges; recorded: transitions with
-    actions in [-1, 1]; agent: settings of the agent; steps: how far imagination goes; edge_value: the true value of
-    states, where it is known.
+    actions in [-1, 1]; agent: settings of the agent; steps: how far imagination goes; diversity: how strongly RAVL's
+    critics are kept from agreeing (too much makes them needlessly pessimistic, too little lets values explode);
+    edge_value: the true value of states, where it is known.
     """
 
     imagined: Callable[[Truncation, float], World]
@@ -49,15 +50,17 @@ class Problem:
     recorded: Batch
     agent: SacConfig
     steps: int
+    diversity: float
     edge_value: EdgeValue | None = None
 
 
 @dataclass(frozen=True)
 class Arm:
-    """critics, diversity: of the agent; penalty, patched, whole (rollouts to the end): see above."""
+    """critics: of the agent, kept from agreeing where there are more than two; penalty, patched, whole (rollouts to the
+    end): see above.
+    """
 
     critics: int = 2
-    diversity: float = 0.0
     penalty: float = 0.0
     patched: bool = False
     whole: bool = False
@@ -67,7 +70,7 @@ ARMS = {
     "base": Arm(),
     "penalty": Arm(penalty=5.0),
     "patched": Arm(patched=True),
-    "RAVL": Arm(critics=10, diversity=0.01),
+    "RAVL": Arm(critics=10),
     "long": Arm(whole=True),
 }
 
@@ -90,6 +93,7 @@ def point_problem(seed: int) -> Problem:
         recorded,
         agent,
         5,
+        0.01,
         lambda state: agent.discount * point.best_value(state, agent.discount),
     )
 
@@ -106,7 +110,7 @@ def task_problem(task: str, seed: int) -> Problem:
         simulator: Any = make_world(task, ROWS, seed=seed)
         return ImaginedWorld(OracleModel(simulator), starts, ROWS, truncation=truncation, penalty=penalty)
 
-    return Problem(imagined, make_world(task, EPISODES, seed=seed), recorded, agent, 2)
+    return Problem(imagined, make_world(task, EPISODES, seed=seed), recorded, agent, 2, 1.0)
 
 
 def build_problem(name: str, seed: int) -> Problem:
@@ -150,7 +154,8 @@ def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig
     arm = ARMS[name]
     if arm.patched and problem.edge_value is None:
         raise ConfigError("The true values of this world are not known: arm 'patched' has nothing to pay.")
-    settings = {**problem.agent.__dict__, "critics": arm.critics, "diversity": arm.diversity}
+    diversity = problem.diversity if arm.critics > 2 else 0.0
+    settings = {**problem.agent.__dict__, "critics": arm.critics, "diversity": diversity}
     interface = Interface(problem.real.spec)
     agent = Sac(SacConfig(**settings), interface.size, interface.actions, derive(seed, "agent"))
     agent.fit_statistics(problem.recorded.state)
