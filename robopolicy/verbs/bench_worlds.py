@@ -143,7 +143,7 @@ EXPERIMENTS = {
         style_tables,
     ),
     "joint": Experiment(
-        "A model of actions, futures and values acts better with a look ahead, if it knows failures.",
+        "A model of actions, futures and values acts better with a look ahead; does it need to have seen failures?",
         lambda seed, folder: joint.measure(seed, joint.Scale()),
         joint_tables,
     ),
