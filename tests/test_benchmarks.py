@@ -47,12 +47,11 @@ def test_the_experiments_run():
     for _, header, lines in EXPERIMENTS["trajectories"].tables([found]):
         assert lines and all(len(line) == len(header) for line in lines)
     tiny = planning.Scale(
-        demonstrations=8,
+        cautious=planning.Study("push_cube", 8, 4.0, 8, 0.4),
         imagined=16,
         steps=5,
-        explored_demonstrations=8,
-        explored_steps=40,
-        explored_candidates=2,
+        curious=planning.Study("reach_planar", 8, 30.0, 2, 0.3),
+        explored=40,
         rounds=1,
         held_out=8,
         fit=20,

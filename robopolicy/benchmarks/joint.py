@@ -7,14 +7,14 @@ After Cosmos Policy's best-of-N planning; its issue 17 is the second question.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from robopolicy.benchmarks.recordings import expert
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.stages import fit_stages
-from sims.experts import Noise, NoisyController
-from sims.registry import load_task, make_world
+from sims.registry import make_world
 from worldmodels.joint import JointConfig, JointModel
 
 TASK = "reach_planar"
@@ -36,8 +36,7 @@ def collect(seed: int, scale: Scale) -> Episodes:
     """Return episodes of the expert at every level of noise, failures among them."""
     world, parts = make_world(TASK, 64, seed=seed), []
     for level in scale.noise:
-        expert, draws = load_task(TASK).expert(), derive(seed, f"noise {level}")
-        actor = NoisyController(expert, Noise(gaussian=level), draws, world.spec.action)
+        actor = expert(world, level, derive(seed, f"noise {level}"))
         parts.append(record(world, actor, episode_seeds(seed, f"recorded/{level}", scale.episodes)))
     world.close()
     return Episodes.concatenate(parts)

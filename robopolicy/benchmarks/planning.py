@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from robopolicy.benchmarks.recordings import expert, until
 from robopolicy.benchmarks.replay import TASK, replay
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
@@ -23,8 +24,7 @@ from robopolicy.policies import DenoisingPolicyConfig, build_policy
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.pretrain import PretrainConfig, pretrain
 from robopolicy.training.stages import fit_stages
-from sims.experts import Noise, NoisyController
-from sims.registry import load_task, make_world
+from sims.registry import make_world
 from worldmodels.diagnostics import open_loop
 from worldmodels.ensemble import EnsembleConfig, EnsembleModel
 from worldmodels.env import ImaginedWorld
@@ -32,10 +32,8 @@ from worldmodels.imagination import recorded_starts
 from worldmodels.planning import PlanConfig, PlannedPolicy
 from worldmodels.transitions import TransitionData
 
-EXPLORED_TASK = "reach_planar"
-
 SIGNS = {"policy": None, "planned": 0.0, "cautious": -1.0, "curious": 1.0}
-"""What a unit of doubt adds to a candidate's score, as a share of Scale's; None: no candidates at all."""
+"""What a unit of doubt adds to a candidate's score, as a share of the study's; None: no candidates at all."""
 
 EXPLORERS = ("policy", "planned", "curious")
 
@@ -44,37 +42,38 @@ DEMONSTRATED = 0.1
 
 
 @dataclass(frozen=True)
-class Scale:
-    """demonstrations: episodes on push_cube; imagined: rollouts of `steps`; doubt, candidates, exploration: of plans
-    there, with the noise of the policy, in normalised actions, that candidates differ by.
-
-    explored_*: the same of reach_planar, where `rounds` of explored_steps control steps each follow the
-    demonstrations; held_out: episodes of play and of every explorer; play: noise of the expert who plays; horizon: of
-    all plans; fit, clone: training steps of models and policies.
+class Study:
+    """demonstrations: episodes of `task`; doubt: what SIGNS are multiplied by; candidates: of a plan; exploration: the
+    policy's noise, in normalised actions, by which candidates differ.
     """
 
-    demonstrations: int = 60
+    task: str
+    demonstrations: int
+    doubt: float
+    candidates: int
+    exploration: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """cautious: where imagined rollouts are compared with the truth; imagined: rollouts of `steps`.
+
+    curious: where `rounds` of `explored` control steps each follow the demonstrations; held_out: episodes of play and
+    of every explorer; play: noise of the expert who plays. horizon: of all plans; fit, clone: training steps of models
+    and policies.
+    """
+
+    cautious: Study = Study(TASK, 60, 4.0, 8, 0.4)
     imagined: int = 200
     steps: int = 20
-    doubt: float = 4.0
-    candidates: int = 8
-    exploration: float = 0.4
-    explored_demonstrations: int = 30
-    explored_steps: int = 400
-    explored_doubt: float = 30.0
-    explored_candidates: int = 32
-    explored_exploration: float = 0.3
+    curious: Study = Study("reach_planar", 30, 30.0, 32, 0.3)
+    explored: int = 400
     rounds: int = 2
     held_out: int = 64
     play: float = 8.0
     horizon: int = 12
     fit: int = 1500
     clone: int = 1500
-
-
-def expert(world: World, noise: float, seed: int, task: str = TASK) -> NoisyController:
-    """Return a task's expert with Gaussian noise."""
-    return NoisyController(load_task(task).expert(), Noise(gaussian=noise), seed, world.spec.action)
 
 
 def measure(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
@@ -87,36 +86,32 @@ def measure(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
 
 def stayed_true(seed: int, scale: Scale) -> dict[str, float]:
     """Return, by actor, how far imagined rollouts on push_cube are from the simulator's, in standard deviations."""
-    world: Any = make_world(TASK, 64, seed=seed)
-    shown, policy = shown_and_cloned(world, TASK, scale.demonstrations, scale.exploration, scale, seed)
+    study = scale.cautious
+    world: Any = make_world(study.task, 64, seed=seed)
+    shown, policy = shown_and_cloned(world, study, scale, seed)
     world.close()
     model = train_model(world, shown, scale, seed)
-    found = {}
-    for name, sign in SIGNS.items():
-        planning = PlanConfig(scale.candidates, scale.horizon, uncertainty=scale.doubt * (sign or 0.0))
-        actor = policy if sign is None else PlannedPolicy(policy, model, planning)
-        found[name] = imagined_error(model, actor, shown, scale, seed)
-    return found
+    actors = {name: actor_of(name, policy, model, study, scale) for name in SIGNS}
+    return {name: imagined_error(model, actor, shown, scale, seed) for name, actor in actors.items()}
 
 
 def taught(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
     """Return, by explorer (and "before"), {"model_error", "explored_success"} on reach_planar: the error of following
     held-out actions with the model that has learned from its exploration, and the success of exploring.
     """
-    world: Any = make_world(EXPLORED_TASK, 64, seed=seed)
-    demonstrations, noise = scale.explored_demonstrations, scale.explored_exploration
-    shown, policy = shown_and_cloned(world, EXPLORED_TASK, demonstrations, noise, scale, seed)
+    study, held_out = scale.curious, episode_seeds(seed, "held out", scale.held_out)
+    world: Any = make_world(study.task, 64, seed=seed)
+    shown, policy = shown_and_cloned(world, study, scale, seed)
     before = train_model(world, shown, scale, seed)
-    later = [record(world, expert(world, scale.play, derive(seed, "player"), EXPLORED_TASK), held_out(seed, scale))]
+    later = [record(world, expert(world, scale.play, derive(seed, "player")), held_out)]
     models, found = {"before": before}, {}
     for name in EXPLORERS:
-        model, seen = before, [shown]
+        model, actor, seen = before, actor_of(name, policy, before, study, scale), [shown]
         for turn in range(scale.rounds):
-            steps, draws = scale.explored_steps, derive(seed, f"explored/{turn}")
-            seen.append(played(world, explorer(name, policy, model, scale), steps, draws))
+            seen.append(explored(world, actor, scale.explored, derive(seed, f"explored/{turn}")))
             model = train_model(world, Episodes.concatenate(seen), scale, seed)
-        actor = explorer(name, policy, model, scale)
-        later.append(record(world, actor, held_out(seed, scale), generator=Generators(seed)["act"]))
+            actor = actor_of(name, policy, model, study, scale)
+        later.append(record(world, actor, held_out, generator=Generators(seed)["act"]))
         success = Episodes.concatenate(seen[1:]).success
         assert success is not None
         models[name], found[name] = model, {"explored_success": float(success.float().mean())}
@@ -127,26 +122,27 @@ def taught(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
     return found
 
 
-def explorer(name: str, policy: Any, model: EnsembleModel, scale: Scale) -> Any:
-    """Return the actor of a name on reach_planar."""
+def actor_of(name: str, policy: Any, model: EnsembleModel, study: Study, scale: Scale) -> Any:
+    """Return one of `SIGNS` as a policy."""
     sign = SIGNS[name]
     if sign is None:
         return policy
-    doubt = scale.explored_doubt * sign
-    return PlannedPolicy(policy, model, PlanConfig(scale.explored_candidates, scale.horizon, uncertainty=doubt))
+    return PlannedPolicy(policy, model, PlanConfig(study.candidates, scale.horizon, uncertainty=study.doubt * sign))
 
 
-def shown_and_cloned(
-    world: World, task: str, demonstrations: int, exploration: float, scale: Scale, seed: int
-) -> tuple[Episodes, Any]:
+def shown_and_cloned(world: World, study: Study, scale: Scale, seed: int) -> tuple[Episodes, Any]:
     """Return nearly clean demonstrations and a policy that imitates them, with exploration noise."""
     shown = record(
         world,
-        expert(world, DEMONSTRATED, derive(seed, "expert"), task),
-        episode_seeds(seed, "demonstrations", demonstrations),
+        expert(world, DEMONSTRATED, derive(seed, "expert")),
+        episode_seeds(seed, "demonstrations", study.demonstrations),
     )
     config = DenoisingPolicyConfig(
-        chunk=4, prediction_steps=4, sampling_steps=5, min_sampling_std=exploration, min_logprob_std=exploration
+        chunk=4,
+        prediction_steps=4,
+        sampling_steps=5,
+        min_sampling_std=study.exploration,
+        min_logprob_std=study.exploration,
     )
     policy = build_policy(
         config,
@@ -162,18 +158,10 @@ def shown_and_cloned(
     return shown, policy
 
 
-def played(world: World, actor: Any, steps: int, seed: int) -> Episodes:
+def explored(world: World, actor: Any, steps: int, seed: int) -> Episodes:
     """Return whole episodes of an actor, eight at a time, of at least so many control steps."""
-    parts: list[Episodes] = []
     generator = Generators(seed)["act"]
-    while sum(part.step_count for part in parts) < steps:
-        parts.append(record(world, actor, episode_seeds(seed, str(len(parts)), 8), generator=generator))
-    return Episodes.concatenate(parts)
-
-
-def held_out(seed: int, scale: Scale) -> Any:
-    """Return the seeds of held-out episodes."""
-    return episode_seeds(seed, "held out", scale.held_out)
+    return until(steps, lambda turn: record(world, actor, episode_seeds(seed, str(turn), 8), generator=generator))
 
 
 def train_model(world: World, episodes: Episodes, scale: Scale, seed: int) -> EnsembleModel:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from robopolicy.benchmarks.planning import expert
+from robopolicy.benchmarks.recordings import expert
 from robopolicy.benchmarks.replay import TASK
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds

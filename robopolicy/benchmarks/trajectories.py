@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.benchmarks.recordings import expert, until
 from robopolicy.benchmarks.replay import TASK, replay
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.progress import progress
@@ -24,8 +25,7 @@ from robopolicy.rl.offline.td3_bc import Td3Bc, Td3BcConfig
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.imagined_values import AgentController, Interface
 from robopolicy.training.stages import fit_stages
-from sims.experts import Noise, NoisyController
-from sims.registry import load_task, make_world
+from sims.registry import make_world
 from worldmodels.ensemble import EnsembleConfig, EnsembleModel
 from worldmodels.trajectory_diffusion import TrajectoryConfig, TrajectoryDiffusion
 from worldmodels.transitions import TransitionData
@@ -62,15 +62,15 @@ class Scale:
 
 def collect(task: str, seed: int, steps: int, noise: float) -> Episodes:
     """Return at least so many control steps of a noisy expert, in whole episodes."""
-    world, parts, turn = make_world(task, 64, seed=seed), [], 0
-    while sum(part.step_count for part in parts) < steps:
-        actor = NoisyController(
-            load_task(task).expert(), Noise(gaussian=noise), derive(seed, f"{noise}/{turn}"), world.spec.action
-        )
-        parts.append(record(world, actor, episode_seeds(seed, f"recorded/{noise}/{turn}", 8)))
-        turn += 1
+    world = make_world(task, 64, seed=seed)
+
+    def played(turn: int) -> Episodes:
+        actor = expert(world, noise, derive(seed, f"{noise}/{turn}"))
+        return record(world, actor, episode_seeds(seed, f"recorded/{noise}/{turn}", 8))
+
+    episodes = until(steps, played)
     world.close()
-    return Episodes.concatenate(parts)
+    return episodes
 
 
 def batch_of(data: TransitionData, interface: Interface, bonus: Tensor | None = None) -> Batch:

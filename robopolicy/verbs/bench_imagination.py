@@ -32,7 +32,8 @@ from robopolicy.verbs.bench_runs import (
 LONGER = ("finetune.target_success=0.98",)
 """Imagined steps are cheap, and some of what succeeds in imagination fails in earnest."""
 
-CAREFUL = (*LONGER, "finetune.auxiliaries=[bc]")
+NEAR = "finetune.auxiliaries=[bc]"
+CAREFUL = (*LONGER, NEAR)
 """Kept near the base, as DiWA does: slower, and worth it where the model is wrong about what the base never did."""
 
 FEWER = (
@@ -81,11 +82,11 @@ ARMS: dict[str, Arm] = {
     "pixel_diffusion": Arm("pixel_diffusion", PICTURES["pixel_diffusion"], settings=(*LONGER, *FEWER)),
     "narrow": narrow(),
     "narrow, stopped": narrow("imagine.gap=0.2"),
-    "narrow, near its base": narrow("finetune.auxiliaries=[bc]"),
+    "narrow, near its base": narrow(NEAR),
     "narrow, experts beside": narrow(EXPERTS),
     "narrow, doubt costs": narrow("world.imagination.penalty=0.3"),
     "narrow, doubt ends": narrow("world.imagination.quantile=0.99"),
-    "narrow, refreshed": narrow("finetune.auxiliaries=[bc]", "imagine.refresh_every=5"),
+    "narrow, refreshed": narrow(NEAR, "imagine.refresh_every=5"),
 }
 """Name -> what is done."""
 
