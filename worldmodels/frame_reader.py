@@ -17,7 +17,7 @@ from torch.nn import functional
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.progress import progress
-from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
+from robopolicy.core.spec import IMAGE_PREFIX, STATE, WorldSpec
 from worldmodels.frame_readout import FrameReadout, ReadoutConfig, to_pixels
 from worldmodels.heads import calibrated_threshold, quantiles_of
 from worldmodels.imagination import context_at
@@ -101,6 +101,20 @@ class FrameReader(nn.Module):
     def structure(self) -> StateStructure:
         """What the elements of the state are."""
         return structure_of(self)
+
+    @property
+    def pose_size(self) -> int:
+        """How many elements a pose has, at least one."""
+        return self.vectors[STATE].size if STATE in self.vectors else 1
+
+    def poses(self, states: Tensor) -> Tensor:
+        """Return what the robot knows of itself, standardised, [..., P], of states [..., V]; one zero if nothing."""
+        begin = 0
+        for key, field in self.vectors.items():
+            if key == STATE:
+                return self.standard("state", states)[..., begin : begin + field.size]
+            begin += field.size
+        return states.new_zeros(*states.shape[:-1], 1)
 
     def batches(self, episodes: Episodes, generator: torch.Generator, dream: Dream) -> Iterator[dict[str, Any]]:
         """Yield what `FrameReadout.losses` takes for ever; `generator` is all the state.

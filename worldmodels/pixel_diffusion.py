@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
-from worldmodels.frame_reader import FrameReader, PartStage, build_from_data, saved_structure, stacked_size
+from worldmodels.frame_reader import FrameReader, PartStage, build_from_data, saved_structure
 from worldmodels.pixel_networks import PixelDenoiser, PixelDiffusionConfig
 from worldmodels.protocol import Context, Imagined, Latent, Regression
 from worldmodels.sequences import SequenceData
@@ -52,9 +52,9 @@ class PixelDiffusionModel(nn.Module):
         self.config, sizes = config, config.networks
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.denoiser = PixelDenoiser(config, *stacked_size(spec), spec.action.size)
             fields = config.readout, spec, structure, success_bonus
             self.reader = FrameReader(*fields, depth=sizes.readout, hidden=sizes.hidden)
+            self.denoiser = PixelDenoiser(config, *self.reader.size, spec.action.size, self.reader.pose_size)
 
     @classmethod
     def build(cls, config: PixelDiffusionConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
@@ -100,15 +100,23 @@ class PixelDiffusionModel(nn.Module):
 
     def _pixel_loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"pixels": [N]}, EDM's weighted error of frames; 1 would be a network that has learned nothing."""
-        return {"pixels": self.denoiser.losses(batch["frames"], batch["actions"], batch["valid"], generator)}
+        return {"pixels": self.denoiser.losses(**batch, generator=generator)}
 
     def denoiser_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield what `PixelDenoiser.losses` takes for ever; `generator` is all the state."""
         reader, config = self.reader, self.config
-        data, device = SequenceData(episodes, tuple(reader.pictures)), reader.state_mean.device
+        data, device = SequenceData(episodes), reader.state_mean.device
         for cut in data.sampler(config.context - 1, 1 + config.unroll, config.batch_size, generator):
-            frames, actions = reader.stack(cut.frames), reader.standard("action", cut.actions)
-            yield {"frames": frames.to(device), "actions": actions.to(device), "valid": cut.valid.to(device)}
+            states = reader.vector(cut.frames, slice(-1))
+            noise = torch.randn(states.shape, generator=generator, device=generator.device).to(states.device)
+            states = states + config.readout.state_noise * noise * reader.change_std.to(states.device)
+            batch = {
+                "frames": reader.stack(cut.frames),
+                "actions": reader.standard("action", cut.actions),
+                "poses": reader.poses(states),
+                "valid": cut.valid,
+            }
+            yield {name: value.to(device) for name, value in batch.items()}
 
     def readout_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield what `FrameReadout.losses` takes for ever; `generator` is all the state."""
@@ -120,10 +128,11 @@ class PixelDiffusionModel(nn.Module):
         cut = data.cut(steps, past, 1)
         frames = reader.stack(cut.frames).to(reader.state_mean.device)
         actions = reader.standard("action", cut.actions.to(frames.device))
+        poses = reader.poses(reader.vector(cut.frames, slice(None)).to(frames.device))
         for step in range(2):
             noise = torch.randn(len(steps), 3, *reader.size, generator=generator).to(frames.device)
             window = slice(step, step + past)
-            new = self.denoiser.next_frame(frames[:, window], actions[:, window], noise)
+            new = self.denoiser.next_frame(frames[:, window], actions[:, window], poses[:, step + past - 1], noise)
             known = cut.valid[:, step + past - 1].to(frames.device)
             frames[known, step + past] = new[known]
         return frames[:, -3:]
@@ -169,7 +178,7 @@ class PixelDiffusionModel(nn.Module):
         frames, state, reader = latent["frames"], latent["state"], self.reader
         actions = actions.to(state.dtype)
         recent = reader.standard("action", torch.cat([latent["actions"], actions[:, None]], 1))
-        frame = self.denoiser.next_frame(frames, recent, reader.noise(latent, (3, *reader.size)))
+        frame = self.denoiser.next_frame(frames, recent, reader.poses(state), reader.noise(latent, (3, *reader.size)))
         before = frames[:, max(0, frames.shape[1] - 2)]
         seen = torch.stack([before, frames[:, -1], frame], 1)
         return frame, *reader.read(seen, state, actions)

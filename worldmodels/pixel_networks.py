@@ -5,6 +5,7 @@ action dimension. Frames are uint8 [..., height, width, 3], pixels float
 [..., 3, height, width] in -1 to 1; several cameras are one frame, stacked in height.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -19,6 +20,9 @@ from worldmodels import edm
 from worldmodels.edm import EdmConfig
 from worldmodels.frame_readout import ReadoutConfig, to_frames, to_pixels
 from worldmodels.precision import Precision, autocast
+
+MAPS = 16
+"""Channels on which actions and pose are drawn."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +99,18 @@ class PixelDiffusionConfig:
 
 
 class PixelDenoiser(nn.Module):
-    """Denoises the next frame, given context and actions, both of which steer every block's group norm or input.
+    """Denoises the next frame, given context, actions and pose: pictures are input, the others steer every block's
+    group norm and are drawn on maps beside the pictures.
 
     Deviations from DIAMOND: squares of pixels become channels, so that the finest maps have `grid` pixels a side (a
     CPU is fast on few pixels with many channels); what is diffused is the change from the last frame, in units of
-    `change_std` (of which EDM's sigma_data is the standard deviation), so that a network that says nothing repeats it.
+    `change_std` (of which EDM's sigma_data is the standard deviation), so that a network that says nothing repeats it;
+    it is told the robot's pose in the last frame (as Ctrl-World is), which pictures alone tell coarsely.
     """
 
     change_std: Tensor
 
-    def __init__(self, config: PixelDiffusionConfig, height: int, width: int, actions: int):
+    def __init__(self, config: PixelDiffusionConfig, height: int, width: int, actions: int, poses: int):
         from diffusers.models.unets.unet_2d import UNet2DModel  # seconds to import: only who builds one pays
 
         super().__init__()
@@ -118,7 +124,7 @@ class PixelDenoiser(nn.Module):
             )
         count, area = len(sizes.channels), 3 * self.patch**2
         self.unet = UNet2DModel(
-            in_channels=area * (config.context + 1),
+            in_channels=area * (config.context + 1) + MAPS,
             out_channels=area,
             block_out_channels=sizes.channels,
             layers_per_block=sizes.layers,
@@ -131,24 +137,35 @@ class PixelDenoiser(nn.Module):
         )
         nn.init.zeros_(self.unet.conv_out.weight)
         self.register_buffer("change_std", torch.ones(()))
-        features = 4 * sizes.channels[0]
-        self.action = nn.Sequential(
-            nn.Linear(config.context * actions, features), nn.SiLU(), nn.Linear(features, features)
+        features, told = 4 * sizes.channels[0], config.context * actions + poses
+        self.steer = nn.Sequential(nn.Linear(told, features), nn.SiLU(), nn.Linear(features, features))
+        self.drawn = MAPS, height // self.patch, width // self.patch
+        self.draw = nn.Sequential(
+            nn.Linear(told, features),
+            nn.SiLU(),
+            nn.Linear(features, math.prod(self.drawn)),
+            nn.Unflatten(1, self.drawn),
         )
 
-    def forward(self, noisy: Tensor, label: Tensor, context: Tensor, actions: Tensor) -> Tensor:
+    def forward(self, noisy: Tensor, label: Tensor, maps: Tensor, steering: Tensor) -> Tensor:
         """Return EDM's F [N, 3, height, width] of scaled `noisy` changes at noise labels [N].
 
-        context: what `squares` makes of K frames; actions: [N, K, A], standardised, the last leads to the new frame.
+        maps, steering: what `conditions` makes of the past.
         """
-        x = torch.cat([context, functional.pixel_unshuffle(noisy, self.patch)], 1)
+        x = torch.cat([maps, functional.pixel_unshuffle(noisy, self.patch)], 1)
         with autocast(self.config.precision, x.device):
-            found = self.unet(x, 100 * label, class_labels=self.action(actions.flatten(1))).sample
+            found = self.unet(x, 100 * label, class_labels=steering).sample
         return functional.pixel_shuffle(found.float(), self.patch)
 
-    def squares(self, context: Tensor) -> Tensor:
-        """Return pixels [N, K, 3, height, width] as channels of squares, once for all steps of denoising."""
-        return functional.pixel_unshuffle(rearrange(context, "n k c h w -> n (k c) h w"), self.patch)
+    def conditions(self, context: Tensor, actions: Tensor, pose: Tensor) -> dict[str, Tensor]:
+        """Return what all steps of denoising are told: maps [N, M, grid, grid] and steering [N, S].
+
+        context: pixels [N, K, 3, height, width]; actions: [N, K, A], the last leads to the new frame; pose: [N, P], in
+        the last frame; both are standardised.
+        """
+        told = torch.cat([actions.flatten(1), pose], 1)
+        squares = functional.pixel_unshuffle(rearrange(context, "n k c h w -> n (k c) h w"), self.patch)
+        return {"maps": torch.cat([squares, self.draw(told)], 1), "steering": self.steer(told)}
 
     def keep_statistics(self, frames: Tensor) -> None:
         """Keep how much pixels change from one to the next of frames [N, 2, height, width, 3]."""
@@ -156,11 +173,14 @@ class PixelDenoiser(nn.Module):
         change = (after - before).square().mean().sqrt()
         self.change_std.copy_((change / self.config.edm.sigma_data).clamp_min(1e-3))
 
-    def losses(self, frames: Tensor, actions: Tensor, valid: Tensor, generator: torch.Generator) -> Tensor:
+    def losses(
+        self, frames: Tensor, actions: Tensor, poses: Tensor, valid: Tensor, generator: torch.Generator
+    ) -> Tensor:
         """Return EDM's error [M], averaged over the frames that count.
 
-        frames: [M, K + U + 1, height, width, 3]; actions: [M, K + U, A], standardised; valid: [M, K + U] bool. The
-        first unroll_share of the rows go on for U more steps from what was just predicted.
+        frames: [M, K + U + 1, height, width, 3]; actions: [M, K + U, A] and poses: [M, K + U, P], standardised, the
+        poses those in which the actions are taken; valid: [M, K + U] bool. The first unroll_share of the rows go on for
+        U more steps from what was just predicted.
         """
         config, pixels = self.config, to_pixels(frames)
         past, rows = config.context, len(frames)
@@ -176,8 +196,8 @@ class PixelDenoiser(nn.Module):
             context = context[:count]
             clean = (pixels[:count, past + step] - context[:, -1]) / self.change_std
             noisy, sigma, _ = edm.training_noise_with_starts(clean, config.edm, config.first_share, generator)
-            network = partial(self, context=self.squares(context), actions=actions[:count, step : step + past])
-            denoised = edm.denoise(network, noisy, sigma, config.edm)
+            told = self.conditions(context, actions[:count, step : step + past], poses[:count, step + past - 1])
+            denoised = edm.denoise(partial(self, **told), noisy, sigma, config.edm)
             error = edm.weighted_error(denoised, clean, sigma, config.edm).mean((1, 2, 3))
             counts = valid[:count, past + step - 1].float()
             total = total + functional.pad(error * counts, (0, rows - count))
@@ -187,13 +207,13 @@ class PixelDenoiser(nn.Module):
         return total * rows / known.sum().clamp_min(1)
 
     @torch.no_grad()
-    def next_frame(self, frames: Tensor, actions: Tensor, noise: Tensor) -> Tensor:
+    def next_frame(self, frames: Tensor, actions: Tensor, pose: Tensor, noise: Tensor) -> Tensor:
         """Return the imagined next frame [N, height, width, 3] after frames [N, K, height, width, 3].
 
-        actions: [N, K, A], standardised; noise: standard normal [N, 3, height, width].
+        actions: [N, K, A] and pose: [N, P], standardised; noise: standard normal [N, 3, height, width].
         """
         pixels = to_pixels(frames)
-        network = partial(self, context=self.squares(pixels), actions=actions)
+        network = partial(self, **self.conditions(pixels, actions, pose))
         return self._shown(pixels[:, -1], edm.sample(network, noise, self.config.edm, scaled=False))
 
     def _shown(self, last: Tensor, change: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.progress import progress
-from robopolicy.core.spec import STATE, WorldSpec
+from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from worldmodels import edm
 from worldmodels.frame_reader import PART, FrameReader, PartStage, build_from_data, saved_structure
@@ -63,7 +63,7 @@ class VideoModel(nn.Module):
                 raise ConfigError(f"One autoencoder reads all cameras, so they need one size, not {sorted(shapes)}.")
             height, width, _ = next(iter(shapes))
             self.autoencoder = ViewAutoencoder(sizes, len(self.reader.pictures), height, width, config.precision)
-            factor, self.pose = self.autoencoder.factor, _pose_elements(self.reader)
+            factor = self.autoencoder.factor
             self.latent = sizes.latent, self.reader.size[0] // factor, width // factor
             self.transformer = VideoTransformer(
                 sizes,
@@ -72,7 +72,7 @@ class VideoModel(nn.Module):
                 history=len(config.ages),
                 chunk=config.chunk,
                 actions=spec.action.size,
-                poses=max(1, self.pose.stop - self.pose.start),
+                poses=self.reader.pose_size,
                 precision=config.precision,
             )
         self.register_buffer("change_std", torch.ones(sizes.latent))
@@ -161,7 +161,7 @@ class VideoModel(nn.Module):
         states = reader.vector({key: value[None] for key, value in episodes.observation.items()}, slice(None))[0]
         shifted = torch.zeros(len(latents), episodes.actions.shape[1])
         shifted[torch.arange(episodes.step_count) + episodes.episode_of_step + 1] = episodes.actions
-        video = LatentVideo.of(episodes, latents, self._poses(states), reader.standard("action", shifted))
+        video = LatentVideo.of(episodes, latents, reader.poses(states), reader.standard("action", shifted))
         steps = (video.first < torch.arange(len(latents))).nonzero()[:, 0]
         change = torch.zeros(len(coder.mean), dtype=torch.float64)
         for part in steps.split(2048):
@@ -297,7 +297,7 @@ class VideoModel(nn.Module):
         """Return the latents [B, F, C, height, width] of a chunk's first frames under actions [B, F, A]."""
         config, reader = self.config, self.reader
         slots = self._slots
-        history, poses = latent["latents"][:, slots], self._poses(latent["states"][:, slots])
+        history, poses = latent["latents"][:, slots], reader.poses(latent["states"][:, slots])
         told = reader.standard("action", latent["actions"][:, slots])
         memory = self.transformer.remember(history, told, poses, history.new_zeros(history.shape[:2]))
         present, begin = history[:, -1], latent["step"] - latent["phase"]
@@ -324,11 +324,6 @@ class VideoModel(nn.Module):
         """Where the history's frames lie among the last L."""
         return [self.config.span - 1 - age for age in self.config.ages]
 
-    def _poses(self, states: Tensor) -> Tensor:
-        """Return the standardised poses [..., P] in states [..., V]; one zero where no robot is shown."""
-        found = self.reader.standard("state", states)[..., self.pose]
-        return found if found.shape[-1] else states.new_zeros(*states.shape[:-1], 1)
-
     def _encode(self, frames: Tensor) -> Tensor:
         """Return latents [N, C, height, width] of frames with all views stacked, uint8 [N, height, width, 3]."""
         views = rearrange(to_pixels(frames), "n c (v h) w -> n v c h w", v=len(self.reader.pictures))
@@ -338,13 +333,3 @@ class VideoModel(nn.Module):
         """Return frames with all views stacked, uint8 [N, height, width, 3], of latents [N, C, height, width]."""
         pixels = torch.cat([self.autoencoder.decode(part) for part in latents.split(PART)])
         return to_frames(rearrange(pixels, "n v c h w -> n c (v h) w"))
-
-
-def _pose_elements(reader: FrameReader) -> slice:
-    """Return where the robot's own state lies among the elements of all vectors."""
-    begin = 0
-    for key, field in reader.vectors.items():
-        if key == STATE:
-            return slice(begin, begin + field.size)
-        begin += field.size
-    return slice(0, 0)

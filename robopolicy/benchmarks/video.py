@@ -32,7 +32,6 @@ from worldmodels.picture_quality import SSIM, UNITS
 from worldmodels.video import VideoModel
 from worldmodels.video_configuration import VideoConfig
 
-TASK = "push_cube"
 WORLDS = 32
 """Rows of the simulators that record."""
 
@@ -47,6 +46,8 @@ class Scale:
     filmed: episodes in the video; timed: frames that the clock sees.
     """
 
+    task: str = "push_cube"
+    cameras: tuple[str, ...] = ("top", "front")
     recorded: int = 20_000
     fit: int = 1500
     rate: float = 1.5e-3
@@ -59,7 +60,6 @@ class Scale:
     horizons: tuple[int, ...] = (*range(1, 51), 60, 70, 80, 90, 100)
     filmed: int = 6
     timed: int = 50
-    cameras: tuple[str, ...] = ("top", "front")
     model: VideoConfig = field(default_factory=VideoConfig)
 
 
@@ -89,7 +89,7 @@ def judged_episodes(seed: int, scale: Scale) -> Episodes:
 
 def _played(seed: int, scale: Scale, level: str, name: str, horizon: int | None, steps: float) -> Iterator[Episodes]:
     """Yield rounds of episodes at a level of noise until there are so many control steps."""
-    task = load_task(TASK)
+    task = load_task(scale.task)
     world = MujocoWorld(
         replace(task, horizon=horizon or task.horizon), WORLDS, seed=seed, cameras=scale.cameras, image_size=64
     )
@@ -104,7 +104,7 @@ def _played(seed: int, scale: Scale, level: str, name: str, horizon: int | None,
 
 def trained(seed: int, scale: Scale, episodes: Episodes, folder: Path) -> dict[str, VideoModel]:
     """Return the model with and without memory, read from `folder` or trained and kept there."""
-    task = load_task(TASK)
+    task = load_task(scale.task)
     world = MujocoWorld(task, 1, cameras=scale.cameras, image_size=64)
     spec, found = world.spec, {}
     world.close()

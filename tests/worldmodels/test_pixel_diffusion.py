@@ -70,6 +70,15 @@ def test_carried_states_follow_their_structure_and_the_pictures(learned):
     assert float(error) < 0.15, error
 
 
+def test_the_next_picture_depends_on_the_pose(learned):
+    model, held = learned
+    latent = model.initial(context_at(held, torch.arange(50)), np.arange(50))
+    moved = {**latent, "state": latent["state"].clone()}
+    moved["state"] += 0.5 * model.reader.state_std
+    shown = [to_pixels(model.imagine(each, held.actions[:50])[1].observation[IMAGE]) for each in (latent, moved)]
+    assert float((shown[0] - shown[1]).abs().amax()) > 0.05
+
+
 def test_uncertainty_grows_off_the_data(learned):
     model, held = learned
 
@@ -130,9 +139,9 @@ def test_training_batches_are_a_function_of_the_generator():
 def test_an_untrained_denoiser_repeats_the_last_frame():
     frames = torch.randint(0, 256, (3, 4, 16, 16, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(to_frames(to_pixels(frames)), frames)
-    denoiser = PixelDenoiser(TINY, 16, 16, 2)
+    denoiser = PixelDenoiser(TINY, 16, 16, 2, 3)
     noise = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    new = denoiser.next_frame(frames, torch.zeros(3, 4, 2), noise)
+    new = denoiser.next_frame(frames, torch.zeros(3, 4, 2), torch.zeros(3, 3), noise)
     assert float((new.float() - frames[:, -1].float()).abs().mean()) < 8
 
 
@@ -163,7 +172,7 @@ def test_bad_settings_and_data_are_refused():
     with pytest.raises(ConfigError, match="no pictures"):
         PixelDiffusionModel.build(TINY, point_world.SPEC, blind, 0)
     with pytest.raises(ConfigError, match="do not divide"):
-        PixelDenoiser(TINY, 18, 17, 2)
+        PixelDenoiser(TINY, 18, 17, 2, 3)
     with pytest.raises(ConfigError, match="multiples of 8"):
         PixelDiffusionConfig(channels=(12, 24))
     with pytest.raises(ConfigError, match="share"):
