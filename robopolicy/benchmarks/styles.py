@@ -40,7 +40,7 @@ class Scale:
     looks: int = 6
     unseen: int = 4
     pixels: int = 32
-    fit: int = 1500
+    fit: int = 600
     horizon: int = 10
     model: RssmConfig = field(default_factory=RssmConfig)
 
