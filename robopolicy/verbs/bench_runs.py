@@ -58,8 +58,8 @@ PICTURES = {
         *EXAMINED,
     ),
 }
-"""Settings of models that dream in pictures, each a quarter to half an hour of training. Where little is left to chance,
-one step of diffusion (the expected picture) is as true as three and twice as fast, and training begins where it does.
+"""Settings of models that dream in pictures, each a quarter to half an hour of training. Where little is left to
+chance, one step of diffusion (the expected picture) is as true as three, twice as fast, and all that need be learned.
 """
 
 FEWER = {
