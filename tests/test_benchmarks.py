@@ -11,7 +11,7 @@ from robopolicy.benchmarks.replay import replay
 from robopolicy.verbs.bench_worlds import EXPERIMENTS
 from worldmodels.edm import EdmConfig
 from worldmodels.frame_readout import ReadoutConfig
-from worldmodels.rssm_dynamics import RssmConfig
+from worldmodels.pixel_networks import PixelDiffusionConfig
 from worldmodels.trajectory_diffusion import TrajectoryConfig
 from worldmodels.transitions import TransitionData
 from worldmodels.video_configuration import VideoConfig
@@ -61,7 +61,14 @@ def test_the_experiments_run():
     assert set(figures) == {"policy", "planned", "cautious", "curious", "before"}
     title, header, lines = EXPERIMENTS["planning"].tables([figures])[0]
     assert title and len(lines) == 5 and all(len(line) == len(header) for line in lines)
-    looks = styles.Scale(episodes=8, held_out=4, looks=1, unseen=1, fit=5, model=RssmConfig(size="tiny"))
+    looks = styles.Scale(
+        episodes=8,
+        held_out=4,
+        looks=1,
+        unseen=1,
+        fit=5,
+        model=PixelDiffusionConfig(size="tiny", readout=ReadoutConfig(batch_size=16, dreams=16)),
+    )
     seen = styles.measure(0, looks)
     assert len(EXPERIMENTS["styles"].tables([seen])[0][2]) == 4
     both = joint.measure(0, joint.Scale(episodes=8, noise=(0.2, 1.0), fit=20, candidates=2, judged=8))
@@ -85,10 +92,11 @@ def test_the_experiment_with_pictures_runs_and_finds_its_models_again(tmp_path):
         model=tiny,
     )
     scale = replace(scale, noise=("low",), judged_noise=("random",))
+    scale = replace(scale, ablations=("no memory", "no bootstrapping"))
     first = video.measure(0, scale, tmp_path)
-    for title, header, lines in EXPERIMENTS["video"].tables([first]):
+    for title, header, lines in EXPERIMENTS["video"].tables([{"fixed_cameras": first}]):
         assert title and lines and all(len(line) == len(header) for line in lines)
-    assert all("<svg" in plot for _, plot in EXPERIMENTS["video"].pictures([first]))
+    assert all("<svg" in plot for _, plot in EXPERIMENTS["video"].pictures([{"fixed_cameras": first}]))
     assert (tmp_path / "imagined.mp4").stat().st_size > 1000
     again = video.measure(0, scale, tmp_path)
-    assert again["memory"] == first["memory"] and again["no memory"] == first["no memory"]
+    assert all(again[name] == first[name] for name in ("model", "no memory", "no bootstrapping"))

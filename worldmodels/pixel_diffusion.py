@@ -1,15 +1,19 @@
 """A diffusion model of the next picture, and a readout of everything else (DIAMOND, Alonso et al. 2024,
 arXiv:2405.12399).
 
-The next frame of all cameras is drawn by EDM diffusion from noise, given the last frames and actions. State vectors,
-reward, success and uncertainty are read off the frames by a second network, fitted afterwards on true frames and on
-frames that the first one imagined. Deviations from DIAMOND: its rewards come from a recurrent network, ours from a
-carried state vector and two frames; actions are continuous; training goes on from own predictions in a share of the
-rows only; another share starts where the sampler starts, what is diffused is the change from the last frame, and pixels
-that hardly change are held (see `PixelDiffusionConfig` and `PixelDenoiser`). Pushing a cube on 64 px with a grid of 8,
-8,000 recorded steps, 600 steps of training (4 minutes on one core): PSNR 1, 10 and 50 frames ahead 28.9, 25.7 and 23.1
-dB, told other actions 28.2, 24.0 and 22.4, first frame 28.0, 23.6 and 22.5. Diffusing whole frames instead, pictures
-faded and ignored their actions after as long. fit.learning_rate=1e-3 suits it.
+The next frame of all cameras is drawn by EDM diffusion from noise, given the last frames, actions and the robot's
+pose. State vectors, reward, success and uncertainty are read off the frames by a second network, fitted afterwards on
+true frames and on frames that the first one imagined. Deviations from DIAMOND: its rewards come from a recurrent
+network, ours from a carried state vector and two frames; the pose is told (Ctrl-World's idea); actions are
+continuous; training goes on from own predictions in a share of the rows only; another share starts where the sampler
+starts, what is diffused is the change from the last frame, and pixels that hardly change are held (see
+`PixelDiffusionConfig` and `PixelDenoiser`). Diffusing whole frames instead, pictures faded and ignored their actions
+after as long.
+
+On `reach_planar`, where nothing is left to chance, states read off after 20 imagined steps err by 0.56 standard
+deviations at 64 px (2,000 steps of training), by 0.32 with the pose told, and by 0.18 at 32 px with one step of
+sampling, which is all that is trained (first_share=1, 4,000 steps). fit.learning_rate=1e-3 suits it.
+
 Axes: N or B rows, K context frames, V elements of all vector fields, A action dimension.
 """
 

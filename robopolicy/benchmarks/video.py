@@ -1,8 +1,8 @@
-"""The latent video model on push_cube, two cameras of 64 px: does it mind actions, what is memory worth, how fast?
+"""The latent video model at 64 px: does it mind actions, what are memory and bootstrapping worth, how fast is it?
 
 It learns from episodes of the expert at graded noise and is judged on other, longer ones, in which success comes late
-or never. The model without memory shares autoencoder and readout with the one that has it; only its dynamics are its
-own.
+or never. Two fixed cameras see all of push_cube; the wrist's camera loses sight of pick_place's cube, then finds it
+again. Ablations share autoencoder and readout with the model; only their dynamics are their own.
 """
 
 import time
@@ -35,19 +35,22 @@ from worldmodels.video_configuration import VideoConfig
 WORLDS = 32
 """Rows of the simulators that record."""
 
-ARMS = ("memory", "no memory")
+MODEL = "model"
+ABLATIONS: dict[str, dict[str, Any]] = {"no memory": {"memory": 0}, "no bootstrapping": {"bootstrap": 0.0}}
+"""Name -> what it changes about the model."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """recorded: control steps of data; fit: training steps of the dynamics, the other stages' shares are the model's;
-    rate: learning rate; noise: levels of the data; judged: episodes that are followed, from step `begin` for at least
-    `followed` steps, at the levels judged_noise, with a time limit of `length`; horizons: where they are compared;
-    filmed: episodes in the video; timed: frames that the clock sees.
+    """task, cameras: what is imitated; ablations: names; recorded: control steps of data; fit: training steps of the
+    dynamics, the other stages' shares are the model's; rate: learning rate; noise: levels of the data; judged: episodes
+    that are followed, from step `begin` for at least `followed` steps, at the levels judged_noise, with a time limit of
+    `length`; horizons: where they are compared; filmed: episodes in the video; timed: frames that the clock sees.
     """
 
     task: str = "push_cube"
     cameras: tuple[str, ...] = ("top", "front")
+    ablations: tuple[str, ...] = ("no bootstrapping",)
     recorded: int = 20_000
     fit: int = 1500
     rate: float = 1.5e-3
@@ -61,6 +64,14 @@ class Scale:
     filmed: int = 6
     timed: int = 50
     model: VideoConfig = field(default_factory=VideoConfig)
+
+
+SCALES = {
+    "fixed_cameras": Scale(),
+    "wrist_camera": Scale(
+        task="pick_place", cameras=("wrist",), ablations=("no memory",), noise=("high", "random"), recorded=16_000
+    ),
+}
 
 
 def collect(seed: int, scale: Scale) -> Episodes:
@@ -103,25 +114,25 @@ def _played(seed: int, scale: Scale, level: str, name: str, horizon: int | None,
 
 
 def trained(seed: int, scale: Scale, episodes: Episodes, folder: Path) -> dict[str, VideoModel]:
-    """Return the model with and without memory, read from `folder` or trained and kept there."""
+    """Return the model and its ablations, read from `folder` or trained and kept there."""
     task = load_task(scale.task)
     world = MujocoWorld(task, 1, cameras=scale.cameras, image_size=64)
     spec, found = world.spec, {}
     world.close()
     settings = FitConfig(steps=scale.fit, learning_rate=scale.rate, checkpoint_every=500)
-    for arm in ARMS:
+    for arm in (MODEL, *scale.ablations):
         run = RunFolder(folder / arm.replace(" ", "_"))
         if (run.checkpoint / "config.json").exists():
             found[arm] = load_world_model(run.checkpoint)
             continue
-        config = scale.model if arm == ARMS[0] else replace(scale.model, memory=0)
+        config = replace(scale.model, **ABLATIONS.get(arm, {}))
         model = VideoModel.build(config, spec, episodes, derive(seed, "video"))
         generators = Generators(seed)
-        if arm == ARMS[0]:
+        if arm == MODEL:
             fit_stages(model, episodes, settings, generators, run)
         else:
-            model.autoencoder.load_state_dict(found[ARMS[0]].autoencoder.state_dict())
-            model.reader.load_state_dict(found[ARMS[0]].reader.state_dict())
+            model.autoencoder.load_state_dict(found[MODEL].autoencoder.state_dict())
+            model.reader.load_state_dict(found[MODEL].reader.state_dict())
             part, _ = model.stages()["dynamics"]
             batches = part.batches(episodes, generators["dynamics batches"])
             fit(part, batches, settings, generators, run=run, label=f"dynamics, {arm}")
@@ -162,7 +173,7 @@ def averaged(figures: dict[str, dict[str, dict[str, float]]], ending: str) -> di
 
 
 def measure(seed: int, scale: Scale, folder: Path) -> dict[str, Any]:
-    """Return PSNR and SSIM by horizon of both models beside shuffled actions and copying, and frames a second."""
+    """Return PSNR and SSIM by horizon of model and ablations, of shuffled actions and copying, and frames a second."""
     models = trained(seed, scale, collect(seed, scale), folder)
     held = judged_episodes(seed, scale)
     begin = held.starts + scale.begin
@@ -173,7 +184,7 @@ def measure(seed: int, scale: Scale, folder: Path) -> dict[str, Any]:
         figures[arm] = {"psnr": averaged(followed, ""), "ssim": averaged(followed, SSIM), "cameras": followed}
         sizes = {name: sum(value.numel() for value in part.parameters()) for name, part in model.named_children()}
         figures[arm] |= {"parameters": sizes, "ages": list(model.config.ages)}
-    model = models[ARMS[0]]
+    model = models[MODEL]
     left = held.lengths - scale.begin
     figures["rows"] = {str(horizon): int((left >= horizon).sum()) for horizon in scale.horizons}
     for rows in (1, 16):

@@ -75,8 +75,9 @@ def planning_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
 
 def style_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return how well the known look and unseen ones are read."""
-    names = {"reward_error": ".3f", "success_f1": ".2f", "picture": ".2f"}
-    header = ["learned from, examined in", "error of the reward", "F1 of success", "PSNR 10 steps ahead, dB"]
+    names = {"reward_error": ".3f", "success_f1": ".2f", "picture": ".2f", "picture_copied": ".2f"}
+    read = "error of the reward", "F1 of success"
+    header = ["learned from, examined in", *read, "PSNR 10 steps ahead, dB", "first frame repeated, dB"]
     lines = []
     for name in runs[0]:
         for look in runs[0][name]:
@@ -103,27 +104,34 @@ def joint_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
 def video_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return quality by horizon, and frames a second."""
     found = []
-    for name, unit in (("psnr", "PSNR (dB)"), ("ssim", "SSIM")):
-        header = ["steps ahead", "model", "no memory", "actions shuffled", "first frame"]
-        lines = []
-        for horizon in (step for step in runs[0]["memory"][name] if int(step) in PRINTED):
-            cells = [("memory", "model"), ("no memory", "model"), ("memory", "shuffled"), ("memory", "copy")]
-            means = [np.mean([run[arm][name][horizon][what] for run in runs]) for arm, what in cells]
-            lines.append([horizon, *(f"{mean:.2f}" if name == "psnr" else f"{mean:.3f}" for mean in means)])
-        found.append((f"{unit}, more is better", header, lines))
-    header = ["rows at a time", "one by one", "in chunks"]
-    lines = [
-        [rows, *(f"{np.mean([run['speed'][rows][mode] for run in runs]):.1f}" for mode in header[1:])]
-        for rows in runs[0]["speed"]
-    ]
-    return [*found, (f"Generated frames a second, {runs[0]['threads']} threads", header, lines)]
+    for setting, figures in runs[0].items():
+        title, arms = setting.replace("_", " "), [name for name in figures if name in (video.MODEL, *video.ABLATIONS)]
+        header = ["steps ahead", *arms, "actions shuffled", "first frame"]
+        cells = [*((arm, "model") for arm in arms), (video.MODEL, "shuffled"), (video.MODEL, "copy")]
+        for name, unit in (("psnr", "PSNR (dB)"), ("ssim", "SSIM")):
+            lines = []
+            for horizon in (step for step in figures[video.MODEL][name] if int(step) in PRINTED):
+                means = [np.mean([run[setting][arm][name][horizon][what] for run in runs]) for arm, what in cells]
+                lines.append([horizon, *(f"{mean:.2f}" if name == "psnr" else f"{mean:.3f}" for mean in means)])
+            found.append((f"{title}: {unit}, more is better", header, lines))
+        speeds = [run[setting]["speed"] for run in runs]
+        header = ["rows at a time", "one by one", "in chunks"]
+        lines = [
+            [rows, *(f"{np.mean([speed[rows][mode] for speed in speeds]):.1f}" for mode in header[1:])]
+            for rows in speeds[0]
+        ]
+        found.append((f"{title}: generated frames a second, {figures['threads']} threads", header, lines))
+    return found
 
 
 def video_pictures(runs: Runs) -> list[tuple[str, str]]:
     """Return plots of quality against the horizon, of the first seed."""
-    cameras = runs[0]["memory"]["cameras"]
-    keys = sorted(next(iter(cameras.values())))
-    return [(f"Following recorded actions: {key}", open_loop_errors(cameras, key)) for key in keys]
+    found = []
+    for setting, figures in runs[0].items():
+        cameras, title = figures[video.MODEL]["cameras"], setting.replace("_", " ")
+        keys = sorted(next(iter(cameras.values())))
+        found += [(f"{title}, following recorded actions: {key}", open_loop_errors(cameras, key)) for key in keys]
+    return found
 
 
 EXPERIMENTS = {
@@ -148,8 +156,8 @@ EXPERIMENTS = {
         joint_tables,
     ),
     "video": Experiment(
-        "Imagined pictures follow their actions, far ahead.",
-        lambda seed, folder: video.measure(seed, video.Scale(), folder),
+        "Imagined pictures follow their actions, far ahead, and memory helps a camera that moves.",
+        lambda seed, folder: {name: video.measure(seed, scale, folder / name) for name, scale in video.SCALES.items()},
         video_tables,
         video_pictures,
     ),
@@ -172,7 +180,8 @@ def benchmark(config: Config) -> dict[str, Any]:
         print_table(title, header, lines)
     report.sections += [Section(title, svg=plot) for title, plot in experiment.pictures(runs)]
     for seed in config.bench.seeds:
-        report.sections += film(root / str(seed))
+        for folder in sorted({path.parent for path in (root / str(seed)).rglob("imagined.mp4")}):
+            report.sections += film(folder)
     figures = {str(seed): run for seed, run in zip(config.bench.seeds, runs, strict=True)}
     conclude(config, root, report, figures)
     return figures
