@@ -37,7 +37,7 @@ CAREFUL = (*LONGER, NEAR)
 """Kept near the base, as DiWA does: slower, and worth it where the model is wrong about what the base never did."""
 
 FEWER = (
-    "finetune.iterations=80",
+    "finetune.iterations=120",
     "finetune.evaluate_episodes=100",
     "finetune.evaluate_every=10",
     "imagine.watch=100",
