@@ -56,9 +56,10 @@ class PixelDiffusionConfig:
     unroll_share of the rows (DIAMOND: always); first_share: rows that are trained on what the sampler begins with,
     noise that shows nothing, so that context and actions alone tell what comes (DIAMOND has none; 5 % of its rows are
     about as noisy, and a small model learns late that actions matter); context_noise: deviation of noise on the context
-    in training, pixels reach from -1 to 1; hold: pixels that change by less than this share of their range stay as they
-    are, so that what stands still does not fade; precision: of the U-Net, bfloat16 where the hardware multiplies it
-    ("auto").
+    in training, pixels reach from -1 to 1; temperature: deviation of the noise that sampling begins with, 0 for none,
+    where one step is taken and nothing left to chance; hold: pixels that change by less than this share of their range
+    stay as they are, so that what stands still does not fade; precision: of the U-Net, bfloat16 where the hardware
+    multiplies it ("auto").
     """
 
     size: Literal["tiny", "small", "diamond"] = "small"
@@ -71,6 +72,7 @@ class PixelDiffusionConfig:
     unroll_share: float = 0.5
     first_share: float = 0.5
     context_noise: float = 0.0
+    temperature: float = 1.0
     hold: float = 0.02
     precision: Precision = "auto"
     readout: ReadoutConfig = field(default_factory=ReadoutConfig)
@@ -86,6 +88,8 @@ class PixelDiffusionConfig:
         shares = self.unroll_share, self.first_share
         if min(shares) < 0 or max(shares) > 1 or self.unroll < 0:
             raise ConfigError("A share is between 0 and 1, and unroll is 0 or more.")
+        if min(self.context_noise, self.temperature, self.hold) < 0:
+            raise ConfigError("context_noise, temperature and hold are at least 0.")
         if any(channels % 8 for channels in self.networks.channels):
             raise ConfigError(f"channels are {self.networks.channels}; group norm needs multiples of 8.")
 
@@ -195,7 +199,8 @@ class PixelDenoiser(nn.Module):
                 break
             context = context[:count]
             clean = (pixels[:count, past + step] - context[:, -1]) / self.change_std
-            noisy, sigma, _ = edm.training_noise_with_starts(clean, config.edm, config.first_share, generator)
+            shares = config.first_share, generator, config.temperature
+            noisy, sigma, _ = edm.training_noise_with_starts(clean, config.edm, *shares)
             told = self.conditions(context, actions[:count, step : step + past], poses[:count, step + past - 1])
             denoised = edm.denoise(partial(self, **told), noisy, sigma, config.edm)
             error = edm.weighted_error(denoised, clean, sigma, config.edm).mean((1, 2, 3))
@@ -214,7 +219,9 @@ class PixelDenoiser(nn.Module):
         """
         pixels = to_pixels(frames)
         network = partial(self, **self.conditions(pixels, actions, pose))
-        return self._shown(pixels[:, -1], edm.sample(network, noise, self.config.edm, scaled=False))
+        return self._shown(
+            pixels[:, -1], edm.sample(network, self.config.temperature * noise, self.config.edm, scaled=False)
+        )
 
     def _shown(self, last: Tensor, change: Tensor) -> Tensor:
         """Return the frames [N, height, width, 3] that a change of pixels makes of the last ones, noise held back."""

@@ -145,6 +145,20 @@ def test_an_untrained_denoiser_repeats_the_last_frame():
     assert float((new.float() - frames[:, -1].float()).abs().mean()) < 8
 
 
+def test_without_temperature_no_picture_is_left_to_chance():
+    frames = torch.randint(0, 256, (3, 4, 16, 16, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    told = frames, torch.zeros(3, 4, 2), torch.zeros(3, 3)
+    shown = {}
+    for temperature in (0.0, 1.0):
+        denoiser = PixelDenoiser(replace(TINY, temperature=temperature), 16, 16, 2, 3)
+        torch.nn.init.normal_(denoiser.unet.conv_out.weight, generator=torch.Generator().manual_seed(0))
+        draws = (torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+        shown[temperature] = [denoiser.next_frame(*told, noise) for noise in draws]
+    assert torch.equal(*shown[0.0]) and not torch.equal(*shown[1.0])
+    with pytest.raises(ConfigError, match="temperature"):
+        PixelDiffusionConfig(temperature=-1.0)
+
+
 def test_several_cameras_are_one_picture():
     second = "observation.images.side"
     spec = replace(SPEC, observation={**SPEC.observation, second: Field((PIXELS, PIXELS, 3), "uint8")})
