@@ -80,9 +80,12 @@ def test_the_experiment_with_pictures_runs_and_finds_its_models_again(tmp_path):
     tiny = VideoConfig(size="tiny", channels=(8, 16, 16), recent=2, memory=1, stride=2, chunk=2, batch_size=4)
     tiny = replace(tiny, view_batch_size=4, readout=ReadoutConfig(batch_size=16, dreams=16))
     scale = video.Scale(
+        ablations=("no memory", "no bootstrapping"),
         recorded=200,
         fit=5,
+        noise=("low",),
         judged=12,
+        judged_noise=("random",),
         begin=2,
         followed=4,
         length=12,
@@ -91,8 +94,6 @@ def test_the_experiment_with_pictures_runs_and_finds_its_models_again(tmp_path):
         timed=4,
         model=tiny,
     )
-    scale = replace(scale, noise=("low",), judged_noise=("random",))
-    scale = replace(scale, ablations=("no memory", "no bootstrapping"))
     first = video.measure(0, scale, tmp_path)
     for title, header, lines in EXPERIMENTS["video"].tables([{"fixed_cameras": first}]):
         assert title and lines and all(len(line) == len(header) for line in lines)
