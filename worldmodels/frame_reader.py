@@ -141,11 +141,9 @@ class FrameReader(nn.Module):
 
     def _batch(self, cut: Sequences, seen: Tensor, noise: Tensor) -> dict[str, Any]:
         """Return a batch of the steps in `cut`, with frames `seen` [N, 3, ...] and states off by `noise` [N, free]."""
-        device, structure = self.state_mean.device, self.structure
+        device = self.state_mean.device
         state, after = self.vector(cut.frames, 1).to(device), self.vector(cut.frames, 2).to(device)
-        given, free = state.clone(), structure.free
-        given[:, free] += noise.to(device) * self.change_std[free]
-        given = structure.complete(given)
+        given, free = self.mistaken(state, noise), self.structure.free
         seen = seen.to(device)
         coarse = functional.adaptive_avg_pool2d(to_pixels(seen[:, 2]), THUMBNAIL).flatten(1)
         change = ((after - state) / self.change_std)[:, free].clamp(-BOUND, BOUND)
@@ -162,6 +160,14 @@ class FrameReader(nn.Module):
         )
         mending = ((after - given) / self.change_std)[:, free].clamp(-BOUND, BOUND)
         return {"frames": seen, "steps": steps, "given": self.standard("state", given), "mending": mending}
+
+    def mistaken(self, states: Tensor, noise: Tensor) -> Tensor:
+        """Return `states` [..., V] as a model that errs would carry them: what is free is off by `noise` [..., free]
+        times the deviation of a step's change, and the rest agrees with it.
+        """
+        states, free = states.clone(), self.structure.free
+        states[..., free] += noise.to(states.device) * self.change_std[free]
+        return self.structure.complete(states)
 
     @torch.no_grad()
     def _dream(self, count: int, won: Tensor, dream: Dream) -> tuple[Tensor, Tensor]:

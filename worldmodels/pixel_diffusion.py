@@ -111,16 +111,15 @@ class PixelDiffusionModel(nn.Module):
         reader, config = self.reader, self.config
         data, device = SequenceData(episodes), reader.state_mean.device
         for cut in data.sampler(config.context - 1, 1 + config.unroll, config.batch_size, generator):
-            states = reader.vector(cut.frames, slice(-1))
-            noise = torch.randn(states.shape, generator=generator, device=generator.device).to(states.device)
-            states = states + config.readout.state_noise * noise * reader.change_std.to(states.device)
-            batch = {
-                "frames": reader.stack(cut.frames),
-                "actions": reader.standard("action", cut.actions),
-                "poses": reader.poses(states),
-                "valid": cut.valid,
+            states = reader.vector(cut.frames, slice(-1)).to(device)
+            size = *states.shape[:-1], len(reader.structure.free)
+            noise = config.readout.state_noise * torch.randn(size, generator=generator, device=generator.device)
+            yield {
+                "frames": reader.stack(cut.frames).to(device),
+                "actions": reader.standard("action", cut.actions.to(device)),
+                "poses": reader.poses(reader.mistaken(states, noise)),
+                "valid": cut.valid.to(device),
             }
-            yield {name: value.to(device) for name, value in batch.items()}
 
     def readout_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield what `FrameReadout.losses` takes for ever; `generator` is all the state."""
@@ -182,7 +181,11 @@ class PixelDiffusionModel(nn.Module):
         frames, state, reader = latent["frames"], latent["state"], self.reader
         actions = actions.to(state.dtype)
         recent = reader.standard("action", torch.cat([latent["actions"], actions[:, None]], 1))
-        frame = self.denoiser.next_frame(frames, recent, reader.poses(state), reader.noise(latent, (3, *reader.size)))
+        if self.config.temperature:
+            noise = reader.noise(latent, (3, *reader.size))
+        else:
+            noise = state.new_zeros(len(state), 3, *reader.size)
+        frame = self.denoiser.next_frame(frames, recent, reader.poses(state), noise)
         before = frames[:, max(0, frames.shape[1] - 2)]
         seen = torch.stack([before, frames[:, -1], frame], 1)
         return frame, *reader.read(seen, state, actions)
