@@ -42,7 +42,7 @@ FEWER = (
     "finetune.evaluate_every=10",
     "imagine.watch=100",
 )
-"""One core imagines about 500 pictures of 32 px a second; recipe reach_planar makes do with few of them."""
+"""One core imagines 500 to 900 pictures of 32 px a second; recipe reach_planar makes do with few of them."""
 
 NARROW = ("worldmodel.noise=[0.2]", "worldmodel.transitions=5000")
 FOOLED = (
