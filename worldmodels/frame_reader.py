@@ -25,9 +25,8 @@ from worldmodels.protocol import Context, Imagined, Latent, draws_of
 from worldmodels.rssm_dynamics import BOUND
 from worldmodels.rssm_heads import THUMBNAIL, LatentSteps
 from worldmodels.sequences import SequenceData, Sequences
-from worldmodels.statistics import read_statistics
-from worldmodels.structure import StateStructure, register_structure, structure_in, structure_of
-from worldmodels.transitions import PROGRESS, SUCCESS, progress_reward, success_bonus
+from worldmodels.structure import StateStructure, register_structure, structure_of
+from worldmodels.transitions import PROGRESS, SUCCESS, progress_reward
 
 CALIBRATION_STEPS = 2000
 """Thresholds are set on so many imagined steps at most."""
@@ -41,10 +40,6 @@ many of the last two as the model can are imagined."""
 
 Advance = Callable[[Latent, Tensor], tuple[Tensor, Tensor]]
 """Latent and actions [B, A] -> what the heads of reward and success read of the step, and the uncertainty [B]."""
-
-Batches = Callable[[Episodes, torch.Generator], Iterator[dict[str, Any]]]
-
-Losses = Callable[[Mapping[str, Any], torch.Generator], dict[str, Tensor]]
 
 
 class FrameReader(nn.Module):
@@ -283,47 +278,12 @@ class FrameReader(nn.Module):
         return {key: observation[key] for key in self.spec.observation}
 
 
-class PartStage(nn.Module):
-    """Fits `part` of a model on the batches that `make` yields, by `losses`; a `Regression`."""
-
-    def __init__(self, part: nn.Module, make: Batches, losses: Losses):
-        super().__init__()
-        self.part, self._make, self._losses = part, make, losses
-
-    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield training batches for ever."""
-        return self._make(episodes, generator)
-
-    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the parts of the loss, each [N]."""
-        return self._losses(batch, generator)
-
-
-def build_from_data[Model: Any](
-    make: Callable[..., Model], config: Any, spec: WorldSpec, episodes: Episodes, seed: int
-) -> Model:
-    """Return `make(config, spec, structure, success_bonus, seed)`, a model with a `reader`, its statistics kept.
-
-    Raises ConfigError where there is no picture, DataError where the data's fields are not the world's,
-    NonFiniteError where the data is not finite.
-    """
-    structure, statistics = read_statistics(spec, episodes)
-    model = make(config, spec, structure, success_bonus(episodes), seed)
-    model.reader.keep_statistics(statistics)
-    return model
-
-
 def choose(draws: Tensor, count: int, won: Tensor, share: float) -> Tensor:
     """Return indices below `count` for uniforms [N]; the first `share` of them point to successes `won`, if any."""
     index = (draws * count).long()
     successes = round(share * len(draws)) if len(won) else 0
     index[:successes] = won[(draws[:successes] * len(won)).long()]
     return index
-
-
-def saved_structure(weights: Mapping[str, Tensor]) -> StateStructure:
-    """Return the structure among the saved weights of a model whose reader is called `reader`."""
-    return structure_in({name.removeprefix("reader."): value for name, value in weights.items()})
 
 
 def stacked_size(spec: WorldSpec) -> tuple[int, int]:

@@ -18,17 +18,16 @@ Axes: N or B rows, K context frames, V elements of all vector fields, A action d
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.structured import from_plain, to_plain
-from worldmodels.frame_reader import FrameReader, PartStage, build_from_data, saved_structure
+from worldmodels.frame_reader import FrameReader
+from worldmodels.picture_model import PartStage, PictureModel
 from worldmodels.pixel_networks import PixelDenoiser, PixelDiffusionConfig
 from worldmodels.protocol import Context, Imagined, Latent, Regression
 from worldmodels.sequences import SequenceData
@@ -38,11 +37,13 @@ MEASURED = 2000
 """Changes of pixels are measured over so many steps at most."""
 
 
-class PixelDiffusionModel(nn.Module):
+class PixelDiffusionModel(PictureModel):
     """A `LearnedModel` of the fields of `spec`, pictures and vectors; make one with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
+
+    configuration = PixelDiffusionConfig
 
     def __init__(
         self,
@@ -52,8 +53,8 @@ class PixelDiffusionModel(nn.Module):
         success_bonus: float,
         seed: int = 0,
     ):
-        super().__init__()
-        self.config, sizes = config, config.networks
+        super().__init__(config, spec, structure, success_bonus, seed)
+        sizes = config.networks
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             fields = config.readout, spec, structure, success_bonus
@@ -62,45 +63,22 @@ class PixelDiffusionModel(nn.Module):
 
     @classmethod
     def build(cls, config: PixelDiffusionConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return a fresh model of the world of `spec`; see `build_from_data` for what is refused."""
-        model = build_from_data(cls, config, spec, episodes, seed)
+        """Return a fresh model of the world of `spec`, and see `PictureModel`."""
+        model = super().build(config, spec, episodes, seed)
         data = SequenceData(episodes, tuple(model.reader.pictures))
         steps = torch.linspace(0, episodes.step_count - 1, min(MEASURED, episodes.step_count)).long()
         model.denoiser.keep_statistics(model.reader.stack(data.cut(steps, 0, 1).frames))
         return model
 
-    def description(self) -> dict[str, Any]:
-        """Return what `restore` needs besides spec and weights."""
-        return {"config": to_plain(self.config), "success_bonus": self.reader.success_bonus}
-
-    @classmethod
-    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return a model into which `weights` can be loaded."""
-        config = from_plain(PixelDiffusionConfig, description["config"])
-        return cls(config, spec, saved_structure(weights), description["success_bonus"])
-
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """First the denoiser, then what is read off its frames."""
-        readout = self.reader.readout
-        return {
-            "denoiser": (PartStage(self.denoiser, self.denoiser_batches, self._pixel_loss), 1.0),
-            "readout": (PartStage(readout, self.readout_batches, readout.losses), 1.0),
-        }
+        denoiser = PartStage(self.denoiser, self.denoiser_batches, self._pixel_loss)
+        return {"denoiser": (denoiser, 1.0), "readout": (self.readout_stage(), 1.0)}
 
     @property
     def context(self) -> int:
         """How many frames it likes to begin with."""
         return self.config.context
-
-    @property
-    def spec(self) -> WorldSpec:
-        """The world that is imitated, with the reward terms that are predicted."""
-        return self.reader.spec
-
-    @property
-    def uncertainty_quantiles(self) -> Tensor:
-        """Quantiles of the uncertainty of single steps on held-out data, [101]."""
-        return self.reader.uncertainty_quantiles
 
     def _pixel_loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"pixels": [N]}, EDM's weighted error of frames; 1 would be a network that has learned nothing."""
@@ -121,10 +99,6 @@ class PixelDiffusionModel(nn.Module):
                 "valid": cut.valid.to(device),
             }
 
-    def readout_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield what `FrameReadout.losses` takes for ever; `generator` is all the state."""
-        return self.reader.batches(episodes, generator, partial(self._dream, SequenceData(episodes)))
-
     def _dream(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
         """Return frames [n, 3, height, width, 3] around `steps`, the last two imagined one from the other."""
         reader, past = self.reader, self.config.context
@@ -139,12 +113,6 @@ class PixelDiffusionModel(nn.Module):
             known = cut.valid[:, step + past - 1].to(frames.device)
             frames[known, step + past] = new[known]
         return frames[:, -3:]
-
-    def calibrate(self, episodes: Episodes) -> None:
-        """Set the threshold of success and the quantiles of the uncertainty on imagined steps of held-out episodes."""
-        self.reader.calibrate(
-            episodes, self.context, self.initial, lambda latent, actions: self._advance(latent, actions)[2:]
-        )
 
     @torch.no_grad()
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
@@ -175,6 +143,9 @@ class PixelDiffusionModel(nn.Module):
             "step": latent["step"] + 1,
         }
         return moved, self.reader.imagined(frame, after, inputs, doubt)
+
+    def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
+        return self._advance(latent, actions)[2:]
 
     def _advance(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the next frames and states, what the heads of reward and success read, and the uncertainty."""

@@ -14,22 +14,21 @@ vector fields, A action dimension.
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.structured import from_plain, to_plain
 from worldmodels import edm
-from worldmodels.frame_reader import PART, FrameReader, PartStage, build_from_data, saved_structure
+from worldmodels.frame_reader import PART, FrameReader
 from worldmodels.frame_readout import to_frames, to_pixels
+from worldmodels.picture_model import PartStage, PictureModel
 from worldmodels.protocol import Context, Imagined, Latent, Regression
 from worldmodels.sequences import SequenceData
 from worldmodels.structure import StateStructure
@@ -41,19 +40,20 @@ BACKGROUND_FRAMES = 2000
 """The mean picture of a camera is that of so many frames at most."""
 
 
-class VideoModel(nn.Module):
+class VideoModel(PictureModel):
     """A `LearnedModel` of the fields of `spec`, pictures and vectors; make one with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
 
+    configuration = VideoConfig
     change_std: Tensor
 
     def __init__(
         self, config: VideoConfig, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0
     ):
-        super().__init__()
-        self.config, sizes = config, config.sizes
+        super().__init__(config, spec, structure, success_bonus, seed)
+        sizes = config.sizes
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             fields = config.readout, spec, structure, success_bonus
@@ -79,53 +79,27 @@ class VideoModel(nn.Module):
 
     @classmethod
     def build(cls, config: VideoConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return a fresh model of the world of `spec`, statistics and mean pictures read off `episodes`.
-
-        Raises ConfigError where cameras differ in size, and see `build_from_data`.
-        """
-        model = build_from_data(cls, config, spec, episodes, seed)
+        """Return a fresh model of the world of `spec` with the cameras' mean pictures, and see `PictureModel`."""
+        model = super().build(config, spec, episodes, seed)
         for view, key in enumerate(model.reader.pictures):
             frames = episodes.observation[key]
             chosen = torch.linspace(0, len(frames) - 1, min(BACKGROUND_FRAMES, len(frames))).long()
             model.autoencoder.background[view] = to_pixels(frames[chosen]).mean(0)
         return model
 
-    def description(self) -> dict[str, Any]:
-        """Return what `restore` needs besides spec and weights."""
-        return {"config": to_plain(self.config), "success_bonus": self.reader.success_bonus}
-
-    @classmethod
-    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return a model into which `weights` can be loaded."""
-        config = from_plain(VideoConfig, description["config"])
-        return cls(config, spec, saved_structure(weights), description["success_bonus"])
-
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """First the autoencoder, then the dynamics of its latents, then what is read off imagined frames."""
-        config, readout = self.config, self.reader.readout
+        config, autoencoder = self.config, PartStage(self.autoencoder, self.view_batches, self._view_loss)
         return {
-            "autoencoder": (
-                PartStage(self.autoencoder, self.view_batches, self._view_loss),
-                config.autoencoder_share,
-            ),
+            "autoencoder": (autoencoder, config.autoencoder_share),
             "dynamics": (DynamicsStage(self.transformer, config, self.change_std, self.encode_episodes), 1.0),
-            "readout": (PartStage(readout, self.readout_batches, readout.losses), config.readout_share),
+            "readout": (self.readout_stage(), config.readout_share),
         }
 
     @property
     def context(self) -> int:
         """How many frames it likes to begin with: what the history reaches over, and one for the first action."""
         return self.config.span + 1
-
-    @property
-    def spec(self) -> WorldSpec:
-        """The world that is imitated, with the reward terms that are predicted."""
-        return self.reader.spec
-
-    @property
-    def uncertainty_quantiles(self) -> Tensor:
-        """Quantiles of the uncertainty of single steps on held-out data, [101]."""
-        return self.reader.uncertainty_quantiles
 
     def view_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield {"views": [N, V, 3, height, width]}, pixels of random frames; `generator` is all the state."""
@@ -170,10 +144,6 @@ class VideoModel(nn.Module):
         self.change_std.copy_((change / each).sqrt().clamp_min(1e-6))
         return video
 
-    def readout_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield what `FrameReadout.losses` takes for ever; `generator` is all the state."""
-        return self.reader.batches(episodes, generator, partial(self._dream, SequenceData(episodes)))
-
     def _dream(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
         """Return frames [n, 3, height, width, 3] around `steps`, which lie anywhere in an imagined chunk."""
         span, length = self.config.span, self.config.chunk
@@ -186,10 +156,6 @@ class VideoModel(nn.Module):
         new, _ = self._shown(latent, self._predict(latent, cut.actions[:, span:].to(stacked.device)))
         shown = torch.cat([stacked[:, span - 1 : span + 1], new], 1)
         return shown[torch.arange(len(steps))[:, None], back[:, None] + torch.arange(3)]
-
-    def calibrate(self, episodes: Episodes) -> None:
-        """Set the threshold of success and the quantiles of the uncertainty on imagined steps of held-out episodes."""
-        self.reader.calibrate(episodes, self.context, self.initial, self._judge)
 
     def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
         frames, _ = self._shown(latent, self._predict(latent, actions[:, None]))
