@@ -6,7 +6,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from robopolicy.evaluation.plots import BASE, STYLE, as_svg, new_axes
+from robopolicy.evaluation.plots import BASE, STYLE, THIRD, TUNED, as_svg, new_axes
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7a8799")
 
@@ -41,6 +41,34 @@ def method_curves(tasks: Mapping[str, Mapping[str, Sequence[Curve]]], bases: Map
             axes.set(title=task, xlabel="million environment steps", ylim=(0, 1.02))
         panels[0].set_ylabel("success")
         panels[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return as_svg(figure)
+
+
+def imagination_curves(arms: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], columns: int = 4) -> str:
+    """Draw success of noise-free policies in imagination and for real, against the steps imagined, a panel an arm, a
+    line a seed.
+
+    arms: title -> seeds -> records with env_steps, deterministic_success and deterministic_real_success.
+    """
+    with matplotlib.rc_context(STYLE):
+        across = min(columns, len(arms))
+        down = -(-len(arms) // across)
+        figure = Figure(figsize=(0.5 + 2.6 * across, 0.4 + 2.4 * down), layout="constrained")
+        panels = figure.subplots(down, across, sharey=True, squeeze=False)
+        for axes in panels.flat[len(arms) :]:
+            axes.remove()
+        for axes, (title, seeds) in zip(panels.flat, arms.items(), strict=False):
+            for index, records in enumerate(seeds):
+                steps = [row["env_steps"] / 1e6 for row in records]
+                for name, label, colour in (("", "imagined", THIRD), ("real_", "real", TUNED)):
+                    values = [row[f"deterministic_{name}success"] for row in records]
+                    axes.plot(steps, values, color=colour, alpha=0.8, label=label if index == 0 else None)
+            axes.set(ylim=(0, 1.02))
+            axes.set_title(title, fontsize=10)
+        for row in panels:
+            row[0].set_ylabel("success")
+        figure.supxlabel("million imagined steps", fontsize=10, color=STYLE["axes.labelcolor"])
+        panels[0, 0].legend(frameon=False, loc="lower right")
         return as_svg(figure)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from robopolicy.configuration import Config, compose
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json
-from robopolicy.evaluation import plots
+from robopolicy.evaluation.curves import imagination_curves
 from robopolicy.evaluation.report import Report, Section
 from robopolicy.runs import print_table
 from robopolicy.verbs import imagine
@@ -102,9 +102,9 @@ def benchmark(config: Config) -> dict[str, Any]:
         header, lines = table_of(rows)
         report.sections.append(Section(task, "Wilson 95 % intervals over all seeds.", header=header, rows=lines))
         print_table(task, header, lines)
-        for name, row in rows.items():
-            title = f"{task}, {name}: imagined beside real, seed {config.bench.seeds[0]}"
-            report.sections.append(Section(title, svg=plots.imagined_and_real(row["records"][0])))
+        drawn = imagination_curves({name: row["records"] for name, row in rows.items()})
+        caption = "Noise-free policy on the same starts, one line a seed of training."
+        report.sections.append(Section(f"{task}: imagined beside real", caption, svg=drawn))
     conclude(config, root, report, figures)
     return figures
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from robopolicy.evaluation.curves import method_curves, pooled_curve
+from robopolicy.evaluation.curves import imagination_curves, method_curves, pooled_curve
 
 
 def test_seeds_are_averaged_at_common_steps_and_a_finished_seed_keeps_its_last_value():
@@ -19,3 +19,14 @@ def test_every_method_is_drawn_and_named():
     assert svg.startswith("<svg")
     for name in ("PPO", "GRPO", "BC", "push", "pick"):
         assert f">{name}<" in svg
+
+
+def test_every_arm_has_a_panel_with_a_line_a_seed_for_imagination_and_reality():
+    seed = [
+        {"env_steps": steps, "deterministic_success": 0.9, "deterministic_real_success": 0.3} for steps in (0, 1000)
+    ]
+    svg = imagination_curves({"one": [seed], "two": [seed, seed], "three": [seed]}, columns=2)
+    for name in ("one", "two", "three", "imagined", "real"):
+        assert svg.count(f">{name}<") == 1
+    imagined, real = (svg.count(f"stroke: {colour}; stroke-opacity") for colour in ("#d55e00", "#0072b2"))
+    assert imagined == real and imagined >= 4, "four seeds in all"
