@@ -4,7 +4,7 @@ The three ends of a rollout stay apart: `terminated` (the model says the task en
 task's time limit: bootstrap) and `horizon_end` (imagination was cut: bootstrap, never a real end).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from robopolicy.core.errors import ConfigError, NonFiniteError
 from robopolicy.core.randomness import numpy_generator
 from robopolicy.core.spec import TASK, Observation, WorldSpec, check_finite, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
-from worldmodels.protocol import Imagined, Latent, Starts, WorldModel
+from worldmodels.protocol import ChunkModel, Imagined, Latent, Starts, WorldModel, combined
 
 PENALTY = "uncertainty"
 """Name of the reward term that an uncertain step costs."""
@@ -118,11 +118,13 @@ class ImaginedWorld:
         rewards = {name: np.zeros(shape) for name in self._spec.rewards}
         valid, uncertainty = np.zeros(shape, dtype=bool), np.zeros(shape)
         trace = {key: np.zeros((*shape, *field.shape), field.dtype) for key, field in self._spec.observation.items()}
+        future = self._imagine(clipped)
         for index in range(shape[1]):
             active = ~self._ended()
             if active.any():
                 valid[:, index] = active
-                imagined = self._advance(clipped[:, index], active)
+                imagined = next(future)
+                self._take(imagined, active)
                 for name in self.model.spec.rewards:
                     rewards[name][:, index] = np.where(active, imagined.rewards[name].cpu().numpy(), 0.0)
                 uncertainty[:, index] = np.where(active, imagined.uncertainty.cpu().numpy(), 0.0)
@@ -169,13 +171,26 @@ class ImaginedWorld:
             name: np.zeros(rows, dtype=bool) for name in ("success", "terminated", "truncated", "horizon_end")
         }
 
-    def _advance(self, actions: np.ndarray, active: np.ndarray) -> Imagined:
-        """Imagine one step in every row and keep it in the active ones."""
-        device = next(iter(self._latent.values())).device
-        with torch.no_grad():
-            latent, imagined = self.model.imagine(self._latent, torch.from_numpy(actions).to(device))
-        kept = torch.from_numpy(active).to(device)
-        self._latent = {name: _where(kept, latent[name], value) for name, value in self._latent.items()}
+    def _imagine(self, actions: np.ndarray) -> Iterator[Imagined]:
+        """Yield what the steps of a chunk [B, C, A] lead to; together, for rows still running, where the model can."""
+        chunk = torch.from_numpy(actions).to(next(iter(self._latent.values())).device)
+        if isinstance(self.model, ChunkModel):
+            index = np.flatnonzero(~self._ended())
+            rows = torch.from_numpy(index).to(chunk.device)
+            with torch.no_grad():
+                latent, found = self.model.generate({k: v[rows] for k, v in self._latent.items()}, chunk[rows])
+            self._latent = _scatter(self._latent, latent, index, self._batch_size)
+            yield from (_spread(imagined, rows, self._batch_size) for imagined in found)
+        else:
+            for action in chunk.unbind(1):
+                running = torch.from_numpy(~self._ended()).to(chunk.device)
+                with torch.no_grad():
+                    latent, imagined = self.model.imagine(self._latent, action)
+                self._latent = {name: _where(running, latent[name], value) for name, value in self._latent.items()}
+                yield imagined
+
+    def _take(self, imagined: Imagined, active: np.ndarray) -> None:
+        """Keep an imagined step in the active rows."""
         for key, frames in self._frames.items():
             frame = imagined.observation[key].cpu().numpy()
             check_finite(f"imagined {key}", frame[active])
@@ -192,7 +207,6 @@ class ImaginedWorld:
         running = active & ~arrays["terminated"]
         arrays["truncated"] |= running & (arrays["steps"] >= self._spec.horizon)
         arrays["horizon_end"] |= running & ~arrays["truncated"] & self._cut(imagined.uncertainty.cpu().numpy())
-        return imagined
 
     def _cut(self, uncertainty: np.ndarray) -> np.ndarray:
         if not np.isfinite(uncertainty).all():
@@ -213,6 +227,15 @@ class ImaginedWorld:
 
 def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(rows.reshape(-1, *[1] * (new.dim() - 1)), new, old)
+
+
+def _spread(imagined: Imagined, rows: Tensor, count: int) -> Imagined:
+    """Return what was imagined in some `rows` for all `count` of them, zeros in the others."""
+
+    def spread(parts: list[Tensor]) -> Tensor:
+        return parts[0].new_zeros((count, *parts[0].shape[1:])).index_copy(0, rows, parts[0])
+
+    return combined([imagined], spread)
 
 
 def _scatter(whole: Latent, part: Latent, index: np.ndarray, rows: int) -> Latent:

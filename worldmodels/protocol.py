@@ -5,7 +5,7 @@ actions: whatever noise a model draws, it derives from the seed and the step tha
 depend on rows or batches, and a copied latent branches exactly.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -67,6 +67,17 @@ class Imagined:
     uncertainty: Tensor
 
 
+def combined(parts: Sequence[Imagined], combine: Callable[[list[Tensor]], Tensor]) -> Imagined:
+    """Return one step made of several: `combine` takes a tensor of each part, [rows of the part, ...], at a time."""
+    return Imagined(
+        {key: combine([part.observation[key] for part in parts]) for key in parts[0].observation},
+        {name: combine([part.rewards[name] for part in parts]) for name in parts[0].rewards},
+        combine([part.success for part in parts]),
+        combine([part.terminated for part in parts]),
+        combine([part.uncertainty for part in parts]),
+    )
+
+
 @runtime_checkable
 class WorldModel(Protocol):
     """Predicts what actions lead to."""
@@ -82,6 +93,15 @@ class WorldModel(Protocol):
 
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
         """Advance every row by one control step with actions [B, A] in the world's units, without gradient."""
+        ...
+
+
+@runtime_checkable
+class ChunkModel(WorldModel, Protocol):
+    """A world model that imagines several steps together faster than one by one, and to the same end."""
+
+    def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
+        """Advance every row by T control steps with actions [B, T, A], without gradient; one `Imagined` a step."""
         ...
 
 

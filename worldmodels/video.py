@@ -29,7 +29,7 @@ from worldmodels import edm
 from worldmodels.frame_reader import PART, FrameReader
 from worldmodels.frame_readout import to_frames, to_pixels
 from worldmodels.picture_model import PartStage, PictureModel
-from worldmodels.protocol import Context, Imagined, Latent, Regression
+from worldmodels.protocol import Context, Imagined, Latent, Regression, combined
 from worldmodels.sequences import SequenceData
 from worldmodels.structure import StateStructure
 from worldmodels.video_configuration import VideoConfig
@@ -223,40 +223,45 @@ class VideoModel(PictureModel):
         """Advance every row by T frames under actions [B, T, A] in the world's units: the frames that `imagine` gives
         one by one, predicted together as far as a chunk reaches.
         """
+        places = latent["phase"].unique()
+        if len(places) > 1:  # rows at the same place of their chunks go together
+            rows = [(latent["phase"] == place).nonzero()[:, 0] for place in places]
+            order = torch.cat(rows).argsort()
+            parts = [
+                self.generate({name: value[part] for name, value in latent.items()}, actions[part]) for part in rows
+            ]
+            moved = {name: torch.cat([part[name] for part, _ in parts])[order] for name in latent}
+            steps = zip(*(found for _, found in parts), strict=True)
+            return moved, [combined(step, lambda values: torch.cat(values)[order]) for step in steps]
         found: list[Imagined] = []
         actions = actions.to(latent["state"].dtype)
         while actions.shape[1]:
-            count = min(actions.shape[1], self.config.chunk - int(latent["phase"].max()))
+            count = min(actions.shape[1], self.config.chunk - int(latent["phase"][0]))
             latent, imagined = self._advance(latent, actions[:, :count])
             actions, found = actions[:, count:], found + imagined
         return latent, found
 
     def _advance(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
-        """Advance every row by T frames under actions [B, T, A], none of them beyond its chunk.
+        """Advance rows, all at the same place of their chunks and not beyond them, by T frames under actions [B, T, A].
 
         The frames of a chunk see only those before them, so frames that are already known come out again as they were,
-        and errors do not pile up within a chunk. A row that is at the end of its chunk begins another one.
+        and errors do not pile up within a chunk. Rows that are at the end of their chunks begin new ones.
         """
-        phase, count = latent["phase"], actions.shape[1]
-        rows = torch.arange(len(phase), device=phase.device)[:, None]
-        place = phase[:, None] + torch.arange(count, device=phase.device)
+        count, begin = actions.shape[1], int(latent["phase"][0])
         moves, since, state, found = latent["moves"].clone(), latent["since"].clone(), latent["state"], []
-        moves[rows, place] = actions
-        latents = self._predict(latent, moves[:, : int(phase.max()) + count])
-        frames, decoded = self._shown(latent, latents[rows, place])
+        moves[:, begin : begin + count] = actions
+        latents = self._predict(latent, moves[:, : begin + count])
+        frames, decoded = self._shown(latent, latents[:, begin:])
         seen = torch.cat([latent["frames"], frames], 1)
         for step in range(count):
             state, *read = self.reader.read(seen[:, step : step + 3], state, actions[:, step])
             found.append(self.reader.imagined(frames[:, step], state, *read))
-            since[rows[:, 0], place[:, step]] = state
-        moved = {**latent, "since": since, "moves": moves, "phase": phase + count, "state": state}
-        ended = moved["phase"] == self.config.chunk
-        if bool(ended.any()):
+            since[:, begin + step] = state
+        moved = {**latent, "since": since, "moves": moves, "phase": latent["phase"] + count, "state": state}
+        if begin + count == self.config.chunk:
             new = {"latents": latents, "states": since, "actions": moves}
-            joined = {name: torch.cat([latent[name], value], 1)[:, -self.config.span :] for name, value in new.items()}
-            joined |= {name: torch.zeros_like(moved[name]) for name in ("since", "moves", "phase")}
-            for name, value in joined.items():
-                moved[name] = torch.where(ended.reshape(-1, *[1] * (value.dim() - 1)), value, moved[name])
+            moved |= {name: torch.cat([latent[name], value], 1)[:, -self.config.span :] for name, value in new.items()}
+            moved |= {name: torch.zeros_like(moved[name]) for name in ("since", "moves", "phase")}
         return {**moved, "frames": seen[:, -2:], "decoded": decoded, "step": latent["step"] + count}, found
 
     def _predict(self, latent: Latent, actions: Tensor) -> Tensor:

@@ -33,9 +33,9 @@ def recorded(episodes=300, seed=0):
     return replace(data, observation_fields=SPEC.observation, observation={**data.observation, IMAGE: pictures})
 
 
-def imagined_world(model, rows):
+def imagined_world(model, rows, **options):
     """A world inside `model`, which begins anywhere in some episodes."""
-    return ImaginedWorld(model, recorded_starts(recorded(20, seed=5)), rows)
+    return ImaginedWorld(model, recorded_starts(recorded(20, seed=5)), rows, **options)
 
 
 def check_round_trip(model, folder):

@@ -15,6 +15,7 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.stages import fit_stages
 from worldmodels.diagnostics import examine, follow
+from worldmodels.env import Truncation
 from worldmodels.frame_readout import ReadoutConfig
 from worldmodels.imagination import context_at
 from worldmodels.picture_quality import SSIM, psnr
@@ -120,6 +121,35 @@ def test_frames_are_the_same_one_by_one_and_in_chunks(learned):
         assert float((first.observation[IMAGE] != second.observation[IMAGE]).float().mean()) < 0.02
     for name in ("latents", "states", "actions", "since", "moves", "phase"):
         assert torch.allclose(moved[name].float(), single[name].float(), atol=1e-3), name
+
+
+def test_a_world_imagines_chunks_together_and_only_rows_that_run(fresh, monkeypatch):
+    model, _ = fresh
+    monkeypatch.setattr(model.reader, "success_threshold", torch.tensor(torch.inf))
+    asked, advance = [], VideoModel._advance
+    monkeypatch.setattr(
+        VideoModel, "_advance", lambda self, *given: asked.append(given[1].shape[:2]) or advance(self, *given)
+    )
+    together, apart = (imagined_world(model, 3, truncation=Truncation(steps=5)) for _ in range(2))
+    actions = np.random.default_rng(0).uniform(-1, 1, (3, 4, SPEC.action.size)).astype(np.float32)
+    for world in (together, apart):
+        world.reset(seeds=[1, 2, 3])
+    step = together.step(actions)
+    assert asked == [(3, 3), (3, 1)], "as far as the model's own chunks of 3 reach"
+    for index in range(4):
+        single = apart.step(actions[:, [index]])
+    for key in (STATE, IMAGE):
+        np.testing.assert_allclose(step.observation[key], single.observation[key], atol=1 if key == IMAGE else 1e-4)
+    together.reset(rows=[0], seeds=[4])
+    asked.clear()
+    step = together.step(actions)
+    assert step.valid.sum(1).tolist() == [4, 1, 1] and step.horizon_end.tolist() == [False, True, True]
+    assert sorted(asked) == [(1, 1), (1, 3), (2, 2), (2, 2)], "rows at the same place of their chunks go together"
+    ended = step.observation[STATE][1:]
+    asked.clear()
+    step = together.step(actions)
+    assert asked == [(1, 2), (1, 2)], "rows that have ended are left alone"
+    np.testing.assert_array_equal(step.observation[STATE][1:], ended)
 
 
 def test_rows_at_different_places_of_their_chunks_do_not_mind_each_other(learned):
