@@ -172,22 +172,24 @@ class ImaginedWorld:
         }
 
     def _imagine(self, actions: np.ndarray) -> Iterator[Imagined]:
-        """Yield what the steps of a chunk [B, C, A] lead to; together, for rows still running, where the model can."""
+        """Yield what the steps of a chunk [B, C, A] lead to for rows that have not ended; together where models can."""
         chunk = torch.from_numpy(actions).to(next(iter(self._latent.values())).device)
-        if isinstance(self.model, ChunkModel):
+        generate, parts = (
+            (self.model.generate, (chunk,)) if isinstance(self.model, ChunkModel) else (self._one, chunk.split(1, 1))
+        )
+        for part in parts:
             index = np.flatnonzero(~self._ended())
-            rows = torch.from_numpy(index).to(chunk.device)
+            everyone, rows = len(index) == self._batch_size, torch.from_numpy(index).to(chunk.device)
+            before = self._latent if everyone else {name: value[rows] for name, value in self._latent.items()}
             with torch.no_grad():
-                latent, found = self.model.generate({k: v[rows] for k, v in self._latent.items()}, chunk[rows])
-            self._latent = _scatter(self._latent, latent, index, self._batch_size)
-            yield from (_spread(imagined, rows, self._batch_size) for imagined in found)
-        else:
-            for action in chunk.unbind(1):
-                running = torch.from_numpy(~self._ended()).to(chunk.device)
-                with torch.no_grad():
-                    latent, imagined = self.model.imagine(self._latent, action)
-                self._latent = {name: _where(running, latent[name], value) for name, value in self._latent.items()}
-                yield imagined
+                latent, found = generate(before, part if everyone else part[rows])
+            self._latent = latent if everyone else _scatter(self._latent, latent, index, self._batch_size)
+            yield from found if everyone else (_spread(step, rows, self._batch_size) for step in found)
+
+    def _one(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
+        """Imagine the only step of a chunk [B, 1, A]."""
+        latent, imagined = self.model.imagine(latent, actions[:, 0])
+        return latent, [imagined]
 
     def _take(self, imagined: Imagined, active: np.ndarray) -> None:
         """Keep an imagined step in the active rows."""
@@ -223,10 +225,6 @@ class ImaginedWorld:
 
     def _observation(self) -> Observation:
         return {key: value.copy() for key, value in self._frames.items()} | {TASK: self._arrays["task"].copy()}
-
-
-def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(rows.reshape(-1, *[1] * (new.dim() - 1)), new, old)
 
 
 def _spread(imagined: Imagined, rows: Tensor, count: int) -> Imagined:

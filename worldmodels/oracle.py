@@ -48,16 +48,19 @@ class OracleModel:
         return _latent(self._world.snapshot(rows))
 
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Restore every row, run one true control step, and return the snapshots after it."""
-        self._world.restore(Snapshot({name: value.numpy() for name, value in latent.items() if value.numel()}))
-        step = self._world.step(actions.numpy()[:, None])
-        observation = {key: step.observation[key][:, -1] for key in self._world.spec.observation}
-        return _latent(self._world.snapshot()), Imagined(
+        """Restore rows, at most as many as the world has, run one true control step, and return the snapshots after."""
+        count, rows = len(actions), np.arange(len(actions))
+        self._world.restore(Snapshot({name: value.numpy() for name, value in latent.items() if value.numel()}), rows)
+        moves = np.zeros((self._world.batch_size, 1, actions.shape[1]), actions.numpy().dtype)
+        moves[:count, 0] = actions.numpy()
+        step = self._world.step(moves)
+        observation = {key: step.observation[key][:count, -1] for key in self._world.spec.observation}
+        return _latent(self._world.snapshot(rows)), Imagined(
             {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in observation.items()},
-            {name: torch.from_numpy(reward[:, 0].copy()) for name, reward in step.rewards.items()},
-            torch.from_numpy(step.success.copy()),
-            torch.from_numpy(step.terminated.copy()),
-            torch.zeros(len(actions)),
+            {name: torch.from_numpy(reward[:count, 0].copy()) for name, reward in step.rewards.items()},
+            torch.from_numpy(step.success[:count].copy()),
+            torch.from_numpy(step.terminated[:count].copy()),
+            torch.zeros(count),
         )
 
 

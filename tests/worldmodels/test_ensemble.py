@@ -126,6 +126,24 @@ def test_uncertainty_cuts_imagination_without_ending_the_task(learned):
     assert (step.uncertainty[:, 0] > 0).all()
 
 
+def test_rows_that_have_ended_are_left_alone(learned, monkeypatch):
+    asked, imagine = [], EnsembleModel.imagine
+    monkeypatch.setattr(
+        EnsembleModel, "imagine", lambda self, *given: asked.append(len(given[1])) or imagine(self, *given)
+    )
+    short, actions = world(learned[0], 3, truncation=Truncation(steps=3)), np.full((3, 2, 2), 0.1)
+    short.reset(seeds=[1, 2, 3])
+    short.step(actions)
+    short.reset(rows=[1], seeds=[4])
+    ended = short.step(actions)
+    assert asked == [3, 3, 3, 1] and ended.horizon_end.tolist() == [True, False, True]
+    assert ended.valid.tolist() == [[True, False], [True, True], [True, False]]
+    alone = world(learned[0], 1)
+    alone.reset(seeds=[4])
+    assert np.allclose(alone.step(actions[:1]).trace[STATE][0], ended.trace[STATE][1], atol=1e-5)
+    assert np.array_equal(ended.trace[STATE][0, 0], ended.trace[STATE][0, 1])
+
+
 def test_doubt_costs_what_the_penalty_says(learned):
     free, priced = world(learned[0], 3), world(learned[0], 3, penalty=2.0)
     actions = np.random.default_rng(0).uniform(-1, 1, (3, 4, 2))
