@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from robopolicy.benchmarks.recordings import expert, until
+from robopolicy.benchmarks.recordings import expert
 from robopolicy.benchmarks.replay import TASK, replay
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.world import World
-from robopolicy.data.record import record
+from robopolicy.data.record import record, record_until
 from robopolicy.policies import DenoisingPolicyConfig, build_policy
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.pretrain import PretrainConfig, pretrain
@@ -161,7 +161,9 @@ def shown_and_cloned(world: World, study: Study, scale: Scale, seed: int) -> tup
 def explored(world: World, actor: Any, steps: int, seed: int) -> Episodes:
     """Return whole episodes of an actor, eight at a time, of at least so many control steps."""
     generator = Generators(seed)["act"]
-    return until(steps, lambda turn: record(world, actor, episode_seeds(seed, str(turn), 8), generator=generator))
+    return record_until(
+        steps, lambda turn: record(world, actor, episode_seeds(seed, str(turn), 8), generator=generator)
+    )
 
 
 def train_model(world: World, episodes: Episodes, scale: Scale, seed: int) -> EnsembleModel:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.benchmarks.recordings import expert, until
+from robopolicy.benchmarks.recordings import expert
 from robopolicy.benchmarks.replay import TASK, replay
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive, episode_seeds
-from robopolicy.data.record import record
+from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.rl.offline.batches import Batch
 from robopolicy.rl.offline.td3_bc import Td3Bc, Td3BcConfig
@@ -68,7 +68,7 @@ def collect(task: str, seed: int, steps: int, noise: float) -> Episodes:
         actor = expert(world, noise, derive(seed, f"{noise}/{turn}"))
         return record(world, actor, episode_seeds(seed, f"recorded/{noise}/{turn}", 8))
 
-    episodes = until(steps, played)
+    episodes = record_until(steps, played)
     world.close()
     return episodes
 

@@ -6,7 +6,8 @@ again. Ablations share autoencoder and readout with the model; only their dynami
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX
-from robopolicy.data.record import record
+from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.training.fit import FitConfig, fit
 from robopolicy.training.stages import fit_stages
@@ -76,40 +77,37 @@ SCALES = {
 
 def collect(seed: int, scale: Scale) -> Episodes:
     """Return episodes of the expert at graded noise, an equal share of the control steps at each level."""
-    return Episodes.concatenate(
-        [
-            part
-            for level in scale.noise
-            for part in _played(seed, scale, level, "recorded", None, scale.recorded / len(scale.noise))
-        ]
-    )
+    parts = []
+    for level in scale.noise:
+        with _player(seed, scale, level, "recorded") as play:
+            parts.append(record_until(scale.recorded / len(scale.noise), play))
+    return Episodes.concatenate(parts)
 
 
 def judged_episodes(seed: int, scale: Scale) -> Episodes:
     """Return the first episodes at every level of judged_noise that are long enough to be followed."""
-    kept, count, enough = [], -(-scale.judged // len(scale.judged_noise)), scale.begin + scale.followed
+    kept, count = [], -(-scale.judged // len(scale.judged_noise))
     for level in scale.judged_noise:
-        parts: list[Episodes] = []
-        for part in _played(seed, scale, level, "judged", scale.length, float("inf")):
-            parts.append(part.select(part.lengths >= enough))
-            if sum(map(len, parts)) >= count:
-                break
-        kept.append(Episodes.concatenate(parts).select(torch.arange(count)))
+        long: list[Episodes] = []
+        with _player(seed, scale, level, "judged", scale.length) as play:
+            while sum(map(len, long)) < count:
+                part = play(len(long))
+                long.append(part.select(part.lengths >= scale.begin + scale.followed))
+        kept.append(Episodes.concatenate(long).select(torch.arange(count)))
     return Episodes.concatenate(kept)
 
 
-def _played(seed: int, scale: Scale, level: str, name: str, horizon: int | None, steps: float) -> Iterator[Episodes]:
-    """Yield rounds of episodes at a level of noise until there are so many control steps."""
+@contextmanager
+def _player(
+    seed: int, scale: Scale, level: str, name: str, horizon: int | None = None
+) -> Iterator[Callable[[int], Episodes]]:
+    """Give what plays a turn's episodes of the expert at a level of noise; horizon: instead of the task's."""
     task = load_task(scale.task)
     world = MujocoWorld(
         replace(task, horizon=horizon or task.horizon), WORLDS, seed=seed, cameras=scale.cameras, image_size=64
     )
     actor = NoisyController(task.expert(), NOISE_LEVELS[level], derive(seed, f"{name}/{level}"), world.spec.action)
-    recorded, turn = 0, 0
-    while recorded < steps:
-        part = record(world, actor, episode_seeds(seed, f"{name}/{level}/{turn}", WORLDS))
-        recorded, turn = recorded + part.step_count, turn + 1
-        yield part
+    yield lambda turn: record(world, actor, episode_seeds(seed, f"{name}/{level}/{turn}", WORLDS))
     world.close()
 
 

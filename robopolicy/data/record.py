@@ -1,6 +1,6 @@
 """Recording demonstrations and rollouts: play a controller or a policy in a world, one seed per episode."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,6 +56,14 @@ def record(
             if exact or pending + rows.running.sum() < wanted:
                 rows.start_next()
     return _gather(rows, spec, wanted if episodes is not None else None, successes_only)
+
+
+def record_until(steps: float, play: Callable[[int], Episodes]) -> Episodes:
+    """Return the whole episodes of `play`, called with turn after turn, until they have so many control steps."""
+    parts = [play(0)]
+    while sum(part.step_count for part in parts) < steps:
+        parts.append(play(len(parts)))
+    return Episodes.concatenate(parts)
 
 
 @dataclass

@@ -141,6 +141,7 @@ class _Finetuning:
         self.history: tuple[float, ...] = ()
         self.reached_target = self.stopped = False
         self.best: dict[str, float] = {}
+        self.best_believed = True
         self.best_weights: dict[str, Tensor] | None = None
         self._resume()
 
@@ -188,7 +189,7 @@ class _Finetuning:
                 while self.iteration < self.config.iterations and not (self.reached_target or self.stopped):
                     due = self.iteration > 0 and self._due(self.config.checkpoint_every, False)
                     if after_checkpoint is not None and due and after_checkpoint(self.iteration, self.policy):
-                        self.best = {}  # the figures, not the weights: they stay until others are believed
+                        self.best_believed = False  # what follows is measured in another world
                     metrics = self._iterate()
                     advance(note=f"success {metrics['success']:.2f}" if metrics["episodes"] else "")
         finally:
@@ -337,9 +338,9 @@ class _Finetuning:
         }
         success = figures["deterministic_success"]
         self.stopped = bool(figures.get("deterministic_stop"))
-        better = not self.best or success > self.best["deterministic_success"]
+        better = not self.best or not self.best_believed or success > self.best["deterministic_success"]
         if better and not (self.stopped and self.best_weights is not None):
-            self.best = {"iteration": self.iteration, **figures}
+            self.best, self.best_believed = {"iteration": self.iteration, **figures}, True
             self.best_weights = {name: value.clone() for name, value in self.policy.state_dict().items()}
             if self.run_folder is not None:
                 self.policy.save(self.run_folder.checkpoint)
@@ -362,6 +363,7 @@ class _Finetuning:
             "stopped": self.stopped,
             "config": self._settings(),
             "best": self.best,
+            "best_believed": self.best_believed,
             "best_weights": self.best_weights or {},
             "learner": self.learner.tree(),
             "collector": self.collector.tree(),
@@ -383,6 +385,7 @@ class _Finetuning:
         require_same_config(tree["config"], self._settings(), may_change=("iterations", "target_success"))
         self.iteration, self.env_steps, self.best = tree["iteration"], tree["env_steps"], tree["best"]
         self.reached_target, self.stopped = tree["reached_target"], tree["stopped"]
+        self.best_believed = tree["best_believed"]
         self.history = tuple(tree["history"])
         self.best_weights = tree["best_weights"] or None
         self.learner.restore(tree["learner"])

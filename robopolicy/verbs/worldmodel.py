@@ -8,6 +8,7 @@ for models of pictures a video of imagined below recorded episodes.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
-from robopolicy.data.record import record
+from robopolicy.data.record import record, record_until
 from robopolicy.data.restyle import restyled
 from robopolicy.evaluation.report import IMAGINED, report_for_run
 from robopolicy.evaluation.video import above, write_video
@@ -82,12 +83,13 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
         build_noisy_expert(config.world, world.spec, level, derive(seed, f"worldmodel/noise/{level}"))
         for level in section.noise
     ]
-    for index, actor in enumerate(actors):
-        share, recorded, turn = missing // len(actors), 0, 0
-        while recorded < share:
-            seeds = episode_seeds(seed, f"worldmodel/{index}/{turn}", world.batch_size)
-            parts.append(record(world, actor, seeds, generator=generator))
-            recorded, turn = recorded + parts[-1].step_count, turn + 1
+
+    def play(turn: int, index: int) -> Episodes:
+        seeds = episode_seeds(seed, f"worldmodel/{index}/{turn}", world.batch_size)
+        return record(world, actors[index], seeds, generator=generator)
+
+    share = missing // max(1, len(actors))
+    parts += [record_until(share, partial(play, index=index)) for index in range(len(actors)) if share]
     return Episodes.concatenate(parts)
 
 

@@ -189,6 +189,7 @@ def test_a_stop_right_after_the_world_changed_keeps_what_was_best_before():
     config = replace(CONFIG, iterations=3, evaluate_every=1, checkpoint_every=1)
     policy, result = _tune(config, evaluate=evaluate, after_checkpoint=lambda iteration, policy: iteration == 1)
     assert result.stopped and result.iterations == 2
+    assert result.best["iteration"] == 0 and result.best["deterministic_success"] == 0.9
     assert torch.equal(policy.first.weight, ChainPolicy().first.weight)
 
 
