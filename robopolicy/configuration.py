@@ -259,7 +259,8 @@ class BenchSection:
     `mechanisms` on seeds, where methods are the checks, `edge_of_reach` on seeds, where methods are the arms, `ranking`
     and `imagination` on tasks and seeds, where methods are kinds of model or the arms, and the others on seeds.
 
-    overrides: settings for every run, quoted: bench.overrides=['finetune.iterations=10'].
+    overrides: settings for every run, quoted: bench.overrides=['finetune.iterations=10']. What a method sets by itself
+    outweighs them.
     """
 
     name: str = "sims"

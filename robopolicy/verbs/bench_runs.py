@@ -29,11 +29,15 @@ TOKEN = (
 
 
 @dataclass(frozen=True)
-class Base:
-    """A pre-trained policy: what it changes about the recipe, and about the recipe of some tasks, data included."""
+class Changes:
+    """Settings: what a pre-trained policy or a world model changes about every recipe, and about that of some tasks."""
 
-    settings: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
     tasks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def of(self, task: str) -> tuple[str, ...]:
+        """Return what is changed about the recipe of a task."""
+        return *self.always, *self.tasks.get(task, ())
 
 
 EXAMINED = "worldmodel.examine_rows=64", "worldmodel.examine_steps=1000"
@@ -77,13 +81,13 @@ MORE = {
 """Settings by task."""
 
 BASES = {
-    "diffusion": Base(),
-    "flow": Base(("policy.kind=flow",)),
-    "token": Base((*TOKEN, "train.fit.steps=600"), {"pick_place": ("collect.episodes=150", "train.fit.steps=1500")}),
-    "few": Base((), FEWER),
-    "many": Base((), MORE),
-    "novice": Base(("train.fit.steps=60",)),
-    "token_novice": Base((*TOKEN, "train.fit.steps=150")),
+    "diffusion": Changes(),
+    "flow": Changes(("policy.kind=flow",)),
+    "token": Changes((*TOKEN, "train.fit.steps=600"), {"pick_place": ("collect.episodes=150", "train.fit.steps=1500")}),
+    "few": Changes((), FEWER),
+    "many": Changes((), MORE),
+    "novice": Changes(("train.fit.steps=60",)),
+    "token_novice": Changes((*TOKEN, "train.fit.steps=150")),
 }
 """By name; few and many: demonstrations; novices: stopped while success is rare. Tokens need more than the dozen
 demonstrations of pick_place.
@@ -118,7 +122,7 @@ def settings_of(config: Config, root: Path, task: str, seed: int) -> list[str]:
 
 def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
     """Return the run folder of a base under root/task, after recording and training what is missing."""
-    settings = (*BASES[name].settings, *BASES[name].tasks.get(task, ()))
+    settings = BASES[name].of(task)
     own = [setting for setting in settings if setting.startswith("collect.")]
     recording = f"data_{name}" if own else "data"
     base = root / task / "train" / name / str(seed)
