@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from robopolicy.configuration import FinetuneSection, ImaginationSection, RunSection, WorldSection
 from robopolicy.core.errors import ConfigError, require_extra
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
@@ -17,6 +16,7 @@ from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.policies import load_policy
 from robopolicy.rl.critic import Critic, state_critic
+from robopolicy.sections import FinetuneSection, ImaginationSection, RunSection, WorldSection
 from sims.experts import Noise, NoisyController, noise_level
 from sims.registry import TASKS, load_task, make_world
 from worldmodels import load_world_model

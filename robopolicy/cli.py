@@ -168,22 +168,38 @@ def print_overview(output: Console) -> None:
 
 
 def print_help(name: str, verb: Verb, output: Console) -> None:
-    """Print what a verb does, an example, and every setting it reads with its default."""
-    from robopolicy.configuration import describe_sections, groups
+    """Print what a verb does, an example, and every setting it reads: its default and what it means."""
+    from robopolicy.configuration import described, groups
 
+    width = min(output.width, 120)
     target = f" [{verb.target.split('.')[1].upper()}]" if verb.target else ""
-    output.print(f"[bold]robopolicy {name}[/]{target} \\[section.key=value ...] \\[json=PATH]\n\n{verb.summary}.\n")
-    output.print(importlib.import_module(f"robopolicy.verbs.{name}").__doc__ or "", highlight=False, markup=False)
-    output.print(f"Example:\n  {verb.example}\n", highlight=False, markup=False)
-    for group, options in groups().items():
-        output.print(f"[bold]{group}=[/] one of: {', '.join(options)}", highlight=False)
-    for section, text, rows in describe_sections(verb.sections):
-        output.print(f"\n[bold cyan]{section}[/]  [dim]{escape(text)}[/]", highlight=False)
-        table = Table(box=None, show_header=False, padding=(0, 2))
-        for key, value in rows:
-            table.add_row(f"{section}.{key}", escape(value), style=None)
+    output.print(f"[bold]robopolicy {name}[/]{escape(target)} \\[section.key=value ...] \\[json=PATH]\n")
+    module = importlib.import_module(f"robopolicy.verbs.{name}")
+    output.print(reflowed(module.__doc__ or ""), highlight=False, markup=False, width=width)
+    output.print(f"\nExample:\n  {verb.example}", highlight=False, markup=False)
+    for group, options in groups().items() if "world" in verb.sections else ():
+        output.print(f"\n[bold]{group}=[/] one of: {', '.join(options)}", highlight=False, width=width)
+    for section in described(verb.sections):
+        output.print(f"\n[bold cyan]{section.path}.KEY=VALUE[/]  {escape(section.text)}", highlight=False, width=width)
+        table = Table(box=None, show_header=False, padding=(0, 2), width=width)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(style="cyan", overflow="fold", max_width=24)
+        table.add_column(style="dim", ratio=1)
+        for row in section.keys:
+            table.add_row(*map(escape, row))
         output.print(table, highlight=False)
     output.print("\n[bold]json=PATH[/] also writes the figures of this run as JSON.", highlight=False)
+
+
+def reflowed(text: str) -> str:
+    """Return a text with a line a paragraph or item ("- "), to be broken where the terminal ends."""
+    lines: list[str] = []
+    for line in map(str.strip, text.strip().splitlines()):
+        if lines and lines[-1] and line and not line.startswith("- "):
+            lines[-1] += f" {line}"
+        else:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

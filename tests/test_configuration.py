@@ -1,6 +1,6 @@
 import pytest
 
-from robopolicy.configuration import Config, compose, describe_sections, groups
+from robopolicy.configuration import Config, compose, described, groups
 from robopolicy.core.errors import ConfigError
 
 
@@ -60,6 +60,27 @@ def test_unknown_key_in_own_recipe_is_an_error(tmp_path):
         compose([f"recipe={path}"])
 
 
-def test_help_describes_every_section():
-    for name, text, rows in describe_sections(tuple(item for item in Config.__dataclass_fields__ if item != "json")):
-        assert text and rows, name
+def test_help_describes_every_section_and_every_key():
+    sections = described(tuple(item for item in Config.__dataclass_fields__ if item != "json"))
+    assert {"finetune", "world.imagination", "worldmodel.video.edm"} <= {section.path for section in sections}
+    for section in sections:
+        assert section.text, section.path
+        for key, default, text in section.keys:
+            assert default and text.endswith("."), f"{section.path}.{key}"
+
+
+def test_help_shows_defaults_as_they_are_written_and_choices_that_no_text_names():
+    keys = {
+        f"{section.path}.{key}": rest
+        for section in described(("run", "finetune", "policy"))
+        for key, *rest in section.keys
+    }
+    assert [keys[f"run.{key}"][0] for key in ("seed", "fresh", "name")] == ["0", "false", '""']
+    assert keys["finetune.clip_base"][0] == "null" and keys["finetune.branch_at"][0] == "[]"
+    assert "episode_mean" in keys["finetune.ratio_level"][1] and "One of" not in keys["policy.denoiser"][1]
+
+
+def test_every_default_that_help_shows_can_be_given():
+    shown = described(tuple(item for item in Config.__dataclass_fields__ if item != "json"))
+    given = [f"{section.path}.{key}={default}" for section in shown for key, default, _ in section.keys]
+    assert compose(given) == compose([])

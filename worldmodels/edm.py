@@ -22,28 +22,34 @@ Guidance = Callable[[Tensor, float], Tensor]
 
 @dataclass(frozen=True)
 class EdmConfig:
-    """Defaults of the paper's training, with a deterministic sampler.
-
-    sigma_data: standard deviation of the data; log_mean, log_std: of the training noise's logarithm; sigma_min,
-    sigma_max, rho, steps: the sampler's noise levels; order: 2 is Heun's method, 1 Euler's; churn: noise that is added
-    and taken out again on the way (0: the sampler is an ODE), at levels from churn_low to churn_high, with churn_noise
-    times the standard deviation; offset_noise: share of training noise that is one draw a channel (keeps frames from
-    drifting in brightness).
-    """
+    """Diffusion's noise and sampler (EDM); by default the paper's training and a deterministic sampler."""
 
     sigma_data: float = 0.5
+    """Standard deviation of the data."""
     log_mean: float = -1.2
+    """Mean of the training noise's logarithm."""
     log_std: float = 1.2
+    """Standard deviation of the training noise's logarithm."""
     sigma_min: float = 0.002
+    """Lowest noise level of the sampler."""
     sigma_max: float = 80.0
+    """Highest noise level of the sampler."""
     rho: float = 7.0
+    """How its levels crowd towards the lowest."""
     steps: int = 18
+    """How many there are."""
     order: int = 2
+    """Of the sampler: 2 is Heun's method, 1 Euler's."""
     churn: float = 0.0
+    """Noise that is added and taken out again on the way, 0 for none (an ODE)."""
     churn_low: float = 0.0
+    """Lowest level at which that happens."""
     churn_high: float = 1e6
+    """Highest level at which that happens."""
     churn_noise: float = 1.003
+    """Standard deviation of that noise."""
     offset_noise: float = 0.0
+    """Share of training noise that is one draw a channel (keeps frames from drifting in brightness)."""
 
     def __post_init__(self):
         if self.steps < 1 or self.order not in (1, 2):

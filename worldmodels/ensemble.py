@@ -30,27 +30,33 @@ from worldmodels.transitions import PROGRESS, SUCCESS, TransitionData, success_b
 
 @dataclass(frozen=True)
 class EnsembleConfig:
-    """Ensemble defaults.
-
-    members, width, depth: of the dynamics networks; head_width: of the reward and success heads; sample: draw from the
-    predicted Gaussian, as MOPO does, instead of following the mean of the random member: in a simulator without noise
-    what is drawn adds up where precision matters (ten policies ranked on pick_place: Pearson .81, bias -.41; following
-    the mean .98 and +.06); min_logvar, max_logvar: initial soft bounds of the log-variance; beta: each element's
-    likelihood is weighted by its predicted variance to this power (beta-NLL, Seitzer 2022; 0 is the plain likelihood,
-    which neglects contacts, 1 weighs errors like a squared error); positive_share: share of successful steps in a batch
-    of the success head.
-    """
+    """An ensemble of dynamics networks."""
 
     members: int = 5
+    """Networks, whose disagreement is the uncertainty."""
     width: int = 200
+    """Of their layers."""
     depth: int = 3
+    """Their hidden layers."""
     head_width: int = 192
+    """Width of the heads of reward and success."""
     batch_size: int = 256
+    """Transitions a training step, for every member."""
     sample: bool = False
+    """Draw from the predicted Gaussian, as MOPO does, instead of following the mean of the random member: in a
+    simulator without noise what is drawn adds up where precision matters (ten policies ranked on pick_place: Pearson
+    .81, bias -.41; following the mean .98 and +.06).
+    """
     min_logvar: float = -10.0
+    """Initial soft lower bound of the log-variance."""
     max_logvar: float = 0.5
+    """Initial soft upper bound of the log-variance."""
     beta: float = 1.0
+    """Each element's likelihood is weighted by its predicted variance to this power (beta-NLL, Seitzer 2022): 0 is the
+    plain likelihood, which neglects contacts, 1 weighs errors like a squared error.
+    """
     positive_share: float = 0.25
+    """Share of successful steps in a batch of the success head."""
 
     def __post_init__(self) -> None:
         if min(self.members, self.width, self.depth, self.batch_size) < 1:

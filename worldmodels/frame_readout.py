@@ -22,19 +22,22 @@ from worldmodels.rssm_networks import ChannelNorm, dense, perceptron
 
 @dataclass(frozen=True)
 class ReadoutConfig:
-    """How what is read off frames is learned.
-
-    batch_size, positive_share: steps of a batch, share of successes; dreams: steps whose frames the finished model
-    imagines, dreamed_share of the batches; state_noise: it is given states that are off by about up to so many standard
-    deviations of a step's change, and learns to mend them; members: heads whose disagreement is the uncertainty.
-    """
+    """How states, reward and success are read off frames."""
 
     batch_size: int = 128
+    """Steps a training step."""
     positive_share: float = 0.25
+    """Share of successes among them."""
     dreams: int = 2048
+    """Steps whose frames the finished model imagines."""
     dreamed_share: float = 0.25
+    """Their share of the batches."""
     state_noise: float = 1.0
+    """It is given states that are off by about up to so many standard deviations of a step's change, and learns to mend
+    them.
+    """
     members: int = 5
+    """Heads whose disagreement is the uncertainty."""
 
     def __post_init__(self):
         if min(self.batch_size, self.members, self.dreams) < 1:

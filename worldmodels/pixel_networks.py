@@ -49,32 +49,41 @@ SIZES = {
 
 @dataclass(frozen=True)
 class PixelDiffusionConfig:
-    """Pixel diffusion defaults, DIAMOND's numbers of noise and sampling.
-
-    size: a preset, of which grid, channels and layers replace single entries; context: frames and actions that the next
-    frame depends on; unroll: times that the denoiser goes on from its own, quantised prediction in training, in
-    unroll_share of the rows (DIAMOND: always); first_share: rows that are trained on what the sampler begins with,
-    noise that shows nothing, so that context and actions alone tell what comes (DIAMOND has none; 5 % of its rows are
-    about as noisy, and a small model learns late that actions matter); context_noise: deviation of noise on the context
-    in training, pixels reach from -1 to 1; temperature: deviation of the noise that sampling begins with, 0 for none,
-    where one step is taken and nothing left to chance; hold: pixels that change by less than this share of their range
-    stay as they are, so that what stands still does not fade; precision: of the U-Net, bfloat16 where the hardware
-    multiplies it ("auto").
-    """
+    """Pixel diffusion, DIAMOND's numbers of noise and sampling."""
 
     size: Literal["tiny", "small", "diamond"] = "small"
+    """A preset, of which the three entries below replace single ones: tiny for tests, small for 32 to 64 pixels on two
+    cores, and the paper's own.
+    """
     grid: int | None = None
+    """Pixels a side of the U-Net's finest maps, 0 for the picture's own."""
     channels: tuple[int, ...] = ()
+    """Of its resolutions, each half as fine as the one before."""
     layers: int | None = None
+    """Residual blocks of every resolution."""
     context: int = 4
+    """Frames and actions that the next frame depends on."""
     batch_size: int = 32
+    """Frames a training step."""
     unroll: int = 1
+    """Times that the denoiser goes on from its own, quantised prediction in training."""
     unroll_share: float = 0.5
+    """Rows in which it does (DIAMOND: all)."""
     first_share: float = 0.5
+    """Rows trained on what the sampler begins with, noise that shows nothing, so that context and actions alone tell
+    what comes (DIAMOND has none; 5 % of its rows are about as noisy, and a small model learns late that actions
+    matter).
+    """
     context_noise: float = 0.0
+    """Deviation of noise on the context in training; pixels reach from -1 to 1."""
     temperature: float = 1.0
+    """Deviation of the noise that sampling begins with; 0 where one step is taken and nothing left to chance."""
     hold: float = 0.02
+    """Pixels that change by less than this share of their range stay as they are, so that what stands still does not
+    fade.
+    """
     precision: Precision = "auto"
+    """Of the U-Net; auto is bfloat16 where the hardware multiplies it."""
     readout: ReadoutConfig = field(default_factory=ReadoutConfig)
     edm: EdmConfig = field(
         default_factory=lambda: EdmConfig(log_mean=-0.4, sigma_max=5.0, steps=3, order=1, offset_noise=0.3)

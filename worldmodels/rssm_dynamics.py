@@ -46,40 +46,58 @@ SIZES = {
 
 @dataclass(frozen=True)
 class RssmConfig:
-    """RSSM defaults.
-
-    size: a preset, of which deter, blocks, hidden, stochastic, classes and channels replace single entries; layers: of
-    encoders, decoders and heads; burn_in: frames that imagination likes to begin with; length: frames that follow them
-    in a training stretch; start_share, success_share: stretches that begin with their episode, that hold a success;
-    seen_share: frames after a prefix of 1 to burn_in that the posterior reads, the others are guessed; pictures: frames
-    of a stretch that are decoded to pictures in training; the scales weigh the parts of the loss; members: heads whose
-    disagreement is the uncertainty; sample: imagine with samples of the prior (False: with its likeliest classes).
-    """
+    """A recurrent state-space model (DreamerV3)."""
 
     size: Literal["tiny", "small", "size1m", "size12m"] = "small"
+    """A preset, of which the six entries below replace single ones: tiny for tests, small for states on one core, and
+    two of DreamerV3's own.
+    """
     deter: int | None = None
+    """Units of the GRU."""
     blocks: int | None = None
+    """Blocks that they are in."""
     hidden: int | None = None
+    """Width of every layer."""
     stochastic: int | None = None
+    """Categorical variables."""
     classes: int | None = None
+    """Classes of each."""
     channels: int | None = None
+    """Of the first convolution."""
     layers: int = 2
+    """Of encoders, decoders and heads."""
     unimix: float = 0.01
+    """Share of a uniform distribution in every categorical one."""
     free_nats: float = 1.0
+    """Below so many, the KL terms are not reduced further."""
     reconstruction_scale: float = 1.0
+    """Weight of what is decoded, in the loss."""
     reward_scale: float = 1.0
+    """Weight of the reward."""
     success_scale: float = 1.0
+    """Weight of success."""
     dynamics_scale: float = 1.0
+    """Weight of the KL term that teaches the prior."""
     representation_scale: float = 0.1
+    """Weight of the KL term that makes the posterior predictable."""
     burn_in: int = 4
+    """Frames that imagination likes to begin with."""
     length: int = 16
+    """Frames that follow them in a training stretch."""
     batch_size: int = 32
+    """Stretches a training step."""
     start_share: float = 0.25
+    """Stretches that begin with their episode."""
     success_share: float = 0.25
+    """Stretches that hold a success."""
     seen_share: float = 0.5
+    """Frames after the first few that the posterior reads; the others are guessed."""
     pictures: int = 8
+    """Frames of a stretch that are decoded to pictures in training."""
     members: int = 5
+    """Heads whose disagreement is the uncertainty."""
     sample: bool = True
+    """Imagine with samples of the prior, instead of its likeliest classes."""
 
     def __post_init__(self) -> None:
         if min(self.layers, self.burn_in, self.length, self.batch_size, self.pictures, self.members) < 1:

@@ -39,50 +39,70 @@ SIZES = {
 
 @dataclass(frozen=True)
 class VideoConfig:
-    """Latent video defaults.
-
-    size: a preset, of which channels, latent, patch, width, depth and heads replace single entries.
-    History: recent frames in a row, the present one among them, and memory frames before those, stride steps apart
-    (memory 0: recent frames alone); chunk: future frames predicted together at most.
-    Training: batch_size; moving: how much more pixels weigh that differ from the mean picture, for the autoencoder,
-    which learns on view_batch_size frames at a time; divergence: weight of its KL term; shares of the steps of fit:
-    autoencoder_share, readout_share; memory_noise, present_noise: noise on history frames reaches up to so many
-    standard deviations; action_dropout: share of actions that are hidden; collapse: share of rows whose history is the
-    present frame repeated; first_share: rows trained on what the sampler begins with, noise that shows nothing, so that
-    history and actions alone tell what comes; bootstrap: share of the rows, reached after bootstrap_steps updates,
-    whose history are the model's own cached predictions (Sword's dynamic latent bootstrapping; 0 switches it off).
-    Sampling: temperature: deviation of the noise it begins with, 0 for none; hold: a pixel keeps its value until what
-    is decoded there has changed by so much (1 is from black to white), so that what does not move stays as sharp as in
-    the frame it began with, 0 to show what is decoded; edm: noise levels and steps.
-    """
+    """A latent video model of all cameras."""
 
     size: Literal["tiny", "small", "medium", "large"] = "small"
+    """A preset, of which the six entries below replace single ones: 3.5 (small), 14 (medium) and 64 (large) million
+    parameters with two cameras of 64 px; tiny for tests.
+    """
     channels: tuple[int, ...] = ()
+    """Of the autoencoder's resolutions."""
     latent: int | None = None
+    """Channels of a latent."""
     patch: int | None = None
+    """Latents a side of a token."""
     width: int | None = None
+    """Of the transformer."""
     depth: int | None = None
+    """Its blocks."""
     heads: int | None = None
+    """Its attention heads."""
     recent: int = 2
+    """History: frames in a row, the present one among them."""
     memory: int = 4
+    """History: older frames before those, 0 for none."""
     stride: int = 5
+    """Steps between those."""
     chunk: int = 5
+    """Future frames predicted together at most."""
     batch_size: int = 16
+    """Rows a training step of the dynamics."""
     view_batch_size: int = 16
+    """Frames a training step of the autoencoder."""
     moving: float = 2.0
+    """How much more pixels weigh, for the autoencoder, that differ from the mean picture."""
     divergence: float = 1e-5
+    """Weight of its KL term."""
     autoencoder_share: float = 0.8
+    """Its training steps, as a share of those of fit."""
     readout_share: float = 0.5
+    """The readout's training steps, as a share of those of fit."""
     memory_noise: float = 0.3
+    """Noise on older history frames in training reaches up to so many standard deviations."""
     present_noise: float = 0.2
+    """The same of recent frames."""
     action_dropout: float = 0.05
+    """Share of actions that are hidden in training."""
     collapse: float = 0.15
+    """Share of rows whose history is the present frame repeated."""
     first_share: float = 0.7
+    """Rows trained on what the sampler begins with, noise that shows nothing, so that history and actions alone tell
+    what comes.
+    """
     bootstrap: float = 0.3
+    """Share of the rows whose history are the model's own cached predictions (Sword's dynamic latent bootstrapping), 0
+    for none.
+    """
     bootstrap_steps: int = 1500
+    """Updates until that share is reached."""
     temperature: float = 1.0
+    """Deviation of the noise that sampling begins with, 0 for none."""
     hold: float = 0.06
+    """A pixel keeps its value until what is decoded there has changed by so much (1 is from black to white), so that
+    what does not move stays as sharp as in the frame it began with; 0 shows what is decoded.
+    """
     precision: Precision = "auto"
+    """Of the networks; auto is bfloat16 where the hardware multiplies it."""
     readout: ReadoutConfig = field(default_factory=ReadoutConfig)
     edm: EdmConfig = field(
         default_factory=lambda: EdmConfig(sigma_data=1.0, log_mean=0.0, sigma_min=0.3, sigma_max=5.0, steps=2, order=1)

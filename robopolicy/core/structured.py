@@ -1,10 +1,14 @@
 """Configurations are frozen dataclasses: turn one into plain values, and plain values strictly back into one."""
 
+import ast
+import inspect
+import textwrap
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,6 +57,31 @@ def from_plain[Structure](kind: type[Structure], data: Mapping[str, Any], where:
 def narrowed[Structure](kind: type[Structure], value: Any) -> Structure:
     """Return the `kind` part of `value`, an instance of one of its subclasses with more fields."""
     return kind(**{item.name: getattr(value, item.name) for item in fields(cast(Any, kind)) if item.init})
+
+
+def explanations(kind: type) -> dict[str, str]:
+    """Return what is written below the fields of a dataclass, by name; inherited fields are included.
+
+    A string right below a field is its text, as documentation tools read it.
+    """
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__[:-1]):
+        body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]).body
+        for above, below in pairwise(body):
+            if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(above.target, ast.Name):
+                found[above.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return found
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """Return what a field of this type can be set to, if that is a few names."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return tuple(str(item.value) for item in kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return tuple(map(str, typing.get_args(kind)))
+    if isinstance(kind, types.UnionType):
+        return tuple(name for part in typing.get_args(kind) for name in choices(part))
+    return ()
 
 
 def _join(where: str, key: str) -> str:

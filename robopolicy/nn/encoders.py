@@ -24,9 +24,13 @@ class ImageEncoderConfig:
     """
 
     features: int = 64
+    """Size of each frame's vector."""
     channels: tuple[int, int, int] = (32, 64, 64)
+    """Of the three convolutions."""
     frozen: bool = False
+    """Never trained."""
     random_shift: int = 0
+    """Pixels of augmentation in training losses (DrQ, arXiv:2107.09645), 0 for none."""
 
 
 class ImageEncoder(nn.Module):

@@ -38,53 +38,77 @@ class LogpReduction(Enum):
 class DenoisingPolicyConfig:
     """A diffusion or flow policy over action chunks.
 
-    observation_keys: what it reads, () for everything the world shows; history: H frames; chunk: C executed steps;
-    prediction_steps: P >= C predicted steps.
-    Denoiser: width; depth is hidden layers (mlp), blocks (transformer) or resolutions (unet); heads of the transformer.
-    Chain: denoising_steps: training grid T of the diffusion; sampling_steps: K units of a chain; finetuned_units: the
-    last K' of them are trained by fine-tuning, null for half of K; prediction (diffusion only; a flow predicts the
-    velocity): with ten steps, predicting the clean sample imitates two to three times as closely as predicting the
-    noise, and unlike it still steers the last step; spacing: of the K steps on the grid; eta: 1 samples like DDPM, 0
-    like DDIM; clip: bound on the clean estimate in normalised actions, null for none; flow_noise, flow_noise_level,
-    flow_noise_bounds: see `FlowSchedule`.
-    Exploration and scores: min_sampling_std: floor of each step's noise, in normalised actions; min_logprob_std: the
-    same floor in log-probabilities; noise_clip: noise is truncated to this many standard deviations; logp_clamp: bounds
-    on each element's log-density (clamping zeroes gradients: how often is in the extras); logp_reduction over the
-    executed C x A elements: state it beside any clip range. noisy_units: so many random steps of each decision are
-    noisy and scored, the others follow the noise-free sampler (null: all; pi_RL's flow-SDE has 1); likelihood, with
-    matching_samples noise levels a decision for matching, whose actions come from the noise-free sampler.
+    Axes: H history, C chunk, P predicted steps, T training grid, K sampling steps of which K' are tuned.
     """
 
     kind: PolicyKind = PolicyKind.DIFFUSION
+    """diffusion, flow, or token, a language model over action tokens."""
     observation_keys: tuple[str, ...] = ()
+    """What it reads, [] for everything the world shows."""
     history: int = 1
+    """Frames H that it reads."""
     chunk: int = 4
+    """Steps C that it executes of a decision."""
     prediction_steps: int = 4
+    """Steps P >= C that it predicts."""
     denoiser: DenoiserKind = DenoiserKind.MLP
+    """mlp (small chunks, fastest), transformer, or unet (long chunks)."""
     width: int = 256
+    """Of the denoiser's layers."""
     depth: int = 3
+    """Hidden layers (mlp), blocks (transformer) or resolutions (unet)."""
     heads: int = 4
+    """Attention heads of the transformer."""
     image: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
     prediction: Prediction = Prediction.SAMPLE
+    """What a diffusion predicts (a flow predicts the velocity). With ten steps, predicting the clean sample imitates
+    two to three times as closely as predicting the noise, and unlike it still steers the last step.
+    """
     denoising_steps: int = 100
+    """Training grid T of the diffusion."""
     sampling_steps: int = 10
+    """Units K of a chain."""
     finetuned_units: int | None = None
+    """The last K' of them that fine-tuning trains, null for half of K."""
     spacing: Spacing = Spacing.LEADING
+    """Of the K steps on the grid: trailing starts at the noisiest one, leading ends at the cleanest one."""
     eta: float = 1.0
+    """1 samples like DDPM, 0 like DDIM."""
     clip: float | None = 1.0
+    """Bound on the clean estimate in normalised actions, null for none."""
     flow_noise: FlowNoise = FlowNoise.CONSTANT
+    """Noise of a flow's steps: none (ode), Flow-GRPO's (sde), the same on every step (constant), ReinFlow's network
+    (learned).
+    """
     flow_noise_level: float = 0.1
+    """Its scale."""
     flow_noise_bounds: tuple[float, float] = (0.05, 0.24)
+    """Its smallest and largest standard deviation."""
     min_sampling_std: float = 0.1
+    """Floor of each step's noise while exploring, in normalised actions."""
     min_logprob_std: float = 0.1
+    """The same floor in log-probabilities."""
     noise_clip: float | None = 3.0
+    """Noise is truncated to so many standard deviations, null for not."""
     logp_clamp: tuple[float, float] | None = (-5.0, 2.0)
+    """Bounds on each element's log-density, null for none; clamping zeroes gradients (how often is among the metrics).
+    """
     logp_reduction: LogpReduction = LogpReduction.MEAN
+    """Over the executed C x A elements; clip ranges belong to it."""
     noisy_units: int | None = None
+    """So many random steps of each decision are noisy and scored, the others follow the noise-free sampler (pi_RL's
+    flow-SDE has 1); null for all.
+    """
     likelihood: Likelihood = Likelihood.CHAIN
+    """What scores a decision: chain, its denoising steps, or matching, minus the denoising loss at random noise levels
+    (FPO).
+    """
     matching_samples: int = 8
+    """Noise levels a decision, for matching."""
     state_normalization: NormalizationMode = NormalizationMode.MIN_MAX
+    """mean_std, min_max (the data's range becomes [-1, 1]) or identity."""
     action_normalization: NormalizationMode = NormalizationMode.MIN_MAX
+    """The same of actions."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= self.prediction_steps:

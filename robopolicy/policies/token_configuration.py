@@ -25,32 +25,43 @@ class DecodeSchedule(Enum):
 
 @dataclass(frozen=True)
 class TokenConfig:
-    """The language model and its action tokens.
-
-    actions, bins, resolution, frequencies: see `action_tokens`; temperature: of sampling, and of log-probabilities.
-    decoding, decode_steps, decode_schedule: see `token_decoding`; decode_steps is the number of passes in which masked
-    decoding says a chunk evenly (an ascending schedule has its own number, causal decoding one per token).
-    model: folder or hub name of a Hugging Face causal or vision-language checkpoint, or "" for a small Llama from
-    scratch with width, depth, heads and feed_forward; patch: pixels of an image patch's side; lora_rank: a checkpoint's
-    weights stay frozen and adapters of this rank learn instead, 0 trains all; lora_alpha: their scale times the rank.
-    """
+    """The language model and its action tokens."""
 
     actions: ActionTokens = ActionTokens.BINS
+    """bins: a token for every action element; frequencies: one for every kept frequency of a chunk (FAST without
+    merges).
+    """
     bins: int = 33
+    """Values an element can have; an odd number includes 0."""
     resolution: float = 10.0
+    """Frequencies are rounded to one part in this."""
     frequencies: int = 0
+    """How many are kept, 0 for all."""
     temperature: float = 1.0
+    """Of sampling, and of log-probabilities."""
     decoding: TokenDecoding = TokenDecoding.CAUSAL
+    """causal: token by token; masked: discrete diffusion, several at a time in any order."""
     decode_steps: int = 4
+    """Passes in which masked decoding says a chunk evenly."""
     decode_schedule: DecodeSchedule = DecodeSchedule.EVEN
+    """even: as many tokens in every pass; ascending: 1, 2, 4 and so on until all are said."""
     model: str = ""
+    """Folder or hub name of a Hugging Face causal or vision-language checkpoint, empty for a small Llama from scratch.
+    """
     width: int = 128
+    """Of the Llama from scratch."""
     depth: int = 4
+    """Its layers."""
     heads: int = 4
+    """Its attention heads."""
     feed_forward: int = 384
+    """Width of its feed-forward layers."""
     patch: int = 16
+    """Pixels of an image patch's side."""
     lora_rank: int = 0
+    """A checkpoint's weights stay frozen and adapters of this rank learn instead, 0 trains all."""
     lora_alpha: float = 16.0
+    """Scale of the adapters times their rank."""
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:

@@ -10,59 +10,84 @@ from robopolicy.rl.algorithm import AlgorithmConfig
 class FinetuneConfig(AlgorithmConfig):
     """Fine-tuning defaults, for log-probabilities that are means over dimensions (the clip width belongs to that).
 
-    algorithm and the slots below it choose the mechanisms. iterations of collecting, then `epochs` over minibatches of
-    `minibatch` decisions (or of minibatch_episodes whole episodes; group algorithms with episode ratios need those).
-    Collected are `decisions` chunks a row with a critic, or whole episodes in `groups` groups of group_size with the
-    same start, out of a pool of `starts` (0: always fresh ones), for algorithms that compare episodes; before the
-    decisions branch_at every running episode splits into branch_width that go on from the same state, sharing the first
-    branch_unit units of the decision there (null: none). unfinished: share of the episodes that an iteration may leave
-    in flight, to go on with in the next one. staleness: how many updates old the weights may be that collect, in a
-    thread beside the learner; 0 collects and learns in turns, repeatably; delay: how many updates old they are made to
-    be, in turns and repeatably; props: collect in so many parts, the later ones steered away from what has been sampled
-    too often, 0 for off. discount is per control step, gae_lambda per decision; clip runs from clip_base (null:
-    clip) at the noisiest unit to clip at the cleanest with clip_rate, clip_high is the width above 1 (null: clip);
-    target_kl (of the whole decision) ends the epochs of an iteration, and a step that went beyond twice of it is taken
-    back; actor_rate is reached over actor_warmup steps (Adam's first are its largest, and every one of them can change
-    what every unit does); the first critic_warmup iterations train the critic alone; scored_units > 0 scores that many
-    random units of each decision per minibatch instead of all (cheaper, noisier). Checkpoints come every
-    checkpoint_every iterations; evaluations before the first and every evaluate_every (0: none); target_success ends
-    the run once the deterministic success reaches it.
+    An iteration collects, then learns for some epochs over minibatches. Algorithms with a critic collect `decisions` a
+    row, those that compare episodes whole episodes in groups with the same start.
     """
 
     iterations: int = 60
+    """How often it collects and learns."""
     decisions: int = 20
+    """Chunks of actions that every row decides in an iteration, with a critic."""
     groups: int = 64
+    """Groups of whole episodes in an iteration, for algorithms that compare episodes."""
     group_size: int = 8
+    """Episodes with the same start."""
     starts: int = 0
+    """Size of the pool that starts are drawn from, 0 for always fresh ones."""
     branch_at: tuple[int, ...] = ()
+    """Decisions before which every running episode splits into branch_width that go on from the same state."""
     branch_width: int = 2
+    """Episodes that go on where one splits."""
     branch_unit: int | None = None
+    """Units of the decision there that branches share, null for none."""
     unfinished: float = 0.0
+    """Share of the episodes that an iteration may leave in flight, to go on with in the next one."""
     staleness: int = 0
+    """How many updates old the weights may be that collect, in a thread beside the learner; 0 collects and learns in
+    turns, repeatably.
+    """
     delay: int = 0
+    """How many updates old the weights that collect are made to be, in turns and repeatably."""
     props: int = 0
+    """Collect in so many parts, the later ones steered away from what has been sampled too often (PROPS), 0 for off."""
     epochs: int = 5
+    """Passes over what was collected."""
     minibatch: int = 2048
+    """Decisions in a minibatch."""
     minibatch_episodes: int = 0
+    """Whole episodes in a minibatch instead, for group algorithms with episode ratios, 0 for decisions."""
     scored_units: int = 0
+    """Random units of each decision that a minibatch scores (cheaper, noisier), 0 for all."""
     critic_warmup: int = 1
+    """First iterations that train the critic alone."""
     actor_rate: float = 5e-4
+    """The policy's learning rate."""
     actor_warmup: int = 30
+    """Steps over which it is reached: Adam's first are its largest, and every one of them can change what every unit
+    does.
+    """
     critic_rate: float = 1e-3
+    """The critic's learning rate."""
     weight_decay: float = 0.0
+    """Of the policy's and the critic's weights (AdamW)."""
     gradient_clip: float = 1.0
+    """Bound on the gradient's global norm."""
     discount: float = 0.99
+    """Per control step."""
     gae_lambda: float = 0.95
+    """Per decision."""
     clip: float = 0.2
+    """Width of the ratio's clip range, at the cleanest unit."""
     clip_base: float | None = None
+    """Width at the noisiest unit, null for clip."""
     clip_high: float | None = None
+    """Width above 1, null for clip."""
     clip_rate: float = 0.0
+    """How the width grows from clip_base to clip along the chain, 0 for evenly."""
     log_ratio_clamp: float = 3.0
+    """Bound on the logarithm of a ratio."""
     ratio_tolerance: float = 1e-5
+    """How far a policy's score of its own fresh decisions may be from the one it acted with."""
     target_kl: float | None = 0.1
+    """KL divergence of whole decisions that ends an iteration's epochs; a step beyond twice of it is taken back. Null
+    for no end.
+    """
     checkpoint_every: int = 10
+    """Iterations between checkpoints, from which a killed run goes on."""
     evaluate_every: int = 10
+    """Iterations between evaluations (one comes before the first), 0 for none."""
     target_success: float | None = None
+    """Deterministic success that ends the run, null for none."""
 
     def __post_init__(self):
         for name in ("iterations", "decisions", "groups", "group_size", "epochs", "minibatch", "checkpoint_every"):

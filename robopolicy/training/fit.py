@@ -37,22 +37,28 @@ class Regressor(Protocol):
 
 @dataclass(frozen=True)
 class FitConfig:
-    """Regression defaults.
-
-    learning_rate rises linearly over `warmup` steps, then falls along a cosine to `final_rate` times itself; gradients
-    are clipped to a global norm of gradient_clip; ema_decay 0 switches the moving average off.
-    """
+    """Regression defaults: AdamW, a linear warm-up, then a cosine."""
 
     steps: int = 4000
+    """Training steps."""
     learning_rate: float = 1e-3
+    """At its highest, after the warm-up."""
     final_rate: float = 0.01
+    """What it falls to, as a share of itself."""
     warmup: int = 100
+    """Steps over which it rises."""
     weight_decay: float = 1e-6
+    """AdamW's."""
     gradient_clip: float = 1.0
+    """Bound on the gradient's global norm."""
     ema_decay: float = 0.995
+    """Of the moving average of the weights, which is what is kept; 0 switches it off."""
     ema_power: float = 0.75
+    """How fast the average forgets its beginning: after step s the decay is at most 1 - (1 + s)^-power."""
     log_every: int = 100
+    """Steps between logged losses."""
     checkpoint_every: int = 1000
+    """Steps between checkpoints, from which a killed run goes on."""
 
     def __post_init__(self):
         if self.steps < 1 or self.log_every < 1 or self.checkpoint_every < 1:

@@ -19,6 +19,7 @@ class PretrainConfig:
     """Behaviour-cloning defaults: samples per step, and how to fit them."""
 
     batch_size: int = 256
+    """Samples a step."""
     fit: FitConfig = field(default_factory=FitConfig)
 
     def __post_init__(self):

@@ -33,7 +33,7 @@ def run(config: Config) -> int:
             show_slot(slot, entries)
     if name:
         for entry in chosen:
-            exto_plain(entry)
+            explain(entry)
     publish(
         config,
         {"presets": {key: to_plain(value) for key, value in presets.items()}, "mechanisms": list(map(row, chosen))},
@@ -62,7 +62,7 @@ def show_slot(slot: Slot, entries: list[Mechanism]) -> None:
     output.print(table, "")
 
 
-def exto_plain(entry: Mechanism) -> None:
+def explain(entry: Mechanism) -> None:
     """Print one mechanism's full text and options."""
     output.print(f"[bold]{entry.slot.value} {entry.name}[/]\n{escape(inspect.getdoc(entry.function) or '')}")
     for option, default in entry.options.items():

@@ -1,12 +1,21 @@
-"""Prints figures side by side: `bench sims` measures speed; `bench algorithms` and `mechanisms` how methods learn.
+"""Prints figures side by side: how fast simulators are, how methods learn, and what world models are good for.
 
-sims: our engine against pure physics, gymnasium's vector environments on the same scene, and Meta-World's own,
-interleaved in one process. algorithms: success against environment steps on the same tasks, bases and seeds.
-mechanisms: ten small experiments, each asking whether a paper's claim shows. Of world models: ranking (do they order
-policies as the simulator does?), imagination (fine-tuning inside them, judged for real, and on narrow data),
-edge_of_reach (values in a perfect model), trajectories (are guided ones true and good to learn from?), planning (do
-cautious plans stay true?), styles (are unseen looks read better after other looks?), joint (planning with one model of
-actions, futures and values), video (pictures far ahead, with and without memory).
+- sims: our engine against pure physics, gymnasium's vector environments on the same scene, and Meta-World's own,
+  interleaved in one process.
+- algorithms: success against environment steps on the same tasks, bases and seeds.
+- mechanisms: ten small experiments, each asking whether a paper's claim shows.
+
+Of world models:
+
+- ranking: do they order policies as the simulator does?
+- imagination: fine-tuning inside them, judged for real, also on narrow data.
+- edge_of_reach: values in a perfect model, and what cures them.
+- trajectories: are guided ones true, and good to learn from?
+- planning: do cautious plans stay true?
+- styles: are unseen looks read better after other looks?
+- joint: planning with one model of actions, futures and values.
+- video: pictures far ahead, with and without memory.
+
 All but the first go on where they were interrupted.
 """
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from robopolicy.build import WORLD_MODEL, build_critic, build_world, choose_device, open_policy
-from robopolicy.configuration import Config, ImaginationSection
+from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
@@ -22,6 +22,7 @@ from robopolicy.core.world import Renders
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.two_worlds import TwoWorlds
 from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.sections import ImaginationSection
 from robopolicy.training.finetune import FinetuneConfig, FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from robopolicy.build import WORLD_MODEL, build_noisy_expert, build_world, choose_device, open_policy
-from robopolicy.configuration import Config, WorldSection
+from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive, numpy_generator
@@ -21,6 +21,7 @@ from robopolicy.evaluation.ranking import RankingResult, rank
 from robopolicy.evaluation.report import agreement, report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
+from robopolicy.sections import WorldSection
 from robopolicy.verbs.evaluate import evaluation_seeds
 from worldmodels.checkpoint import kind_of
 
