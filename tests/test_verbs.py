@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from robopolicy.cli import VERBS, main
+from robopolicy.cli import INTERRUPTED, VERBS, main
+from robopolicy.training import imagined
+from robopolicy.training.stages import fit_stages
 
 SMALL = [
     "world=reach_planar",
@@ -80,6 +82,29 @@ def test_the_whole_path(root, capsys):
     capsys.readouterr()
     assert run(root, "finetune") == 0
     assert "already fine-tuned" in capsys.readouterr().out
+
+
+def test_imagination_that_is_interrupted_while_its_model_is_refreshed_ends_in_the_same_place(root, monkeypatch):
+    def imagine(name):
+        refreshed = "finetune.checkpoint_every=1", "imagine.refresh_every=1", "imagine.refresh_steps=5"
+        shared = "finetune.iterations=3", "imagine.watch=8", "imagine.refresh_episodes=8", "imagine.gap=null"
+        return run(root, "imagine", f"run.name={name}", *refreshed, *shared, *explicit(root))
+
+    refreshes = []
+
+    def interrupted(*arguments):
+        refreshes.append(fit_stages(*arguments))
+        if len(refreshes) == 2:
+            raise KeyboardInterrupt
+
+    assert imagine("whole") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(imagined, "fit_stages", interrupted)
+        assert imagine("broken") == INTERRUPTED
+    assert imagine("broken") == 0
+    whole, broken = (root / "imagine" / name / "0" for name in ("whole", "broken"))
+    for file in ("checkpoint/model.safetensors", "model/model.safetensors", "refreshes.json"):
+        assert (whole / file).read_bytes() == (broken / file).read_bytes(), file
 
 
 def test_doctor_finds_nothing_wrong_with_its_own_recording(root):
