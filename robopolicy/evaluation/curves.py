@@ -1,4 +1,4 @@
-"""Learning curves of several methods beside one another, for benchmarks of algorithms."""
+"""Small panels for benchmarks: learning curves and rankings of several methods or models beside one another."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from robopolicy.evaluation.plots import BASE, STYLE, THIRD, TUNED, as_svg, new_axes
+from robopolicy.evaluation.plots import BASE, MUTED, STYLE, THIRD, TUNED, as_svg, new_axes
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7a8799")
 
@@ -51,12 +51,7 @@ def imagination_curves(arms: Mapping[str, Sequence[Sequence[Mapping[str, float]]
     arms: title -> seeds -> records with env_steps, deterministic_success and deterministic_real_success.
     """
     with matplotlib.rc_context(STYLE):
-        across = min(columns, len(arms))
-        down = -(-len(arms) // across)
-        figure = Figure(figsize=(0.5 + 2.6 * across, 0.4 + 2.4 * down), layout="constrained")
-        panels = figure.subplots(down, across, sharey=True, squeeze=False)
-        for axes in panels.flat[len(arms) :]:
-            axes.remove()
+        figure, panels = _panels(len(arms), columns)
         for axes, (title, seeds) in zip(panels.flat, arms.items(), strict=False):
             for index, records in enumerate(seeds):
                 steps = [row["env_steps"] / 1e6 for row in records]
@@ -70,6 +65,36 @@ def imagination_curves(arms: Mapping[str, Sequence[Sequence[Mapping[str, float]]
         figure.supxlabel("million imagined steps", fontsize=10, color=STYLE["axes.labelcolor"])
         panels[0, 0].legend(frameon=False, loc="lower right")
         return as_svg(figure)
+
+
+def ranking_panels(rankings: Mapping[str, Sequence[Sequence[tuple[float, float]]]], columns: int = 4) -> str:
+    """Draw success in a world model against success in the simulator, a panel a model, a colour a seed of it, a point a
+    policy, and the line on which the two agree.
+
+    rankings: title -> seeds -> policies' success in the simulator and in the model.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure, panels = _panels(len(rankings), columns)
+        for axes, (title, seeds) in zip(panels.flat, rankings.items(), strict=False):
+            axes.plot([0, 1], [0, 1], color=MUTED, linestyle="--", linewidth=1)
+            for policies, colour in zip(seeds, COLOURS * len(seeds), strict=False):
+                axes.scatter(*zip(*policies, strict=True), color=colour, alpha=0.7, s=18, linewidths=0)
+            axes.set(xlim=(-0.04, 1.04), ylim=(-0.04, 1.04), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1), aspect="equal")
+            axes.set_title(title, fontsize=10)
+        figure.supxlabel("success in the simulator", fontsize=10, color=STYLE["axes.labelcolor"])
+        figure.supylabel("in the world model", fontsize=10, color=STYLE["axes.labelcolor"])
+        return as_svg(figure)
+
+
+def _panels(count: int, columns: int) -> tuple[Figure, np.ndarray]:
+    """Return a figure and its panels [down, across], without those beyond `count`."""
+    across = min(columns, count)
+    down = -(-count // across)
+    figure = Figure(figsize=(0.5 + 2.6 * across, 0.4 + 2.4 * down), layout="constrained")
+    panels = figure.subplots(down, across, sharey=True, squeeze=False)
+    for axes in panels.flat[count:]:
+        axes.remove()
+    return figure, panels
 
 
 def value_curves(runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> str:

@@ -4,11 +4,13 @@ No two policies share demonstrations, weights or seeds, nor does a world model s
 demonstrations, disturbed experts and one policy of its own seed.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
+from robopolicy.evaluation.curves import ranking_panels
 from robopolicy.evaluation.report import Report, Section, agreement, ranking_plot
 from robopolicy.runs import print_table
 from robopolicy.verbs import rank
@@ -61,6 +63,9 @@ def benchmark(config: Config) -> dict[str, Any]:
     figures = {task: measure(config, root, task, kinds) for task in config.bench.tasks}
     subtitle = f"{len(POLICIES)} independently trained policies on the same starts"
     report = Report(title="Ranking policies in imagination", subtitle=subtitle)
+    report.sections.append(
+        Section("Every model", "A point a policy, a colour a seed.", svg=ranking_panels(points(figures)))
+    )
     for task, models in figures.items():
         header, lines = agreement(models)
         report.sections.append(Section(task, "In brackets the bootstrap over policies.", header=header, rows=lines))
@@ -70,6 +75,17 @@ def benchmark(config: Config) -> dict[str, Any]:
         print_table(task, header, lines)
     conclude(config, root, report, figures)
     return figures
+
+
+def points(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, list[list[tuple[float, float]]]]:
+    """Return what `ranking_panels` draws, of task -> "<kind> <seed>" -> ranking."""
+    found: dict[str, list[list[tuple[float, float]]]] = {}
+    for task, models in figures.items():
+        for name, ranking in models.items():
+            kind = name.rsplit(" ", 1)[0]
+            policies = [(row["real"], row["model"]) for row in ranking["policies"]]
+            found.setdefault(f"{task}, {kind.replace('_', ' ')}", []).append(policies)
+    return found
 
 
 def measure(config: Config, root: Path, task: str, kinds: tuple[str, ...]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from robopolicy.evaluation.curves import imagination_curves, method_curves, pooled_curve
+from robopolicy.evaluation.curves import imagination_curves, method_curves, pooled_curve, ranking_panels
 
 
 def test_seeds_are_averaged_at_common_steps_and_a_finished_seed_keeps_its_last_value():
@@ -30,3 +30,11 @@ def test_every_arm_has_a_panel_with_a_line_a_seed_for_imagination_and_reality():
         assert svg.count(f">{name}<") == 1
     imagined, real = (svg.count(f"stroke: {colour}; stroke-opacity") for colour in ("#d55e00", "#0072b2"))
     assert imagined == real and imagined >= 4, "four seeds in all"
+
+
+def test_every_model_has_a_panel_with_a_point_a_policy_and_a_colour_a_seed():
+    first, second = [(0.1, 0.2), (0.8, 0.7)], [(0.3, 0.3), (0.5, 0.6), (0.9, 0.9)]
+    svg = ranking_panels({"one": [first, second], "two": [first]}, columns=1)
+    assert svg.count(">one<") == svg.count(">two<") == 1
+    points = {colour: svg.count(f'style="fill: {colour}; fill-opacity: 0.7"') for colour in ("#0072b2", "#d55e00")}
+    assert points == {"#0072b2": 4, "#d55e00": 3}
