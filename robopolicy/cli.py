@@ -3,6 +3,7 @@
 import importlib
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -32,13 +33,13 @@ VERBS = {
         "robopolicy collect recipe=push_cube collect.episodes=200",
     ),
     "train": Verb(
-        "Pre-train a diffusion or flow policy on a dataset",
+        "Pre-train a diffusion, flow or token policy on a dataset",
         ("run", "world", "policy", "train"),
         "robopolicy train recipe=push_cube policy.kind=flow",
         "train.data",
     ),
     "finetune": Verb(
-        "Fine-tune a policy with PPO in its denoising chain",
+        "Fine-tune a policy with RL in its denoising chain or on its tokens",
         ("run", "world", "finetune"),
         "robopolicy finetune recipe=push_cube run.seed=1",
         "finetune.policy",
@@ -84,7 +85,7 @@ VERBS = {
         "doctor.data",
     ),
     "bench": Verb(
-        "Print figures side by side: speed, algorithms, mechanisms, values in imagination",
+        "Print figures side by side: speed, algorithms, mechanisms, world models",
         ("run", "bench"),
         "robopolicy bench algorithms",
         "bench.name",
@@ -130,12 +131,13 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
     if name not in VERBS:
         raise ConfigError(f"'{name}' is not a verb.{did_you_mean(name, VERBS)}")
     verb = VERBS[name]
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print_help(name, verb, output)
-        return 0
     from robopolicy.configuration import compose  # imports torch: only once a job really starts
 
-    config = compose(overrides(name, verb, arguments))
+    settings = [argument for argument in arguments if argument not in ("-h", "--help")]
+    config = compose(overrides(name, verb, settings))
+    if settings != arguments:
+        print_help(name, verb, config, output)
+        return 0
     job = importlib.import_module(f"robopolicy.verbs.{name}")
     return int(job.run(config) or 0)
 
@@ -167,8 +169,8 @@ def print_overview(output: Console) -> None:
     output.print("\n[dim]robopolicy VERB --help teaches one verb; start with:[/] robopolicy demo")
 
 
-def print_help(name: str, verb: Verb, output: Console) -> None:
-    """Print what a verb does, an example, and every setting it reads: its default and what it means."""
+def print_help(name: str, verb: Verb, config: Any, output: Console) -> None:
+    """Print what a verb does, an example, and every setting it reads: its value in `config` and what it means."""
     from robopolicy.configuration import described, groups
 
     width = min(output.width, 120)
@@ -177,9 +179,11 @@ def print_help(name: str, verb: Verb, output: Console) -> None:
     module = importlib.import_module(f"robopolicy.verbs.{name}")
     output.print(reflowed(module.__doc__ or ""), highlight=False, markup=False, width=width)
     output.print(f"\nExample:\n  {verb.example}", highlight=False, markup=False)
-    for group, options in groups().items() if "world" in verb.sections else ():
-        output.print(f"\n[bold]{group}=[/] one of: {', '.join(options)}", highlight=False, width=width)
-    for section in described(verb.sections):
+    if "world" in verb.sections:
+        for group, options in groups().items():
+            output.print(f"\n[bold]{group}=[/] one of: {', '.join(options)}", highlight=False, width=width)
+        output.print(f"\nWhat a recipe sets: robopolicy {name} recipe=NAME --help", highlight=False, markup=False)
+    for section in described(verb.sections, config):
         output.print(f"\n[bold cyan]{section.path}.KEY=VALUE[/]  {escape(section.text)}", highlight=False, width=width)
         table = Table(box=None, show_header=False, padding=(0, 2), width=width)
         table.add_column(style="bold", no_wrap=True)

@@ -57,7 +57,7 @@ def groups() -> dict[str, list[str]]:
 @dataclass(frozen=True)
 class Described:
     """A section for the help page: its path, such as worldmodel.video, what it is about, and a line a key: name,
-    default and what it means.
+    value and what it means.
     """
 
     path: str
@@ -65,9 +65,8 @@ class Described:
     keys: list[tuple[str, str, str]]
 
 
-def described(names: tuple[str, ...]) -> list[Described]:
-    """Return sections with the sections inside them, as the help page shows them."""
-    config = Config()
+def described(names: tuple[str, ...], config: Config) -> list[Described]:
+    """Return sections of a configuration with the sections inside them, as the help page shows them."""
     return [part for name in names for part in _described(name, getattr(config, name))]
 
 

@@ -61,7 +61,7 @@ def test_unknown_key_in_own_recipe_is_an_error(tmp_path):
 
 
 def test_help_describes_every_section_and_every_key():
-    sections = described(tuple(item for item in Config.__dataclass_fields__ if item != "json"))
+    sections = described(tuple(item for item in Config.__dataclass_fields__ if item != "json"), Config())
     assert {"finetune", "world.imagination", "worldmodel.video.edm"} <= {section.path for section in sections}
     for section in sections:
         assert section.text, section.path
@@ -72,7 +72,7 @@ def test_help_describes_every_section_and_every_key():
 def test_help_shows_defaults_as_they_are_written_and_choices_that_no_text_names():
     keys = {
         f"{section.path}.{key}": rest
-        for section in described(("run", "finetune", "policy"))
+        for section in described(("run", "finetune", "policy"), Config())
         for key, *rest in section.keys
     }
     assert [keys[f"run.{key}"][0] for key in ("seed", "fresh", "name")] == ["0", "false", '""']
@@ -81,6 +81,6 @@ def test_help_shows_defaults_as_they_are_written_and_choices_that_no_text_names(
 
 
 def test_every_default_that_help_shows_can_be_given():
-    shown = described(tuple(item for item in Config.__dataclass_fields__ if item != "json"))
+    shown = described(tuple(item for item in Config.__dataclass_fields__ if item != "json"), Config())
     given = [f"{section.path}.{key}={default}" for section in shown for key, default, _ in section.keys]
     assert compose(given) == compose([])

@@ -163,6 +163,14 @@ def test_help_teaches_every_verb(verb, capsys):
         assert f"{section}." in text
 
 
+def test_help_shows_what_a_recipe_sets(capsys):
+    shown = []
+    for recipe in ("none", "pick_place"):
+        assert main(["finetune", f"recipe={recipe}", "--help"]) == 0
+        shown.append(capsys.readouterr().out.split())
+    assert [text[text.index("target_success") + 1] for text in shown] == ["null", "0.97"]
+
+
 def test_algorithms_lists_presets_and_explains_one(tmp_path, capsys):
     figures = tmp_path / "algorithms.json"
     assert main(["algorithms", f"json={figures}"]) == 0
