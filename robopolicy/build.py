@@ -20,6 +20,7 @@ from robopolicy.sections import FinetuneSection, ImaginationSection, RunSection,
 from sims.experts import Noise, NoisyController, noise_level
 from sims.registry import TASKS, load_task, make_world
 from worldmodels import load_world_model
+from worldmodels.checkpoint import holds
 from worldmodels.demonstrated import DemonstratedWorld
 from worldmodels.env import ImaginedWorld, Truncation
 from worldmodels.imagination import keyframes, recorded_starts
@@ -176,8 +177,8 @@ def build_noisy_expert(
 
 
 def open_policy(path: Path, device: torch.device | str = "cpu") -> Any:
-    """Load a policy checkpoint: a `Policy`, an nn.Module, and ready for fine-tuning."""
-    return load_policy(path, device)
+    """Load a policy checkpoint: a `Policy`, an nn.Module, and ready for fine-tuning where it can be fine-tuned."""
+    return load_world_model(path, device) if holds(path, "joint") else load_policy(path, device)
 
 
 def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:

@@ -11,6 +11,7 @@ from robopolicy.training.finetune import FinetuneConfig
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.pretrain import PretrainConfig
 from worldmodels.ensemble import EnsembleConfig
+from worldmodels.joint import JointConfig
 from worldmodels.pixel_networks import PixelDiffusionConfig
 from worldmodels.rssm_dynamics import RssmConfig
 from worldmodels.video_configuration import VideoConfig
@@ -105,13 +106,15 @@ class CollectSection:
 
 @dataclass(frozen=True)
 class PolicySection(DenoisingPolicyConfig):
-    """What `train` builds: kind diffusion or flow, or kind token, a language model over action tokens.
+    """What `train` builds: kind diffusion or flow; token, a language model over action tokens; or joint, a planner.
 
     A token policy reads `policy.token`, observation_keys, history, chunk and the normalisations; its image patches
-    replace the encoder, and what is about chains and denoisers does not concern it.
+    replace the encoder, and what is about chains and denoisers does not concern it. A joint model reads `policy.joint`
+    alone.
     """
 
     token: TokenConfig = field(default_factory=TokenConfig)
+    joint: JointConfig = field(default_factory=JointConfig)
 
 
 @dataclass(frozen=True)

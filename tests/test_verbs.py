@@ -107,6 +107,22 @@ def test_imagination_that_is_interrupted_while_its_model_is_refreshed_ends_in_th
         assert (whole / file).read_bytes() == (broken / file).read_bytes(), file
 
 
+def test_a_joint_model_is_trained_judged_with_and_without_planning_and_evaluated_but_not_fine_tuned(root, capsys):
+    small = "policy.joint.width=16", "policy.joint.candidates=2", "policy.joint.edm.steps=2"
+    data = root / "collect" / "reach_planar" / "0" / "dataset"
+    assert run(root, "train", "policy.kind=joint", *small, "run.name=joint", f"train.data={data}") == 0
+    folder = root / "train" / "joint" / "0"
+    result = json.loads((folder / "result.json").read_text())
+    assert {"without planning", "policy"} <= result.keys()
+    assert "without planning, deterministic" in (folder / "report.html").read_text()
+    assert run(root, "evaluate", f"evaluate.policy={folder / 'checkpoint'}", "run.name=joint") == 0
+    judged = json.loads((root / "evaluate" / "joint" / "0" / "result.json").read_text())["policy"]
+    assert judged["deterministic"]["success_rate"] == result["policy"]["deterministic"]["success_rate"]
+    capsys.readouterr()
+    assert run(root, "finetune", f"finetune.policy={folder / 'checkpoint'}", "run.name=joint") == 2
+    assert "plans instead of being fine-tuned" in " ".join(capsys.readouterr().err.split())
+
+
 def test_doctor_finds_nothing_wrong_with_its_own_recording(root):
     figures = root / "doctor.json"
     run(root, "collect")

@@ -64,6 +64,12 @@ def kind_of(folder: Path) -> str:
     return _described(recover_folder(folder))[0]
 
 
+def holds(folder: Path, kind: str) -> bool:
+    """Return whether `folder` holds a world model of this kind; CheckpointError where it holds nothing."""
+    description = read_json(recover_folder(folder) / "config.json")
+    return isinstance(description, Mapping) and description.get("kind") == PREFIX + kind
+
+
 def _described(folder: Path) -> tuple[str, Mapping[str, Any]]:
     """Return kind and description of the world model in `folder`."""
     description = read_json(folder / "config.json")

@@ -7,8 +7,9 @@ After Cosmos Policy, whose latent video frames carry actions, proprioception and
 small transformer, and what is seen is the world's vector fields. Values are Monte-Carlo returns.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,28 +38,41 @@ ROLES = {"policy": (STATE,), "world": (STATE, ACTION), "value": (STATE, ACTION, 
 
 @dataclass(frozen=True)
 class JointConfig:
-    """chunk: actions of a decision; width, depth, heads: of the transformer; policy_share: of a batch, decisions of
-    successful episodes in the role of the policy, the rest is split between world and value; discount: of the returns,
-    a control step; candidates, futures, values: of planning, 1 candidate for none; aggregate: how the scores of a
-    candidate become one (see `planning`).
-    """
+    """A diffusion model that is policy, world model and value at once, and how it plans with itself."""
 
     chunk: int = 4
+    """Actions of a decision."""
     width: int = 64
+    """Of the transformer."""
     depth: int = 3
+    """Its layers."""
     heads: int = 4
+    """Its attention heads."""
     batch_size: int = 256
+    """Decisions a training step."""
     policy_share: float = 0.5
+    """Of a batch: decisions of successful episodes, from which it learns to act; the rest, split between world and
+    value, is of all episodes.
+    """
     discount: float = 0.99
-    candidates: int = 1
+    """Of the returns that values are, a control step."""
+    candidates: int = 8
+    """Actions that planning chooses from, 1 for none."""
     futures: int = 2
+    """Futures imagined for each of them."""
     values: int = 2
+    """Values imagined for each future."""
     aggregate: str = "majority"
+    """How the values of a candidate become one score: mean, lower_bound, median, or majority, the mean of those on the
+    side where more of them are.
+    """
     edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=6, order=1, sigma_max=20.0))
 
     def __post_init__(self):
         if min(self.chunk, self.width, self.depth, self.candidates, self.futures, self.values) < 1:
             raise ConfigError("A joint model needs sizes and counts of at least 1.")
+        if self.width % self.heads:
+            raise ConfigError(f"A joint model's width {self.width} must be a multiple of its heads, {self.heads}.")
         if not 0 < self.policy_share < 1:
             raise ConfigError(f"policy_share {self.policy_share} must be in (0, 1).")
         if self.aggregate not in AGGREGATES:
@@ -72,6 +86,11 @@ class JointModel(nn.Module):
         super().__init__()
         self.config, self.world = config, spec
         self.keys = [key for key in spec.observation if not key.startswith(IMAGE_PREFIX)]
+        if not self.keys or len(spec.instructions) > 1:
+            raise ConfigError(
+                f"A joint model sees vectors and reads no instructions: '{spec.name}' has "
+                f"{len(self.keys)} vector fields and {len(spec.instructions)} instructions."
+            )
         states = sum(spec.observation[key].size for key in self.keys)
         self.sizes = {STATE: states, ACTION: config.chunk * spec.action.size, FUTURE: states, VALUE: 1}
         with torch.random.fork_rng(devices=[]):
@@ -177,6 +196,12 @@ class JointModel(nn.Module):
         best = scores.argmax(1) + torch.arange(len(state), device=scores.device) * config.candidates
         return action[best], scores
 
+    def planning(self, candidates: int) -> Self:
+        """Return this model, its weights shared, choosing from so many actions; 1 for no planning."""
+        other = copy.copy(self)
+        other.config = replace(self.config, candidates=candidates)
+        return other
+
     # -- Policy --------------------------------------------------------------------------------------------------
 
     @property
@@ -206,6 +231,10 @@ class JointModel(nn.Module):
     def evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:
         """It cannot: an ODE's draws have no tractable density."""
         raise ConfigError("A joint model plans instead of being fine-tuned: its decisions have no log-probabilities.")
+
+    def prepare_finetuning(self, units: int | None = None, *, train_encoder: bool = True) -> None:
+        """It cannot, see `evaluate`."""
+        self.evaluate({}, {})
 
     def reset(self, rows: Rows = None) -> None:
         """It remembers nothing."""

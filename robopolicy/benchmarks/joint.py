@@ -4,7 +4,7 @@ The same weights act with one candidate and plan with several; beside them a mod
 After Cosmos Policy's best-of-N planning; its issue 17 is the second question.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from robopolicy.benchmarks.recordings import expert
@@ -52,10 +52,9 @@ def measure(seed: int, scale: Scale) -> dict[str, Any]:
         fitting = FitConfig(steps=scale.fit, learning_rate=2e-3, checkpoint_every=10**9)
         fit_stages(model, episodes, fitting, Generators(seed))
         for candidates in (1, scale.candidates):
-            actor = JointModel(replace(scale.model, candidates=candidates), world.spec)
-            actor.load_state_dict(model.state_dict())
             label = f"{name}, best of {candidates}" if candidates > 1 else f"{name}, no planning"
-            judged = evaluate_policy(world, actor.eval(), episode_seeds(seed, "judge", scale.judged), label=label)
+            seeds, actor = episode_seeds(seed, "judge", scale.judged), model.eval().planning(candidates)
+            judged = evaluate_policy(world, actor, seeds, label=label)
             low, high = judged.interval
             found[label] = {"success": judged.success_rate, "low": low, "high": high}
     world.close()

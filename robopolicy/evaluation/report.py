@@ -220,7 +220,7 @@ def _rates(result: Mapping[str, Any]) -> list[Rate]:
         Rate(
             f"{name}, {mode}", result[name][mode]["success_rate"], result[name][mode]["low"], result[name][mode]["high"]
         )
-        for name in ("base", "policy", "tuned")
+        for name in ("base", "without planning", "policy", "tuned")
         if isinstance(result.get(name), Mapping)
         for mode in ("deterministic", "stochastic")
         if mode in result[name]

@@ -11,11 +11,14 @@ from robopolicy.nn.schedules import DiffusionSchedule, FlowNoise, FlowSchedule, 
 
 
 class PolicyKind(Enum):
-    """Diffusion (DDPM, DDIM), rectified flow, or action tokens from a language model (`TokenPolicyConfig`)."""
+    """Diffusion (DDPM, DDIM), rectified flow, action tokens from a language model (`TokenPolicyConfig`), or a model of
+    actions, futures and values that plans with itself (`worldmodels.joint`).
+    """
 
     DIFFUSION = "diffusion"
     FLOW = "flow"
     TOKEN = "token"
+    JOINT = "joint"
 
 
 class Likelihood(Enum):
@@ -42,7 +45,7 @@ class DenoisingPolicyConfig:
     """
 
     kind: PolicyKind = PolicyKind.DIFFUSION
-    """diffusion, flow, or token, a language model over action tokens."""
+    """diffusion, flow, token (a language model over action tokens) or joint (a model that plans with itself)."""
     observation_keys: tuple[str, ...] = ()
     """What it reads, [] for everything the world shows."""
     history: int = 1

@@ -80,8 +80,11 @@ class DenoisingPolicy(nn.Module):
         super().__init__()
         if len(action.shape) != 1:
             raise ConfigError(f"A denoising policy needs a vector of actions per control step, not {action.shape}.")
-        if config.kind is PolicyKind.TOKEN:
-            raise ConfigError("policy.kind=token is no denoising policy: build it with build_token_policy.")
+        if config.kind not in (PolicyKind.DIFFUSION, PolicyKind.FLOW):
+            raise ConfigError(
+                f"policy.kind={config.kind.value} is no denoising policy: build it with build_token_policy, or as a "
+                "worldmodels.joint.JointModel."
+            )
         self.config = config
         self.fields = select_fields(config.observation_keys, observation)
         self.action = action

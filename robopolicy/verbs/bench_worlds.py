@@ -174,7 +174,9 @@ def benchmark(config: Config) -> dict[str, Any]:
         if not path.exists():
             write_json(path, experiment.measure(seed, root / str(seed)))
         runs.append(read_json(path))
-    report = Report(title=name.capitalize(), subtitle=f"{experiment.claim} {len(runs)} seeds.")
+    report = Report(
+        title=name.capitalize(), subtitle=f"{experiment.claim} {len(runs)} {'seed' if len(runs) == 1 else 'seeds'}."
+    )
     for title, header, lines in experiment.tables(runs):
         report.sections.append(Section(title, header=header, rows=lines))
         print_table(title, header, lines)

@@ -1,5 +1,7 @@
 """Pre-trains a policy by behaviour cloning on a LeRobotDataset, then measures its success.
 
+policy.kind=joint learns actions, what follows them and what that is worth, and plans with itself: it needs data with
+failures and rewards (collect.noise=[low,high]), and is judged with and without planning.
 Killed? Run the same command again: it goes on and ends in the same place. train.evaluate_episodes=0 skips the judgement
 (for data of a robot that has no simulator here).
 """
@@ -9,7 +11,9 @@ from typing import Any
 from robopolicy.build import build_world, choose_device
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.randomness import derive
+from robopolicy.core.randomness import Generators, derive
+from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import narrowed
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
@@ -23,8 +27,11 @@ from robopolicy.policies import (
 )
 from robopolicy.policies.configuration import PolicyKind
 from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.training.fit import FitResult
 from robopolicy.training.pretrain import PretrainConfig, pretrain
+from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from worldmodels.joint import JointModel
 
 SECTIONS = ("run", "world", "policy", "train")
 
@@ -41,7 +48,7 @@ def run(config: Config) -> int:
     if config.train.episodes:
         episodes = episodes.select(range(min(config.train.episodes, len(episodes))))
     policy = new_policy(config, episodes).to(device)
-    fitted = pretrain(policy, episodes, narrowed(PretrainConfig, config.train), folder, seed=config.run.seed)
+    fitted = learn(config, policy, episodes, folder)
     result: dict[str, Any] = {
         "data": str(data),
         "episodes": len(episodes),
@@ -54,16 +61,29 @@ def run(config: Config) -> int:
         count = config.train.evaluate_episodes
         world = build_world(config.world, policy, episodes=count, seed=config.run.seed, device=device)
         seeds = evaluation_seeds(config, count)
-        verdict = judge(world, policy, seeds, device, config.run.seed, "trained policy")
+        judged: dict[str, Any] = {"policy": policy}
+        if isinstance(policy, JointModel) and policy.config.candidates > 1:
+            judged = {"without planning": policy.planning(1), **judged}
+        verdicts = {name: judge(world, each, seeds, device, config.run.seed, name) for name, each in judged.items()}
         world.close()
-        print_verdicts({"trained": verdict})
-        result["policy"] = verdict.to_json()
+        print_verdicts(verdicts)
+        result |= {name: verdict.to_json() for name, verdict in verdicts.items()}
     finish(config, folder, result)
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
 
 
-def new_policy(config: Config, episodes: Episodes) -> DenoisingPolicy | TokenPolicy:
+def learn(config: Config, policy: Any, episodes: Episodes, folder: RunFolder) -> FitResult:
+    """Fit the policy, save it, and return what came of it."""
+    if not isinstance(policy, JointModel):
+        return pretrain(policy, episodes, narrowed(PretrainConfig, config.train), folder, seed=config.run.seed)
+    generators = Generators(config.run.seed, next(policy.parameters()).device)
+    *_, fitted = fit_stages(policy, episodes, config.train.fit, generators, folder)
+    policy.save(folder.checkpoint)
+    return fitted
+
+
+def new_policy(config: Config, episodes: Episodes) -> DenoisingPolicy | TokenPolicy | JointModel:
     """Build the configured policy with fields and normalisers from `episodes`; its weights follow from run.seed."""
     known: dict[str, Any] = {
         "fps": episodes.fps,
@@ -72,6 +92,17 @@ def new_policy(config: Config, episodes: Episodes) -> DenoisingPolicy | TokenPol
         "seed": derive(config.run.seed, "initial weights"),
     }
     fields, action = episodes.observation_fields, episodes.action_field
+    if config.policy.kind is PolicyKind.JOINT:
+        spec = WorldSpec(
+            config.world.name,
+            fields,
+            action,
+            episodes.fps,
+            int(episodes.lengths.max()),
+            rewards=tuple(episodes.rewards or ()),
+            instructions=known["instructions"],
+        )
+        return JointModel.build(config.policy.joint, spec, episodes, known["seed"])
     if config.policy.kind is PolicyKind.TOKEN:
         return build_token_policy(narrowed(TokenPolicyConfig, config.policy), fields, action, **known)
     return build_policy(narrowed(DenoisingPolicyConfig, config.policy), fields, action, **known)

@@ -1,5 +1,7 @@
 """One model in three roles: it acts like the data, knows what follows, and planning with it is better than not."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -60,14 +62,13 @@ def test_it_acts_towards_the_goal_and_values_follow_returns(learned):
 
 def test_planning_takes_the_action_that_is_worth_most(learned):
     model, episodes = learned
-    planner = JointModel(JointConfig(**{**CONFIG.__dict__, "candidates": 8}), SPEC)
-    planner.load_state_dict(model.state_dict())
+    planner = model.planning(8)
     state = states(episodes, 200)
     _, scores = planner.plan(state, draws())
     assert scores.shape == (200, 8) and float(scores.std(1).mean()) > 0
     observation = {STATE: state[:, None, :2], ENVIRONMENT_STATE: state[:, None, 2:]}
     progress = []
-    for actor in (model, planner):
+    for actor in (model.planning(1), planner):
         decision = actor.act(observation, draws())
         after = state[:, :2] + GAIN * decision.actions[:, 0]
         progress.append(float((state[:, 4:6].norm(dim=1) - (state[:, 2:4] - after).norm(dim=1)).mean()))
@@ -82,5 +83,9 @@ def test_checkpoints_and_refusals(learned, tmp_path):
     assert np.array_equal(first.numpy(), second.numpy())
     with pytest.raises(ConfigError, match="log-probabilities"):
         model.evaluate({}, {})
+    with pytest.raises(ConfigError, match="log-probabilities"):
+        model.prepare_finetuning()
+    with pytest.raises(ConfigError, match="reads no instructions"):
+        JointModel(CONFIG, replace(SPEC, instructions=("left", "right")))
     with pytest.raises(ConfigError, match="policy_share"):
         JointConfig(policy_share=1.0)
