@@ -230,7 +230,10 @@ class JointModel(nn.Module):
 
     def evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:
         """It cannot: an ODE's draws have no tractable density."""
-        raise ConfigError("A joint model plans instead of being fine-tuned: its decisions have no log-probabilities.")
+        raise ConfigError(
+            "A joint model plans instead of being fine-tuned, its decisions have no log-probabilities: pre-train "
+            "policy.kind=diffusion, flow or token for that."
+        )
 
     def prepare_finetuning(self, units: int | None = None, *, train_encoder: bool = True) -> None:
         """It cannot, see `evaluate`."""
