@@ -12,11 +12,12 @@ from robopolicy.core.errors import ConfigError, require_extra
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
+from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.policies import load_policy
 from robopolicy.rl.critic import Critic, state_critic
-from robopolicy.sections import FinetuneSection, ImaginationSection, RunSection, WorldSection
+from robopolicy.sections import FinetuneSection, ImaginationSection, PlanSection, RunSection, WorldSection
 from sims.experts import Noise, NoisyController, noise_level
 from sims.registry import TASKS, load_task, make_world
 from worldmodels import load_world_model
@@ -24,6 +25,7 @@ from worldmodels.checkpoint import holds
 from worldmodels.demonstrated import DemonstratedWorld
 from worldmodels.env import ImaginedWorld, Truncation
 from worldmodels.imagination import keyframes, recorded_starts
+from worldmodels.planning import PlanConfig, PlannedPolicy
 from worldmodels.protocol import Context, LearnedModel, Starts
 
 WORLD_MODEL = "worldmodel"
@@ -179,6 +181,13 @@ def build_noisy_expert(
 def open_policy(path: Path, device: torch.device | str = "cpu") -> Any:
     """Load a policy checkpoint: a `Policy`, an nn.Module, and ready for fine-tuning where it can be fine-tuned."""
     return load_world_model(path, device) if holds(path, "joint") else load_policy(path, device)
+
+
+def planned(section: PlanSection, policy: Any, device: torch.device | str = "cpu") -> Any:
+    """Return `policy`, looking ahead in a world model where one is given."""
+    if section.model is None:
+        return policy
+    return PlannedPolicy(policy, load_world_model(section.model, device), narrowed(PlanConfig, section))
 
 
 def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:

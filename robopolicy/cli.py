@@ -29,7 +29,7 @@ VERBS = {
     "demo": Verb("The whole job in ten minutes, ending with a report", ("run", "demo"), "robopolicy demo"),
     "collect": Verb(
         "Record demonstrations as a LeRobotDataset",
-        ("run", "world", "collect"),
+        ("run", "world", "plan", "collect"),
         "robopolicy collect recipe=push_cube collect.episodes=200",
     ),
     "train": Verb(
@@ -58,7 +58,7 @@ VERBS = {
     ),
     "evaluate": Verb(
         "Measure success in a simulator or in a world model",
-        ("run", "world", "evaluate"),
+        ("run", "world", "plan", "evaluate"),
         "robopolicy evaluate runs/finetune/push_cube/0/checkpoint world=worldmodel",
         "evaluate.policy",
     ),
@@ -69,7 +69,7 @@ VERBS = {
     ),
     "serve": Verb(
         "Serve a policy to robots over a websocket (openpi's protocol)",
-        ("run", "serve"),
+        ("run", "plan", "serve"),
         "robopolicy serve runs/finetune/push_cube/0/checkpoint",
         "serve.policy",
     ),

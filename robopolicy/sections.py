@@ -13,6 +13,7 @@ from robopolicy.training.pretrain import PretrainConfig
 from worldmodels.ensemble import EnsembleConfig
 from worldmodels.joint import JointConfig
 from worldmodels.pixel_networks import PixelDiffusionConfig
+from worldmodels.planning import PlanConfig
 from worldmodels.rssm_dynamics import RssmConfig
 from worldmodels.video_configuration import VideoConfig
 
@@ -226,13 +227,23 @@ class ImagineSection:
 
 
 @dataclass(frozen=True)
+class PlanSection(PlanConfig):
+    """A look ahead in a world model before every decision; of several, the one that it thinks best of is taken."""
+
+    model: Path | None = None
+    """Checkpoint of the world model, null for no planning."""
+
+
+@dataclass(frozen=True)
 class EvaluateSection:
     """Success over paired episodes, deterministic and stochastic."""
 
     policy: Path | None = None
     """Checkpoint."""
     base: Path | None = None
-    """Checkpoint of a second policy on the same seeds; the difference is tested."""
+    """Checkpoint of a second policy on the same seeds; the difference is tested. Beside one that plans, the default is
+    the same policy without planning.
+    """
     instruction: str = ""
     """What the policy is told: empty for what the world asks for, wrong for another of its instructions, or any text; a
     policy that minds the language then fails.
@@ -359,6 +370,7 @@ class Config:
     finetune: FinetuneSection = field(default_factory=FinetuneSection)
     worldmodel: WorldModelSection = field(default_factory=WorldModelSection)
     imagine: ImagineSection = field(default_factory=ImagineSection)
+    plan: PlanSection = field(default_factory=PlanSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     rank: RankSection = field(default_factory=RankSection)
     serve: ServeSection = field(default_factory=ServeSection)

@@ -123,6 +123,19 @@ def test_a_joint_model_is_trained_judged_with_and_without_planning_and_evaluated
     assert "plans instead of being fine-tuned" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_policy_that_looks_ahead_is_judged_beside_itself_and_can_be_recorded(root, capsys):
+    base, model = (root / verb / "reach_planar" / "0" / "checkpoint" for verb in ("train", "worldmodel"))
+    ahead = f"plan.model={model}", "plan.candidates=2", "plan.horizon=4", "run.name=ahead"
+    assert run(root, "evaluate", f"evaluate.policy={base}", *ahead) == 0
+    result = json.loads((root / "evaluate" / "ahead" / "0" / "result.json").read_text())
+    assert result["base"]["checkpoint"] == result["policy"]["checkpoint"] and "difference" in result
+    assert result["base"]["deterministic"]["return_mean"] != result["policy"]["deterministic"]["return_mean"]
+    assert run(root, "collect", f"collect.policy={base}", *ahead, "plan.uncertainty=1") == 0
+    capsys.readouterr()
+    assert run(root, "collect", *ahead, "run.name=nobody") == 2
+    assert "collect.policy" in capsys.readouterr().err
+
+
 def test_doctor_finds_nothing_wrong_with_its_own_recording(root):
     figures = root / "doctor.json"
     run(root, "collect")

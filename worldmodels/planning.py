@@ -36,18 +36,22 @@ AGGREGATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """candidates: decisions tried for each row; horizon: control steps imagined, whole chunks of the policy;
-    discount: of rewards and of uncertainty, a control step; uncertainty: what a unit of it adds, negative to stay where
-    the model knows (conservative), positive to go where it does not (optimistic); futures: how often each candidate is
-    imagined; aggregate: how their scores become one: mean, lower_bound (mean minus deviation), median or majority.
-    """
+    """Looking ahead in a world model: of several decisions of a policy, take the one that the model thinks best of."""
 
     candidates: int = 5
+    """Decisions tried for each row."""
     horizon: int = 10
+    """Control steps imagined, whole chunks of the policy."""
     discount: float = 0.97
+    """Of rewards and of uncertainty, a control step."""
     uncertainty: float = 0.0
+    """What a unit of it adds: negative to stay where the model knows (conservative), positive to go where it does not
+    (optimistic, for exploring).
+    """
     futures: int = 1
+    """How often each candidate is imagined."""
     aggregate: str = "mean"
+    """How their scores become one: mean, lower_bound (mean minus deviation), median or majority."""
 
     def __post_init__(self):
         if min(self.candidates, self.horizon, self.futures) < 1 or not 0 < self.discount <= 1:
@@ -138,6 +142,9 @@ class PlannedPolicy:
 
     def _begin(self, observation: TensorObservation, rows: int) -> ImaginedWorld:
         """Return a world of `rows` rows that begins where `observation` is."""
+        missing = [key for key in self.model.spec.observation if key not in observation]
+        if missing:
+            raise ConfigError(f"The world model that plans sees {', '.join(missing)}, and what is observed lacks it.")
         frames = {key: _array(observation[key]) for key in self.model.spec.observation}
         task = np.array(observation[TASK]) if TASK in observation else None
         self._context = Context(frames, task)

@@ -1,19 +1,21 @@
 """Records episodes of the scripted expert (or your controller, or a policy) as a LeRobotDataset v3.
 
 Graded quality: collect.noise=[none,medium] gives half the episodes to a clean expert and half to a noisy one.
-Failures are kept, because world models need them; collect.successes_only=true drops them.
+Failures are kept, because world models need them; collect.successes_only=true drops them. With collect.policy and
+plan.model, a world model's, the policy looks ahead: plan.uncertainty above 0 leads it where the model has yet to learn.
 """
 
-from robopolicy.build import build_noisy_expert, build_world, choose_device, open_policy
+from robopolicy.build import build_noisy_expert, build_world, choose_device, open_policy, planned
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import finish, finished, open_run, output
 
-SECTIONS = ("run", "world", "collect")
+SECTIONS = ("run", "world", "plan", "collect")
 
 
 def run(config: Config) -> int:
@@ -36,7 +38,9 @@ def run(config: Config) -> int:
 def collect(config: Config) -> Episodes:
     """Record an equal share of the episodes at each level of noise, from seeds that no evaluation uses."""
     section, device = config.collect, choose_device(config.run)
-    policy = None if section.policy is None else open_policy(section.policy, device)
+    if config.plan.model is not None and section.policy is None:
+        raise ConfigError("plan.model looks ahead for a policy: set collect.policy=CHECKPOINT as well.")
+    policy = None if section.policy is None else planned(config.plan, open_policy(section.policy, device), device)
     levels = section.noise if policy is None else ("",)
     shares = [
         section.episodes // len(levels) + (index < section.episodes % len(levels)) for index in range(len(levels))

@@ -3,6 +3,7 @@
 evaluate.base=CHECKPOINT judges a second policy on the same seeds and tests the difference. world=worldmodel judges in
 imagination (world.model=CHECKPOINT): the same starts, the same policy, a learned world. evaluate.instruction=wrong
 tells the policy another of the world's instructions: success above chance then means that it does not listen.
+plan.model=CHECKPOINT judges the policy looking ahead in a world model, beside itself without.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from robopolicy.build import build_world, choose_device, open_policy
+from robopolicy.build import build_world, choose_device, open_policy, planned
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
@@ -24,7 +25,7 @@ from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_po
 from robopolicy.evaluation.video import record_grid, write_video
 from robopolicy.runs import finish, open_fresh_run, output
 
-SECTIONS = ("run", "world", "evaluate")
+SECTIONS = ("run", "world", "plan", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,10 @@ def run(config: Config) -> int:
         raise ConfigError("Which policy? Write: robopolicy evaluate CHECKPOINT")
     device = choose_device(config.run)
     paths = {"base": section.base, "policy": section.policy} if section.base else {"policy": section.policy}
+    if config.plan.model is not None:
+        paths = {"base": section.policy, **paths}
     policies = {name: open_policy(path, device) for name, path in paths.items() if path is not None}
+    policies["policy"] = planned(config.plan, policies["policy"], device)
     seeds = evaluation_seeds(config, section.episodes)
     folder = open_fresh_run(config, "evaluate", SECTIONS)
     result: dict[str, Any] = {}

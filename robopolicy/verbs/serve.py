@@ -1,11 +1,12 @@
 """Serves a policy to robots: openpi's websocket protocol, /healthz and /metrics, on loopback unless told otherwise.
 
-Any openpi client can connect. To listen beyond loopback set serve.host and serve.api_key (or ROBOPOLICY_API_KEY).
+Any openpi client can connect. plan.model=CHECKPOINT makes the policy look ahead in a world model before it answers. To
+listen beyond loopback set serve.host and serve.api_key (or ROBOPOLICY_API_KEY).
 """
 
 import os
 
-from robopolicy.build import choose_device, open_policy
+from robopolicy.build import choose_device, open_policy, planned
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.serving.server import serve
@@ -16,7 +17,8 @@ def run(config: Config) -> int:
     section = config.serve
     if section.policy is None:
         raise ConfigError("Which policy? Write: robopolicy serve CHECKPOINT")
-    policy = open_policy(section.policy, choose_device(config.run))
+    device = choose_device(config.run)
+    policy = planned(config.plan, open_policy(section.policy, device), device)
     key = section.api_key or os.environ.get("ROBOPOLICY_API_KEY", "")
 
     def announce(port: int) -> None:
