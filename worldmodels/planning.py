@@ -7,7 +7,7 @@ step may be added as a value.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,9 @@ class PlannedPolicy:
 
     @property
     def spec(self) -> PolicySpec:
-        """That of the policy."""
-        return self.policy.spec
+        """That of the policy, which besides needs to see what the model sees."""
+        spec = self.policy.spec
+        return replace(spec, observation={**spec.observation, **self.model.spec.observation})
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the policy."""

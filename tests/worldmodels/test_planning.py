@@ -1,5 +1,7 @@
 """Looking ahead: the best candidate is taken, doubt can cost or lure, and ended episodes earn nothing more."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -95,3 +97,13 @@ def test_aggregates():
         PlanConfig(aggregate="medain")
     with pytest.raises(ConfigError, match="candidates"):
         PlanConfig(candidates=0)
+
+
+def test_what_the_model_sees_is_asked_for_and_missed():
+    camera = {"observation.images.top": Field((8, 8, 3), "uint8", 0, 255)}
+    seeing = Line()
+    seeing.spec = replace(SPEC, observation={**FIELD, **camera})
+    planned = PlannedPolicy(Wanderer(), seeing)
+    assert planned.spec.cameras == ("top",) and planned.policy.spec.cameras == ()
+    with pytest.raises(ConfigError, match=r"observation\.images\.top"):
+        planned.act({STATE: torch.zeros(1, 1, 1)}, torch.Generator())
