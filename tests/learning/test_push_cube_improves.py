@@ -1,48 +1,74 @@
-"""The main job in small: clone noisy demonstrations of push-cube, fine-tune in the denoising chain, succeed more."""
+"""The main job in small: a clone of push-cube succeeds far more often once it is fine-tuned, in the simulator or in a
+world model, or looks ahead in one.
+"""
 
-import numpy as np
+import copy
+
 import pytest
 import torch
+from cube_clone import cloned_policy, success
 
-from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.randomness import Generators, episode_seeds
 from robopolicy.data.record import record
-from robopolicy.evaluation.success import evaluate_policy
-from robopolicy.policies.configuration import DenoisingPolicyConfig
-from robopolicy.policies.denoising import DenoisingPolicy, build_policy
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.finetune import FinetuneConfig, finetune
 from robopolicy.training.fit import FitConfig
-from robopolicy.training.pretrain import PretrainConfig, pretrain
-from sims.experts import NoisyController
+from robopolicy.training.stages import fit_stages
+from sims.experts import NOISE_LEVELS, NoisyController
 from sims.registry import load_task, make_world
+from worldmodels.ensemble import EnsembleConfig, EnsembleModel
+from worldmodels.env import ImaginedWorld
+from worldmodels.imagination import recorded_starts
+from worldmodels.planning import PlanConfig, PlannedPolicy
+
+pytestmark = pytest.mark.slow
 
 
-def _cloned_policy() -> DenoisingPolicy:
-    world = make_world("push_cube", 64)
-    expert = NoisyController(load_task("push_cube").expert(), 0.2, 0, world.spec.action)
-    episodes = record(world, expert, episode_seeds(0, "demonstrations", 150))
-    policy = build_policy(
-        DenoisingPolicyConfig(sampling_steps=5, min_sampling_std=0.2, min_logprob_std=0.2),
-        world.spec.observation,
-        world.spec.action,
-        fps=world.spec.fps,
-        values={**episodes.observation, "action": episodes.actions},
-    )
-    pretrain(policy, episodes, PretrainConfig(fit=FitConfig(steps=1500)))
-    return policy
+@pytest.fixture(scope="module")
+def clone():
+    policy = cloned_policy()
+    return policy, success(policy)
 
 
-def _success(policy: DenoisingPolicy) -> np.ndarray:
-    seeds = episode_seeds(0, "evaluate", 200)
-    return evaluate_policy(make_world("push_cube", 200), policy, seeds, deterministic=True).success
+@pytest.fixture(scope="module")
+def recorded():
+    """Disturbed experts, at every level of noise."""
+    world, parts = make_world("push_cube", 64), []
+    for level in ("low", "medium", "high", "random"):
+        actor = NoisyController(load_task("push_cube").expert(), NOISE_LEVELS[level], 0, world.spec.action)
+        parts.append(record(world, actor, episode_seeds(0, f"recorded/{level}", 192)))
+    return Episodes.concatenate(parts)
 
 
-@pytest.mark.slow
-def test_fine_tuning_makes_push_cube_succeed_far_more_often():
-    policy = _cloned_policy()
-    before = _success(policy).mean()
+@pytest.fixture(scope="module")
+def model(recorded):
+    spec = make_world("push_cube", 1).spec
+    model = EnsembleModel.build(EnsembleConfig(), spec, recorded, 0)
+    fit_stages(model, recorded, FitConfig(steps=1200, learning_rate=3e-3), Generators(0))
+    model.calibrate(recorded)
+    return model.eval()
+
+
+def tuned(policy, world):
+    policy = copy.deepcopy(policy)
     policy.prepare_finetuning()
-    world = make_world("push_cube", 256)
     torch.manual_seed(0)
     finetune(policy, state_critic(world.spec.observation, 1), world, FinetuneConfig(iterations=20, evaluate_every=0))
-    assert _success(policy).mean() > before + 0.2
+    return success(policy)
+
+
+def test_fine_tuning_in_the_simulator(clone):
+    policy, before = clone
+    assert tuned(policy, make_world("push_cube", 256)) > before + 0.2
+
+
+def test_fine_tuning_in_a_world_model(clone, model, recorded):
+    policy, before = clone
+    dream = ImaginedWorld(model, recorded_starts(recorded, steps=recorded.starts), 256)
+    assert tuned(policy, dream) > before + 0.2
+
+
+def test_looking_ahead_without_any_training(clone, model):
+    policy, before = clone
+    assert success(PlannedPolicy(policy, model, PlanConfig(candidates=8, horizon=20))) > before + 0.2
