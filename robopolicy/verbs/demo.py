@@ -32,7 +32,6 @@ def run(config: Config) -> int:
     root = config.run.root / "demo" / config.demo.recipe / str(config.run.seed)
     folder = RunFolder(root)
     stages = stage_config(config, root)
-    world = stages.world.name
     seconds: dict[str, float] = {}
 
     def stage(title: str, verb: Callable[[Config], int], changed: Config = stages) -> None:
@@ -53,11 +52,12 @@ def run(config: Config) -> int:
     verbs = ("collect", "train", "worldmodel", "finetune", "rank")
     results = {verb: finished(RunFolder(run_path(stages, verb))) for verb in verbs}
     total = time.perf_counter() - started
-    finish(config, folder, {**results, "drive": driven, "seconds_by_stage": seconds, "seconds": total})
+    suggested = next_steps(config.demo.recipe, stages)
+    times = {"seconds_by_stage": seconds, "seconds": total}
+    finish(config, folder, {**results, "drive": driven, **times, "next_steps": suggested})
     report = report_for_run(folder.path)
-    tuned = run_path(stages, "finetune") / "checkpoint"
     output.print(f"\nDone in {total / 60:.1f} minutes. Report: {report}\n\nWhat to try next:")
-    for line in next_steps(config.demo.recipe, world, tuned):
+    for line in suggested:
         output.print(f"  {line}", soft_wrap=True)
     return 0
 
@@ -107,9 +107,12 @@ def announced_port(server: subprocess.Popen[str]) -> int:
     raise RobopolicyError(f"The policy server ended before it listened (exit status {server.wait()}).")
 
 
-def next_steps(recipe: str, world: str, tuned: Path) -> list[str]:
+def next_steps(recipe: str, stages: Config) -> list[str]:
     """Return commands worth trying after the demo."""
+    base, tuned, model = (run_path(stages, verb) / "checkpoint" for verb in ("train", "finetune", "worldmodel"))
+    world = stages.world.name
     return [
+        f"robopolicy evaluate {base} recipe={recipe} plan.model={model}   # no training, a look ahead instead",
         f"robopolicy evaluate {tuned} world={world} evaluate.episodes=500",
         f"robopolicy serve {tuned}",
         " && ".join(f"robopolicy {verb} recipe=pick_place" for verb in ("collect", "train", "finetune")),
