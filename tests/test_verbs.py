@@ -128,8 +128,10 @@ def test_a_policy_that_looks_ahead_is_judged_beside_itself_and_can_be_recorded(r
     ahead = f"plan.model={model}", "plan.candidates=2", "plan.horizon=4", "run.name=ahead"
     assert run(root, "evaluate", f"evaluate.policy={base}", *ahead) == 0
     result = json.loads((root / "evaluate" / "ahead" / "0" / "result.json").read_text())
-    assert result["base"]["checkpoint"] == result["policy"]["checkpoint"] and "difference" in result
-    assert result["base"]["deterministic"]["return_mean"] != result["policy"]["deterministic"]["return_mean"]
+    alone, ahead_of = result["without planning"], result["policy"]
+    assert alone["checkpoint"] == ahead_of["checkpoint"] and "difference" in result
+    assert alone["deterministic"]["return_mean"] != ahead_of["deterministic"]["return_mean"]
+    assert (root / "evaluate" / "ahead" / "0" / "without_planning.mp4").exists()
     assert run(root, "collect", f"collect.policy={base}", *ahead, "plan.uncertainty=1") == 0
     capsys.readouterr()
     assert run(root, "collect", *ahead, "run.name=nobody") == 2

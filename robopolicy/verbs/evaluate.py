@@ -26,6 +26,8 @@ from robopolicy.evaluation.video import record_grid, write_video
 from robopolicy.runs import finish, open_fresh_run, output
 
 SECTIONS = ("run", "world", "plan", "evaluate")
+UNPLANNED = "without planning"
+"""What a policy that does not look ahead is called beside itself."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ def run(config: Config) -> int:
         raise ConfigError("Which policy? Write: robopolicy evaluate CHECKPOINT")
     device = choose_device(config.run)
     paths = {"base": section.base, "policy": section.policy} if section.base else {"policy": section.policy}
-    if config.plan.model is not None:
-        paths = {"base": section.policy, **paths}
+    if config.plan.model is not None and section.base is None:
+        paths = {UNPLANNED: section.policy, **paths}
     policies = {name: open_policy(path, device) for name, path in paths.items() if path is not None}
     policies["policy"] = planned(config.plan, policies["policy"], device)
     seeds = evaluation_seeds(config, section.episodes)
@@ -101,10 +103,11 @@ def run(config: Config) -> int:
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
         if section.videos and isinstance(world, Renders):
             clip = record_grid(world, policy, seeds[: section.videos], label=name, device=device)
-            write_video(clip, folder.path / f"{name}.mp4")
+            write_video(clip, folder.path / f"{name.replace(' ', '_')}.mp4")
         world.close()
-    if "base" in verdicts:
-        difference = compare(verdicts["base"].deterministic, verdicts["policy"].deterministic)
+    if len(verdicts) > 1:
+        beside = next(iter(verdicts.values()))
+        difference = compare(beside.deterministic, verdicts["policy"].deterministic)
         result["difference"] = difference.to_json()
     print_verdicts(verdicts)
     finish(config, folder, result)

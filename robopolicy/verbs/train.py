@@ -30,7 +30,7 @@ from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.fit import FitResult
 from robopolicy.training.pretrain import PretrainConfig, pretrain
 from robopolicy.training.stages import fit_stages
-from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.evaluate import UNPLANNED, evaluation_seeds, judge, print_verdicts
 from worldmodels.joint import JointModel
 
 SECTIONS = ("run", "world", "policy", "train")
@@ -63,7 +63,7 @@ def run(config: Config) -> int:
         seeds = evaluation_seeds(config, count)
         judged: dict[str, Any] = {"policy": policy}
         if isinstance(policy, JointModel) and policy.config.candidates > 1:
-            judged = {"without planning": policy.planning(1), **judged}
+            judged = {UNPLANNED: policy.planning(1), **judged}
         verdicts = {name: judge(world, each, seeds, device, config.run.seed, name) for name, each in judged.items()}
         world.close()
         print_verdicts(verdicts)
