@@ -1,5 +1,6 @@
 """Latent video dreams a moving dot, minds its actions, remembers as it was trained to, and branches exactly."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -124,8 +125,8 @@ def test_frames_are_the_same_one_by_one_and_in_chunks(learned):
 
 
 def test_a_world_imagines_chunks_together_and_only_rows_that_run(fresh, monkeypatch):
-    model, _ = fresh
-    monkeypatch.setattr(model.reader, "success_threshold", torch.tensor(torch.inf))
+    model = copy.deepcopy(fresh[0])
+    model.reader.success_threshold.fill_(torch.inf)
     asked, advance = [], VideoModel._advance
     monkeypatch.setattr(
         VideoModel, "_advance", lambda self, *given: asked.append(given[1].shape[:2]) or advance(self, *given)
@@ -170,7 +171,7 @@ def test_checkpoints_round_trip(learned, tmp_path):
     check_round_trip(learned[0], tmp_path / "model")
 
 
-def test_history_is_spaced_in_rollouts_as_in_training(fresh):
+def test_history_is_spaced_in_rollouts_as_in_training(fresh, monkeypatch):
     """The frames, poses and actions that training gathers are those that a rollout over the same frames remembers."""
     model, data = fresh
     assert model.config.ages == (5, 3, 1, 0) and model.config.span == 6
@@ -187,7 +188,7 @@ def test_history_is_spaced_in_rollouts_as_in_training(fresh):
         return original(history, actions, poses, noise)
 
     original = model.transformer.remember
-    model.transformer.remember = remember
+    monkeypatch.setattr(model.transformer, "remember", remember)
     model.imagine(latent_at(model, data, steps), data.actions[steps])
     del model.transformer.remember
     for name, value in seen.items():
