@@ -190,7 +190,6 @@ def test_history_is_spaced_in_rollouts_as_in_training(fresh, monkeypatch):
     original = model.transformer.remember
     monkeypatch.setattr(model.transformer, "remember", remember)
     model.imagine(latent_at(model, data, steps), data.actions[steps])
-    del model.transformer.remember
     for name, value in seen.items():
         assert torch.allclose(value, getattr(trained, name), atol=1e-4), name
     assert torch.allclose(trained.history_actions[0], trained.history_actions[0, :1])
