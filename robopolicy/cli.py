@@ -131,7 +131,7 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
     if name not in VERBS:
         raise ConfigError(f"'{name}' is not a verb.{did_you_mean(name, VERBS)}")
     verb = VERBS[name]
-    from robopolicy.configuration import compose  # imports torch: only once a job really starts
+    from robopolicy.configuration import compose  # imports torch: only once a verb is known
 
     settings = [argument for argument in arguments if argument not in ("-h", "--help")]
     config = compose(overrides(name, verb, settings))

@@ -233,9 +233,7 @@ class PlanSection(PlanConfig):
     model: Path | None = None
     """Checkpoint of the world model, null for no planning."""
     candidates: int = 8
-    """Decisions tried for each row."""
     horizon: int = 20
-    """Control steps imagined, whole chunks of the policy."""
 
 
 @dataclass(frozen=True)

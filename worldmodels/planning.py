@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.policy import Decision, Evaluation, Policy, TensorObservation, to_tensors
@@ -60,7 +60,7 @@ class PlanConfig:
             raise ConfigError(f"aggregate={self.aggregate} is not known.{did_you_mean(self.aggregate, AGGREGATES)}")
 
 
-class PlannedPolicy:
+class PlannedPolicy(nn.Module):
     """A `Policy` that looks ahead: of several decisions of `policy` it takes the one that `model` thinks best of.
 
     value: adds what the last imagined observation is worth where the episode goes on. Decisions are those of `policy`,
@@ -70,6 +70,7 @@ class PlannedPolicy:
     """
 
     def __init__(self, policy: Policy, model: WorldModel, config: PlanConfig | None = None, value: Value | None = None):
+        super().__init__()
         self.policy, self.model, self.config, self.value = policy, model, config or PlanConfig(), value
         self.last_scores = torch.zeros(0, 0)
         self._world: ImaginedWorld | None = None

@@ -15,6 +15,8 @@ from robopolicy.core.storage import read_json, write_atomic, write_json
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.plots import Rate
 
+UNPLANNED = "without planning"
+"""What a policy that does not look ahead is called beside itself."""
 IMAGINED = "imagined"
 """Name of the video of imagined beside recorded pictures."""
 
@@ -220,7 +222,7 @@ def _rates(result: Mapping[str, Any]) -> list[Rate]:
         Rate(
             f"{name}, {mode}", result[name][mode]["success_rate"], result[name][mode]["low"], result[name][mode]["high"]
         )
-        for name in ("base", "without planning", "policy", "tuned")
+        for name in ("base", UNPLANNED, "policy", "tuned")
         if isinstance(result.get(name), Mapping)
         for mode in ("deterministic", "stochastic")
         if mode in result[name]

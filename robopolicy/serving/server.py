@@ -235,9 +235,8 @@ def blank_observation(policy: Policy) -> Observation:
 
 
 def _device(policy: Policy) -> torch.device:
-    inner = getattr(policy, "policy", policy)  # of one that plans
-    if isinstance(inner, torch.nn.Module):
-        parameter = next(inner.parameters(), None)
+    if isinstance(policy, torch.nn.Module):
+        parameter = next(policy.parameters(), None)
         if parameter is not None:
             return parameter.device
     return torch.device("cpu")

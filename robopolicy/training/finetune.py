@@ -141,7 +141,7 @@ class _Finetuning:
         self.history: tuple[float, ...] = ()
         self.reached_target = self.stopped = False
         self.best: dict[str, float] = {}
-        self.best_believed = True
+        self.best_believed = False
         self.best_weights: dict[str, Tensor] | None = None
         self._resume()
 
@@ -338,7 +338,7 @@ class _Finetuning:
         }
         success = figures["deterministic_success"]
         self.stopped = bool(figures.get("deterministic_stop"))
-        better = not self.best or not self.best_believed or success > self.best["deterministic_success"]
+        better = not self.best_believed or success > self.best["deterministic_success"]
         if better and not (self.stopped and self.best_weights is not None):
             self.best, self.best_believed = {"iteration": self.iteration, **figures}, True
             self.best_weights = {name: value.clone() for name, value in self.policy.state_dict().items()}

@@ -20,14 +20,12 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.world import Renders, World
 from robopolicy.evaluation.instructions import misinform
-from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
 from robopolicy.evaluation.video import record_grid, write_video
 from robopolicy.runs import finish, open_fresh_run, output
 
 SECTIONS = ("run", "world", "plan", "evaluate")
-UNPLANNED = "without planning"
-"""What a policy that does not look ahead is called beside itself."""
 
 
 @dataclass(frozen=True)

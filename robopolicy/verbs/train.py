@@ -16,7 +16,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import narrowed
 from robopolicy.data.lerobot_format import read_dataset
-from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.policies import (
     DenoisingPolicy,
     DenoisingPolicyConfig,
@@ -30,7 +30,7 @@ from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.fit import FitResult
 from robopolicy.training.pretrain import PretrainConfig, pretrain
 from robopolicy.training.stages import fit_stages
-from robopolicy.verbs.evaluate import UNPLANNED, evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from worldmodels.joint import JointModel
 
 SECTIONS = ("run", "world", "policy", "train")
