@@ -44,6 +44,12 @@ def run(root, *arguments):
     return main([arguments[0], *SMALL, f"run.root={root}", *arguments[1:]])
 
 
+def make(root, *verbs):
+    """Run what is missing, so that a test needs no other before it (a run that is done is not done again)."""
+    for verb in verbs:
+        assert run(root, verb) == 0, verb
+
+
 def explicit(root):
     base, model = (root / verb / "reach_planar" / "0" / "checkpoint" for verb in ("train", "worldmodel"))
     return f"finetune.policy={base}", f"imagine.model={model}"
@@ -85,6 +91,8 @@ def test_the_whole_path(root, capsys):
 
 
 def test_imagination_that_is_interrupted_while_its_model_is_refreshed_ends_in_the_same_place(root, monkeypatch):
+    make(root, "collect", "train", "worldmodel")
+
     def imagine(name):
         refreshed = "finetune.checkpoint_every=1", "imagine.refresh_every=1", "imagine.refresh_steps=5"
         shared = "finetune.iterations=3", "imagine.watch=8", "imagine.refresh_episodes=8", "imagine.gap=null"
@@ -108,6 +116,7 @@ def test_imagination_that_is_interrupted_while_its_model_is_refreshed_ends_in_th
 
 
 def test_a_joint_model_is_trained_judged_with_and_without_planning_and_evaluated_but_not_fine_tuned(root, capsys):
+    make(root, "collect")
     small = "policy.joint.width=16", "policy.joint.candidates=2", "policy.joint.edm.steps=2"
     data = root / "collect" / "reach_planar" / "0" / "dataset"
     assert run(root, "train", "policy.kind=joint", *small, "run.name=joint", f"train.data={data}") == 0
@@ -124,6 +133,7 @@ def test_a_joint_model_is_trained_judged_with_and_without_planning_and_evaluated
 
 
 def test_a_policy_that_looks_ahead_is_judged_beside_itself_and_can_be_recorded(root, capsys):
+    make(root, "collect", "train", "worldmodel")
     base, model = (root / verb / "reach_planar" / "0" / "checkpoint" for verb in ("train", "worldmodel"))
     ahead = f"plan.model={model}", "plan.candidates=2", "plan.horizon=4", "run.name=ahead"
     assert run(root, "evaluate", f"evaluate.policy={base}", *ahead) == 0
