@@ -19,14 +19,14 @@ from robopolicy.policies import load_policy
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.sections import FinetuneSection, ImaginationSection, PlanSection, RunSection, WorldSection
 from sims.experts import Noise, NoisyController, noise_level
+from sims.recorded import DemonstratedWorld
 from sims.registry import TASKS, load_task, make_world
 from worldmodels import load_world_model
 from worldmodels.checkpoint import holds
-from worldmodels.demonstrated import DemonstratedWorld
 from worldmodels.env import ImaginedWorld, Truncation
-from worldmodels.imagination import keyframes, recorded_starts
 from worldmodels.planning import PlanConfig, PlannedPolicy
 from worldmodels.protocol import Context, LearnedModel, Starts
+from worldmodels.starts import keyframes, recorded_starts
 
 WORLD_MODEL = "worldmodel"
 DEMONSTRATIONS = "demonstrations"

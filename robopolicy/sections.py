@@ -6,16 +6,16 @@ from typing import Any, Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.policies.denoising import DenoisingPolicyConfig
-from robopolicy.policies.token_configuration import TokenConfig
+from robopolicy.policies.token.configuration import TokenConfig
 from robopolicy.training.finetune import FinetuneConfig
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.pretrain import PretrainConfig
 from worldmodels.ensemble import EnsembleConfig
 from worldmodels.joint import JointConfig
-from worldmodels.pixel_networks import PixelDiffusionConfig
+from worldmodels.pixel_diffusion.networks import PixelDiffusionConfig
 from worldmodels.planning import PlanConfig
-from worldmodels.rssm_dynamics import RssmConfig
-from worldmodels.video_configuration import VideoConfig
+from worldmodels.rssm.dynamics import RssmConfig
+from worldmodels.video.configuration import VideoConfig
 
 
 @dataclass(frozen=True)

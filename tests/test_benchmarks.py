@@ -8,13 +8,13 @@ import torch
 
 from robopolicy.benchmarks import joint, planning, styles, trajectories, video
 from robopolicy.benchmarks.replay import replay
+from robopolicy.nn.edm import EdmConfig
 from robopolicy.verbs.bench_worlds import EXPERIMENTS
-from worldmodels.edm import EdmConfig
-from worldmodels.frame_readout import ReadoutConfig
-from worldmodels.pixel_networks import PixelDiffusionConfig
+from worldmodels.data.transitions import TransitionData
+from worldmodels.images.readout import ReadoutConfig
+from worldmodels.pixel_diffusion.networks import PixelDiffusionConfig
 from worldmodels.trajectory_diffusion import TrajectoryConfig
-from worldmodels.transitions import TransitionData
-from worldmodels.video_configuration import VideoConfig
+from worldmodels.video.configuration import VideoConfig
 
 
 def test_a_replay_from_what_was_seen_goes_where_the_recording_went():

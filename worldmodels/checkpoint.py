@@ -24,10 +24,10 @@ FORMAT = 2
 PREFIX = "world_model/"
 KINDS = {
     "ensemble": ("worldmodels.ensemble", "EnsembleModel"),
-    "rssm": ("worldmodels.rssm", "RssmModel"),
+    "rssm": ("worldmodels.rssm.model", "RssmModel"),
     "joint": ("worldmodels.joint", "JointModel"),
-    "pixel_diffusion": ("worldmodels.pixel_diffusion", "PixelDiffusionModel"),
-    "video": ("worldmodels.video", "VideoModel"),
+    "pixel_diffusion": ("worldmodels.pixel_diffusion.model", "PixelDiffusionModel"),
+    "video": ("worldmodels.video.model", "VideoModel"),
 }
 """Kind of model -> (module, class); imported when one is built or loaded."""
 

@@ -21,11 +21,11 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.nn.members import Members
-from worldmodels.heads import quantiles_of
+from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
+from worldmodels.data.transitions import PROGRESS, SUCCESS, TransitionData, success_bonus
+from worldmodels.heads.calibration import quantiles_of
+from worldmodels.heads.state import BOUND, StepHeads, success_batch
 from worldmodels.protocol import Context, Imagined, Latent, Regression, draws_of
-from worldmodels.step_heads import BOUND, StepHeads, success_batch
-from worldmodels.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
-from worldmodels.transitions import PROGRESS, SUCCESS, TransitionData, success_bonus
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ from robopolicy.core.policy import Decision, Evaluation, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, PolicySpec, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Rows
+from robopolicy.nn import edm
 from robopolicy.nn.denoisers import TimeEmbedding
-from worldmodels import edm
-from worldmodels.edm import EdmConfig
-from worldmodels.heads import returns_to_go
+from robopolicy.nn.edm import EdmConfig
+from worldmodels.data.sequences import SequenceData
+from worldmodels.heads.value import returns_to_go
 from worldmodels.planning import AGGREGATES
 from worldmodels.protocol import Regression
-from worldmodels.sequences import SequenceData
 
 STATE, ACTION, FUTURE, VALUE = "state", "action", "future", "value"
 FRAMES = (STATE, ACTION, FUTURE, VALUE)

@@ -22,14 +22,14 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.nn import edm
+from robopolicy.nn.edm import EdmConfig
 from robopolicy.nn.unet import UNetDenoiser
-from worldmodels import edm
-from worldmodels.edm import EdmConfig
+from worldmodels.data.sequences import SequenceData
+from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
+from worldmodels.data.transitions import TransitionData, success_bonus
+from worldmodels.heads.state import StepHeads
 from worldmodels.protocol import Regression
-from worldmodels.sequences import SequenceData
-from worldmodels.step_heads import StepHeads
-from worldmodels.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
-from worldmodels.transitions import TransitionData, success_bonus
 
 LogProb = Callable[[Tensor, Tensor], Tensor]
 """(states [N, S], actions [N, A] in the world's units) -> log-probability [N] under the target policy."""

@@ -20,17 +20,17 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.world import World
 from robopolicy.data.record import record, record_until
+from robopolicy.evaluation.world_model import open_loop
 from robopolicy.policies import DenoisingPolicyConfig, build_policy
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.pretrain import PretrainConfig, pretrain
 from robopolicy.training.stages import fit_stages
 from sims.registry import make_world
-from worldmodels.diagnostics import open_loop
+from worldmodels.data.transitions import TransitionData
 from worldmodels.ensemble import EnsembleConfig, EnsembleModel
 from worldmodels.env import ImaginedWorld
-from worldmodels.imagination import recorded_starts
 from worldmodels.planning import PlanConfig, PlannedPolicy
-from worldmodels.transitions import TransitionData
+from worldmodels.starts import recorded_starts
 
 SIGNS = {"policy": None, "planned": 0.0, "cautious": -1.0, "curious": 1.0}
 """What a unit of doubt adds to a candidate's score, as a share of the study's; None: no candidates at all."""

@@ -26,9 +26,9 @@ from robopolicy.training.fit import FitConfig
 from robopolicy.training.imagined_values import AgentController, Interface
 from robopolicy.training.stages import fit_stages
 from sims.registry import make_world
+from worldmodels.data.transitions import TransitionData
 from worldmodels.ensemble import EnsembleConfig, EnsembleModel
 from worldmodels.trajectory_diffusion import TrajectoryConfig, TrajectoryDiffusion
-from worldmodels.transitions import TransitionData
 
 TAUGHT_TASK = "reach_planar"
 EPISODES = 200

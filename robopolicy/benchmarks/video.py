@@ -20,18 +20,18 @@ from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.data.record import record, record_until
+from robopolicy.evaluation.image_quality import SSIM, UNITS
 from robopolicy.evaluation.video import above, write_video
+from robopolicy.evaluation.world_model import follow, open_loop
 from robopolicy.training.fit import FitConfig, fit
 from robopolicy.training.stages import fit_stages
 from sims.engine import MujocoWorld
 from sims.experts import NOISE_LEVELS, NoisyController
 from sims.registry import load_task
 from worldmodels.checkpoint import load_world_model, save_world_model
-from worldmodels.diagnostics import follow, open_loop
-from worldmodels.imagination import context_at
-from worldmodels.picture_quality import SSIM, UNITS
-from worldmodels.video import VideoModel
-from worldmodels.video_configuration import VideoConfig
+from worldmodels.starts import context_at
+from worldmodels.video.configuration import VideoConfig
+from worldmodels.video.model import VideoModel
 
 WORLDS = 32
 """Rows of the simulators that record."""

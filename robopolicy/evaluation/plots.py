@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from robopolicy.core.spec import IMAGE_PREFIX
-from worldmodels.picture_quality import unit_of
+from robopolicy.evaluation.image_quality import unit_of
 
 matplotlib.use("Agg")
 

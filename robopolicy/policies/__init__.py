@@ -3,8 +3,8 @@
 from robopolicy.policies.checkpoint import load_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy, build_policy
-from robopolicy.policies.token_configuration import TokenConfig, TokenPolicyConfig
-from robopolicy.policies.token_policy import TokenPolicy, build_token_policy
+from robopolicy.policies.token.configuration import TokenConfig, TokenPolicyConfig
+from robopolicy.policies.token.policy import TokenPolicy, build_token_policy
 
 __all__ = [
     "DenoisingPolicy",

@@ -21,7 +21,7 @@ from robopolicy.core.storage import (
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.token_checkpoint import TOKEN_POLICY, load_token_policy
+from robopolicy.policies.token.checkpoint import TOKEN_POLICY, load_token_policy
 
 DENOISING_POLICY = "denoising_policy"
 FORMAT = 1

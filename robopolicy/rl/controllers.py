@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from robopolicy.rl.context import Context
-from robopolicy.rl.mechanisms import Slot, mechanism
+from robopolicy.rl.registry import Slot, mechanism
 
 
 class _Stateless:

@@ -6,7 +6,7 @@ from torch import Tensor
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.rl.context import Context
-from robopolicy.rl.mechanisms import Need, Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 def denoising_discount(units: int, gamma: float) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl.context import Context
-from robopolicy.rl.mechanisms import Need, Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 @mechanism(Slot.REWARD, "success_only", source="sparse outcome reward")

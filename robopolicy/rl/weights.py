@@ -6,7 +6,7 @@ mask: [b, t, K] (or [N, K]); rows are episodes, t decisions. Every weight is 0 o
 from torch import Tensor
 
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.rl.mechanisms import Slot, mechanism
+from robopolicy.rl.registry import Slot, mechanism
 
 
 def unit_mean(mask: Tensor) -> Tensor:

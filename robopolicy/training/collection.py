@@ -17,7 +17,7 @@ from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.collect import Streams, play, start_streams
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
-from robopolicy.rl.mechanisms import Need
+from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import with_executed

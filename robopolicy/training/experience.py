@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
-from robopolicy.rl.advantages import chunk_rewards, gae, next_values
+from robopolicy.rl.advantages.gae import chunk_rewards, gae, next_values
+from robopolicy.rl.advantages.learned import finished_returns
 from robopolicy.rl.diagnostics import effective_sample_size
-from robopolicy.rl.process_advantages import finished_returns
 from robopolicy.rl.returns import ReturnScale
 from robopolicy.training.state import require_finite
 

@@ -27,9 +27,9 @@ from robopolicy.core.world import World
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.critic import Critic
-from robopolicy.rl.mechanisms import Need
-from robopolicy.rl.models import Tools
+from robopolicy.rl.registry import Need
 from robopolicy.rl.returns import ReturnScale
+from robopolicy.rl.side_models.base import Tools
 from robopolicy.training.asynchronous import BackgroundCollector, DelayedCollector, copy_for_collecting
 from robopolicy.training.collection import Collector
 from robopolicy.training.configuration import FinetuneConfig

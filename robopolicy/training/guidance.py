@@ -9,7 +9,7 @@ import torch
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.policy import Policy
 from robopolicy.core.spec import PolicySpec
-from robopolicy.rl.mechanisms import Need
+from robopolicy.rl.registry import Need
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.pretrain import regression_batches
 

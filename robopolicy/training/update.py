@@ -17,12 +17,12 @@ from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.segments import Segments
 from robopolicy.rl import diagnostics
 from robopolicy.rl.algorithm import Algorithm
-from robopolicy.rl.coefficients import clip_schedule
+from robopolicy.rl.coefficients.ppo import clip_schedule
 from robopolicy.rl.context import Context, Scored
 from robopolicy.rl.critic import Critic
-from robopolicy.rl.mechanisms import Need
 from robopolicy.rl.objective import policy_loss, value_loss
 from robopolicy.rl.ratios import log_ratios
+from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import decisions_at
 from robopolicy.training.state import (

@@ -13,8 +13,8 @@ from rich.table import Table
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.structured import to_plain
-from robopolicy.rl.algorithm import PRESETS
-from robopolicy.rl.mechanisms import Mechanism, Slot, mechanisms
+from robopolicy.rl.presets import PRESETS
+from robopolicy.rl.registry import Mechanism, Slot, mechanisms
 from robopolicy.runs import output, publish
 
 

@@ -12,9 +12,9 @@ from robopolicy.configuration import Config
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.evaluation.plots import open_loop_errors
 from robopolicy.evaluation.report import Report, Section, film
+from robopolicy.evaluation.world_model import HORIZONS
 from robopolicy.runs import print_table
 from robopolicy.verbs.bench_runs import conclude
-from worldmodels.diagnostics import HORIZONS
 
 Runs = Sequence[Mapping[str, Any]]
 

@@ -23,13 +23,13 @@ from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record, record_until
 from robopolicy.data.restyle import restyled
+from robopolicy.evaluation.image_quality import unit_of
 from robopolicy.evaluation.report import IMAGINED, report_for_run
 from robopolicy.evaluation.video import above, write_video
+from robopolicy.evaluation.world_model import examine, follow
 from robopolicy.runs import default_path, finish, finished, open_run, output, print_table
 from robopolicy.training.stages import fit_stages
 from worldmodels.checkpoint import model_class, save_world_model
-from worldmodels.diagnostics import examine, follow
-from worldmodels.picture_quality import unit_of
 
 SECTIONS = ("run", "world", "worldmodel")
 FILMED = 6

@@ -12,7 +12,7 @@ from lock_world import CONTEXTS, LONGEST, ChoicePolicy, LockWorld, success_of
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE
-from robopolicy.rl import group_advantages
+from robopolicy.rl.advantages import group as group_advantages
 from robopolicy.rl.context import Context
 from robopolicy.training.finetune import FinetuneConfig, finetune
 from robopolicy.training.update import Learner
@@ -141,12 +141,12 @@ def test_tree_po_needs_fewer_steps_for_as_many_leaves():
 
 def test_credit_for_what_leaves_share_is_the_mean_of_theirs(monkeypatch: pytest.MonkeyPatch):
     """Without it a shared beginning is judged by one of its leaves alone."""
-    from robopolicy.rl import step_advantages
+    from robopolicy.rl.advantages import tree as trees
 
     tree = {"lengths": (4,), "group_size": 2, "groups": 8, "branch_at": (1, 3), "iterations": 40, "algorithm": "dapo"}
     tree["selection"] = ()
     shared, _ = successes(**tree)
-    monkeypatch.setattr(step_advantages, "shared_credit", lambda rollouts, advantage: advantage)
+    monkeypatch.setattr(trees, "shared_credit", lambda rollouts, advantage: advantage)
     alone, _ = successes(**tree)
     assert shared.mean() > alone.mean() + 0.2
 

@@ -19,8 +19,8 @@ from sims.experts import NOISE_LEVELS, NoisyController
 from sims.registry import load_task, make_world
 from worldmodels.ensemble import EnsembleConfig, EnsembleModel
 from worldmodels.env import ImaginedWorld
-from worldmodels.imagination import recorded_starts
 from worldmodels.planning import PlanConfig, PlannedPolicy
+from worldmodels.starts import recorded_starts
 
 pytestmark = pytest.mark.slow
 

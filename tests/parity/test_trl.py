@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.rl.algorithm import AlgorithmConfig, build_algorithm
-from robopolicy.rl.coefficients import ppo
+from robopolicy.rl.coefficients.ppo import ppo
 from robopolicy.rl.objective import policy_loss
 from robopolicy.rl.ratios import RatioLevel, log_ratios
 from robopolicy.rl.weights import constant_denominator, episode_mean, unit_mean

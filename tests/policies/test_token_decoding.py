@@ -14,8 +14,8 @@ from robopolicy.core.spec import Field
 from robopolicy.nn.action_tokens import ActionTokens
 from robopolicy.nn.language import LanguageModel
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, build_token_policy, load_policy
-from robopolicy.policies.token_configuration import DecodeSchedule, TokenDecoding
-from robopolicy.policies.token_decoding import MaskedDecoding, commit_schedule
+from robopolicy.policies.token.configuration import DecodeSchedule, TokenDecoding
+from robopolicy.policies.token.decoding import MaskedDecoding, commit_schedule
 
 STATE = "observation.state"
 FIELDS = {STATE: Field((3,))}

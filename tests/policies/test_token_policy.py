@@ -15,7 +15,7 @@ from robopolicy.core.spec import Field
 from robopolicy.evaluation.instructions import misinform
 from robopolicy.nn.action_tokens import ActionTokens
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, build_token_policy, load_policy
-from robopolicy.policies.token_configuration import DecodeSchedule, TokenDecoding
+from robopolicy.policies.token.configuration import DecodeSchedule, TokenDecoding
 
 STATE, CAMERA = "observation.state", "observation.images.front"
 FIELDS = {STATE: Field((3,)), "observation.environment_state": Field((4,))}

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from robopolicy.rl.advantages import chunk_rewards, gae, next_values, standardise
+from robopolicy.rl.advantages.gae import chunk_rewards, gae, next_values, standardise
 
 
 def _f64(values: list) -> Tensor:

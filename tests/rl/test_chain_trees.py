@@ -6,9 +6,9 @@ import torch
 from robopolicy.core.errors import ConfigError
 from robopolicy.policies import DenoisingPolicyConfig, build_policy
 from robopolicy.policies.configuration import PolicyKind
+from robopolicy.rl.advantages.tree import branch_grpo, owners, shared_credit, tree_po
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import Branching, EpisodePlayer, groups_of
-from robopolicy.rl.step_advantages import branch_grpo, owners, shared_credit, tree_po
 from robopolicy.training.experience import decisions_at
 from sims.registry import make_world
 

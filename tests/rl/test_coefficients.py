@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robopolicy.rl.coefficients import clip_schedule, ppo
+from robopolicy.rl.coefficients.ppo import clip_schedule, ppo
 from robopolicy.rl.credit import denoising_discount
 from robopolicy.rl.diagnostics import approximate_kl, clip_fraction, effective_sample_size, explained_variance
 from robopolicy.rl.objective import policy_loss, value_loss

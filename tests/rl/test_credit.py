@@ -10,7 +10,8 @@ from made_rollouts import make_rollouts
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Evaluation
 from robopolicy.core.spec import STATE
-from robopolicy.rl import auxiliaries, credit, rewards
+from robopolicy.rl import credit, rewards
+from robopolicy.rl.auxiliaries import regularisation
 from robopolicy.rl.context import Context
 
 CONTEXT = Context(torch.Generator(), iteration=5, iterations=10)
@@ -98,19 +99,19 @@ def test_the_kl_to_the_base_has_its_minimum_at_the_base(estimator):
         mask=torch.tensor([[True, True]]),
         evaluation=Evaluation(logp, torch.zeros_like(base)),
     )
-    loss = auxiliaries.stay_near_base(inputs, weight=1.0, estimator=estimator)
+    loss = regularisation.stay_near_base(inputs, weight=1.0, estimator=estimator)
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert logp.grad is not None
     assert not logp.grad.any()
     inputs.evaluation = Evaluation(base + 0.5, torch.zeros_like(base))
-    assert float(auxiliaries.stay_near_base(inputs, weight=1.0, estimator=estimator)) > 0.1
+    assert float(regularisation.stay_near_base(inputs, weight=1.0, estimator=estimator)) > 0.1
 
 
 def test_an_entropy_bonus_pays_for_entropy():
     entropy = torch.tensor([[0.5, 9.0]], requires_grad=True)
     inputs = SimpleNamespace(mask=torch.tensor([[True, False]]), evaluation=Evaluation(torch.zeros(1, 2), entropy))
-    assert float(auxiliaries.entropy_bonus(inputs, weight=0.1).detach()) == pytest.approx(-0.05)
+    assert float(regularisation.entropy_bonus(inputs, weight=0.1).detach()) == pytest.approx(-0.05)
     inputs.evaluation = Evaluation(torch.zeros(1, 2), entropy.detach())
     with pytest.raises(ConfigError, match="noise is fixed"):
-        auxiliaries.entropy_bonus(inputs)
+        regularisation.entropy_bonus(inputs)

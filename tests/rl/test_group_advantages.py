@@ -11,9 +11,10 @@ from made_rollouts import make_rollouts
 
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.segments import Segments
-from robopolicy.rl import group_advantages, step_advantages
+from robopolicy.rl.advantages import group as group_advantages
+from robopolicy.rl.advantages import tree
 from robopolicy.rl.context import Context
-from robopolicy.rl.mechanisms import Slot, mechanisms
+from robopolicy.rl.registry import Slot, mechanisms
 
 CONTEXT = Context(torch.Generator(), discount=0.9, iteration=3, iterations=10)
 NAMES = [entry.name for entry in mechanisms(Slot.ADVANTAGE) if entry.name != "gae"]
@@ -123,12 +124,12 @@ TREE = {
 
 
 def test_owners_of_shared_decisions():
-    assert step_advantages.owners(make_rollouts(**TREE)).tolist() == [[0, 0, 0], [0, 1, 1], [2, 2, 2], [2, 2, 3]]
+    assert tree.owners(make_rollouts(**TREE)).tolist() == [[0, 0, 0], [0, 1, 1], [2, 2, 2], [2, 2, 3]]
 
 
 def test_subtree_means_give_tree_advantages():
     rollouts = make_rollouts(**TREE)
-    values, _ = step_advantages.subtree_values(rollouts)
+    values, _ = tree.subtree_values(rollouts)
     assert values.tolist() == [[0.5, 1, 1], [0.5, 0, 0], [0.5, 0.5, 1], [0.5, 0.5, 0]]
     leaf = torch.tensor([(1 - 0.5) + (1 - 0.5), -1.0, (0.5 + 0.5 + 0.5), -1.5]) / 4
     found = first(advantage_of("tree_po", rollouts))

@@ -10,10 +10,13 @@ from torch import nn
 
 from robopolicy.core.policy import Evaluation
 from robopolicy.core.spec import STATE, Field
+from robopolicy.rl.advantages.learned import finished_returns, process_rloo
 from robopolicy.rl.context import Context
-from robopolicy.rl.models import Oprl, Prime, Progress, QEnsemble, Tools, succeeds_later
-from robopolicy.rl.process_advantages import finished_returns, process_rloo
 from robopolicy.rl.rewards import progress_under_prover
+from robopolicy.rl.side_models.base import Tools, succeeds_later
+from robopolicy.rl.side_models.implicit_reward import Oprl, Prime
+from robopolicy.rl.side_models.progress import Progress
+from robopolicy.rl.side_models.values import QEnsemble
 
 
 class LinearPolicy(nn.Module):

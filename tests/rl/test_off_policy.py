@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.rl import mirror as mirror_descent
-from robopolicy.rl import off_policy
+from robopolicy.rl.coefficients import off_policy, regression, trust_region
 from robopolicy.rl.context import Scored
 from robopolicy.rl.objective import policy_loss
 
@@ -90,12 +89,12 @@ CASES: dict[str, tuple[Callable, dict, Loss]] = {
     "cispo": (off_policy.cispo, {}, cispo),
     "rec one side": (off_policy.rec, {}, one_side),
     "rec two sides": (off_policy.rec, {"region": "two_side", "importance": False}, two_side_plain),
-    "mdpo": (mirror_descent.mdpo, {"start": 0.55, "end": 0.55}, mirror),
-    "awr": (mirror_descent.advantage_weighted, {"temperature": 0.5}, awr),
-    "clipped advantage": (mirror_descent.clipped_advantage, {}, positive_part),
+    "mdpo": (trust_region.mdpo, {"start": 0.55, "end": 0.55}, mirror),
+    "awr": (regression.advantage_weighted, {"temperature": 0.5}, awr),
+    "clipped advantage": (regression.clipped_advantage, {}, positive_part),
     "opmd": (off_policy.opmd, {"tau": 0.7}, opmd),
     "asym_re": (off_policy.asym_re, {}, asym),
-    "dcpo": (off_policy.dcpo, {}, dcpo),
+    "dcpo": (trust_region.dcpo, {}, dcpo),
     "min_pro": (off_policy.min_pro, {}, min_pro),
 }
 
@@ -135,7 +134,7 @@ def test_pacs_is_the_gradient_of_cross_entropy(seed: int):
     label = rollouts.row_success.double()
     loss = functional.binary_cross_entropy_with_logits(centred, label, reduction="none")  # 3 of each: balance 1
     (expected,) = torch.autograd.grad(loss.sum(), logp)
-    c, _ = off_policy.pacs(scored, beta=0.5)
+    c, _ = regression.pacs(scored, beta=0.5)
     (found,) = torch.autograd.grad(policy_loss(logp, c, scored.mask.double()), logp)
     torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-6)
 
@@ -145,13 +144,13 @@ def test_bapo_widens_until_good_decisions_are_half():
     ratio = torch.tensor([1.0, 1.5, 2.0, 0.65, 0.7, 0.75, 1.0, 1.1], dtype=torch.float64)[:, None, None]
     advantage = torch.tensor([1.0, 1.0, 1.0, -1, -1, -1, -1, -1], dtype=torch.float64)[:, None, None]
     scored = make_scored(rollouts, rollouts.logp_behaviour + ratio.log(), advantage)
-    c, stats = off_policy.bapo(scored)
+    c, stats = trust_region.bapo(scored)
     assert float(stats["positive_share"]) >= 0.5
     assert float(stats["bapo_low"]) == pytest.approx(0.9)
     assert float(stats["bapo_high"]) > 1.2
     assert float(c[1, 0, 0]) == pytest.approx(1.5)  # beyond PPO's 1.2, inside the widened bound
     assert float(c[3, 0, 0]) == 0.0
-    balanced, stats = off_policy.bapo(replace(scored, advantage=torch.where(advantage > 0, -0.5, 1.0).double()))
+    balanced, stats = trust_region.bapo(replace(scored, advantage=torch.where(advantage > 0, -0.5, 1.0).double()))
     assert float(stats["bapo_low"]) == pytest.approx(0.6)
     assert float(stats["bapo_high"]) == pytest.approx(1.2)
     assert float(balanced[3, 0, 0]) == pytest.approx(0.65)
@@ -166,7 +165,7 @@ def test_the_guarded_ratio_stays_at_one_where_the_plain_one_drifts():
     density = torch.distributions.Normal
     log_ratio = (density(new, std).log_prob(value) - density(old, std).log_prob(value)).mean((3, 4))
     shift = ((new - old).square() / (2 * std**2)).mean((3, 4))
-    guarded = off_policy.guarded_log_ratio(log_ratio, shift, std.flatten().expand_as(shift))
+    guarded = trust_region.guarded_log_ratio(log_ratio, shift, std.flatten().expand_as(shift))
     assert bool((log_ratio.exp().mean(0) < 0.85).all())
     torch.testing.assert_close(guarded.mean(0), torch.zeros(1, 3, dtype=torch.float64), atol=2e-3, rtol=0)
     torch.testing.assert_close(guarded.exp().mean(0), torch.ones(1, 3, dtype=torch.float64), atol=5e-3, rtol=0)
@@ -181,7 +180,7 @@ def test_an_exact_kl_clip_stops_only_what_moves_further_away():
     advantage = torch.tensor([1.0, 1.0, 1.0, -1.0], dtype=torch.float64)[:, None, None]
     extras = {"mean": mean, "std": torch.full_like(mean, 0.2)}
     scored = make_scored(rollouts, rollouts.logp_behaviour + log_ratio, advantage, extras=extras)
-    c, _ = off_policy.gaussian_kl(scored)
+    c, _ = trust_region.gaussian_kl(scored)
     ratio = log_ratio.exp().flatten()
     torch.testing.assert_close(c.flatten(), torch.tensor([1.0, 1.0, 0.0, -1.0]).double() * ratio)
 

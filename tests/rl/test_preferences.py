@@ -5,7 +5,7 @@ import torch
 from made_rollouts import make_rollouts, make_scored
 from torch.nn import functional
 
-from robopolicy.rl import preferences
+from robopolicy.rl.coefficients import preference as preferences
 from robopolicy.rl.objective import policy_loss
 
 GROUPS, RETURNS = [0, 0, 0, 1, 1, 2], [1.0, 0.0, 0.0, 2.0, 2.0, 5.0]

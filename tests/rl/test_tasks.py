@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_rollouts import make_rollouts
 
-from robopolicy.rl import allocation, selection
+from robopolicy.rl import selection
 from robopolicy.rl.context import Context
 from robopolicy.rl.controllers import KlTarget, LinearDecay, Vcpo
-from robopolicy.rl.mechanisms import Slot, mechanisms
-from robopolicy.rl.samplers import MoppsSampler, ReplaySampler, SecSampler, UniformSampler
+from robopolicy.rl.registry import Slot, mechanisms
+from robopolicy.rl.starts import allocation
+from robopolicy.rl.starts.samplers import MoppsSampler, ReplaySampler, SecSampler, UniformSampler
 
 CONTEXT = Context(torch.Generator().manual_seed(0))
 SAMPLERS = [entry.name for entry in mechanisms(Slot.SAMPLER)]

@@ -10,8 +10,8 @@ from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
 from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
-from robopolicy.rl import coefficients
 from robopolicy.rl.algorithm import Algorithm
+from robopolicy.rl.coefficients import ppo as coefficients
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.rl.ratios import RatioLevel
 from robopolicy.training import update

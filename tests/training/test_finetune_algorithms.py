@@ -11,10 +11,10 @@ from robopolicy.core.run import RunFolder
 from robopolicy.data.record import record
 from robopolicy.policies import build_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig
-from robopolicy.rl.algorithm import PRESETS
 from robopolicy.rl.critic import state_critic
-from robopolicy.rl.mechanisms import Slot, mechanisms
+from robopolicy.rl.presets import PRESETS
 from robopolicy.rl.ratios import RatioLevel
+from robopolicy.rl.registry import Slot, mechanisms
 from robopolicy.training.finetune import FinetuneConfig, finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.pretrain import regression_batches

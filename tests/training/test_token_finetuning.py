@@ -8,11 +8,11 @@ import torch
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.run import RunFolder
 from robopolicy.policies import TokenConfig, TokenPolicyConfig, build_token_policy
-from robopolicy.policies.token_configuration import TokenDecoding
-from robopolicy.rl.algorithm import PRESETS
+from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.rl.critic import state_critic
-from robopolicy.rl.mechanisms import Slot, mechanisms
+from robopolicy.rl.presets import PRESETS
 from robopolicy.rl.ratios import RatioLevel
+from robopolicy.rl.registry import Slot, mechanisms
 from robopolicy.training.demonstrations import demonstrate
 from robopolicy.training.finetune import FinetuneConfig, finetune
 from robopolicy.training.guidance import Guidance

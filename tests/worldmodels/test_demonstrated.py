@@ -9,7 +9,7 @@ import torch
 from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import STATE, Field
-from worldmodels.demonstrated import DemonstratedWorld
+from sims.recorded import DemonstratedWorld
 
 FIELDS = {STATE: Field((2,))}
 ACTION = Field((1,), low=-1.0, high=1.0)

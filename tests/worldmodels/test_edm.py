@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from robopolicy.core.errors import ConfigError
-from worldmodels.edm import EdmConfig, denoise, levels, loss, sample, training_noise
+from robopolicy.nn.edm import EdmConfig, denoise, levels, loss, sample, training_noise
 
 MEAN, STD = 0.3, 0.5
 

@@ -11,14 +11,14 @@ from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from robopolicy.core.randomness import Generators, uniforms
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.evaluation.world_model import examine
 from robopolicy.training.fit import FitConfig, fit
 from worldmodels import load_world_model, save_world_model
-from worldmodels.diagnostics import examine
+from worldmodels.data.transitions import TransitionData
 from worldmodels.ensemble import EnsembleConfig, EnsembleModel
 from worldmodels.env import PENALTY, ImaginedWorld, Truncation
-from worldmodels.imagination import context_at, keyframes, recorded_starts
 from worldmodels.protocol import Context
-from worldmodels.transitions import TransitionData
+from worldmodels.starts import context_at, keyframes, recorded_starts
 
 
 def trained(steps=400, **options):

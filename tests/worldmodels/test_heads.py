@@ -7,19 +7,13 @@ from hypothesis import strategies as st
 from point_world import recorded
 
 from robopolicy.core.randomness import Generators
+from robopolicy.evaluation.world_model import precision_recall
 from robopolicy.training.fit import FitConfig, fit
-from worldmodels.diagnostics import precision_recall
-from worldmodels.heads import (
-    SuccessHead,
-    ValueHead,
-    calibrated_threshold,
-    contrastive_loss,
-    explains_as_well,
-    quantiles_of,
-    returns_to_go,
-)
-from worldmodels.rssm_heads import LatentHeads
-from worldmodels.transitions import TransitionData
+from worldmodels.data.transitions import TransitionData
+from worldmodels.heads.calibration import calibrated_threshold, explains_as_well, quantiles_of
+from worldmodels.heads.latent import LatentHeads
+from worldmodels.heads.success import SuccessHead, contrastive_loss
+from worldmodels.heads.value import ValueHead, returns_to_go
 
 
 @settings(deadline=None, max_examples=30)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torchvision
 
-from worldmodels.picture_quality import ALEXNET, LPIPS, SSIM, compare, perceptual, psnr, ssim, unit_of
+from robopolicy.evaluation.image_quality import ALEXNET, LPIPS, SSIM, compare, perceptual, psnr, ssim, unit_of
 
 
 def pictures(side: int = 14) -> tuple[torch.Tensor, torch.Tensor]:

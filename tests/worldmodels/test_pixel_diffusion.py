@@ -12,13 +12,13 @@ from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError, DataError, NonFiniteError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
+from robopolicy.evaluation.world_model import examine
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.stages import fit_stages
-from worldmodels.diagnostics import examine
-from worldmodels.frame_readout import ReadoutConfig, to_frames, to_pixels
-from worldmodels.imagination import context_at
-from worldmodels.pixel_diffusion import PixelDiffusionModel
-from worldmodels.pixel_networks import PixelDenoiser, PixelDiffusionConfig
+from worldmodels.images.readout import ReadoutConfig, to_frames, to_pixels
+from worldmodels.pixel_diffusion.model import PixelDiffusionModel
+from worldmodels.pixel_diffusion.networks import PixelDenoiser, PixelDiffusionConfig
+from worldmodels.starts import context_at
 
 READOUT = ReadoutConfig(batch_size=64, dreams=256, members=3)
 TINY = PixelDiffusionConfig(size="tiny", batch_size=32, readout=READOUT, precision="float32")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from worldmodels.precision import autocast
+from robopolicy.nn.precision import autocast
 
 CPU = torch.device("cpu")
 

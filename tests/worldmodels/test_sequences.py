@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.spec import STATE, Field
-from worldmodels.sequences import SequenceData
+from worldmodels.data.sequences import SequenceData
 
 
 def numbered(lengths):

@@ -13,17 +13,17 @@ from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
+from robopolicy.evaluation.image_quality import SSIM, psnr
+from robopolicy.evaluation.world_model import examine, follow
 from robopolicy.training.fit import FitConfig
 from robopolicy.training.stages import fit_stages
-from worldmodels.diagnostics import examine, follow
 from worldmodels.env import Truncation
-from worldmodels.frame_readout import ReadoutConfig
-from worldmodels.imagination import context_at
-from worldmodels.picture_quality import SSIM, psnr
+from worldmodels.images.readout import ReadoutConfig
 from worldmodels.protocol import Context
-from worldmodels.video import VideoModel
-from worldmodels.video_configuration import VideoConfig
-from worldmodels.video_training import DynamicsStage, LatentVideo, stretch_at
+from worldmodels.starts import context_at
+from worldmodels.video.configuration import VideoConfig
+from worldmodels.video.model import VideoModel
+from worldmodels.video.training import DynamicsStage, LatentVideo, stretch_at
 
 READOUT = ReadoutConfig(batch_size=64, dreams=256, members=3)
 TINY = VideoConfig(

@@ -1,0 +1,163 @@
+"""Is a world model any good? Open-loop errors beside copying and beside shuffled actions, and what its heads are worth.
+
+One examination for every model: it only imagines. The model starts in held-out episodes and follows their actions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.progress import progress
+from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.evaluation.image_quality import compare
+from worldmodels.data.transitions import SUCCESS, progress_reward
+from worldmodels.protocol import LearnedModel
+from worldmodels.starts import context_at
+
+HORIZONS = (1, 2, 5, 10, 20, 30, 40, 50)
+
+
+@torch.no_grad()
+def examine(
+    model: LearnedModel,
+    episodes: Episodes,
+    generator: torch.Generator,
+    *,
+    rows: int = 512,
+    steps: int = 20_000,
+    horizons: Sequence[int] = HORIZONS,
+) -> dict[str, Any]:
+    """Return figures of `model` on held-out `episodes`.
+
+    open_loop: by horizon and observation key, three figures of following recorded actions from `rows` steps: "model",
+    "shuffled" (it follows other rows' actions: must be clearly worse, or the model ignores actions) and "copy" (the
+    frame it began with). Vectors: root mean squared error in standard deviations of the data, less is better. Images:
+    PSNR in dB, more is better, and with SSIM or LPIPS behind their key, these. Of one step from `steps` contexts,
+    success: precision, recall and F1 of the head; reward_error: squared error over variance.
+    """
+    return {"steps": episodes.step_count, **one_step(model, episodes, generator, steps)} | {
+        "open_loop": open_loop(model, episodes, generator, rows, horizons)
+    }
+
+
+def one_step(model: LearnedModel, episodes: Episodes, generator: torch.Generator, steps: int) -> dict[str, Any]:
+    """Return the figures of the heads after one imagined step each."""
+    chosen = torch.randperm(episodes.step_count, generator=generator)[:steps].sort().values
+    reward, success = [], []
+    for part in chosen.split(4096):
+        latent = model.initial(context_at(episodes, part, model.context), part.numpy())
+        _, imagined = model.imagine(latent, episodes.actions[part])
+        paid = [value for name, value in imagined.rewards.items() if name != SUCCESS]
+        reward.append(torch.stack(paid).sum(0).cpu())
+        success.append(imagined.success.cpu())
+    true = progress_reward(episodes)[chosen]
+    assert episodes.step_success is not None
+    return {
+        "reward_error": float((torch.cat(reward) - true).square().mean() / true.var().clamp_min(1e-12)),
+        "success": precision_recall(torch.cat(success), episodes.step_success[chosen]),
+    }
+
+
+def precision_recall(predicted: Tensor, label: Tensor) -> dict[str, float | int]:
+    """Return precision, recall, F1 and the number of positives of a detector, from booleans [N]."""
+    hits, found, true = int((predicted & label).sum()), int(predicted.sum()), int(label.sum())
+    precision, recall = hits / max(1, found), hits / max(1, true)
+    score = 2 * precision * recall / max(1e-9, precision + recall)
+    return {"precision": precision, "recall": recall, "f1": score, "positives": true}
+
+
+def open_loop(
+    model: LearnedModel,
+    episodes: Episodes,
+    generator: torch.Generator,
+    rows: int,
+    horizons: Sequence[int],
+    begin: Tensor | None = None,
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return horizon -> key -> figures; horizons that fewer than ten rows live to see are left out.
+
+    begin: the steps from which rows are followed, [R]; None draws `rows` of them.
+    """
+    if begin is None:
+        begin = torch.randperm(episodes.step_count, generator=generator)[:rows].sort().values
+    left = (episodes.starts + episodes.lengths)[episodes.episode_of_step[begin]] - begin
+    longest = min(max(horizons), int(left.max()))
+    order = torch.randperm(len(begin), generator=generator)
+    frames = begin + episodes.episode_of_step[begin]
+    context = context_at(episodes, begin, model.context)
+    latent, confused = (model.initial(context, begin.numpy()) for _ in range(2))
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    with progress("Following recorded actions", longest) as advance:
+        for ahead in range(1, longest + 1):
+            steps = torch.minimum(begin + ahead - 1, begin + left - 1)
+            latent, seen = model.imagine(latent, episodes.actions[steps])
+            confused, mistaken = model.imagine(confused, episodes.actions[steps[order]])
+            alive = left >= ahead
+            if ahead in horizons and int(alive.sum()) >= 10:
+                index = torch.minimum(frames + ahead, frames + left)
+                first = {key: torch.from_numpy(context.last(key)) for key in model.spec.observation}
+                scores = {
+                    name: _scores(predicted, episodes, index, alive)
+                    for name, predicted in (
+                        ("model", seen.observation),
+                        ("shuffled", mistaken.observation),
+                        ("copy", first),
+                    )
+                }
+                found[str(ahead)] = {
+                    key: {name: score[key] for name, score in scores.items()} for key in scores["model"]
+                }
+            advance()
+    return found
+
+
+def _scores(predicted: Mapping[str, Tensor], episodes: Episodes, frames: Tensor, alive: Tensor) -> dict[str, float]:
+    """Compare predicted observations, key -> [R, ...], with recorded frames, over the rows that are alive."""
+    found: dict[str, float] = {}
+    for key, value in predicted.items():
+        true = episodes.observation[key]
+        seen, wanted = value.cpu()[alive], true[frames][alive]
+        if key.startswith(IMAGE_PREFIX):
+            found |= {key + ending: figure for ending, figure in compare(seen, wanted).items()}
+        else:
+            scale = true.float().std(0, correction=0)
+            error = (seen.float() - wanted.float()) / scale.clamp_min(1e-6)
+            found[key] = float(error[:, scale > 1e-6].square().mean().sqrt())
+    return found
+
+
+@dataclass(frozen=True)
+class Followed:
+    """Recorded pictures beside those imagined from the same starts under the same actions.
+
+    real, imagined: camera key -> [R, T + 1, height, width, 3] uint8, the first frame is the one it began with; lengths:
+    [R], how many steps were recorded; after them the last real frame repeats.
+    """
+
+    real: Mapping[str, np.ndarray]
+    imagined: Mapping[str, np.ndarray]
+    lengths: np.ndarray
+
+
+@torch.no_grad()
+def follow(model: LearnedModel, episodes: Episodes, begin: Tensor, steps: int) -> Followed:
+    """Imagine `steps` frames from just before the actions `begin` [R], under the recorded actions."""
+    keys = [key for key in model.spec.observation if key.startswith(IMAGE_PREFIX)]
+    episode = episodes.episode_of_step[begin]
+    left = (episodes.starts + episodes.lengths)[episode] - begin
+    context = context_at(episodes, begin, model.context)
+    latent = model.initial(context, begin.numpy())
+    imagined = {key: [torch.from_numpy(context.last(key))] for key in keys}
+    for ahead in range(steps):
+        actions = episodes.actions[begin + torch.clamp(left - 1, max=ahead)]
+        latent, seen = model.imagine(latent, actions)
+        for key in keys:
+            imagined[key].append(seen.observation[key].cpu())
+    index = (begin + episode)[:, None] + torch.arange(steps + 1).minimum(left[:, None])
+    real = {key: episodes.observation[key][index].numpy() for key in keys}
+    return Followed(real, {key: torch.stack(value, 1).numpy() for key, value in imagined.items()}, left.numpy())

@@ -1,0 +1,1 @@
+"""Token policies: a language model over instruction, observation and action tokens."""

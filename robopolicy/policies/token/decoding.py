@@ -1,0 +1,256 @@
+"""Two ways of saying the K action tokens of a chunk: one after the other, or several at a time out of masks.
+
+Each has `sample`, `score` and `loss`, and each scores exactly what it samples: the log-probability of a token is that
+of the state in which it was drawn.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional
+
+from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.spec import check_finite
+from robopolicy.nn.language import LanguageModel, Reading
+from robopolicy.policies.token.configuration import DecodeSchedule, TokenConfig, TokenDecoding
+
+
+@dataclass(frozen=True)
+class ActionLanguage:
+    """A language model and its action vocabulary: embedding [V, width] and head (width to V logits)."""
+
+    model: LanguageModel
+    embedding: nn.Embedding
+    head: nn.Linear
+    temperature: float
+
+    def log_probabilities(self, hidden: Tensor) -> Tensor:
+        """Return those of the action vocabulary [..., V] at the sampling temperature, of hidden states [..., width]."""
+        return (self.head(hidden).float() / self.temperature).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What comes before the action tokens: the instruction as read, and the embedded observation [N, O, width]."""
+
+    reading: Reading
+    observation: Tensor
+
+
+class Decoding(Protocol):
+    """How action tokens are said; a `Prompt` serves for one call."""
+
+    def sample(
+        self, language: ActionLanguage, prompt: Prompt, generator: torch.Generator, *, deterministic: bool
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the units, "tokens" [N, K] int64 among them, and logp [N, K]; deterministic: the likeliest tokens."""
+        ...
+
+    def score(self, language: ActionLanguage, prompt: Prompt, units: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probabilities [N, K, V] from which the K recorded tokens were drawn."""
+        ...
+
+    def loss(
+        self, language: ActionLanguage, prompt: Prompt, tokens: Tensor, valid: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return the mean cross entropy [N] of demonstrated tokens [N, K] at temperature 1, where valid [N, K] bool."""
+        ...
+
+
+class CausalDecoding(nn.Module):
+    """From left to right, each token given those before it; scored in one teacher-forced pass."""
+
+    def __init__(self, units: int):
+        super().__init__()
+        self.units = units
+
+    def sample(
+        self,
+        language: ActionLanguage,
+        prompt: Prompt,
+        generator: torch.Generator,
+        *,
+        deterministic: bool,
+        kept: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Say K tokens with cached keys and values; see `Decoding`.
+
+        kept: tokens [N, K] and how many of them each row goes on from [N].
+        """
+        hidden = language.model.extend(prompt.reading, prompt.observation)
+        draws = torch.rand((len(hidden), self.units), generator=generator, device=generator.device).to(hidden.device)
+        tokens, scores = [], []
+        for unit in range(self.units):
+            logp = language.log_probabilities(hidden[:, -1])
+            check_finite("log-probabilities of action tokens", logp)
+            token = logp.argmax(-1) if deterministic else _draw(logp, draws[:, unit])
+            if kept is not None:
+                token = torch.where(unit < kept[1], kept[0][:, unit], token)
+            tokens.append(token)
+            scores.append(_of_tokens(logp, token))
+            if unit + 1 < self.units:
+                hidden = language.model.extend(prompt.reading, language.embedding(token)[:, None])
+        return {"tokens": torch.stack(tokens, 1)}, torch.stack(scores, 1)
+
+    def score(self, language: ActionLanguage, prompt: Prompt, units: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probabilities [N, K, V] given each token's predecessors."""
+        return language.log_probabilities(self._teacher_forced(language, prompt, units["tokens"]))
+
+    def loss(
+        self, language: ActionLanguage, prompt: Prompt, tokens: Tensor, valid: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return the mean over the valid tokens [N]; see `Decoding`."""
+        return _mean_error(language.head(self._teacher_forced(language, prompt, tokens)), tokens, valid)
+
+    def _teacher_forced(self, language: ActionLanguage, prompt: Prompt, tokens: Tensor) -> Tensor:
+        """Return the hidden states [N, K, width] from which the tokens [N, K] are said."""
+        said = language.embedding(tokens[:, :-1])
+        return language.model.extend(prompt.reading, torch.cat([prompt.observation, said], 1))[:, -self.units :]
+
+
+class MaskedDecoding(nn.Module):
+    """Discrete diffusion with an absorbing mask: S passes, each of which replaces some of the masks by tokens.
+
+    All K positions are there from the start. A position holds a learned mask embedding or that of its token, plus a
+    learned embedding of its place; positions see instruction, observation and one another in both directions (that
+    prefix stays causal, and is read once). A pass draws a token for every masked position and commits the most
+    confident ones, those with the largest probability of what was drawn (MaskGIT, arXiv:2202.04200; LLaDA,
+    arXiv:2502.09992; for actions: Discrete Diffusion VLA, arXiv:2508.20072, without its re-masking: a token once said
+    stays, so that it has one score). Equal confidences: the earlier position.
+
+    Scores follow the trajectory (CJ-GRPO, arXiv:2509.23924): "order" [N, K] int64 records in which of the S passes each
+    position was committed, and its log-probability is taken from the masked state before that pass. It is that of the
+    committed tokens given the states. Which positions are committed is decided by the draws, and is treated as part of
+    the environment, as CJ-GRPO does: the sum over K is not the log-probability of the chunk, nor of the trajectory.
+    Only with an order fixed in advance would it be both. The choice favours likely tokens: samples vary less than the
+    model's own distribution at that temperature, and the gradient of the scores does not average to zero over samples,
+    so advantages should (as those relative to a group do).
+    """
+
+    def __init__(self, units: int, width: int, steps: int, schedule: DecodeSchedule):
+        super().__init__()
+        self.schedule = commit_schedule(units, steps, schedule)
+        self.mask = nn.Parameter(0.02 * torch.randn(width))
+        self.position = nn.Embedding(units, width)
+        nn.init.normal_(self.position.weight, std=0.02)
+
+    def sample(
+        self, language: ActionLanguage, prompt: Prompt, generator: torch.Generator, *, deterministic: bool
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Say K tokens in S passes; the units also have "order" [N, K] int64, the pass of each; see `Decoding`."""
+        reading, device = _read(language, prompt), prompt.observation.device
+        shape = (len(prompt.observation), self.position.num_embeddings)
+        steps = len(self.schedule)
+        draws = torch.rand((shape[0], steps, shape[1]), generator=generator, device=generator.device).to(device)
+        tokens, logp = torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device)
+        order = torch.full(shape, steps, device=device)
+        for step, count in enumerate(self.schedule):
+            said = order < step
+            every = language.log_probabilities(language.model.attend(reading, self._embed(language, tokens, said)))
+            check_finite("log-probabilities of action tokens", every)
+            drawn = every.argmax(-1) if deterministic else _draw(every, draws[:, step])
+            drawn_logp = _of_tokens(every, drawn)
+            confidence = drawn_logp.masked_fill(said, -torch.inf)
+            committed = confidence.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+            order.scatter_(1, committed, step)
+            now = order == step
+            tokens, logp = torch.where(now, drawn, tokens), torch.where(now, drawn_logp, logp)
+        return {"tokens": tokens, "order": order}, logp
+
+    def score(self, language: ActionLanguage, prompt: Prompt, units: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probabilities [N, K, V], those of a position from the pass in which it was committed.
+
+        The S masked states of a row are rebuilt from "order" and looked at together, as N x S rows.
+        """
+        tokens, steps = units["tokens"], len(self.schedule)
+        order = units.get("order")
+        if order is None or order.shape != tokens.shape or bool((order >= steps).any()):
+            raise SpecError(
+                f"Masked decoding scores tokens {list(tokens.shape)} with an 'order' of the same shape, in which of "
+                f"the {steps} passes they were said: give all units that act of this policy returned."
+            )
+        reading = _read(language, prompt)
+        reading.repeat(steps)
+        said = order[:, None] < torch.arange(steps, device=order.device)[:, None]
+        states = self._embed(language, tokens[:, None].expand_as(said), said)
+        hidden = language.model.attend(reading, rearrange(states, "n s k d -> (n s) k d"))
+        hidden = rearrange(hidden, "(n s) k d -> n s k d", s=steps)
+        chosen = order[:, None, :, None].expand(-1, -1, -1, hidden.shape[-1])
+        return language.log_probabilities(hidden.gather(1, chosen).squeeze(1))
+
+    def loss(
+        self, language: ActionLanguage, prompt: Prompt, tokens: Tensor, valid: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return the mean cross entropy of masked tokens [N] at temperature 1, each row masked to a share of its own.
+
+        The share is uniform in (0, 1] of the row's valid tokens, rounded up, and which ones is uniform too. The mean is
+        over what is masked, so every row counts the same however much that is; this is the 1 / t weighting of masked
+        diffusion with the exact number for its expectation, so K times the loss bounds -log p(chunk), p decoding one
+        token at a time in random order, from above (Hoogeboom et al. 2022, arXiv:2110.02037). Invalid tokens stay
+        masked: nothing is learned of them or from them.
+        """
+        share = 1 - torch.rand((len(tokens), 1), generator=generator, device=generator.device)
+        place = torch.rand(tokens.shape, generator=generator, device=generator.device)
+        share, place = share.to(tokens.device), place.to(tokens.device).masked_fill(~valid, 2.0)
+        rank = place.argsort(-1).argsort(-1)
+        masked = valid & (rank < (share * valid.sum(-1, keepdim=True)).ceil())
+        hidden = language.model.attend(_read(language, prompt), self._embed(language, tokens, valid & ~masked))
+        return _mean_error(language.head(hidden), tokens, masked)
+
+    def _embed(self, language: ActionLanguage, tokens: Tensor, said: Tensor) -> Tensor:
+        """Return the embeddings [..., K, width] of tokens [..., K] where `said`, and of masks elsewhere."""
+        return torch.where(said[..., None], language.embedding(tokens), self.mask) + self.position.weight
+
+
+def commit_schedule(units: int, steps: int, schedule: DecodeSchedule) -> tuple[int, ...]:
+    """Return how many of K = `units` positions each pass commits; they add up to K. Raises ConfigError.
+
+    EVEN: `steps` passes of as equal size as possible. ASCENDING: 1, 2, 4, ... until all are said, so that the first
+    tokens, which are said knowing least, are said most carefully (ASS, arXiv:2509.23924); steps does not matter.
+    """
+    if schedule is DecodeSchedule.ASCENDING:
+        return tuple(min(2**step, units - 2**step + 1) for step in range(units.bit_length()))
+    if not 1 <= steps <= units:
+        raise ConfigError(
+            f"policy.token.decode_steps is {steps}, but a chunk has {units} tokens and every pass says at least one: "
+            f"set policy.token.decode_steps to 1 .. {units}, or policy.token.decode_schedule=ascending."
+        )
+    return tuple((step + 1) * units // steps - step * units // steps for step in range(steps))
+
+
+def make_decoding(config: TokenConfig, units: int, model: LanguageModel) -> CausalDecoding | MaskedDecoding:
+    """Return what config.decoding names for K = `units` tokens; raises ConfigError where `model` cannot do that."""
+    if config.decoding is TokenDecoding.CAUSAL:
+        return CausalDecoding(units)
+    if config.model:
+        model.require_attend("policy.token.decoding=masked")
+    return MaskedDecoding(units, model.width, config.decode_steps, config.decode_schedule)
+
+
+def _read(language: ActionLanguage, prompt: Prompt) -> Reading:
+    """Read the observation after the instruction."""
+    language.model.extend(prompt.reading, prompt.observation)
+    return prompt.reading
+
+
+def _draw(logp: Tensor, uniform: Tensor) -> Tensor:
+    """Draw one of V choices by inverting the cumulative distribution of logp [..., V] at uniform [...]."""
+    cumulative = logp.exp().cumsum(-1)
+    # scaled by the last entry, which rounding leaves a little off 1
+    return (cumulative <= (uniform[..., None] * cumulative[..., -1:])).sum(-1).clamp_max(logp.shape[-1] - 1)
+
+
+def _of_tokens(every: Tensor, tokens: Tensor) -> Tensor:
+    """Pick the entries of tokens [...] from every [..., V]."""
+    return every.gather(-1, tokens[..., None]).squeeze(-1)
+
+
+def _mean_error(logits: Tensor, tokens: Tensor, counted: Tensor) -> Tensor:
+    """Return the cross entropy of tokens [N, K] under logits [N, K, V], mean over counted [N, K] bool -> [N]."""
+    error = functional.cross_entropy(rearrange(logits, "n k v -> n v k"), tokens, reduction="none")
+    weight = counted.to(error.dtype)
+    return (error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)

@@ -1,0 +1,303 @@
+"""A small vision-language-action model: a transformer reads the instruction and the observation, then says the action
+chunk in tokens, one after the other or several at a time (`token_decoding`).
+
+Every token is a categorical choice with an exact log-probability at the sampling temperature: `evaluate` scores what
+`act` sampled, in the state in which it was sampled. The vocabulary is extended by the action tokens alone: they have
+embeddings and a head of their own, so the distribution covers nothing else (OpenVLA and pi0-FAST overwrite rarely used
+words instead) and the text's logits are never computed.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
+from robopolicy.core.policy import Decision, Evaluation, TensorObservation
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, check_finite, validate_observation
+from robopolicy.core.world import Rows
+from robopolicy.nn.action_tokens import make_action_tokenizer
+from robopolicy.nn.language import (
+    LanguageModel,
+    TextTokenizer,
+    WordTokenizer,
+    pretrained_backbone,
+    small_backbone,
+)
+from robopolicy.nn.normalizer import Normalizer
+from robopolicy.nn.observation_tokens import ObservationTokens
+from robopolicy.policies.denoising import ACTION, select_fields
+from robopolicy.policies.token.configuration import TokenPolicyConfig
+from robopolicy.policies.token.decoding import ActionLanguage, CausalDecoding, Prompt, make_decoding
+
+
+class TokenPolicy(nn.Module):
+    """A `core.policy.Policy` that says action tokens; make one with `build_token_policy` or `load_policy`.
+
+    config, observation, action, fps, seed: as in `DenoisingPolicy`; instructions: what it may be told (a model from
+    scratch knows their words and no others); language: a backbone and its tokenizer, None for what config.token names.
+    """
+
+    action_low: Tensor
+    action_high: Tensor
+
+    def __init__(
+        self,
+        config: TokenPolicyConfig,
+        observation: Mapping[str, Field],
+        action: Field,
+        *,
+        fps: float,
+        instructions: tuple[str, ...] = ("",),
+        seed: int = 0,
+        language: tuple[Any, TextTokenizer] | None = None,
+    ):
+        super().__init__()
+        if len(action.shape) != 1:
+            raise ConfigError(f"A token policy needs a vector of actions per control step, not {action.shape}.")
+        self.config = config
+        self.fields = select_fields(config.observation_keys, observation)
+        self.action = action
+        self.fps = fps
+        self.instructions = tuple(instructions)
+        token = config.token
+        self.action_normalizer = Normalizer(action.shape, config.action_normalization)
+        self.action_tokens = make_action_tokenizer(
+            token.actions,
+            config.chunk,
+            action.size,
+            bins=token.bins,
+            resolution=token.resolution,
+            frequencies=token.frequencies,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            backbone, self.text_tokens = language or _language(config, self.instructions)
+            self.language = LanguageModel(backbone)
+            width = self.language.width
+            self.observation_tokens = ObservationTokens(
+                self.fields,
+                config.history,
+                width,
+                config.state_normalization,
+                token.patch,
+                config.image.random_shift,
+            )
+            self.action_embedding = nn.Embedding(self.action_tokens.vocabulary, width)
+            nn.init.normal_(self.action_embedding.weight, std=0.02)
+            self.head = nn.Linear(width, self.action_tokens.vocabulary)
+            self.decoding = make_decoding(token, self.action_tokens.units, self.language)
+            if token.lora_rank:
+                self.language.add_lora(token.lora_rank, token.lora_alpha)
+        self.adapters: dict[str, float] | None = None
+        self.finetuning: dict[str, Any] | None = None
+        for name, bound in (("action_low", action.low), ("action_high", action.high)):
+            values = torch.tensor(bound, dtype=torch.float32).expand(action.shape).clone()
+            self.register_buffer(name, values, persistent=False)
+
+    @property
+    def spec(self) -> PolicySpec:
+        """What it reads and writes; units are the K tokens of a chunk."""
+        return PolicySpec(
+            observation=self.fields,
+            action=self.action,
+            history=self.config.history,
+            chunk=self.config.chunk,
+            prediction=self.config.chunk,
+            units=self.action_tokens.units,
+            fps=self.fps,
+            instructions=self.instructions,
+            categorical=True,
+            units_per_action=self.action_tokens.units_per_action,
+        )
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Decide for every row; units: "tokens" [B, K] int64, and in masked decoding "order" [B, K] int64.
+
+        deterministic: the likeliest token each time; these are no choices, so mask is False and logp zero. Raises
+        SpecError or NonFiniteError on a bad observation or unknown words, and NonFiniteError rather than returning a
+        non-finite action.
+        """
+        prompt = self._prompt(observation)
+        units, logp = self.decoding.sample(self._action_language, prompt, generator, deterministic=deterministic)
+        mask = torch.full(logp.shape, not deterministic, device=logp.device)
+        return self._decision(units, logp, mask)
+
+    @torch.no_grad()
+    def resume(
+        self, observation: TensorObservation, units: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
+    ) -> Decision:
+        """`act` that keeps the first count[b] tokens of units["tokens"] [B, K]; see `Resumes`."""
+        if not isinstance(self.decoding, CausalDecoding):
+            raise ConfigError("Masked decoding has no first tokens to go on from: set finetune.branch_unit=null.")
+        found, logp = self.decoding.sample(
+            self._action_language,
+            self._prompt(observation),
+            generator,
+            deterministic=False,
+            kept=(units["tokens"], count),
+        )
+        return self._decision(found, logp, torch.arange(logp.shape[1], device=logp.device) >= count[:, None])
+
+    def _decision(self, units: dict[str, Tensor], logp: Tensor, mask: Tensor) -> Decision:
+        """Turn tokens into actions within the world's bounds."""
+        chosen = units["tokens"]
+        actions = self.action_normalizer.inverse(self.action_tokens.decode(chosen))
+        actions = torch.minimum(torch.maximum(actions, self.action_low), self.action_high)
+        check_finite("actions", actions)
+        return Decision(actions, units, torch.where(mask, logp, 0.0), mask)
+
+    def evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:
+        """Score the units that `act` returned, tokens [N, K]: logp and entropy [N, K] at the sampling temperature.
+
+        Optional units: "unit" [N, k] int64 selects k of the K tokens per row; "executed" [N, C] bool: tokens of control
+        steps that were not executed score 0 (with frequencies every token is part of every step, and all count). In
+        masked decoding other tokens may have been said in view of those, so that this is an approximation there.
+        extras: log_probabilities [N, K, V] of the whole action vocabulary.
+        """
+        tokens = units["tokens"]
+        if tuple(tokens.shape[1:]) != (self.action_tokens.units,):
+            raise SpecError(f"The tokens have shape {list(tokens.shape)}, this policy's are [N, {self.spec.units}].")
+        every = self.decoding.score(self._action_language, self._prompt(observation), units)
+        logp = every.gather(-1, tokens[..., None]).squeeze(-1)
+        entropy = -(every.exp() * every).sum(-1)
+        if "executed" in units and self.action_tokens.units_per_action:
+            counted = units["executed"].repeat_interleave(self.action_tokens.units_per_action, dim=1)
+            logp, entropy = logp * counted, entropy * counted
+        if "unit" in units:
+            chosen = units["unit"]
+            logp, entropy = logp.gather(1, chosen), entropy.gather(1, chosen)
+            every = every.gather(1, chosen[..., None].expand(-1, -1, every.shape[-1]))
+        return Evaluation(logp, entropy, {"log_probabilities": every})
+
+    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"tokens": [N]}: the mean cross entropy of the demonstrated tokens, at temperature 1.
+
+        batch: "observation" (key -> [N, H, ...] and `task`, N texts), "actions" [N, C, A] in the world's units,
+        "action_valid" [N, C] bool (padding is not learned, except by frequencies, which say "hold the last action").
+        """
+        observation, actions, valid = batch["observation"], batch["actions"], batch["action_valid"]
+        expected = (self.config.chunk, self.action.size)
+        if tuple(actions.shape[1:]) != expected or tuple(valid.shape) != tuple(actions.shape[:2]):
+            raise SpecError(
+                f"Actions {list(actions.shape)} with action_valid {list(valid.shape)}: the policy learns chunks "
+                f"[N, {expected[0]}, {expected[1]}] with action_valid [N, {expected[0]}]."
+            )
+        check_finite("actions", actions)
+        tokens = self.action_tokens.encode(self.action_normalizer(actions.float()))
+        counted = torch.ones_like(tokens, dtype=torch.bool)
+        if self.action_tokens.units_per_action:
+            counted = valid.repeat_interleave(self.action_tokens.units_per_action, dim=1)
+        prompt = self._prompt(observation, generator)
+        return {"tokens": self.decoding.loss(self._action_language, prompt, tokens, counted, generator)}
+
+    def fit_normalizers(self, values: Mapping[str, Tensor]) -> None:
+        """Fit every normaliser on data: values by observation key [samples, *shape] and "action" [samples, A]."""
+        if self.finetuning is not None:
+            raise ConfigError("The normalisers are fixed once fine-tuning has begun: fit them before pre-training.")
+        keys = [key for key in self.fields if not key.startswith(IMAGE_PREFIX)]
+        normalizers = {key: self.observation_tokens.normalizer(key) for key in keys}
+        for key, normalizer in {ACTION: self.action_normalizer, **normalizers}.items():
+            if key not in values:
+                raise ConfigError(f"No data to normalise '{key}' with.{did_you_mean(key, values)}")
+            normalizer.fit(values[key])
+
+    def prepare_finetuning(self, units: int | None = None, *, train_encoder: bool = True) -> None:
+        """Get ready for policy gradients, which train all K tokens; train_encoder False freezes the observation's part.
+
+        Raises ConfigError for another number of units.
+        """
+        if units not in (None, self.action_tokens.units):
+            raise ConfigError(f"A token policy is fine-tuned in all its {self.action_tokens.units} units, not {units}.")
+        self.finetuning = {"train_encoder": train_encoder}
+        if not train_encoder:
+            self.observation_tokens.requires_grad_(False)
+
+    def add_lora(self, rank: int, alpha: float | None = None) -> None:
+        """Freeze everything and train low-rank adapters of the language model alone; alpha: scale x rank, 2 x rank."""
+        if self.adapters is not None or self.config.token.lora_rank:
+            raise ConfigError("The policy has adapters already: they go on learning, or merge_lora() takes them in.")
+        self.adapters = {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha}
+        self.requires_grad_(False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(rank)
+            self.language.add_lora(rank, self.adapters["alpha"])
+
+    def merge_lora(self) -> None:
+        """Add the adapters of `add_lora` to the weights; what it decides stays the same up to rounding."""
+        if self.adapters is None:
+            raise ConfigError("There are no adapters to merge: add_lora() makes them.")
+        self.language.merge_lora()
+        self.adapters = None
+        self.requires_grad_(True)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The weights that an optimiser may change."""
+        return [weight for weight in self.parameters() if weight.requires_grad]
+
+    def reset(self, rows: Rows = None) -> None:
+        """Nothing is remembered between decisions."""
+
+    def save(self, folder: Path) -> None:
+        """Write config.json, model.safetensors and the tokenizer's files, atomically; the base checkpoint is inside."""
+        from robopolicy.policies.token.checkpoint import save_token_policy
+
+        save_token_policy(self, folder)
+
+    @property
+    def _action_language(self) -> ActionLanguage:
+        return ActionLanguage(self.language, self.action_embedding, self.head, self.config.token.temperature)
+
+    def _prompt(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Prompt:
+        """Read the instruction and embed the observation."""
+        validate_observation(observation, self.fields, history=self.config.history)
+        embedded = self.observation_tokens(observation, generator)
+        tokens, text, rows = self._texts(observation, len(embedded), embedded.device)
+        return Prompt(self.language.read(tokens, text, rows), embedded)
+
+    def _texts(self, observation: TensorObservation, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the distinct instructions as tokens and text [U, L], and which of them each row has [N]."""
+        given = observation.get(TASK)
+        if given is None:
+            if len(self.instructions) != 1:
+                known = len(self.instructions)
+                raise SpecError(f"The observation has no '{TASK}', and the policy knows {known} of them.")
+            given = [self.instructions[0]] * rows
+        if len(given) != rows:
+            raise SpecError(f"'{TASK}' has {len(given)} texts for {rows} rows.")
+        texts = [str(text) for text in given]
+        distinct = sorted(set(texts))
+        number = {text: index for index, text in enumerate(distinct)}
+        tokens, text = self.text_tokens(distinct)
+        index = torch.tensor([number[text] for text in texts], dtype=torch.int64)
+        return tokens.to(device), text.to(device), index.to(device)
+
+
+def _language(config: TokenPolicyConfig, instructions: tuple[str, ...]) -> tuple[Any, TextTokenizer]:
+    token = config.token
+    if token.model:
+        return pretrained_backbone(token.model)
+    words = WordTokenizer(instructions)
+    return small_backbone(words.size, token.width, token.depth, token.heads, token.feed_forward), words
+
+
+def build_token_policy(
+    config: TokenPolicyConfig,
+    observation: Mapping[str, Field],
+    action: Field,
+    *,
+    fps: float,
+    instructions: tuple[str, ...] = ("",),
+    values: Mapping[str, Tensor] | None = None,
+    seed: int = 0,
+) -> TokenPolicy:
+    """Return a fresh policy for a world's fields, its normalisers fitted on data; see `build_policy`."""
+    policy = TokenPolicy(config, observation, action, fps=fps, instructions=instructions, seed=seed)
+    if values is not None:
+        policy.fit_normalizers(values)
+    return policy

@@ -1,0 +1,88 @@
+"""From rewards to advantages over decisions that last several control steps."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.rl.context import Context
+from robopolicy.rl.registry import Need, Slot, mechanism
+
+
+class Advantages(NamedTuple):
+    """advantages and returns (the critic's regression targets), both [B, T]."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def chunk_rewards(rewards: Tensor, valid: Tensor, gamma: float) -> Tensor:
+    """Return the discounted reward inside each chunk, sum_j gamma^j r_j over valid steps: [B, T, C] -> [B, T]."""
+    discounts = gamma ** torch.arange(rewards.shape[-1], dtype=rewards.dtype, device=rewards.device)
+    return (torch.where(valid, rewards, 0.0) * discounts).sum(-1)
+
+
+def gae(
+    rewards: Tensor,
+    valid: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminated: Tensor,
+    ended: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> Advantages:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438) over chunks of control steps.
+
+        delta_t = R_t + gamma^h_t * (1 - terminated_t) * V(next_t) - V_t
+        A_t     = delta_t + gamma^h_t * lambda * (1 - ended_t) * A_{t+1}
+
+    rewards, valid: [B, T, C]; R_t is discounted inside the chunk; h_t = number of valid steps; lambda counts decisions.
+    values, next_values: [B, T], next_values of the observation BEFORE any reset. terminated cuts the bootstrap; ended
+    (terminated, time limit or horizon end) cuts the chain. gamma is per control step. A decision without a valid step
+    (a row that had ended before) gets advantage 0 and its own value as return. The chain past the last column is
+    bootstrapped from next_values alone.
+    """
+    duration = valid.sum(-1)
+    discount = gamma ** duration.to(values.dtype)
+    alive = duration > 0
+    reward = chunk_rewards(rewards, valid, gamma)
+    delta = reward + discount * torch.where(terminated, 0.0, next_values) - values
+    delta = torch.where(alive, delta, 0.0)
+    carry = torch.where(ended | ~alive, 0.0, discount * gae_lambda)
+    advantages = torch.zeros_like(delta)
+    running = torch.zeros_like(delta[:, 0])
+    for column in reversed(range(delta.shape[1])):
+        running = delta[:, column] + carry[:, column] * running
+        advantages[:, column] = running
+    return Advantages(advantages, advantages + values)
+
+
+def next_values(values: Tensor, values_at_end: Tensor, ended: Tensor) -> Tensor:
+    """Return V(next) [B, T] from V of each column and V of the pre-reset next observation where that is needed.
+
+    values: [B, T]; values_at_end: [B, T], read only where a decision ended its episode and in the last column, so the
+    caller may leave anything elsewhere.
+    """
+    shifted = torch.cat([values[:, 1:], values_at_end[:, -1:]], dim=1)
+    return torch.where(ended, values_at_end, shifted)
+
+
+def standardise(advantages: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return (A - mean) / (std + 1e-8) over the masked entries; entries outside the mask become 0."""
+    if mask is None:
+        mask = torch.ones_like(advantages, dtype=torch.bool)
+    chosen = advantages[mask]
+    scale = chosen.std(unbiased=False) + 1e-8
+    return torch.where(mask, (advantages - chosen.mean()) / scale, 0.0)
+
+
+@mechanism(Slot.ADVANTAGE, "gae", source="Schulman et al. 2016, arXiv:1506.02438; as in DPPO", needs=(Need.CRITIC,))
+def estimate(rollouts: Rollouts, context: Context, *, whiten: bool = True) -> Tensor:
+    """Generalised advantage estimation over decisions, with a critic, standardised over the batch.
+
+    extras: `advantage_gae` [B, T], which the trainer computes together with the critic's targets.
+    """
+    advantages = rollouts.extras["advantage_gae"]
+    return standardise(advantages, rollouts.alive) if whiten else torch.where(rollouts.alive, advantages, 0.0)

@@ -1,0 +1,185 @@
+"""Advantages from comparing episodes with the same start: (rollouts, context) -> A [B, T], constant over an episode.
+
+Rows are whole episodes, groups are ragged. An episode whose return is not finite counts in no baseline and gets 0.
+"""
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.rollouts import Rollouts, sum_of_rewards
+from robopolicy.core.segments import Segments
+from robopolicy.rl.advantages.gae import standardise
+from robopolicy.rl.context import Context
+from robopolicy.rl.registry import Need, Slot, mechanism
+
+
+def outcomes(rollouts: Rollouts) -> tuple[Tensor, Tensor, Segments]:
+    """Return the episodes' returns [B], which of them count [B] bool, and the groups."""
+    returns = rollouts.row_return
+    counts = returns.isfinite()
+    return torch.where(counts, returns, 0.0), counts, Segments.of(rollouts.group)
+
+
+def broadcast(advantage: Tensor, rollouts: Rollouts) -> Tensor:
+    """Give every decision of an episode its episode's advantage: [B] -> [B, T], 0 on padding."""
+    return torch.where(rollouts.alive, advantage[:, None], 0.0)
+
+
+def group_normalised(values: Tensor, counts: Tensor, groups: Segments, epsilon: float = 1e-6) -> Tensor:
+    """Return (x - group mean) / (group std + epsilon), [B]; 0 where an entry does not count."""
+    centred = values - groups.mean(values, counts)[groups.index]
+    return torch.where(counts, centred / (groups.std(values, counts)[groups.index] + epsilon), 0.0)
+
+
+@mechanism(Slot.ADVANTAGE, "grpo", source="Shao et al. 2024, arXiv:2402.03300", needs=(Need.GROUPS,))
+def grpo(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tensor:
+    """A = (R - group mean) / (group std + epsilon)."""
+    return broadcast(group_normalised(*outcomes(rollouts), epsilon), rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "dr_grpo", source="Liu et al. 2025, arXiv:2503.20783", needs=(Need.GROUPS,))
+def dr_grpo(rollouts: Rollouts, context: Context) -> Tensor:
+    """A = R - group mean, without the standard deviation that favours very easy and very hard starts."""
+    returns, counts, groups = outcomes(rollouts)
+    centred = returns - groups.mean(returns, counts)[groups.index]
+    return broadcast(torch.where(counts, centred, 0.0), rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "rloo", source="Ahmadian et al. 2024, arXiv:2402.14740", needs=(Need.GROUPS,))
+def rloo(rollouts: Rollouts, context: Context) -> Tensor:
+    """A = R - mean of the other episodes of the group (leave one out); 0 for a group of one."""
+    return broadcast(leave_one_out(*outcomes(rollouts)), rollouts)
+
+
+def leave_one_out(values: Tensor, counts: Tensor, groups: Segments) -> Tensor:
+    """Return each value minus the mean of the others of its group, [B]; 0 where there are no others."""
+    size = groups.size(counts)[groups.index]
+    others = (groups.sum(values, counts)[groups.index] - values) / (size - 1).clamp(min=1)
+    return torch.where(counts & (size > 1), values - others, 0.0)
+
+
+@mechanism(Slot.ADVANTAGE, "reinforce_pp", source="REINFORCE++, Hu 2025, arXiv:2501.03262", needs=(Need.GROUPS,))
+def reinforce_pp(rollouts: Rollouts, context: Context) -> Tensor:
+    """A = R - group mean, standardised over the whole batch instead of within groups."""
+    returns, counts, groups = outcomes(rollouts)
+    centred = returns - groups.mean(returns, counts)[groups.index]
+    return broadcast(standardise(centred, counts), rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "mc_grpo", source="MC-GRPO (median-centred GRPO for few rollouts)", needs=(Need.GROUPS,))
+def mc_grpo(
+    rollouts: Rollouts, context: Context, *, epsilon: float = 1e-3, limit: float = 3.0
+) -> tuple[Tensor, Tensor]:
+    """A = (R - group median) / (median absolute deviation + epsilon); the median episode is left out of the update.
+
+    Made for tiny groups: play an odd number G + 1, learn from G. With an even number nothing is left out. A is bounded
+    by `limit`, which the paper does not need: its rewards are binary, while of three dense returns two may lie so close
+    that the third is hundreds of deviations away.
+    """
+    returns, counts, groups = outcomes(rollouts)
+    centred = returns - groups.median(returns, counts)[groups.index]
+    spread = groups.median(centred.abs(), counts)[groups.index]
+    size = groups.size(counts)[groups.index]
+    middle = (groups.rank(returns, counts) == (size - 1) // 2) & (size % 2 == 1) & (size > 1)
+    advantage = torch.where(counts, (centred / (spread + epsilon)).clamp(-limit, limit), 0.0)
+    return broadcast(advantage, rollouts), counts & ~middle
+
+
+@mechanism(Slot.ADVANTAGE, "ngrpo", source="NGRPO (negative-enhanced GRPO)", needs=(Need.GROUPS,))
+def ngrpo(
+    rollouts: Rollouts, context: Context, *, best: float | None = None, virtual: int = 1, epsilon: float = 1e-6
+) -> Tensor:
+    """GRPO with virtual episodes of the best possible return in every group, so that all-fail groups get A < 0.
+
+    best: that return, null for the best seen in this batch (set it where whole batches fail); virtual: how many. The
+    paper clips at 0.16 below and 0.24 above: finetune.clip=0.16 finetune.clip_high=0.24. For tokens: being pushed away
+    from what failed spreads a categorical policy out, but moves the mean of a Gaussian step without end.
+    """
+    returns, counts, groups = outcomes(rollouts)
+    top = torch.as_tensor(best if best is not None else float(returns[counts].max()), dtype=returns.dtype)
+    size = groups.size(counts) + virtual
+    mean = (groups.sum(returns, counts) + virtual * top) / size
+    squares = groups.sum((returns - mean[groups.index]).square(), counts) + virtual * (top - mean).square()
+    std = (squares / size).sqrt()
+    scaled = (returns - mean[groups.index]) / (std[groups.index] + epsilon)
+    return broadcast(torch.where(counts, scaled, 0.0), rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "w_reinforce", source="PSR/NSR, Zhu et al. 2025, arXiv:2506.01347", needs=())
+def w_reinforce(rollouts: Rollouts, context: Context, *, positive: float = 0.1) -> Tensor:
+    """A = positive for a success, -1 for a failure: mostly learning from what went wrong, which keeps diversity.
+
+    positive=0 is NSR; positive=1 is plain REINFORCE on signs. Any layout of whole episodes; needs no groups.
+    """
+    success = rollouts.row_success
+    sign = torch.where(success, torch.full_like(rollouts.row_return, positive), -1.0)
+    return broadcast(sign, rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "bnpo", source="BNPO (beta normalisation policy optimisation)", needs=(Need.GROUPS,))
+def bnpo(rollouts: Rollouts, context: Context) -> Tensor:
+    """A = (success - p) / Beta(p; a, b), with p the group's success rate and a Beta fitted to all groups' rates.
+
+    Method of moments gives (a0, b0) of the rates; a = 1 + a0 / 3, b = 1 + b0 / 3.
+    """
+    success = rollouts.row_success.double()
+    groups = Segments.of(rollouts.group)
+    rate = groups.mean(success)
+    mean, variance = rate.mean().clamp(1e-3, 1 - 1e-3), rate.var(unbiased=False).clamp(min=1e-2)
+    strength = (mean * (1 - mean) / variance - 1).clamp(min=1e-3)
+    a, b = 1 + mean * strength / 3, 1 + (1 - mean) * strength / 3
+    p = rate[groups.index]
+    bounded = p.clamp(1e-3, 1 - 1e-3)
+    density = torch.exp((a - 1) * bounded.log() + (b - 1) * (1 - bounded).log() - torch.special.gammaln(a))
+    density = density * torch.exp(torch.special.gammaln(a + b) - torch.special.gammaln(b))
+    return broadcast(((success - p) / density.clamp(min=1e-6)).float(), rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "gdpo", source="GDPO (group reward-decoupled normalisation)", needs=(Need.GROUPS,))
+def gdpo(rollouts: Rollouts, context: Context, *, weights: dict[str, float] | None = None) -> Tensor:
+    """Normalise every reward term within its group first, sum them with weights, then standardise over the batch.
+
+    A large term cannot drown a small one. weights: term -> weight, 1 where not named.
+    """
+    groups = Segments.of(rollouts.group)
+    total = torch.zeros_like(rollouts.row_return)
+    for name, reward in rollouts.rewards.items():
+        value = sum_of_rewards({name: reward}, rollouts.valid).sum(1)
+        counts = value.isfinite()
+        total = total + (weights or {}).get(name, 1.0) * group_normalised(
+            torch.where(counts, value, 0.0), counts, groups
+        )
+    return broadcast(standardise(total), rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "risk_po", source="RiskPO (range value-at-risk)", needs=(Need.GROUPS,))
+def risk_po(rollouts: Rollouts, context: Context, *, low: float = 0.2, high: float = 0.8, tail: float = 0.5) -> Tensor:
+    """Advantages of the return's middle range and lower tail: hard starts push more than those already solved.
+
+        A = [clip(R - q_lo, 0) - clip(R - q_hi, 0) + q_lo - q_hi] / (hi - lo) - tail * clip(q_lo - R, 0) / lo
+
+    centred over the batch. A bundle is a group; quantiles q are those of the batch's groups' mean returns (the paper
+    tracks them over time).
+    """
+    returns, counts, groups = outcomes(rollouts)
+    score = groups.mean(returns, counts)
+    q_low, q_high = torch.quantile(score, low), torch.quantile(score, high)
+    middle = (returns - q_low).clamp(min=0) - (returns - q_high).clamp(min=0) + q_low - q_high
+    value = middle / (high - low) - tail * (q_low - returns).clamp(min=0) / low
+    return broadcast(standardise(value, counts), rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "sas", source="DCPO, smooth advantage standardisation", needs=(Need.GROUPS,))
+def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tensor:
+    """Mix standardisation within the group and over the batch's history, and take the one of smaller size.
+
+    With i iterations done: A = smaller of [(i - 1) A_new + A_all] / i and [A_new + (i - 1) A_all] / i, where A_new is
+    the group's and A_all uses mean and std over all groups. The paper accumulates per prompt; starts here are mostly
+    fresh, so what accumulates is the batch (stated deviation).
+    """
+    returns, counts, groups = outcomes(rollouts)
+    new = group_normalised(returns, counts, groups, epsilon)
+    every = standardise(returns, counts)
+    i = float(context.iteration + 1)
+    first, second = ((i - 1) * new + every) / i, (new + (i - 1) * every) / i
+    return broadcast(torch.where(first.abs() <= second.abs(), first, second), rollouts)

@@ -1,0 +1,127 @@
+"""Advantages of single decisions from comparing what followed them: (rollouts, context) -> A [B, T].
+
+GiGPO, HGPO, SALT, UI-S1 and BranchGRPO's depth-wise normalisation are one function, `group_baseline`, with different
+keys: which decisions are compared with one another.
+"""
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.segments import Segments
+from robopolicy.rl.advantages.group import broadcast, group_normalised, outcomes
+from robopolicy.rl.advantages.tree import (
+    _rows,
+)
+from robopolicy.rl.context import Context
+from robopolicy.rl.registry import Need, Slot, mechanism
+
+
+def returns_to_go(rollouts: Rollouts, discount: float) -> Tensor:
+    """Return G_t = R_t + discount^h_t G_{t+1}, [B, T] (h_t control steps, not discounted inside a decision)."""
+    reward, steps = rollouts.reward, discount ** rollouts.duration.float()
+    following = torch.zeros_like(reward[:, 0])
+    columns = []
+    for column in reversed(range(reward.shape[1])):
+        following = reward[:, column] + steps[:, column] * following * ~rollouts.ended[:, column]
+        columns.append(following)
+    return torch.stack(columns[::-1], 1)
+
+
+def group_baseline(values: Tensor, key: Segments, counts: Tensor, scale: bool = False) -> tuple[Tensor, Tensor]:
+    """Return values minus their key's mean (over its std), and the number of members of the key, all flat [N].
+
+    Decisions that are alone under their key get 0.
+    """
+    size = key.size(counts)[key.index]
+    centred = values - key.mean(values, counts)[key.index]
+    if scale:
+        centred = centred / (key.std(values, counts)[key.index] + 1e-6)
+    return torch.where(counts & (size > 1), centred, 0.0), size
+
+
+def state_keys(rollouts: Rollouts, resolution: float) -> Tensor:
+    """Return which state every decision was taken in, [B, T] int64: equal numbers for states that look alike.
+
+    Vector fields of the newest frame are divided by their standard deviation over the batch and rounded to multiples
+    of `resolution`. A collector may give its own keys as extras["state_key"].
+    """
+    if "state_key" in rollouts.extras:
+        return rollouts.extras["state_key"]
+    parts = []
+    for value in rollouts.observation.values():
+        if isinstance(value, Tensor) and value.dtype.is_floating_point:
+            newest = value[:, :, -1].flatten(2)
+            spread = newest[rollouts.alive].std(0) + 1e-6
+            parts.append((newest / spread / resolution).round().long())
+    cells = torch.cat(parts, -1)
+    _, index = torch.unique(cells.flatten(0, 1), dim=0, return_inverse=True)
+    return index.reshape(cells.shape[:2])
+
+
+@mechanism(Slot.ADVANTAGE, "gigpo", source="GiGPO, Feng et al. 2025, arXiv:2505.10978", needs=(Need.GROUPS,))
+def gigpo(
+    rollouts: Rollouts, context: Context, *, step_weight: float = 1.0, resolution: float = 0.25, scale: bool = False
+) -> Tensor:
+    """Episode advantage plus step advantage: what followed, against other visits of the same state in the group."""
+    to_go = returns_to_go(rollouts, context.discount)
+    keys = Segments.of(_rows(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten())
+    step, _ = group_baseline(to_go.flatten(), keys, rollouts.alive.flatten(), scale)
+    episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
+    return episode + step_weight * step.reshape(to_go.shape)
+
+
+@mechanism(Slot.ADVANTAGE, "hgpo", source="HGPO (hierarchy of groups)", needs=(Need.GROUPS,))
+def hgpo(
+    rollouts: Rollouts, context: Context, *, context_length: int = 2, alpha: float = 1.0, resolution: float = 0.25
+) -> Tensor:
+    """Step groups of growing context: compare with decisions that share the last 1, 2, ... states; longer weigh more.
+
+    A = sum_k w_k A_k over the groups with more than one member, w_k proportional to (k + 1)^alpha; a decision that is
+    alone at every level gets its episode's advantage.
+    """
+    to_go = returns_to_go(rollouts, context.discount)
+    state, counts = state_keys(rollouts, resolution), rollouts.alive.flatten()
+    keys = [_rows(rollouts.group, rollouts)]
+    total, weight = torch.zeros_like(to_go.flatten()), torch.zeros_like(to_go.flatten())
+    for level in range(context_length + 1):
+        shifted = torch.full_like(state, -1)
+        shifted[:, level:] = state[:, : state.shape[1] - level]
+        keys.append(shifted.flatten())
+        advantage, size = group_baseline(to_go.flatten(), Segments.of(*keys), counts, scale=True)
+        share = torch.where(size > 1, float((level + 1) ** alpha), 0.0)
+        total, weight = total + share * advantage, weight + share
+    episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
+    found = (total / weight.clamp(min=1e-9)).reshape(to_go.shape)
+    return torch.where((weight > 0).reshape(to_go.shape), found, episode)
+
+
+@mechanism(Slot.ADVANTAGE, "step_groups", source="UI-S1, semi-online RL, arXiv:2509.11543", needs=(Need.GROUPS,))
+def step_groups(
+    rollouts: Rollouts, context: Context, *, episode_weight: float = 1.0, step_weight: float = 1.0
+) -> Tensor:
+    """Weighted sum of the episode's advantage and of the return to go against the group at the same step index."""
+    to_go = returns_to_go(rollouts, context.discount)
+    column = torch.arange(to_go.shape[1], device=to_go.device).expand(to_go.shape)
+    keys = Segments.of(_rows(rollouts.group, rollouts), column.flatten())
+    step, _ = group_baseline(to_go.flatten(), keys, rollouts.alive.flatten(), scale=True)
+    episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
+    return episode_weight * episode + step_weight * step.reshape(to_go.shape)
+
+
+@mechanism(Slot.ADVANTAGE, "rank_grpo", source="Rank-GRPO (unit = action, return to go)", needs=(Need.GROUPS,))
+def rank_grpo(rollouts: Rollouts, context: Context) -> Tensor:
+    """A_t = return to go, standardised within the group at the same step; with ratio_level=action_mean on tokens."""
+    return step_groups(rollouts, context, episode_weight=0.0, step_weight=1.0)
+
+
+@mechanism(Slot.ADVANTAGE, "salt", source="SALT (trajectory graph)", needs=(Need.GROUPS,))
+def salt(rollouts: Rollouts, context: Context, *, resolution: float = 0.25) -> Tensor:
+    """Merge equal steps of a group: the same action in the same state gets the mean advantage of who took it."""
+    episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
+    actions = rollouts.actions.flatten(2)
+    cells = (actions / (actions[rollouts.alive].std(0) + 1e-6) / resolution).round().long()
+    _, taken = torch.unique(cells.flatten(0, 1), dim=0, return_inverse=True)
+    keys = Segments.of(_rows(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten(), taken)
+    merged = keys.mean(episode.flatten(), rollouts.alive.flatten())[keys.index]
+    return torch.where(rollouts.alive, merged.reshape(episode.shape), 0.0)

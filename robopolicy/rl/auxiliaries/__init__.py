@@ -1,0 +1,1 @@
+"""Losses beside the policy's: (inputs) -> scalar, already scaled."""

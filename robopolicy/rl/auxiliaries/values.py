@@ -1,0 +1,91 @@
+"""Losses that follow learned action values: the best of several decisions, or preferences between steps."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.weights import unit_mean
+
+
+@mechanism(Slot.AUXILIARY, "best_of_n", source="Digi-Q, arXiv:2502.15760; IDQL, arXiv:2304.10573", needs=(Need.VALUES,))
+def best_of_n(
+    inputs: Any, *, candidates: int = 8, decisions: int = 256, weight: float = 1.0, warmup: int = 2
+) -> Tensor:
+    """Imitate the best of N fresh decisions by the action values, where it beats the value of the state.
+
+    On at most `decisions` states of a minibatch, because each of them is decided N times; not in the first `warmup`
+    iterations, when the values say nothing yet.
+    """
+    if inputs.context.iteration < warmup:
+        return torch.zeros((), device=inputs.mask.device)
+    model, policy = inputs.models["q_ensemble"].model, inputs.policy
+    count = next(value for value in inputs.observation.values() if isinstance(value, Tensor)).shape[0]
+    draws = inputs.context.generator
+    chosen = torch.randperm(count, generator=draws, device=draws.device)[:decisions]
+    here = {key: _at(value, chosen) for key, value in inputs.observation.items()}
+    repeated = {key: _at(value, torch.arange(len(chosen)).repeat(candidates)) for key, value in here.items()}
+    with torch.no_grad():
+        decision = policy.act(repeated, draws)
+        value = model.action_values(repeated, decision.actions).reshape(candidates, -1)
+        best, winner = value.max(0)
+        better = best > model.values(here)
+    rows = winner * len(chosen) + torch.arange(len(chosen), device=winner.device)
+    units = {key: item[rows] for key, item in decision.units.items()}
+    mask = decision.mask[rows] & better[:, None]
+    logp = policy.evaluate(here, units).logp
+    return -weight * (unit_mean(mask) * torch.where(mask, logp, 0.0)).sum()
+
+
+@mechanism(Slot.AUXILIARY, "spo", source="SPO, arXiv:2406.04314", needs=(Need.VALUES, Need.GAUSSIAN))
+def step_preferences(
+    inputs: Any,
+    *,
+    children: int = 4,
+    decisions: int = 256,
+    beta: float = 10.0,
+    gap: float = 0.3,
+    weight: float = 1.0,
+    warmup: int = 2,
+) -> Tensor:
+    """Prefer, among several next latents of the same step, the one whose predicted clean action is worth most.
+
+    `children` are drawn from one latent of the policy's own chain, each finished without noise and judged by the action
+    values; best and worst are kept if softmax of their values (scaled to the batch's spread) differs by more than
+    `gap`: -log sigmoid(beta (log-ratio of the best - of the worst)), with the ratio to the policy as it is now (1), so
+    the clip of the paper never binds. Deviation: the whole remainder of the chain replaces a step-aware scorer.
+    """
+    if inputs.context.iteration < warmup:
+        return torch.zeros((), device=inputs.mask.device)
+    model, policy, draws = inputs.models["q_ensemble"].model, inputs.policy, inputs.context.generator
+    count, units = inputs.mask.shape
+    rows = torch.randperm(count, generator=draws, device=draws.device)[:decisions]
+    unit = torch.randint(units, (len(rows),), generator=draws, device=draws.device)
+    here = {key: _at(value, rows) for key, value in inputs.observation.items()}
+    chain = inputs.units["chain"][rows]
+    one = {"chain": chain, "unit": unit[:, None]}
+    normal = policy.evaluate(here, one).extras
+    mean = normal["mean"][:, 0]
+    std = normal["std"].detach().expand(len(rows), *normal["std"].shape[-3:])[:, 0].expand_as(mean)
+    noise = torch.randn((children, *mean.shape), generator=draws, device=draws.device)
+    latents = mean.detach() + std * noise
+    repeated = {key: _at(value, torch.arange(len(rows)).repeat(children)) for key, value in here.items()}
+    with torch.no_grad():
+        actions = policy.finish(repeated, latents.flatten(0, 1), (unit + 1).repeat(children))
+        value = model.action_values(repeated, actions).reshape(children, -1)
+        share = ((value - value.mean(0)) / (value.std(unbiased=False) + 1e-6)).softmax(0)
+        best, worst = value.argmax(0), value.argmin(0)
+        kept = share.max(0).values - share.min(0).values > gap
+    place = torch.arange(len(rows), device=mean.device)
+
+    def log_density(child: Tensor) -> Tensor:
+        return (-(latents[child, place] - mean).square() / (2 * std.square().clamp(min=1e-6))).mean((-2, -1))
+
+    margin = log_density(best) - log_density(worst)
+    loss = torch.nn.functional.softplus(-beta * (margin - margin.detach()))
+    return weight * torch.where(kept, loss, 0.0).sum() / kept.sum().clamp(min=1)
+
+
+def _at(value: Any, index: Tensor) -> Any:
+    return value[index] if isinstance(value, Tensor) else [value[row] for row in index.tolist()]

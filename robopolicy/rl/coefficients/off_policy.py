@@ -1,0 +1,86 @@
+"""Coefficients for data that another policy made: decoupled clips, masks instead of clips, adaptive bounds.
+
+Every one is c with d(loss)/d(logp) = -w c; where a paper states a surrogate, its gradient was taken by hand and is
+compared with autograd in the tests.
+"""
+
+import torch
+from torch import Tensor
+
+from robopolicy.rl.coefficients.ppo import ppo
+from robopolicy.rl.context import Coefficients, Scored
+from robopolicy.rl.registry import Need, Slot, mechanism
+
+
+def _share(chosen: Tensor, mask: Tensor) -> Tensor:
+    return (chosen & mask).sum() / mask.sum().clamp(min=1)
+
+
+@mechanism(Slot.COEFFICIENT, "decoupled_ppo", source="AReaL, arXiv:2505.24298; Hilton et al. 2022, arXiv:2110.00641")
+def decoupled_ppo(scored: Scored, *, limit: float = 5.0) -> Coefficients:
+    """PPO clipped around the proximal policy, times proximal / behaviour, capped at `limit` and without gradient."""
+    c = ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    weight = scored.staleness.exp().clamp(max=limit)
+    return weight * c, {"staleness_weight": weight[scored.mask].mean()}
+
+
+@mechanism(Slot.COEFFICIENT, "cispo", source="MiniMax-M1, arXiv:2506.13585")
+def cispo(scored: Scored, *, low: float = 1.0, high: float = 0.28) -> Coefficients:
+    """REINFORCE weighted by the clipped ratio: c = clip(r, 1 - low, 1 + high) A; no unit ever loses its gradient."""
+    return scored.ratio.clamp(1 - low, 1 + high) * scored.advantage, {}
+
+
+@mechanism(Slot.COEFFICIENT, "rec", source="REC, masked REINFORCE, arXiv:2509.24203")
+def rec(
+    scored: Scored, *, region: str = "one_side", importance: bool = True, low: float = 0.2, high: float = 0.2
+) -> Coefficients:
+    """REINFORCE on any data: c = w M A with the ratio as a mask M instead of a clip.
+
+    region: one_side drops what has already moved far enough (PPO's own mask), two_side everything outside
+    [1 - low, 1 + high], ring keeps one_side and drops ratios beyond twice the widths on the other side;
+    importance: w is the ratio, else 1.
+    """
+    ratio, good = scored.ratio, scored.advantage >= 0
+    inside = (ratio >= 1 - low) & (ratio <= 1 + high)
+    one_side = torch.where(good, ratio <= 1 + high, ratio >= 1 - low)
+    far = torch.where(good, ratio >= 1 - 2 * low, ratio <= 1 + 2 * high)
+    masks = {"one_side": one_side, "two_side": inside, "ring": one_side & far}
+    if region not in masks:
+        raise _unknown("rec.region", region, masks)
+    weight = ratio if importance else torch.ones_like(ratio)
+    kept = masks[region] & ~scored.clamped
+    return torch.where(kept, weight * scored.advantage, 0.0), {"kept": _share(kept, scored.mask)}
+
+
+@mechanism(Slot.COEFFICIENT, "opmd", source="OPMD, as in REC, arXiv:2509.24203; Kimi k1.5, arXiv:2501.12599")
+def opmd(scored: Scored, *, tau: float = 1.0) -> Coefficients:
+    """Online mirror descent without importance weights: c = (A - tau (log pi - log pi_old)) / (1 + tau).
+
+    The gradient of -A logp + tau/2 (log pi - log pi_old)^2, scaled to the size of REINFORCE's.
+    """
+    return (scored.advantage - tau * scored.log_ratio) / (1 + tau), {}
+
+
+@mechanism(Slot.COEFFICIENT, "asym_re", source="AsymRE, arXiv:2506.20520")
+def asym_re(scored: Scored, *, shift: float = -0.1) -> Coefficients:
+    """Off-policy REINFORCE with a baseline lowered by |shift|: c = A - shift, so that successes weigh more."""
+    return scored.advantage - shift, {}
+
+
+@mechanism(Slot.COEFFICIENT, "min_pro", source="MinPRO (non-cumulative prefix ratio)", needs=(Need.WHOLE_EPISODES,))
+def min_pro(scored: Scored, *, cap: float = 5.0) -> Coefficients:
+    """REINFORCE weighted by r_t times the smallest ratio before it, instead of the product of all of them.
+
+    c = sg(clip(r_t min_{j < t} r_j, 0, cap)) A, over the scored units of an episode in order (the form of the cap is
+    ours: the paper's is uncertain). Stays bounded where prefix products explode or vanish.
+    """
+    log_ratio = torch.where(scored.mask, scored.log_ratio, 0.0).flatten(1)
+    before = torch.cat([torch.zeros_like(log_ratio[:, :1]), log_ratio.cummin(1).values[:, :-1]], 1)
+    weight = (log_ratio + before.clamp(max=0)).exp().clamp(max=cap).reshape(scored.log_ratio.shape)
+    return weight * scored.advantage, {"prefix_weight": weight[scored.mask].mean()}
+
+
+def _unknown(option: str, value: str, known: dict[str, Tensor]) -> Exception:
+    from robopolicy.core.errors import ConfigError, did_you_mean
+
+    return ConfigError(f"finetune.options.{option}={value} is not known.{did_you_mean(value, known)}")

@@ -1,0 +1,76 @@
+"""Preferences between episodes with the same start, as coefficients: the better return is preferred.
+
+Minibatches hold whole episodes and, for there to be pairs, whole groups: finetune.minibatch_episodes at least a few
+times group_size. An episode's log-ratio is the sum over its scored units, to the policy at the start of the iteration.
+"""
+
+import torch
+from torch import Tensor
+
+from robopolicy.rl.context import Coefficients, Scored
+from robopolicy.rl.registry import Need, Slot, mechanism
+
+
+def episode_log_ratio(scored: Scored) -> Tensor:
+    """Return log pi / pi_old of whole episodes, [b]."""
+    return torch.where(scored.mask, scored.log_ratio, 0.0).sum((1, 2))
+
+
+def preferred(scored: Scored) -> Tensor:
+    """Return which pairs (winner, loser) there are, [b, b] bool: same group, larger return."""
+    returns, group = scored.rollouts.row_return, scored.rollouts.group
+    return (group[:, None] == group[None]) & (returns[:, None] > returns[None] + 1e-6)
+
+
+def _to_units(per_episode: Tensor, scored: Scored) -> Tensor:
+    """Give every scored unit its episode's coefficient, [b] -> [b, t, K]; averaged over pairs by the caller."""
+    return torch.where(scored.mask, per_episode[:, None, None], 0.0)
+
+
+def _pair_mean(pairs: Tensor) -> Tensor:
+    """1 / pairs, scaled by the number of episodes, so that the size does not depend on the minibatch."""
+    return len(pairs) / pairs.sum().clamp(min=1)
+
+
+@mechanism(Slot.COEFFICIENT, "dpo", source="DPO on one's own rollouts, arXiv:2305.18290", needs=(Need.WHOLE_GROUPS,))
+def dpo(scored: Scored, *, beta: float = 0.1) -> Coefficients:
+    """-log sigmoid(beta (log-ratio of the better - log-ratio of the worse)) over the pairs of every group.
+
+    c of the better is beta sigmoid(-margin), of the worse minus that.
+    """
+    log_ratio, pairs = episode_log_ratio(scored), preferred(scored)
+    margin = beta * (log_ratio[:, None] - log_ratio[None])
+    pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * _pair_mean(pairs)
+    right = ((margin > 0) & pairs).sum() / pairs.sum().clamp(min=1)
+    return _to_units(pull.sum(1) - pull.sum(0), scored), {"pairs": pairs.sum().float(), "preferred_right": right}
+
+
+@mechanism(Slot.COEFFICIENT, "sppo", source="SPPO, arXiv:2405.00675", needs=(Need.WHOLE_GROUPS,))
+def sppo(scored: Scored, *, eta: float = 1.0) -> Coefficients:
+    """(log-ratio - eta (P(it beats the policy) - 1/2))^2, the win rate counted among the group's other episodes.
+
+    c = 2 (eta (P - 1/2) - log-ratio); ties count half.
+    """
+    returns, group = scored.rollouts.row_return, scored.rollouts.group
+    same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+    wins = (returns[:, None] > returns[None] + 1e-6).float() + (returns[:, None] - returns[None]).abs().le(1e-6) * 0.5
+    rate = (wins * same).sum(1) / same.sum(1).clamp(min=1)
+    rate = torch.where(same.any(1), rate, 0.5)
+    log_ratio = episode_log_ratio(scored)
+    return _to_units(2 * (eta * (rate - 0.5) - log_ratio), scored), {"win_rate_spread": rate.std(unbiased=False)}
+
+
+@mechanism(Slot.COEFFICIENT, "p3o", source="P3O, arXiv:2310.00212", needs=(Need.WHOLE_GROUPS,))
+def p3o(scored: Scored, *, clip: float = 0.2) -> Coefficients:
+    """Pairwise policy gradient: (R1 - R2) / 2 grad log(pi(y1) / pi(y2)), each with its own clipped ratio.
+
+    Unchanged by what is added to all rewards of a start. c of an episode: its ratio times the mean of (R - R_other) / 2
+    over the others of its group, 0 where the ratio has gone beyond the clip in that direction.
+    """
+    returns, group = scored.rollouts.row_return, scored.rollouts.group
+    same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+    gain = ((returns[:, None] - returns[None]) / 2 * same).sum(1) / same.sum(1).clamp(min=1)
+    log_ratio = episode_log_ratio(scored)
+    ratio = log_ratio.clamp(-3, 3).exp()
+    kept = torch.where(gain >= 0, ratio <= 1 + clip, ratio >= 1 - clip)
+    return _to_units(torch.where(kept, ratio * gain, 0.0), scored), {"kept": kept.float().mean()}

@@ -1,0 +1,52 @@
+"""Coefficients that turn the policy gradient into weighted regression on what was done."""
+
+import torch
+
+from robopolicy.rl.context import Coefficients, Scored
+from robopolicy.rl.registry import Need, Slot, mechanism
+
+
+@mechanism(Slot.COEFFICIENT, "pacs", source="PACS, implicit actor critic, arXiv:2509.02522", needs=(Need.WHOLE_GROUPS,))
+def pacs(scored: Scored, *, beta: float = 1.0) -> Coefficients:
+    """Supervised: the episode's centred log-ratio, as a logit, is to predict its success (binary cross-entropy).
+
+    score_i = beta sum(log-ratio), leave-one-out centred in the group; c = beta (label - sigmoid(centred)), carried
+    through the centring, with classes balanced inside the minibatch.
+    """
+    rollouts = scored.rollouts
+    total = beta * torch.where(scored.mask, scored.log_ratio, 0.0).sum((1, 2))
+    group = rollouts.group
+    same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+    others = same.to(total.dtype) / same.sum(1, keepdim=True).clamp(min=1)
+    centred = total - others @ total
+    label = rollouts.row_success.to(total.dtype)
+    positive = label.sum().clamp(min=1)
+    negative = (1 - label).sum().clamp(min=1)
+    balance = torch.where(label > 0, 0.5 * len(label) / positive, 0.5 * len(label) / negative)
+    error = balance * (label - centred.sigmoid())
+    carried = error - others.T @ error
+    known = carried.abs() > 1e-6 * error.abs().max()  # Adam would make steps of what rounding leaves of equal outcomes
+    c = beta * torch.where(known, carried, 0.0)
+    return c[:, None, None].expand_as(scored.logp) * scored.mask, {"pacs_logit": centred.abs().mean()}
+
+
+@mechanism(Slot.COEFFICIENT, "none", source="auxiliary losses alone")
+def nothing(scored: Scored) -> Coefficients:
+    """No policy gradient: the auxiliary losses do the learning."""
+    return torch.zeros_like(scored.logp), {}
+
+
+@mechanism(Slot.COEFFICIENT, "awr", source="AWR, arXiv:1910.00177; RWR; AC-Flow")
+def advantage_weighted(scored: Scored, *, temperature: float = 1.0, limit: float = 10.0) -> Coefficients:
+    """Regression on one's own decisions, weighted: c = min(exp(A / temperature), limit); no ratio is needed.
+
+    With policy.likelihood=matching the regression is flow matching (AC-Flow's actor).
+    """
+    weight = (scored.advantage / temperature).exp().clamp(max=limit)
+    return weight, {"weight_mean": weight[scored.mask].mean()}
+
+
+@mechanism(Slot.COEFFICIENT, "clipped_advantage", source="AC-Flow (clipped advantage weights)")
+def clipped_advantage(scored: Scored, *, limit: float = 3.0) -> Coefficients:
+    """Regression on decisions that were better than expected: c = clip(A, 0, limit)."""
+    return scored.advantage.clamp(0, limit), {}

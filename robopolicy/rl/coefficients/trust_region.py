@@ -1,0 +1,143 @@
+"""Coefficients that keep the new policy near the old one: adaptive clips, exact KL limits, mirror descent."""
+
+import torch
+from torch import Tensor
+
+from robopolicy.rl.coefficients.off_policy import _share
+from robopolicy.rl.coefficients.ppo import ppo
+from robopolicy.rl.context import Coefficients, Scored
+from robopolicy.rl.registry import Need, Slot, mechanism
+
+
+@mechanism(Slot.COEFFICIENT, "bapo", source="BAPO, adaptive clipping")
+def bapo(
+    scored: Scored,
+    *,
+    low: tuple[float, float] = (0.6, 0.9),
+    high: tuple[float, float] = (1.2, 3.0),
+    step: float = 0.05,
+    positive_share: float = 0.5,
+) -> Coefficients:
+    """PPO whose bounds widen until good decisions make up `positive_share` of the clipped |r A|.
+
+    The lower bound rises first (fewer bad decisions count), then the upper one (more good ones do).
+    """
+    bottom, top = low[0], high[0]
+    share = _positive_share(scored, bottom, top)
+    while float(share) < positive_share and (bottom < low[1] - 1e-9 or top < high[1] - 1e-9):
+        if bottom < low[1] - 1e-9:
+            bottom = min(bottom + step, low[1])
+        else:
+            top = min(top + step, high[1])
+        share = _positive_share(scored, bottom, top)
+    c = ppo(scored.log_ratio, scored.advantage, 1 - bottom, top - 1, scored.clamped)
+    bounds = {"bapo_low": torch.tensor(bottom), "bapo_high": torch.tensor(top)}
+    return c, {**bounds, "positive_share": share.detach()}
+
+
+def _positive_share(scored: Scored, bottom: float, top: float) -> Tensor:
+    size = ppo(scored.log_ratio, scored.advantage, 1 - bottom, top - 1, scored.clamped).abs() * scored.mask
+    return size[scored.advantage > 0].sum() / size.sum().clamp(min=1e-12)
+
+
+@mechanism(Slot.COEFFICIENT, "dcpo", source="DCPO, dynamic clipping", needs=(Need.CATEGORICAL,))
+def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2) -> Coefficients:
+    """PPO with bounds that depend on the old probability q: rare tokens may move further.
+
+        (1 + sqrt(max(1 - 4 low / q, 0))) / 2  <=  r  <=  (1 + sqrt(1 + 4 high / q)) / 2
+
+    A probability is needed, not a density: token policies only.
+    """
+    old = (scored.logp - scored.log_ratio).exp().clamp(min=1e-12)
+    bottom = 0.5 + 0.5 * (1 - 4 * low / old).clamp(min=0).sqrt()
+    top = 0.5 + 0.5 * (1 + 4 * high / old).sqrt()
+    return ppo(scored.log_ratio, scored.advantage, 1 - bottom, top - 1, scored.clamped), {}
+
+
+def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
+    """Return |mean - mean_old|^2 / (2 std^2) averaged over the executed elements, and std, both [b, t, K].
+
+    It is KL(old || new) of a Gaussian step a dimension. units["mean"] holds the behaviour's means [b, t, K', P, A].
+    """
+    mean, std = scored.extra("mean"), scored.extra("std")
+    old = scored.rollouts.units["mean"]
+    old = torch.gather(old, 2, scored.unit[..., None, None].expand(mean.shape))
+    executed = scored.rollouts.valid[:, :, None, :, None].to(mean.dtype)
+    chunk = executed.shape[3]
+    distance = ((mean - old).square() / (2 * std.square().clamp(min=1e-12)))[..., :chunk, :] * executed
+    count = (executed.sum((3, 4)) * mean.shape[-1]).clamp(min=1)
+    return distance.sum((3, 4)) / count, std.expand(mean.shape).flatten(3)[..., 0]
+
+
+@mechanism(Slot.COEFFICIENT, "gaussian_kl", source="exact trust region of a Gaussian step", needs=(Need.MEANS,))
+def gaussian_kl(scored: Scored, *, nats: float = 0.005) -> Coefficients:
+    """PPO whose clip is exact: a unit stops once KL(old || new) of its Gaussian exceeds `nats` a dimension.
+
+    Units beyond the bound keep their gradient only where it brings them back.
+    """
+    divergence, _ = mean_shift(scored)
+    away = scored.advantage * (scored.ratio - 1) > 0
+    kept = (divergence <= nats) | ~away
+    c = torch.where(kept & ~scored.clamped, scored.ratio * scored.advantage, 0.0)
+    return c, {"gaussian_kl": divergence[scored.mask].mean(), "kept": _share(kept, scored.mask)}
+
+
+def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
+    """Return GRPO-Guard's regulated log-ratio: the left shift of a Gaussian step's ratio taken out, all [b, t, K].
+
+        log r' = [log r + |mean - mean_old|^2 / (2 std^2)] * std
+
+    log_ratio and shift must be reduced alike over dimensions. Under samples of the old policy E[log r'] = 0, while
+    E[log r] = -shift; the factor std makes all steps alike in scale. Source: GRPO-Guard, arXiv:2510.22319 (public
+    documentation).
+    """
+    return (log_ratio + shift) * std
+
+
+@mechanism(Slot.COEFFICIENT, "grpo_guard", source="GRPO-Guard, arXiv:2510.22319", needs=(Need.MEANS,))
+def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -> Coefficients:
+    """PPO on ratios whose mean is held at 1: the clip bites equally on both sides of a Gaussian step.
+
+    summed: log-probabilities are sums over dimensions (policy.logp_reduction=sum). Clip widths are those of the scaled
+    log-ratio, std times smaller. balance: c = r' A mean(std) / std, the paper's 1 / dt, which evens out gradients where
+    a step of length dt moves its mean by dt times the prediction (flows); a chain that predicts the clean action moves
+    it most at the end already, and is thrown off by it. Deviation: the shift's own gradient, second order in the step,
+    is dropped.
+    """
+    shift, std = mean_shift(scored)
+    if summed:
+        shift = shift * scored.rollouts.duration[..., None] * scored.rollouts.actions.shape[-1]
+    log_ratio = guarded_log_ratio(scored.log_ratio, shift, std)
+    c = ppo(log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    if balance:
+        c = c * std[scored.mask].mean() / std.clamp(min=1e-6)
+    plain, guarded = scored.ratio[scored.mask].mean(), log_ratio.exp()[scored.mask].mean()
+    return torch.where(scored.mask, c, 0.0), {"ratio_mean": plain, "guarded_ratio_mean": guarded}
+
+
+@mechanism(Slot.COEFFICIENT, "hapo_clip", source="HAPO (heterogeneous clipping)", needs=(Need.CATEGORICAL,))
+def hapo_clip(scored: Scored, *, strength: float = 0.5) -> Coefficients:
+    """PPO whose widths depend on a unit's entropy: sure units may fall further, unsure ones may rise further.
+
+    h in [-1, 1] is the log-entropy, centred on the batch's mean and scaled by its largest deviation. Where h < 0 the
+    lower width becomes low (1 - strength h), where h > 0 the upper one high (1 + strength h).
+    """
+    log_entropy = scored.extra("entropy").clamp(min=1e-4).log()
+    centred = log_entropy - log_entropy[scored.mask].mean()
+    h = centred / centred[scored.mask].abs().max().clamp(min=1e-6)
+    low = scored.clip_low * (1 - strength * h.clamp(max=0))
+    high = scored.clip_high * (1 + strength * h.clamp(min=0))
+    return ppo(scored.log_ratio, scored.advantage, low, high, scored.clamped), {}
+
+
+@mechanism(Slot.COEFFICIENT, "mdpo", source="MDPO, arXiv:2005.09814")
+def mdpo(scored: Scored, *, start: float = 1.0, end: float = 0.1) -> Coefficients:
+    """Mirror descent: maximise E[ratio A] - KL(pi || pi_old) / t_k, with the step size t_k falling from start to end.
+
+    c = r (A - log r / t_k): several steps on one batch approach pi_old exp(t_k A), one step is the policy gradient. The
+    KL is estimated on the old policy's samples (its gradient is E_old[r log r grad log pi]); t_k falls linearly over
+    the run, not to 0, where 1 / t_k would explode.
+    """
+    step = start + (end - start) * scored.share
+    c = scored.ratio * (scored.advantage - scored.log_ratio / step)
+    return torch.where(scored.clamped, 0.0, c), {"mirror_step": torch.tensor(step)}

@@ -1,0 +1,78 @@
+"""Algorithms by name: what each puts into the slots; every slot can be overridden."""
+
+from typing import Any
+
+from robopolicy.rl.ratios import RatioLevel
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "dppo": {"advantage": "gae", "credit": ("denoising_discount",), "coefficient": "ppo", "weight": "unit_mean"},
+    "ppo": {"advantage": "gae", "coefficient": "ppo", "weight": "unit_mean"},
+    "grpo": {"advantage": "grpo", "coefficient": "ppo", "weight": "episode_mean"},
+    "dr_grpo": {"advantage": "dr_grpo", "coefficient": "ppo", "weight": "constant"},
+    "rloo": {"advantage": "rloo", "coefficient": "ppo", "weight": "unit_mean"},
+    "dapo": {"advantage": "grpo", "coefficient": "ppo", "weight": "unit_mean", "selection": ("mixed_outcomes",)},
+    "gspo": {
+        "advantage": "grpo",
+        "coefficient": "ppo",
+        "weight": "episode_mean",
+        "ratio_level": RatioLevel.EPISODE_MEAN,
+    },
+    "branch_grpo": {"advantage": "branch_grpo", "coefficient": "ppo", "weight": "unit_mean"},
+    "mc_grpo": {"advantage": "mc_grpo", "coefficient": "ppo", "weight": "unit_mean"},
+    "ngrpo": {"advantage": "ngrpo", "coefficient": "ppo", "weight": "unit_mean"},
+    "gigpo": {"advantage": "gigpo", "coefficient": "ppo", "weight": "unit_mean"},
+    "step_grpo": {"advantage": "step_groups", "coefficient": "ppo", "weight": "unit_mean"},
+    "grpo_guard": {"advantage": "grpo", "coefficient": "grpo_guard", "weight": "unit_mean"},
+    "w_reinforce": {"advantage": "w_reinforce", "coefficient": "rec", "weight": "unit_mean"},
+    "pacs": {"advantage": "dr_grpo", "coefficient": "pacs", "weight": "constant"},
+    "reinforce_pp": {"advantage": "reinforce_pp", "coefficient": "ppo", "weight": "unit_mean"},
+    "mdpo": {"advantage": "gae", "coefficient": "mdpo", "weight": "unit_mean"},
+    "truncated_ppo": {"advantage": "egae", "coefficient": "ppo", "weight": "unit_mean"},
+    "spear": {
+        "advantage": "grpo",
+        "coefficient": "ppo",
+        "weight": "unit_mean",
+        "rewards": ("success_only",),
+        "replay": "spear",
+    },
+    "remix": {"advantage": "grpo", "coefficient": "decoupled_ppo", "weight": "unit_mean", "replay": "remix"},
+    "prime": {
+        "models": ("prime",),
+        "selection": ("mixed_outcomes",),
+        "advantage": "process_rloo",
+        "coefficient": "ppo",
+        "weight": "unit_mean",
+    },
+    "oprl": {"models": ("oprl",), "advantage": "process_steps", "coefficient": "ppo", "weight": "unit_mean"},
+    "spa": {"models": ("progress",), "advantage": "step_groups", "coefficient": "ppo", "weight": "unit_mean"},
+    "digi_q": {
+        "models": ("q_ensemble",),
+        "advantage": "q_values",
+        "coefficient": "none",
+        "weight": "unit_mean",
+        "auxiliaries": ("best_of_n",),
+    },
+    "dpo": {"advantage": "grpo", "coefficient": "dpo", "weight": "constant"},
+    "sppo": {"advantage": "grpo", "coefficient": "sppo", "weight": "constant"},
+    "p3o": {"advantage": "grpo", "coefficient": "p3o", "weight": "constant"},
+    "ac_flow": {
+        "advantage": "gae",
+        "coefficient": "clipped_advantage",
+        "weight": "unit_mean",
+        "auxiliaries": ("velocity",),
+    },
+    "afd": {
+        "models": ("discriminator",),
+        "advantage": "discriminator",
+        "coefficient": "clipped_advantage",
+        "weight": "unit_mean",
+    },
+    "fpo": {
+        "advantage": "gae",
+        "coefficient": "ppo",
+        "weight": "unit_mean",
+        "ratio_level": RatioLevel.DECISION_MEAN,
+    },
+    "distillation": {"advantage": "grpo", "coefficient": "opd", "weight": "unit_mean"},
+}
+"""Yardsticks by name: what they put into the slots; every slot can be overridden."""

@@ -1,0 +1,1 @@
+"""Models learned beside the policy that say more than an outcome does."""

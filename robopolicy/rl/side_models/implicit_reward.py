@@ -1,0 +1,109 @@
+"""Rewards of every step from a policy trained on outcomes alone (PRIME, OPRL)."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.rl.context import Context
+from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.side_models.base import (
+    Tools,
+    _batches,
+    _Learned,
+    mixed_groups,
+)
+
+
+class _ImplicitReward(_Learned):
+    """r = beta (log phi - log base) of every unit, where phi is a copy of the policy trained on outcomes alone.
+
+    Adds extras["process"] [B, T, K]. The sum over an episode is its logit of success (Rafailov et al. 2024,
+    arXiv:2404.12358: a log-ratio is an advantage). On denoising chains the same holds with transition densities.
+    """
+
+    def __init__(self, tools: Tools, beta: float, rate: float, epochs: int, minibatch: int):
+        phi = copy.deepcopy(tools.policy)
+        super().__init__(phi, rate)
+        self.tools, self.beta, self.epochs, self.minibatch = tools, beta, epochs, minibatch
+
+    def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
+        """Learn from the outcomes, then add the rewards of the model as it is now (PRIME's order).
+
+        Only groups with different outcomes teach, as in PRIME's online filter: what is common to a start's episodes
+        says nothing about its decisions.
+        """
+        with torch.no_grad():
+            reference = self._logp(self.tools.base, rollouts)
+        telling = mixed_groups(rollouts).nonzero().squeeze(-1)
+        for places in _batches(len(telling), self.minibatch, self.epochs, context):
+            index = telling[places]
+            part = rollouts.take(index)
+            logits = self.beta * (self._logp(self.network, part) - reference[index]).sum((1, 2))
+            loss = self.loss(logits, part)
+            if loss.requires_grad:
+                self.step(loss)
+        with torch.no_grad():
+            process = self.beta * (self._logp(self.network, rollouts) - reference)
+            total = process.sum((1, 2))
+            won = rollouts.row_success
+            right = ((total > total.mean()) == won).float().mean()
+        return rollouts.with_extras(process=process, process_accuracy=right.expand(rollouts.shape))
+
+    def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
+        """Return the loss of episode logits [b]."""
+        raise NotImplementedError
+
+    def _logp(self, policy: Any, rollouts: Rollouts) -> Tensor:
+        """Log-probabilities of all that was done, copied prefixes included, [b, t, K], 0 on padding."""
+        alive = rollouts.alive
+        logp = self.tools.score(policy, rollouts, alive).logp
+        return logp.new_zeros(rollouts.mask.shape).index_put((alive,), logp)
+
+
+@mechanism(
+    Slot.MODEL, "prime", source="PRIME, arXiv:2502.01456", needs=(Need.EPISODES, Need.BASE), gives=(Need.IMPLICIT,)
+)
+class Prime(_ImplicitReward):
+    """Dense rewards from success labels alone: an implicit reward trained online with the outcomes' cross-entropy.
+
+    L = CE(sigmoid(beta sum (log phi - log base)), success); use it with advantage=process_rloo. beta: the paper's is
+    0.05 for sums over many tokens; denoising log-probabilities that are means over dimensions need more.
+    """
+
+    def __init__(self, tools: Tools, *, beta: float = 0.05, rate: float = 1e-4, epochs: int = 1, minibatch: int = 64):
+        super().__init__(tools, beta, rate, epochs, minibatch)
+
+    def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
+        """Return the cross-entropy."""
+        return functional.binary_cross_entropy_with_logits(logits, rollouts.row_success.to(logits.dtype))
+
+
+@mechanism(Slot.MODEL, "oprl", source="OPRL, arXiv:2509.19199", needs=(Need.GROUPS, Need.BASE), gives=(Need.IMPLICIT,))
+class Oprl(_ImplicitReward):
+    """Implicit rewards from preferences: the better episode of a pair with the same start gets the larger sum (DPO).
+
+    L = -log sigmoid(sum r+ - sum r-) over all pairs of a group with different returns; use it with
+    advantage=process_steps.
+    """
+
+    def __init__(self, tools: Tools, *, beta: float = 0.05, rate: float = 1e-4, epochs: int = 1, minibatch: int = 64):
+        super().__init__(tools, beta, rate, epochs, minibatch)
+
+    def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
+        """Learn with whole groups side by side."""
+        order = rollouts.group.argsort(stable=True)
+        back = order.argsort()
+        return super().annotate(rollouts.take(order), context).take(back)
+
+    def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
+        """Return the pairwise loss."""
+        returns, group = rollouts.row_return, rollouts.group
+        better = (group[:, None] == group[None]) & (returns[:, None] > returns[None] + 1e-6)
+        if not bool(better.any()):
+            return logits.sum().detach()
+        margin = logits[:, None] - logits[None]
+        return functional.softplus(-margin[better]).mean()

@@ -1,0 +1,99 @@
+"""How many episodes every start gets: classes with `plan` before playing and `extend` after."""
+
+from typing import Protocol
+
+import numpy as np
+
+from robopolicy.rl.registry import Slot, mechanism
+
+
+class Allocator(Protocol):
+    """Shares out episodes among starts."""
+
+    def plan(self, predicted: np.ndarray, group_size: int) -> list[int]:
+        """Return group sizes [n] for starts with these predicted success rates; group_size is the mean to aim at."""
+        ...
+
+    def extend(self, rate: np.ndarray, sizes: np.ndarray) -> list[int]:
+        """Return how many more episodes each start gets, given its measured success rate and episodes so far, [n]."""
+        ...
+
+
+@mechanism(Slot.ALLOCATOR, "uniform", source="GRPO, arXiv:2402.03300")
+class Uniform:
+    """Give every start the same number of episodes."""
+
+    def plan(self, predicted: np.ndarray, group_size: int) -> list[int]:
+        """Return equal sizes."""
+        return [group_size] * len(predicted)
+
+    def extend(self, rate: np.ndarray, sizes: np.ndarray) -> list[int]:
+        """Return zeros."""
+        return [0] * len(sizes)
+
+
+def signal_value(size: np.ndarray, rate: np.ndarray) -> np.ndarray:
+    """Return the expected value of a group: (1 - p^N - (1 - p)^N) p (1 - p)^2, Knapsack RL's.
+
+    The chance that outcomes are mixed, times how much a gradient step gains there.
+    """
+    return (1 - rate**size - (1 - rate) ** size) * rate * (1 - rate) ** 2
+
+
+def knapsack(rate: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+    """Return sizes [n] in [low, high], of sum `budget`, that maximise the summed value: exact, dynamic programming."""
+    count = len(rate)
+    if not low * count <= budget <= high * count:
+        raise ValueError(f"{budget} episodes cannot be shared among {count} starts with {low} to {high} each.")
+    sizes = np.arange(low, high + 1)
+    value = signal_value(sizes[None], rate[:, None])
+    spare = budget - low * count
+    best = np.full(spare + 1, -np.inf)
+    best[0] = 0.0
+    choice = np.zeros((count, spare + 1), dtype=np.int64)
+    for start in range(count):
+        options = np.full((len(sizes), spare + 1), -np.inf)
+        for extra in range(min(len(sizes), spare + 1)):
+            options[extra, extra:] = best[: spare + 1 - extra] + value[start, extra]
+        choice[start] = options.argmax(0)
+        best = options.max(0)
+    result, left = np.zeros(count, dtype=np.int64), spare
+    for start in reversed(range(count)):
+        result[start] = low + choice[start, left]
+        left -= choice[start, left]
+    return result
+
+
+@mechanism(Slot.ALLOCATOR, "knapsack", source="Knapsack RL, arXiv:2509.25849")
+class Knapsack(Uniform):
+    """Solve a knapsack: starts of uncertain outcome get large groups, the same number of episodes in all.
+
+    Predicted rates come from the sampler, so starts have to come back: finetune.starts=N. least, most: group sizes.
+    """
+
+    def __init__(self, *, least: int = 2, most: int = 32):
+        self.least, self.most = least, most
+
+    def plan(self, predicted: np.ndarray, group_size: int) -> list[int]:
+        """Return the optimal sizes."""
+        low, high = min(self.least, group_size), max(self.most, group_size)
+        return knapsack(predicted, group_size * len(predicted), low, high).tolist()
+
+
+@mechanism(Slot.ALLOCATOR, "dars", source="DARS, arXiv:2508.13755")
+class Dars(Uniform):
+    """Play once, then give starts with a success rate a < 0.5 more episodes, the more the rarer success is.
+
+    Equal schedule, S = 2 a (1 - a): dN = (N / 2 - N S) / S, capped at `most` episodes in all; hardness-weighted
+    (weighted=true): dN = (2 (1 - a) N / 2 - N S) / S.
+    """
+
+    def __init__(self, *, weighted: bool = False, most: int = 32):
+        self.weighted, self.most = weighted, most
+
+    def extend(self, rate: np.ndarray, sizes: np.ndarray) -> list[int]:
+        """Return the additional episodes; none where nothing succeeded yet is capped like the rest."""
+        spread = np.maximum(2 * rate * (1 - rate), 1e-6)
+        target = (2 * (1 - rate) if self.weighted else 1.0) * sizes / 2
+        more = np.where(rate < 0.5, (target - sizes * spread) / spread, 0.0)
+        return np.clip(np.round(more), 0, np.maximum(self.most - sizes, 0)).astype(int).tolist()

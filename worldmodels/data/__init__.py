@@ -1,0 +1,1 @@
+"""What world models learn from: transitions, sequences, and statistics read off them."""

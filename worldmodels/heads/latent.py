@@ -1,0 +1,163 @@
+"""Reward, success and uncertainty, read off latents; fitted once more when the latents stand still.
+
+Learned along with the latents, the heads see few successes and a moving target. So they are fitted again afterwards, on
+true states and with a fixed share of successes (as DiWA, arXiv:2508.03645, trains its classifier on a frozen latent):
+minutes become seconds and the goal's edge is sharp, which is what a policy tuned in imagination exploits first.
+Axes: N rows, V elements of standardised vectors, F summary of the latent, A action dimension.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.nn.blocks import perceptron
+from robopolicy.nn.members import Members
+from worldmodels.heads.calibration import explains_as_well
+from worldmodels.heads.success import SuccessHead
+from worldmodels.heads.two_hot import BINS, reward_bins, two_hot, two_hot_mean
+from worldmodels.rssm.dynamics import BOUND
+
+BATCH = 512
+POSITIVE_SHARE = 0.25
+"""Share of successful steps in a batch."""
+
+THUMBNAIL = 4
+"""Pictures are averaged to this many pixels a side where the heads of the uncertainty predict them."""
+
+
+@dataclass(frozen=True)
+class LatentSteps:
+    """Single steps between two latents.
+
+    before, after: summaries [N, F]; state, next_state: [N, V]; action: [N, A], standardised; change: [N, K], what the
+    heads of the uncertainty predict; reward: [N], standardised; success: [N] bool, after the step.
+    """
+
+    before: Tensor
+    after: Tensor
+    state: Tensor
+    next_state: Tensor
+    action: Tensor
+    change: Tensor
+    reward: Tensor
+    success: Tensor
+
+    def take(self, rows: Tensor) -> "LatentSteps":
+        """Return the steps `rows`, by index or mask."""
+        return LatentSteps(*(value[rows] for value in self.__dict__.values()))
+
+
+class LatentHeads(nn.Module):
+    """Two-hot reward head, success head, and the heads whose disagreement is the uncertainty (Plan2Explore, Sekar et
+    al. 2020, arXiv:2005.05960).
+
+    Where there are vectors, and the increase of a potential of theirs explains rewards as well as the reward head does,
+    that is what is paid: circles earn nothing.
+    """
+
+    bins: Tensor
+    change_scale: Tensor
+    reward_offset: Tensor
+    pays_potential: Tensor
+
+    def __init__(self, width: int, layers: int, members: int, *, elements: int, actions: int, guessed: int):
+        super().__init__()
+        self.reward = perceptron(width + 2 * elements, width, layers, BINS, scale=0.0)
+        self.success = SuccessHead(width + 2 * elements, width, layers)
+        self.guesses = Members(members, width + elements + actions, width, 2, guessed)
+        self.potential = Members(1, elements, width, 2, 1) if elements else None
+        self.register_buffer("bins", reward_bins())
+        self.register_buffer("change_scale", torch.ones(elements))
+        self.register_buffer("reward_offset", torch.zeros(()))
+        self.register_buffer("pays_potential", torch.zeros((), dtype=torch.bool))
+
+    def keep_scales(self, change: Tensor, reward: Tensor) -> None:
+        """Keep how many deviations of its own change each element's deviation is, [V], and how many of the reward's its
+        mean is, [1].
+        """
+        self.change_scale.copy_(change)
+        self.reward_offset.copy_(reward[0])
+
+    def inputs(self, summary: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """Return what the heads of reward and success read of a summary [..., F] and of states [..., V] before and
+        after the step: the new state and its change, each in its own standard deviations.
+        """
+        change = ((after - before) * self.change_scale).clamp(-BOUND, BOUND)
+        return torch.cat([summary, after, change], -1)
+
+    def rewards(self, inputs: Tensor) -> Tensor:
+        """Return standardised rewards [...]."""
+        return self.increase(inputs) if self.pays_potential else two_hot_mean(self.reward(inputs), self.bins)
+
+    def increase(self, inputs: Tensor) -> Tensor:
+        """Return by how much the potential grows [...], as a standardised reward."""
+        assert self.potential is not None
+        after, change = inputs[..., -2 * len(self.change_scale) :].chunk(2, -1)
+        both = torch.stack([after - change / self.change_scale, after])
+        before, later = self.potential(both.reshape(1, -1, after.shape[-1])).reshape(both.shape[:-1])
+        return later - before - self.reward_offset
+
+    def choose_reward(self, inputs: Tensor, reward: Tensor) -> None:
+        """Pay the increase of the potential if it explains standardised rewards [N] as well as the reward head."""
+        if self.potential is not None:
+            said = two_hot_mean(self.reward(inputs), self.bins)
+            self.pays_potential.fill_(explains_as_well(self.increase(inputs), reward, said))
+
+    def losses(self, inputs: Tensor, reward: Tensor, success: Tensor) -> dict[str, Tensor]:
+        """Return the cross-entropies [...] of "reward" and "success"."""
+        logits = self.reward(inputs).log_softmax(-1)
+        edge = functional.binary_cross_entropy_with_logits(self.success(inputs), success.float(), reduction="none")
+        return {"reward": -(two_hot(reward, self.bins) * logits).sum(-1), "success": edge}
+
+    def training_losses(self, steps: LatentSteps, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"reward", "success", "disagreement"} and, where there are vectors, {"potential"}, each [N].
+
+        Half of the rows hide the summary where there are vectors: heads rely on it only where the state is not enough.
+        Every guessing head skips its own half of the rows.
+        """
+        device = steps.reward.device
+        shown = torch.rand(len(steps.reward), 1, generator=generator, device=generator.device) < 0.5
+        summary = steps.after * shown.to(device) if steps.state.shape[1] else steps.after
+        read = self.inputs(summary, steps.state, steps.next_state)
+        found = self.losses(read, steps.reward, steps.success) | {"success": self.success.loss(read, steps.success)}
+        if self.potential is not None:
+            found["potential"] = (self.increase(read) - steps.reward).square()
+        inputs = torch.cat([steps.before, steps.state, steps.action], -1)
+        guesses = self.guesses(inputs.expand(len(self.guesses.weights[0]), -1, -1))
+        weight = 2.0 * (torch.rand(guesses.shape[:2], generator=generator, device=generator.device) < 0.5)
+        error = (guesses - steps.change).square().mean(-1)
+        return {**found, "disagreement": (error * weight.to(device)).mean(0)}
+
+    def disagreement(self, summary: Tensor, state: Tensor, action: Tensor) -> Tensor:
+        """Return how much the guesses of the next change differ, [N]."""
+        inputs = torch.cat([summary, state, action], -1)
+        return self.guesses(inputs.expand(len(self.guesses.weights[0]), -1, -1)).std(0, correction=0).mean(-1)
+
+
+class HeadStage(nn.Module):
+    """Fits `heads` on the latents of episodes, which `latents` computes once; a `Regression`."""
+
+    def __init__(self, heads: LatentHeads, latents: Callable[[Episodes], LatentSteps]):
+        super().__init__()
+        self.heads, self._latents = heads, latents
+
+    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield {"steps": LatentSteps}, a share of them successful ones, for ever; `generator` is all the state."""
+        steps = self._latents(episodes)
+        positive = steps.success.nonzero()[:, 0]
+        count = round(POSITIVE_SHARE * BATCH) if len(positive) else 0
+        while True:
+            draws = torch.rand(BATCH, generator=generator, device=generator.device, dtype=torch.float64)
+            draws = draws.to(positive.device)
+            rows = (draws * len(steps.reward)).long()
+            rows[:count] = positive[(draws[:count] * len(positive)).long()]
+            yield {"steps": steps.take(rows)}
+
+    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the parts of the loss, each [N]."""
+        return self.heads.training_losses(batch["steps"], generator)

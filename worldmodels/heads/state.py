@@ -1,0 +1,140 @@
+"""Progress and success of single steps, read off the state vectors before and after them.
+
+They read (state, action, next state), not what leads there, so that the goal's edge stays sharp. Where recorded
+progress is the increase of a potential, so is what is paid, and going in circles earns nothing: a policy of pick_place
+learned to collect free progress from a head without one, and forgot to succeed (.37 to 0). Axes: N steps, S states, A
+actions.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.nn.members import Members
+from worldmodels.data.transitions import TransitionData
+from worldmodels.heads.calibration import calibrated_threshold, explains_as_well
+
+BOUND = 10.0
+"""Standardised inputs are limited to this, so a state far from the data cannot blow up the networks."""
+
+BATCH = 256
+POSITIVE_SHARE = 0.25
+"""Share of successful steps in a batch of the success head."""
+
+PART = 8192
+"""Steps calibrated at a time."""
+
+
+class StepHeads(nn.Module):
+    """Heads of one world, a `Regression`; `bonus` is what it pays for success."""
+
+    state_mean: Tensor
+    reward_mean: Tensor
+    reward_std: Tensor
+    success_threshold: Tensor
+    pays_potential: Tensor
+
+    def __init__(self, states: int, actions: int, width: int, bonus: float):
+        super().__init__()
+        self.bonus = bonus
+        self.reward = Members(1, 2 * states + actions, width, 2, 1)
+        self.success = Members(1, states, width, 2, 1)
+        self.potential = Members(1, states, width, 2, 1)
+        for name, size in (("state", states), ("action", actions), ("change", states), ("reward", 1)):
+            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            self.register_buffer(f"{name}_std", torch.ones(size))
+        self.register_buffer("success_threshold", torch.zeros(()))
+        self.register_buffer("pays_potential", torch.zeros((), dtype=torch.bool))
+
+    @torch.no_grad()
+    def fit_statistics(self, data: TransitionData) -> None:
+        """Fit the standardisation of inputs and targets."""
+        change = data.next_state - data.state
+        values = {"state": data.state, "action": data.action, "change": change, "reward": data.reward[:, None]}
+        for name, value in values.items():
+            getattr(self, f"{name}_mean").copy_(value.mean(0))
+            getattr(self, f"{name}_std").copy_(value.std(0, correction=0).clamp_min(1e-6))
+
+    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
+        """Yield what `loss` takes for ever; `generator` is all the state."""
+        data, device = TransitionData.of(episodes), self.state_mean.device
+        won = data.success.nonzero()[:, 0]
+        while True:
+            rows = torch.randint(len(data), (BATCH,), generator=generator, device=generator.device).cpu()
+            batch = {name: getattr(data, name)[rows] for name in ("state", "action", "next_state", "reward")}
+            batch |= success_batch(data, rows, won, POSITIVE_SHARE, generator)
+            yield {name: value.to(device) for name, value in batch.items()}
+
+    def loss(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"reward", "potential", "success"}: each [N].
+
+        batch: state, action, next_state, reward of steps; success_state [N, S] and success_label [N] of others.
+        """
+        state, action, after = batch["state"], batch["action"], batch["next_state"]
+        reward = self._standard("reward", batch["reward"][:, None])[:, 0]
+        said = self.reward(self._reward_input(state, action, after)[None])[0, :, 0]
+        logit, label = self.success_logit(batch["success_state"]), batch["success_label"].float()
+        return {
+            "reward": (said - reward).square(),
+            "potential": (self._increase(state, after) - batch["reward"]).square() / self.reward_std.square(),
+            "success": functional.binary_cross_entropy_with_logits(logit, label, reduction="none"),
+        }
+
+    def success_logit(self, state: Tensor) -> Tensor:
+        """Return the logit [N] that states [N, S] are successful, before calibration."""
+        return self.success(self._standard("state", state)[None])[0, :, 0]
+
+    def succeeded(self, state: Tensor) -> Tensor:
+        """Return whether states [N, S] are successful."""
+        return self.success_logit(state) > self.success_threshold
+
+    def progress(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
+        """Return the reward [N] without the bonus for success."""
+        return self._increase(state, after) if self.pays_potential else self._said(state, action, after)
+
+    @torch.no_grad()
+    def calibrate(self, data: TransitionData) -> None:
+        """Set the threshold of success and what is paid on held-out steps."""
+        device = self.state_mean.device
+        logits = torch.cat([self.success_logit(part.to(device)) for part in data.next_state.split(PART)])
+        self.success_threshold.copy_(calibrated_threshold(logits, data.success))
+        paid = []
+        for rows in torch.arange(len(data)).split(PART):
+            state, action, after = (value[rows].to(device) for value in (data.state, data.action, data.next_state))
+            paid.append(torch.stack([self._increase(state, after), self._said(state, action, after)]))
+        increase, said = torch.cat(paid, 1)
+        self.pays_potential.fill_(explains_as_well(increase, data.reward.to(device), said))
+
+    def _increase(self, state: Tensor, after: Tensor) -> Tensor:
+        """Return by how much the learned potential grows [N]."""
+        before, later = (self.potential(self._standard("state", each)[None])[0, :, 0] for each in (state, after))
+        return self.reward_std * (later - before)
+
+    def _said(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
+        """Return the reward [N] that need not be the increase of anything."""
+        found = self.reward(self._reward_input(state, action, after)[None])[0, :, 0]
+        return self.reward_mean + self.reward_std * found
+
+    def _reward_input(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
+        parts = ("state", state), ("action", action), ("change", after - state)
+        return torch.cat([self._standard(name, value) for name, value in parts], -1)
+
+    def _standard(self, name: str, value: Tensor) -> Tensor:
+        mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
+        return ((value - mean) / std).clamp(-BOUND, BOUND)
+
+
+def success_batch(
+    data: TransitionData, rows: Tensor, won: Tensor, share: float, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Return {"success_state", "success_label"} after steps `rows` [N], a share of them replaced by random ones of
+    `won`, the successful ones.
+    """
+    count, chosen = round(share * len(rows)) if len(won) else 0, rows.clone()
+    if count:
+        drawn = torch.randint(len(won), (count,), generator=generator, device=generator.device).cpu()
+        chosen[:count] = won[drawn]
+    return {"success_state": data.next_state[chosen], "success_label": data.success[chosen]}

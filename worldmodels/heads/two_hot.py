@@ -1,0 +1,41 @@
+"""Two-hot regression over symlog-spaced bins (DreamerV3, Hafner et al. 2023, arXiv:2301.04104)."""
+
+import torch
+from torch import Tensor
+
+BINS = 255
+
+LIMIT = 6.0
+"""Two-hot bins reach from symexp(-LIMIT) to symexp(LIMIT), 402 standard deviations. DreamerV3 has 20, for rewards of
+any scale; ours are standardised, and bins of 1e8 would turn a probability of 1e-8 into an error."""
+
+
+def symlog(value: Tensor) -> Tensor:
+    """Return sign(x) log(1 + |x|)."""
+    return value.sign() * value.abs().log1p()
+
+
+def symexp(value: Tensor) -> Tensor:
+    """Return the inverse of `symlog`."""
+    return value.sign() * value.abs().expm1()
+
+
+def reward_bins() -> Tensor:
+    """Return the values [BINS] that a two-hot head tells apart, in ascending order."""
+    return symexp(torch.linspace(-LIMIT, LIMIT, BINS))
+
+
+def two_hot(value: Tensor, bins: Tensor) -> Tensor:
+    """Return weights [..., BINS] on the two bins around `value` [...], whose mean is the value."""
+    value = value.clamp(bins[0], bins[-1])
+    above = torch.searchsorted(bins, value.contiguous()).clamp(1, len(bins) - 1)
+    low, high = bins[above - 1], bins[above]
+    share = ((value - low) / (high - low))[..., None]
+    weights = torch.zeros(*value.shape, len(bins), device=value.device)
+    return weights.scatter(-1, above[..., None] - 1, 1 - share).scatter(-1, above[..., None], share)
+
+
+def two_hot_mean(logits: Tensor, bins: Tensor) -> Tensor:
+    """Return the mean [...] of distributions over bins; opposite bins are summed in pairs, so that 0 comes out as 0."""
+    weighted = logits.softmax(-1) * bins
+    return 0.5 * (weighted + weighted.flip(-1)).sum(-1)

@@ -1,0 +1,1 @@
+"""What models of images share: decoding, and reading states off frames."""

@@ -1,0 +1,116 @@
+"""What models of pictures share: making, describing and restoring them, and fitting what is read off their frames."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.spec import WorldSpec
+from robopolicy.core.structured import from_plain, to_plain
+from worldmodels.data.sequences import SequenceData
+from worldmodels.data.statistics import read_statistics
+from worldmodels.data.structure import StateStructure, structure_in
+from worldmodels.data.transitions import success_bonus
+from worldmodels.images.reader import FrameReader
+from worldmodels.protocol import Context, Latent
+
+Batches = Callable[[Episodes, torch.Generator], Iterator[dict[str, Any]]]
+
+Losses = Callable[[Mapping[str, Any], torch.Generator], dict[str, Tensor]]
+
+
+class PictureModel(nn.Module, ABC):
+    """A `LearnedModel` whose `reader` reads everything but pictures off the frames that it imagines.
+
+    Subclasses are made as cls(config, spec, structure, success_bonus, seed); users call `build` or `load_world_model`.
+    """
+
+    configuration: ClassVar[type[Any]]
+    config: Any
+    reader: FrameReader
+
+    def __init__(self, config: Any, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0):
+        super().__init__()
+        self.config = config
+
+    @classmethod
+    def build(cls, config: Any, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
+        """Return a fresh model of the world of `spec`, its statistics read off `episodes`.
+
+        Raises ConfigError where there is no picture or cameras do not fit together, DataError where the data's fields
+        are not the world's, NonFiniteError where the data is not finite.
+        """
+        structure, statistics = read_statistics(spec, episodes)
+        model = cls(config, spec, structure, success_bonus(episodes), seed)
+        model.reader.keep_statistics(statistics)
+        return model
+
+    def description(self) -> dict[str, Any]:
+        """Return what `restore` needs besides spec and weights."""
+        return {"config": to_plain(self.config), "success_bonus": self.reader.success_bonus}
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
+        """Return a model into which `weights` can be loaded."""
+        structure = structure_in({name.removeprefix("reader."): value for name, value in weights.items()})
+        return cls(from_plain(cls.configuration, description["config"]), spec, structure, description["success_bonus"])
+
+    @property
+    def spec(self) -> WorldSpec:
+        """The world that is imitated, with the reward terms that are predicted."""
+        return self.reader.spec
+
+    @property
+    def uncertainty_quantiles(self) -> Tensor:
+        """Quantiles of the uncertainty of single steps on held-out data, [101]."""
+        return self.reader.uncertainty_quantiles
+
+    @property
+    @abstractmethod
+    def context(self) -> int:
+        """How many frames it likes to begin with."""
+
+    @abstractmethod
+    def initial(self, context: Context, seeds: np.ndarray) -> Latent:
+        """Return the latent of episodes with `seeds` [R] that begin in `context`."""
+
+    @abstractmethod
+    def _dream(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
+        """Return frames [n, 3, height, width, 3] around `steps` [n], as many of the last two imagined as it can."""
+
+    @abstractmethod
+    def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the heads of reward and success read of the step with actions [B, A], and the uncertainty [B]."""
+
+    def readout_stage(self) -> "PartStage":
+        """Return what is fitted when frames can be imagined: all that is read off them."""
+        return PartStage(self.reader.readout, self.readout_batches, self.reader.readout.losses)
+
+    def readout_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield what `FrameReadout.losses` takes for ever; `generator` is all the state."""
+        return self.reader.batches(episodes, generator, partial(self._dream, SequenceData(episodes)))
+
+    def calibrate(self, episodes: Episodes) -> None:
+        """Set the threshold of success and the quantiles of the uncertainty on imagined steps of held-out episodes."""
+        self.reader.calibrate(episodes, self.context, self.initial, self._judge)
+
+
+class PartStage(nn.Module):
+    """Fits `part` of a model on the batches that `make` yields, by `losses`; a `Regression`."""
+
+    def __init__(self, part: nn.Module, make: Batches, losses: Losses):
+        super().__init__()
+        self.part, self._make, self._losses = part, make, losses
+
+    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield training batches for ever."""
+        return self._make(episodes, generator)
+
+    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the parts of the loss, each [N]."""
+        return self._losses(batch, generator)

@@ -1,0 +1,296 @@
+"""The part that models of pictures share: fields and statistics, and what is read off frames as they are imagined.
+
+A model of pictures imagines the next frame of all cameras; everything else that a `LearnedModel` owes (vectors, reward,
+success, uncertainty, thresholds, observations) comes from here. The readout is fitted afterwards on true frames and on
+frames that the finished model imagined. Axes: N or B rows, V elements of all vector fields, A action dimension.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.progress import progress
+from robopolicy.core.spec import IMAGE_PREFIX, STATE, WorldSpec
+from worldmodels.data.sequences import SequenceData, Sequences
+from worldmodels.data.structure import StateStructure, register_structure, structure_of
+from worldmodels.data.transitions import PROGRESS, SUCCESS, progress_reward
+from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
+from worldmodels.heads.latent import THUMBNAIL, LatentSteps
+from worldmodels.images.readout import FrameReadout, ReadoutConfig, to_pixels
+from worldmodels.protocol import Context, Imagined, Latent, draws_of
+from worldmodels.rssm.dynamics import BOUND
+from worldmodels.starts import context_at
+
+CALIBRATION_STEPS = 2000
+"""Thresholds are set on so many imagined steps at most."""
+
+PART = 128
+"""Frames are imagined for training in parts of so many rows."""
+
+Dream = Callable[[Tensor, torch.Generator], Tensor]
+"""Steps [n] -> frames [n, 3, height, width, 3] around each: before it, in which it is taken, and what it leads to; as
+many of the last two as the model can are imagined."""
+
+Advance = Callable[[Latent, Tensor], tuple[Tensor, Tensor]]
+"""Latent and actions [B, A] -> what the heads of reward and success read of the step, and the uncertainty [B]."""
+
+
+class FrameReader(nn.Module):
+    """Fields, statistics and readout of a model of pictures.
+
+    spec: the world that is imitated; pictures, vectors: its fields by key; size: height and width of a frame, all
+    cameras stacked in height. Raises ConfigError where there is no picture, or cameras differ in width.
+    """
+
+    state_mean: Tensor
+    state_std: Tensor
+    action_mean: Tensor
+    action_std: Tensor
+    change_std: Tensor
+    reward_mean: Tensor
+    reward_std: Tensor
+    success_threshold: Tensor
+    uncertainty_quantiles: Tensor
+
+    def __init__(
+        self,
+        config: ReadoutConfig,
+        spec: WorldSpec,
+        structure: StateStructure,
+        success_bonus: float,
+        *,
+        depth: int,
+        hidden: int,
+    ):
+        super().__init__()
+        self.config, self.success_bonus = config, success_bonus
+        self.spec = replace(spec, rewards=(PROGRESS, SUCCESS), history=1)
+        self.pictures = {key: item for key, item in spec.observation.items() if key.startswith(IMAGE_PREFIX)}
+        self.vectors = {key: item for key, item in spec.observation.items() if key not in self.pictures}
+        self.size = stacked_size(spec)
+        register_structure(self, structure)
+        elements, actions = sum(field.size for field in self.vectors.values()), spec.action.size
+        sizes = {"elements": elements, "actions": actions, "free": len(structure.free)}
+        self.readout = FrameReadout(*self.size, depth=depth, hidden=hidden, members=config.members, **sizes)
+        for name, size in (("state", elements), ("action", actions), ("change", elements), ("reward", 1)):
+            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            self.register_buffer(f"{name}_std", torch.ones(size))
+        self.register_buffer("success_threshold", torch.zeros(()))
+        self.register_buffer("uncertainty_quantiles", torch.zeros(101))
+
+    def keep_statistics(self, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Take over means and deviations by name, see `read_statistics`."""
+        for name, (mean, std) in statistics.items():
+            getattr(self, f"{name}_mean").copy_(mean)
+            getattr(self, f"{name}_std").copy_(std)
+        self.readout.heads.keep_scales(self.state_std / self.change_std, self.reward_mean / self.reward_std)
+
+    @property
+    def structure(self) -> StateStructure:
+        """What the elements of the state are."""
+        return structure_of(self)
+
+    @property
+    def pose_size(self) -> int:
+        """How many elements a pose has, at least one."""
+        return self.vectors[STATE].size if STATE in self.vectors else 1
+
+    def poses(self, states: Tensor) -> Tensor:
+        """Return what the robot knows of itself, standardised, [..., P], of states [..., V]; one zero if nothing."""
+        begin = 0
+        for key, field in self.vectors.items():
+            if key == STATE:
+                return self.standard("state", states)[..., begin : begin + field.size]
+            begin += field.size
+        return states.new_zeros(*states.shape[:-1], 1)
+
+    def batches(self, episodes: Episodes, generator: torch.Generator, dream: Dream) -> Iterator[dict[str, Any]]:
+        """Yield what `FrameReadout.losses` takes for ever; `generator` is all the state.
+
+        A share of the steps are successful, and a share shows frames that `dream` imagined.
+        """
+        data, config = SequenceData(episodes), self.config
+        assert episodes.step_success is not None
+        won = episodes.step_success.nonzero()[:, 0]
+        dreamed, frames = self._dream(len(data), won, dream)
+        dreamed_won = episodes.step_success[dreamed].nonzero()[:, 0]
+        count = config.batch_size
+        dreams = round(config.dreamed_share * count)
+        while True:
+            size = count, 1 + len(self.structure.free)
+            draws = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64).cpu()
+            noise = torch.randn(size, generator=generator, device=generator.device).cpu()[:, 1:]
+            chosen = choose(draws[:dreams, 0], len(dreamed), dreamed_won, config.positive_share)
+            true = choose(draws[dreams:, 0], len(data), won, config.positive_share)
+            cut = data.cut(torch.cat([dreamed[chosen], true]), 1, 1)
+            seen = self.stack(cut.frames)
+            seen[:dreams] = frames[chosen]
+            yield self._batch(cut, seen, config.state_noise * draws[:, 1:].float() * noise)
+
+    def _batch(self, cut: Sequences, seen: Tensor, noise: Tensor) -> dict[str, Any]:
+        """Return a batch of the steps in `cut`, with frames `seen` [N, 3, ...] and states off by `noise` [N, free]."""
+        device = self.state_mean.device
+        state, after = self.vector(cut.frames, 1).to(device), self.vector(cut.frames, 2).to(device)
+        given, free = self.mistaken(state, noise), self.structure.free
+        seen = seen.to(device)
+        coarse = functional.adaptive_avg_pool2d(to_pixels(seen[:, 2]), THUMBNAIL).flatten(1)
+        change = ((after - state) / self.change_std)[:, free].clamp(-BOUND, BOUND)
+        empty = torch.zeros(len(state), 0, device=device)
+        steps = LatentSteps(
+            empty,
+            empty,
+            self.standard("state", state),
+            self.standard("state", after),
+            self.standard("action", cut.actions[:, -1].to(device)),
+            torch.cat([change, coarse], -1),
+            ((cut.reward[:, -1].to(device) - self.reward_mean) / self.reward_std),
+            cut.success[:, -1].to(device),
+        )
+        mending = ((after - given) / self.change_std)[:, free].clamp(-BOUND, BOUND)
+        return {"frames": seen, "steps": steps, "given": self.standard("state", given), "mending": mending}
+
+    def mistaken(self, states: Tensor, noise: Tensor) -> Tensor:
+        """Return `states` [..., V] as a model that errs would carry them: what is free is off by `noise` [..., free]
+        times the deviation of a step's change, and the rest agrees with it.
+        """
+        states, free = states.clone(), self.structure.free
+        states[..., free] += noise.to(states.device) * self.change_std[free]
+        return self.structure.complete(states)
+
+    @torch.no_grad()
+    def _dream(self, count: int, won: Tensor, dream: Dream) -> tuple[Tensor, Tensor]:
+        """Return steps [D] and the frames [D, 3, height, width, 3] around them, as far as possible imagined."""
+        generator = torch.Generator().manual_seed(0)
+        draws = torch.rand(self.config.dreams, generator=generator, dtype=torch.float64)
+        steps, found = choose(draws, count, won, self.config.positive_share), []
+        with progress("Imagining frames for the readout", len(steps)) as advance:
+            for part in steps.split(PART):
+                found.append(dream(part, generator).cpu())
+                advance(len(part))
+        return steps, torch.cat(found)
+
+    @torch.no_grad()
+    def calibrate(
+        self,
+        episodes: Episodes,
+        history: int,
+        initial: Callable[[Context, np.ndarray], Latent],
+        advance: Advance,
+    ) -> None:
+        """Set the threshold of success, the quantiles of the uncertainty and what is paid on imagined steps of held-out
+        episodes.
+        """
+        order = torch.randperm(episodes.step_count, generator=torch.Generator().manual_seed(0))
+        steps, read, doubt = order[:CALIBRATION_STEPS].sort().values, [], []
+        assert episodes.step_success is not None
+        for part in steps.split(PART):
+            latent = initial(context_at(episodes, part, history), part.numpy())
+            inputs, uncertainty = advance(latent, episodes.actions[part].to(self.state_mean.device))
+            read.append(inputs)
+            doubt.append(uncertainty)
+        heads, inputs = self.readout.heads, torch.cat(read)
+        reward = progress_reward(episodes)[steps].to(inputs.device)
+        heads.choose_reward(inputs, (reward - self.reward_mean) / self.reward_std)
+        self.success_threshold.copy_(calibrated_threshold(heads.success(inputs), episodes.step_success[steps]))
+        self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(doubt)))
+
+    def begin(self, context: Context, past: int) -> tuple[dict[str, Tensor], Tensor, int]:
+        """Return the last `past` frames of a context, key -> [R, past, *shape], the actions between them [R, past - 1,
+        A] in the world's units, and how many of the frames are known.
+
+        Missing frames repeat the first one, and their actions are zero.
+        """
+        arrays = {key: np.ascontiguousarray(context.observation[key][:, -past:]) for key in self.spec.observation}
+        frames = {key: torch.from_numpy(value) for key, value in arrays.items()}
+        rows, count = next(iter(frames.values())).shape[:2]
+        actions = torch.zeros(rows, past - 1, self.spec.action.size)
+        if count > 1:
+            between = np.asarray(context.actions, dtype=np.float32)[:, 1 - count :]
+            actions[:, past - count :] = torch.from_numpy(between)
+        first = torch.arange(count - past, count).clamp_min(0)
+        return {key: value[:, first] for key, value in frames.items()}, actions, count
+
+    def counters(self, seeds: np.ndarray) -> Latent:
+        """Return what every latent carries: the episode's seed and the number of the next step."""
+        device = self.state_mean.device
+        given = torch.from_numpy(np.asarray(seeds, dtype=np.int64)).to(device)
+        return {"seed": given, "step": torch.zeros_like(given)}
+
+    def noise(self, latent: Latent, shape: tuple[int, ...]) -> Tensor:
+        """Return standard normal noise [B, *shape], a function of each row's seed and step alone."""
+        draws = torch.from_numpy(draws_of(latent, int(np.prod(shape))).astype(np.float32))
+        return torch.special.ndtri(draws.to(self.state_mean.device).clamp(1e-6, 1 - 1e-6)).reshape(-1, *shape)
+
+    def read(self, frames: Tensor, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the next states [B, V], what the heads of reward and success read, and the uncertainty [B].
+
+        frames: [B, 3, height, width, 3], the last of them new; state: [B, V] before; action: [B, A]. Both are in the
+        world's units.
+        """
+        readout, given, taken = self.readout, self.standard("state", state), self.standard("action", action)
+        past = readout.summary(frames[:, 0], frames[:, 1])
+        summary = readout.summary(frames[:, 1], frames[:, 2])
+        after, free, structure = state.clone(), self.structure.free, self.structure
+        after[:, free] += readout.changes(summary, given, taken) * self.change_std[free]
+        after = structure.complete(after)
+        inputs = readout.heads.inputs(summary, given, self.standard("state", after))
+        return after, inputs, readout.heads.disagreement(past, given, taken)
+
+    def imagined(self, frame: Tensor, after: Tensor, inputs: Tensor, doubt: Tensor) -> Imagined:
+        """Return one imagined step; success is terminal where the spec says so."""
+        success = self.readout.heads.success(inputs) > self.success_threshold
+        rewards = {
+            PROGRESS: self.reward_mean + self.reward_std * self.readout.heads.rewards(inputs),
+            SUCCESS: self.success_bonus * success.to(after.dtype),
+        }
+        return Imagined(self._observation(after, frame), rewards, success, torch.zeros_like(success), doubt)
+
+    def stack(self, frames: Mapping[str, Tensor]) -> Tensor:
+        """Return the cameras' frames, key -> [N, T, *shape], as one, stacked in height."""
+        return torch.cat([frames[key] for key in self.pictures], -3)
+
+    def vector(self, frames: Mapping[str, Tensor], index: int | slice) -> Tensor:
+        """Return the vector fields of frames `index`, key -> [N, T, *shape], one after the other, [N, ..., V]."""
+        found = [frames[key].flatten(2)[:, index].float() for key in self.vectors]
+        if not found:
+            return next(iter(frames.values())).flatten(2)[:, index, :0].float()
+        return torch.cat(found, -1)
+
+    def standard(self, name: str, value: Tensor) -> Tensor:
+        """Return "state", "action" or "change" in standard deviations of the data, limited."""
+        mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
+        return ((value - mean.to(value.device)) / std.to(value.device)).clamp(-BOUND, BOUND)
+
+    def _observation(self, state: Tensor, frame: Tensor) -> dict[str, Tensor]:
+        """Return the observations of states [B, V] and stacked frames, key -> [B, *shape]."""
+        parts = state.split([field.size for field in self.vectors.values()], -1)
+        pairs = zip(self.vectors.items(), parts, strict=True)
+        observation = {key: part.reshape(len(state), *field.shape) for (key, field), part in pairs}
+        views = frame.split([field.shape[0] for field in self.pictures.values()], -3)
+        observation |= dict(zip(self.pictures, views, strict=True))
+        return {key: observation[key] for key in self.spec.observation}
+
+
+def choose(draws: Tensor, count: int, won: Tensor, share: float) -> Tensor:
+    """Return indices below `count` for uniforms [N]; the first `share` of them point to successes `won`, if any."""
+    index = (draws * count).long()
+    successes = round(share * len(draws)) if len(won) else 0
+    index[:successes] = won[(draws[:successes] * len(won)).long()]
+    return index
+
+
+def stacked_size(spec: WorldSpec) -> tuple[int, int]:
+    """Return height and width of all cameras' frames, one below the other."""
+    shapes = [field.shape for key, field in spec.observation.items() if key.startswith(IMAGE_PREFIX)]
+    if not shapes:
+        raise ConfigError(f"World '{spec.name}' shows no pictures: add world.cameras, or use worldmodel.kind=ensemble.")
+    if len({shape[1] for shape in shapes}) > 1:
+        raise ConfigError(f"Cameras are stacked in height, so they need one width, not {shapes}.")
+    return sum(shape[0] for shape in shapes), shapes[0][1]

@@ -1,0 +1,113 @@
+"""Vectors, reward, success and uncertainty, read off pictures in a row, true or imagined.
+
+Axes: N rows, A action dimension, V elements of standardised vectors. Frames are uint8 [..., height, width, 3], pixels
+float [..., 3, height, width] in -1 to 1; several cameras are one frame, stacked in height.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.nn.blocks import ChannelNorm, dense, perceptron
+from worldmodels.heads.latent import THUMBNAIL, LatentHeads
+
+
+@dataclass(frozen=True)
+class ReadoutConfig:
+    """How states, reward and success are read off frames."""
+
+    batch_size: int = 128
+    """Steps a training step."""
+    positive_share: float = 0.25
+    """Share of successes among them."""
+    dreams: int = 2048
+    """Steps whose frames the finished model imagines."""
+    dreamed_share: float = 0.25
+    """Their share of the batches."""
+    state_noise: float = 1.0
+    """It is given states that are off by about up to so many standard deviations of a step's change, and learns to mend
+    them.
+    """
+    members: int = 5
+    """Heads whose disagreement is the uncertainty."""
+
+    def __post_init__(self):
+        if min(self.batch_size, self.members, self.dreams) < 1:
+            raise ConfigError("The readout's batch_size, members and dreams must be at least 1.")
+        shares = self.positive_share, self.dreamed_share
+        if min(shares) < 0 or max(shares) > 1:
+            raise ConfigError("positive_share and dreamed_share are between 0 and 1.")
+
+
+def to_pixels(frames: Tensor) -> Tensor:
+    """Return pixels of frames."""
+    return rearrange(frames, "... h w c -> ... c h w").float() / 127.5 - 1
+
+
+def to_frames(pixels: Tensor) -> Tensor:
+    """Return frames of pixels, rounded to 8 bits."""
+    levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return rearrange(levels, "... c h w -> ... h w c")
+
+
+class FrameReadout(nn.Module):
+    """Reads vectors, reward, success and uncertainty off two frames in a row, the state before and the action.
+
+    The change of the state is the carried state's own and the picture's together, so pictures mend a state that drifts.
+    """
+
+    def __init__(
+        self,
+        height: int,
+        width: int,
+        *,
+        depth: int,
+        hidden: int,
+        members: int,
+        elements: int,
+        actions: int,
+        free: int,
+    ):
+        super().__init__()
+        stages = max(1, round(math.log2(min(height, width))) - 2)
+        channels = [6] + [depth * min(2**stage, 4) for stage in range(stages)]
+        layers: list[nn.Module] = []
+        for before, after in pairwise(channels):
+            layers += [nn.Conv2d(before, after, 4, 2, 1), ChannelNorm(after), nn.SiLU()]
+        area = (height >> stages) * (width >> stages)
+        self.encoder = nn.Sequential(*layers, nn.Flatten(), dense(area * channels[-1], hidden))
+        guessed = free + 3 * THUMBNAIL**2
+        self.change = perceptron(hidden + elements + actions, hidden, 2, free, scale=0.0) if free else None
+        self.heads = LatentHeads(hidden, 2, members, elements=elements, actions=actions, guessed=guessed)
+
+    def summary(self, before: Tensor, after: Tensor) -> Tensor:
+        """Return features [N, F] of frames [N, height, width, 3] in a row."""
+        return self.encoder(torch.cat([to_pixels(before), to_pixels(after)], 1))
+
+    def changes(self, summary: Tensor, state: Tensor, action: Tensor) -> Tensor:
+        """Return the change [N, free] of the free elements, in standard deviations of a step's change."""
+        if self.change is None:
+            return state.new_zeros(len(state), 0)
+        return self.change(torch.cat([summary, state, action], -1))
+
+    def losses(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"reward", "success", "disagreement"} and, where there are vectors, {"change", "potential"}, each [N].
+
+        batch: frames [N, 3, height, width, 3] around the step; steps: `LatentSteps` whose summaries are still to be
+        made; given: states [N, V] that are off; mending: [N, free], their change to what they should be.
+        """
+        frames, steps = batch["frames"], batch["steps"]
+        before, after = self.summary(frames[:, 0], frames[:, 1]), self.summary(frames[:, 1], frames[:, 2])
+        found = self.heads.training_losses(replace(steps, before=before, after=after), generator)
+        if self.change is None:
+            return found
+        error = self.changes(after, batch["given"], steps.action) - batch["mending"]
+        return {"change": functional.smooth_l1_loss(error, torch.zeros_like(error), reduction="none").sum(-1), **found}

@@ -1,0 +1,1 @@
+"""A diffusion model of the next image (DIAMOND)."""

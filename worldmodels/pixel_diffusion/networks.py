@@ -1,0 +1,239 @@
+"""What a pixel diffusion model is made of: a U-Net that denoises the next frame.
+
+After DIAMOND (Alonso et al. 2024, arXiv:2405.12399), on diffusers' U-Net blocks. Axes: N rows, K context frames, A
+action dimension. Frames are uint8 [..., height, width, 3], pixels float
+[..., 3, height, width] in -1 to 1; several cameras are one frame, stacked in height.
+"""
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.nn import edm
+from robopolicy.nn.edm import EdmConfig
+from robopolicy.nn.precision import Precision, autocast
+from worldmodels.images.readout import ReadoutConfig, to_frames, to_pixels
+
+MAPS = 16
+"""Channels on which actions and pose are drawn."""
+
+
+@dataclass(frozen=True)
+class PixelSize:
+    """grid: pixels a side of the U-Net's finest maps (0: the picture's own); channels and residual blocks (layers) of
+    its resolutions, each half as fine as the one before; readout, hidden: channels of the readout's first convolution,
+    width of its layers.
+    """
+
+    grid: int
+    channels: tuple[int, ...]
+    layers: int
+    readout: int
+    hidden: int
+
+
+SIZES = {
+    "tiny": PixelSize(8, (16, 32), 1, 8, 64),
+    "small": PixelSize(8, (64, 128), 1, 16, 128),
+    "diamond": PixelSize(0, (64, 64, 64, 64), 2, 32, 512),
+}
+"""tiny for tests, small for 32 to 64 pixels on two cores, and the paper's own."""
+
+
+@dataclass(frozen=True)
+class PixelDiffusionConfig:
+    """Pixel diffusion, DIAMOND's numbers of noise and sampling."""
+
+    size: Literal["tiny", "small", "diamond"] = "small"
+    """A preset, of which the three entries below replace single ones: tiny for tests, small for 32 to 64 pixels on two
+    cores, and the paper's own.
+    """
+    grid: int | None = None
+    """Pixels a side of the U-Net's finest maps, 0 for the picture's own."""
+    channels: tuple[int, ...] = ()
+    """Of its resolutions, each half as fine as the one before."""
+    layers: int | None = None
+    """Residual blocks of every resolution."""
+    context: int = 4
+    """Frames and actions that the next frame depends on."""
+    batch_size: int = 32
+    """Frames a training step."""
+    unroll: int = 1
+    """Times that the denoiser goes on from its own, quantised prediction in training."""
+    unroll_share: float = 0.5
+    """Rows in which it does (DIAMOND: all)."""
+    first_share: float = 0.5
+    """Rows trained on what the sampler begins with, noise that shows nothing, so that context and actions alone tell
+    what comes (DIAMOND has none; 5 % of its rows are about as noisy, and a small model learns late that actions
+    matter).
+    """
+    context_noise: float = 0.0
+    """Deviation of noise on the context in training; pixels reach from -1 to 1."""
+    temperature: float = 1.0
+    """Deviation of the noise that sampling begins with; 0 where one step is taken and nothing left to chance."""
+    hold: float = 0.02
+    """Pixels that change by less than this share of their range stay as they are, so that what stands still does not
+    fade.
+    """
+    precision: Precision = "auto"
+    """Of the U-Net; auto is bfloat16 where the hardware multiplies it."""
+    readout: ReadoutConfig = field(default_factory=ReadoutConfig)
+    edm: EdmConfig = field(
+        default_factory=lambda: EdmConfig(log_mean=-0.4, sigma_max=5.0, steps=3, order=1, offset_noise=0.3)
+    )
+
+    def __post_init__(self):
+        if self.size not in SIZES:
+            raise ConfigError(f"size is '{self.size}', not one of {', '.join(SIZES)}.")
+        if min(self.context, self.batch_size) < 1:
+            raise ConfigError("context and batch_size must be at least 1.")
+        shares = self.unroll_share, self.first_share
+        if min(shares) < 0 or max(shares) > 1 or self.unroll < 0:
+            raise ConfigError("A share is between 0 and 1, and unroll is 0 or more.")
+        if min(self.context_noise, self.temperature, self.hold) < 0:
+            raise ConfigError("context_noise, temperature and hold are at least 0.")
+        if any(channels % 8 for channels in self.networks.channels):
+            raise ConfigError(f"channels are {self.networks.channels}; group norm needs multiples of 8.")
+
+    @property
+    def networks(self) -> PixelSize:
+        """The sizes in use."""
+        preset = SIZES[self.size]
+        grid = preset.grid if self.grid is None else self.grid
+        layers = preset.layers if self.layers is None else self.layers
+        return PixelSize(grid, self.channels or preset.channels, layers, preset.readout, preset.hidden)
+
+
+class PixelDenoiser(nn.Module):
+    """Denoises the next frame, given context, actions and pose: pictures are input, the others steer every block's
+    group norm and are drawn on maps beside the pictures.
+
+    Deviations from DIAMOND: squares of pixels become channels, so that the finest maps have `grid` pixels a side (a
+    CPU is fast on few pixels with many channels); what is diffused is the change from the last frame, in units of
+    `change_std` (of which EDM's sigma_data is the standard deviation), so that a network that says nothing repeats it;
+    it is told the robot's pose in the last frame (as Ctrl-World is), which pictures alone tell coarsely.
+    """
+
+    change_std: Tensor
+
+    def __init__(self, config: PixelDiffusionConfig, height: int, width: int, actions: int, poses: int):
+        from diffusers.models.unets.unet_2d import UNet2DModel  # seconds to import: only who builds one pays
+
+        super().__init__()
+        self.config, sizes = config, config.networks
+        self.patch = max(1, width // sizes.grid) if sizes.grid else 1
+        coarsest = self.patch * 2 ** (len(sizes.channels) - 1)
+        if height % coarsest or width % coarsest:
+            raise ConfigError(
+                f"This U-Net halves pictures down to squares of {coarsest} pixels, {height} x {width} do not divide: "
+                f"use another camera size, grid or number of channels."
+            )
+        count, area = len(sizes.channels), 3 * self.patch**2
+        self.unet = UNet2DModel(
+            in_channels=area * (config.context + 1) + MAPS,
+            out_channels=area,
+            block_out_channels=sizes.channels,
+            layers_per_block=sizes.layers,
+            down_block_types=("DownBlock2D",) * count,
+            up_block_types=("UpBlock2D",) * count,
+            add_attention=False,
+            norm_num_groups=8,
+            resnet_time_scale_shift="scale_shift",
+            class_embed_type="identity",
+        )
+        nn.init.zeros_(self.unet.conv_out.weight)
+        self.register_buffer("change_std", torch.ones(()))
+        features, told = 4 * sizes.channels[0], config.context * actions + poses
+        self.steer = nn.Sequential(nn.Linear(told, features), nn.SiLU(), nn.Linear(features, features))
+        self.drawn = MAPS, height // self.patch, width // self.patch
+        self.draw = nn.Sequential(
+            nn.Linear(told, features),
+            nn.SiLU(),
+            nn.Linear(features, math.prod(self.drawn)),
+            nn.Unflatten(1, self.drawn),
+        )
+
+    def forward(self, noisy: Tensor, label: Tensor, maps: Tensor, steering: Tensor) -> Tensor:
+        """Return EDM's F [N, 3, height, width] of scaled `noisy` changes at noise labels [N].
+
+        maps, steering: what `conditions` makes of the past.
+        """
+        x = torch.cat([maps, functional.pixel_unshuffle(noisy, self.patch)], 1)
+        with autocast(self.config.precision, x.device):
+            found = self.unet(x, 100 * label, class_labels=steering).sample
+        return functional.pixel_shuffle(found.float(), self.patch)
+
+    def conditions(self, context: Tensor, actions: Tensor, pose: Tensor) -> dict[str, Tensor]:
+        """Return what all steps of denoising are told: maps [N, M, grid, grid] and steering [N, S].
+
+        context: pixels [N, K, 3, height, width]; actions: [N, K, A], the last leads to the new frame; pose: [N, P], in
+        the last frame; both are standardised.
+        """
+        told = torch.cat([actions.flatten(1), pose], 1)
+        squares = functional.pixel_unshuffle(rearrange(context, "n k c h w -> n (k c) h w"), self.patch)
+        return {"maps": torch.cat([squares, self.draw(told)], 1), "steering": self.steer(told)}
+
+    def keep_statistics(self, frames: Tensor) -> None:
+        """Keep how much pixels change from one to the next of frames [N, 2, height, width, 3]."""
+        before, after = to_pixels(frames).unbind(1)
+        change = (after - before).square().mean().sqrt()
+        self.change_std.copy_((change / self.config.edm.sigma_data).clamp_min(1e-3))
+
+    def losses(
+        self, frames: Tensor, actions: Tensor, poses: Tensor, valid: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return EDM's error [M], averaged over the frames that count.
+
+        frames: [M, K + U + 1, height, width, 3]; actions: [M, K + U, A] and poses: [M, K + U, P], standardised, the
+        poses those in which the actions are taken; valid: [M, K + U] bool. The first unroll_share of the rows go on for
+        U more steps from what was just predicted.
+        """
+        config, pixels = self.config, to_pixels(frames)
+        past, rows = config.context, len(frames)
+        context = pixels[:, :past]
+        if config.context_noise:
+            drawn = torch.randn(context.shape, generator=generator, device=generator.device).to(context.device)
+            context = context + config.context_noise * drawn
+        total, known = torch.zeros(rows, device=pixels.device), torch.zeros(rows, device=pixels.device)
+        for step in range(1 + config.unroll):
+            count = rows if step == 0 else round(config.unroll_share * rows)
+            if not count:
+                break
+            context = context[:count]
+            clean = (pixels[:count, past + step] - context[:, -1]) / self.change_std
+            shares = config.first_share, generator, config.temperature
+            noisy, sigma, _ = edm.training_noise_with_starts(clean, config.edm, *shares)
+            told = self.conditions(context, actions[:count, step : step + past], poses[:count, step + past - 1])
+            denoised = edm.denoise(partial(self, **told), noisy, sigma, config.edm)
+            error = edm.weighted_error(denoised, clean, sigma, config.edm).mean((1, 2, 3))
+            counts = valid[:count, past + step - 1].float()
+            total = total + functional.pad(error * counts, (0, rows - count))
+            known = known + functional.pad(counts, (0, rows - count))
+            new = self._shown(context[:, -1], denoised.detach())
+            context = torch.cat([context[:, 1:], to_pixels(new)[:, None]], 1)
+        return total * rows / known.sum().clamp_min(1)
+
+    @torch.no_grad()
+    def next_frame(self, frames: Tensor, actions: Tensor, pose: Tensor, noise: Tensor) -> Tensor:
+        """Return the imagined next frame [N, height, width, 3] after frames [N, K, height, width, 3].
+
+        actions: [N, K, A] and pose: [N, P], standardised; noise: standard normal [N, 3, height, width].
+        """
+        pixels = to_pixels(frames)
+        network = partial(self, **self.conditions(pixels, actions, pose))
+        return self._shown(
+            pixels[:, -1], edm.sample(network, self.config.temperature * noise, self.config.edm, scaled=False)
+        )
+
+    def _shown(self, last: Tensor, change: Tensor) -> Tensor:
+        """Return the frames [N, height, width, 3] that a change of pixels makes of the last ones, noise held back."""
+        change = self.change_std * change
+        moved = change.abs().amax(1, keepdim=True) >= 2 * self.config.hold
+        return to_frames(torch.where(moved, last + change, last))

@@ -1,0 +1,223 @@
+"""The recurrent state-space model proper: frames in, latents along the way, frames out; it knows no episodes.
+
+Axes: N rows, M stretches of T + 1 frames with T actions between them, V elements of standardised vectors, E embedding,
+F summary of the latent, S categoricals of C classes, D deterministic units.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import Field
+from robopolicy.nn.blocks import dense, perceptron
+from robopolicy.nn.encoders import module_name
+from worldmodels.images.decoder import ImageDecoder, ImageEncoder
+from worldmodels.rssm.networks import RecurrentCore, straight_through
+
+BOUND = 10.0
+"""Standardised vectors are limited to this, so a state far from the data cannot blow up the networks."""
+
+
+@dataclass(frozen=True)
+class RssmSize:
+    """deter units of the GRU in `blocks`; hidden: width of every layer; stochastic categoricals of `classes`; channels:
+    of the first convolution.
+    """
+
+    deter: int
+    blocks: int
+    hidden: int
+    stochastic: int
+    classes: int
+    channels: int
+
+
+SIZES = {
+    "tiny": RssmSize(64, 4, 64, 8, 8, 8),
+    "small": RssmSize(256, 4, 128, 16, 16, 16),
+    "size1m": RssmSize(512, 8, 64, 32, 4, 4),
+    "size12m": RssmSize(2048, 8, 256, 32, 16, 16),
+}
+"""tiny for tests, small for states on one core, and two of DreamerV3's own."""
+
+
+@dataclass(frozen=True)
+class RssmConfig:
+    """A recurrent state-space model (DreamerV3)."""
+
+    size: Literal["tiny", "small", "size1m", "size12m"] = "small"
+    """A preset, of which the six entries below replace single ones: tiny for tests, small for states on one core, and
+    two of DreamerV3's own.
+    """
+    deter: int | None = None
+    """Units of the GRU."""
+    blocks: int | None = None
+    """Blocks that they are in."""
+    hidden: int | None = None
+    """Width of every layer."""
+    stochastic: int | None = None
+    """Categorical variables."""
+    classes: int | None = None
+    """Classes of each."""
+    channels: int | None = None
+    """Of the first convolution."""
+    layers: int = 2
+    """Of encoders, decoders and heads."""
+    unimix: float = 0.01
+    """Share of a uniform distribution in every categorical one."""
+    free_nats: float = 1.0
+    """Below so many, the KL terms are not reduced further."""
+    reconstruction_scale: float = 1.0
+    """Weight of what is decoded, in the loss."""
+    reward_scale: float = 1.0
+    """Weight of the reward."""
+    success_scale: float = 1.0
+    """Weight of success."""
+    dynamics_scale: float = 1.0
+    """Weight of the KL term that teaches the prior."""
+    representation_scale: float = 0.1
+    """Weight of the KL term that makes the posterior predictable."""
+    burn_in: int = 4
+    """Frames that imagination likes to begin with."""
+    length: int = 16
+    """Frames that follow them in a training stretch."""
+    batch_size: int = 32
+    """Stretches a training step."""
+    start_share: float = 0.25
+    """Stretches that begin with their episode."""
+    success_share: float = 0.25
+    """Stretches that hold a success."""
+    seen_share: float = 0.5
+    """Frames after the first few that the posterior reads; the others are guessed."""
+    pictures: int = 8
+    """Frames of a stretch that are decoded to pictures in training."""
+    members: int = 5
+    """Heads whose disagreement is the uncertainty."""
+    sample: bool = True
+    """Imagine with samples of the prior, instead of its likeliest classes."""
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.burn_in, self.length, self.batch_size, self.pictures, self.members) < 1:
+            raise ConfigError("layers, burn_in, length, batch_size, pictures and members must be at least 1.")
+        for name in ("unimix", "start_share", "success_share", "seen_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"worldmodel.rssm.{name} is {getattr(self, name)}; a share is between 0 and 1.")
+        if self.start_share + self.success_share > 1:
+            raise ConfigError("start_share and success_share of the stretches are more than all of them.")
+
+    @property
+    def networks(self) -> RssmSize:
+        """The preset with its replacements."""
+        given = {item.name: getattr(self, item.name) for item in fields(RssmSize)}
+        return replace(SIZES[self.size], **{name: value for name, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """Latents of stretches.
+
+    deter: [M, T + 1, D]; sample: [M, T + 1, S * C]; prior, posterior: log-probabilities [M, T + 1, S, C]; summary: what
+    decoders and heads read of deter and sample, [M, T + 1, F]; decoded: [M, T + 1, V], the first of them given; state:
+    the same, but true where the frame was seen.
+    """
+
+    deter: Tensor
+    sample: Tensor
+    prior: Tensor
+    posterior: Tensor
+    summary: Tensor
+    decoded: Tensor
+    state: Tensor
+
+
+class LatentDynamics(nn.Module):
+    """Encoders, recurrent core and decoders of vectors with `elements` elements and of `pictures`, key -> field.
+
+    The vector is carried beside the latent: the core and the decoder read the last one, seen or decoded, and the
+    decoder predicts changes, so that one step is as exact as that of a model without a latent.
+    """
+
+    def __init__(self, config: RssmConfig, elements: int, actions: int, free: int, pictures: Mapping[str, Field]):
+        super().__init__()
+        size, self.pictures = config.networks, tuple(pictures)
+        width, flat = size.hidden, size.stochastic * size.classes
+        encoders: dict[str, nn.Module] = {}
+        decoders: dict[str, nn.Module] = {}
+        if elements:
+            hidden = (dense(width, width) for _ in range(config.layers - 1))
+            encoders["vector"] = nn.Sequential(dense(elements, width), *hidden)
+        for key, field in pictures.items():
+            encoders[module_name(key)] = ImageEncoder(field.shape, size.channels, width)
+            decoders[module_name(key)] = ImageDecoder(field.shape, size.channels, width)
+        self.encoders, self.decoders = nn.ModuleDict(encoders), nn.ModuleDict(decoders)
+        self.core = RecurrentCore(
+            deter=size.deter,
+            blocks=size.blocks,
+            hidden=width,
+            stochastic=size.stochastic,
+            classes=size.classes,
+            unimix=config.unimix,
+            inputs=len(encoders) * width,
+        )
+        self.input_encoder = dense(actions + elements, width)
+        self.read_latent = dense(size.deter + flat, width)
+        self.change_decoder = perceptron(width + elements, width, config.layers, free) if free else None
+
+    def embed(self, state: Tensor, frames: Mapping[str, Tensor]) -> Tensor:
+        """Return embeddings [M, T, E] of vectors [M, T, V] and pictures, key -> [M, T, height, width, 3]."""
+        parts = [self.encoders["vector"](state)] if "vector" in self.encoders else []
+        for key in self.pictures:
+            flat = self.encoders[module_name(key)](rearrange(frames[key], "m t h w c -> (m t) h w c"))
+            parts.append(flat.unflatten(0, state.shape[:2]))
+        return torch.cat(parts, -1)
+
+    def summary(self, deter: Tensor, sample: Tensor) -> Tensor:
+        """Return what decoders and heads read of a latent, [N, F]."""
+        return self.read_latent(torch.cat([deter, sample], -1))
+
+    def step(self, deter: Tensor, sample: Tensor, state: Tensor, action: Tensor) -> Tensor:
+        """Return the deterministic state [N, D] after standardised actions [N, A] in vectors [N, V]."""
+        return self.core.step(deter, sample, self.input_encoder(torch.cat([action, state], -1)))
+
+    def advance(self, summary: Tensor, state: Tensor, spread: Tensor) -> Tensor:
+        """Return the vector [N, V] that follows `state`, given the summary [N, F] of the new latent.
+
+        spread: [free, V], what a change of the free elements does to all.
+        """
+        if self.change_decoder is None:
+            return state
+        change = self.change_decoder(torch.cat([summary, state], -1))
+        return (state + change @ spread).clamp(-BOUND, BOUND)
+
+    def picture(self, key: str, summary: Tensor) -> Tensor:
+        """Return pictures [N, height, width, 3] in 0 to 1."""
+        return self.decoders[module_name(key)](summary)
+
+    def unroll(
+        self, state: Tensor, embedding: Tensor, actions: Tensor, seen: Tensor, draws: Tensor, spread: Tensor
+    ) -> Unrolled:
+        """Follow stretches of frames, vectors [M, T + 1, V] and embeddings [M, T + 1, E], and standardised actions
+        [M, T, A].
+
+        seen: [M, T + 1] bool, whether the frame is read or guessed (the first is always read); draws: [T + 1, M, S]
+        uniforms that choose the samples.
+        """
+        core, frames = self.core, self.core.posterior_frame(embedding).unbind(1)
+        deter, sample, current = core.start(embedding[:, 0]), state[:, 0, :0], state[:, 0]
+        found = []
+        for index, (frame, true) in enumerate(zip(frames, state.unbind(1), strict=True)):
+            if index:
+                deter = self.step(deter, sample, current, actions[:, index - 1])
+            read = seen[:, index, None]
+            prior, posterior = core.prior(deter), core.posterior(deter, frame)
+            sample = straight_through(torch.where(read[..., None], posterior, prior), draws[index]).flatten(1)
+            summary = self.summary(deter, sample)
+            decoded = self.advance(summary, current, spread) if index else true
+            current = torch.where(read, true, decoded) if index else true
+            found.append((deter, sample, prior, posterior, summary, decoded, current))
+        return Unrolled(*(torch.stack(values, 1) for values in zip(*found, strict=True)))

@@ -1,0 +1,58 @@
+"""Where imagination begins: contexts taken from recorded episodes."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.randomness import uniforms
+from worldmodels.data.sequences import SequenceData
+from worldmodels.protocol import Context, Starts
+
+
+def context_at(episodes: Episodes, steps: Tensor, history: int = 1) -> Context:
+    """Return what was seen just before the actions `steps` [R], with `history` frames and the actions between them.
+
+    Before an episode's first frame that frame repeats, and its actions are zero.
+    """
+    return _context(SequenceData(episodes), np.array(episodes.tasks), steps, history)
+
+
+def recorded_starts(episodes: Episodes, history: int = 1, steps: Tensor | None = None) -> Starts:
+    """Return starts anywhere in `episodes`, or just before the actions `steps` (keyframes); the seed chooses."""
+    chosen = torch.arange(episodes.step_count) if steps is None else steps
+    if not len(chosen):
+        raise ConfigError("There are no recorded steps to start from.")
+
+    data, tasks = SequenceData(episodes), np.array(episodes.tasks)
+
+    def starts(seeds: np.ndarray) -> Context:
+        index = (uniforms(np.asarray(seeds, dtype=np.int64), 1)[:, 0] * len(chosen)).astype(np.int64)
+        return _context(data, tasks, chosen[torch.from_numpy(index)], history)
+
+    return starts
+
+
+def keyframes(episodes: Episodes, parts: int = 4) -> Tensor:
+    """Return steps [K] worth starting from: each successful episode's first, and where its progress passes each part.
+
+    Progress is the summed reward; the steps between tell less, and from the later ones success is a short way off.
+    Without recorded success every episode counts. After WoVR's keyframe-initialised rollouts.
+    """
+    if episodes.reward is None:
+        raise ConfigError("Key frames are where progress is made, and this dataset records no rewards.")
+    won = episodes.success if episodes.success is not None and bool(episodes.success.any()) else None
+    found = []
+    for episode in range(len(episodes)) if won is None else won.nonzero()[:, 0].tolist():
+        start, length = int(episodes.starts[episode]), int(episodes.lengths[episode])
+        made = episodes.reward[start : start + length].cumsum(0)
+        passed = [int((made < made.max() * part / parts).sum()) for part in range(1, parts)]
+        found += [start + step for step in sorted({0, *passed}) if step < length]
+    return torch.tensor(found)
+
+
+def _context(data: SequenceData, tasks: np.ndarray, steps: Tensor, history: int) -> Context:
+    found = data.cut(steps, history - 1, 0)
+    chosen = tasks[data.episodes.episode_of_step[steps].numpy()]
+    return Context({key: value.numpy() for key, value in found.frames.items()}, chosen, found.actions.numpy())

@@ -1,0 +1,1 @@
+"""A latent video model of all cameras (Ctrl-World)."""

@@ -1,0 +1,306 @@
+"""A latent video model of all cameras, steered frame by frame by actions, with a memory of poses (Ctrl-World, Guo et
+al. 2025, arXiv:2510.10125), at a size that two CPU cores can train.
+
+First an autoencoder of single views, as differences from the camera's mean picture; then a transformer between
+convolutions that denoises the latents of the next frames, all views of a frame together, given the recent frames and
+sparse older ones, each with the robot's pose; then a readout of vectors, reward, success and uncertainty, as of pixel
+diffusion. Deviations from Ctrl-World (1.5 B parameters, Stable Video Diffusion): trained from nothing; actions are the
+world's own, by adaptive layer norm as in IRASim (Zhu et al. 2024, arXiv:2406.14540) instead of cross-attention; latents
+are predicted as changes from the present frame, so that a network that says nothing repeats it; future frames see
+earlier ones only, so that frames can be imagined one by one; a share of the rows is trained where the sampler begins
+(see `VideoConfig.first_share`), and few denoising steps are enough; pixels where nothing changes are held.
+Axes: N or B rows, K history frames, L frames that the history reaches over, T or F future frames, V elements of all
+vector fields, A action dimension.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.progress import progress
+from robopolicy.core.spec import WorldSpec
+from robopolicy.nn import edm
+from worldmodels.data.sequences import SequenceData
+from worldmodels.data.structure import StateStructure
+from worldmodels.images.model import PartStage, PictureModel
+from worldmodels.images.reader import PART, FrameReader
+from worldmodels.images.readout import to_frames, to_pixels
+from worldmodels.protocol import Context, Imagined, Latent, Regression, combined
+from worldmodels.video.configuration import VideoConfig
+from worldmodels.video.networks import VideoTransformer, ViewAutoencoder
+from worldmodels.video.training import DynamicsStage, LatentVideo
+
+BACKGROUND_FRAMES = 2000
+"""The mean picture of a camera is that of so many frames at most."""
+
+
+class VideoModel(PictureModel):
+    """A `LearnedModel` of the fields of `spec`, pictures and vectors; make one with `build` or `load_world_model`.
+
+    success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
+    """
+
+    configuration = VideoConfig
+    change_std: Tensor
+
+    def __init__(
+        self, config: VideoConfig, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0
+    ):
+        super().__init__(config, spec, structure, success_bonus, seed)
+        sizes = config.sizes
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            fields = config.readout, spec, structure, success_bonus
+            self.reader = FrameReader(*fields, depth=sizes.readout, hidden=sizes.hidden)
+            shapes = {field.shape for field in self.reader.pictures.values()}
+            if len(shapes) > 1:
+                raise ConfigError(f"One autoencoder reads all cameras, so they need one size, not {sorted(shapes)}.")
+            height, width, _ = next(iter(shapes))
+            self.autoencoder = ViewAutoencoder(sizes, len(self.reader.pictures), height, width, config.precision)
+            factor = self.autoencoder.factor
+            self.latent = sizes.latent, self.reader.size[0] // factor, width // factor
+            self.transformer = VideoTransformer(
+                sizes,
+                self.latent,
+                views=len(self.reader.pictures),
+                history=len(config.ages),
+                chunk=config.chunk,
+                actions=spec.action.size,
+                poses=self.reader.pose_size,
+                precision=config.precision,
+            )
+        self.register_buffer("change_std", torch.ones(sizes.latent))
+
+    @classmethod
+    def build(cls, config: VideoConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
+        """Return a fresh model of the world of `spec` with the cameras' mean pictures, and see `PictureModel`."""
+        model = super().build(config, spec, episodes, seed)
+        for view, key in enumerate(model.reader.pictures):
+            frames = episodes.observation[key]
+            chosen = torch.linspace(0, len(frames) - 1, min(BACKGROUND_FRAMES, len(frames))).long()
+            model.autoencoder.background[view] = to_pixels(frames[chosen]).mean(0)
+        return model
+
+    def stages(self) -> Mapping[str, tuple[Regression, float]]:
+        """First the autoencoder, then the dynamics of its latents, then what is read off imagined frames."""
+        config, autoencoder = self.config, PartStage(self.autoencoder, self.view_batches, self._view_loss)
+        return {
+            "autoencoder": (autoencoder, config.autoencoder_share),
+            "dynamics": (DynamicsStage(self.transformer, config, self.change_std, self.encode_episodes), 1.0),
+            "readout": (self.readout_stage(), config.readout_share),
+        }
+
+    @property
+    def context(self) -> int:
+        """How many frames it likes to begin with: what the history reaches over, and one for the first action."""
+        return self.config.span + 1
+
+    def view_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield {"views": [N, V, 3, height, width]}, pixels of random frames; `generator` is all the state."""
+        cameras = [episodes.observation[key] for key in self.reader.pictures]
+        size = (self.config.view_batch_size,)
+        while True:
+            chosen = torch.randint(len(cameras[0]), size, generator=generator, device=generator.device).cpu()
+            views = torch.stack([frames[chosen] for frames in cameras], 1)
+            yield {"views": to_pixels(views.to(self.change_std.device))}
+
+    def _view_loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"pixels", "divergence"}, each [N]."""
+        found = self.autoencoder.losses(batch["views"], self.config.moving, generator)
+        return {**found, "divergence": self.config.divergence * found["divergence"]}
+
+    @torch.no_grad()
+    def encode_episodes(self, episodes: Episodes) -> LatentVideo:
+        """Return all frames of `episodes` as latents, and keep the statistics of latents and of their changes."""
+        reader, coder = self.reader, self.autoencoder
+        frames = [episodes.observation[key] for key in reader.pictures]
+        found = []
+        coder.mean.zero_()
+        coder.std.fill_(1.0)
+        with progress("Encoding frames", len(frames[0])) as advance:
+            for part in torch.arange(len(frames[0])).split(PART):
+                stacked = torch.cat([view[part] for view in frames], -3)
+                found.append(self._encode(stacked.to(self.change_std.device)).cpu())
+                advance(len(part))
+        latents = torch.cat(found)
+        coder.mean.copy_(latents.mean((0, 2, 3)))
+        coder.std.copy_(latents.std((0, 2, 3), correction=0).clamp_min(1e-6))
+        latents = (latents - coder.mean.cpu()[:, None, None]) / coder.std.cpu()[:, None, None]
+        states = reader.vector({key: value[None] for key, value in episodes.observation.items()}, slice(None))[0]
+        shifted = torch.zeros(len(latents), episodes.actions.shape[1])
+        shifted[torch.arange(episodes.step_count) + episodes.episode_of_step + 1] = episodes.actions
+        video = LatentVideo.of(episodes, latents, reader.poses(states), reader.standard("action", shifted))
+        steps = (video.first < torch.arange(len(latents))).nonzero()[:, 0]
+        change = torch.zeros(len(coder.mean), dtype=torch.float64)
+        for part in steps.split(2048):
+            change += (latents[part] - latents[part - 1]).square().double().sum((0, 2, 3))
+        each = len(steps) * latents[0, 0].numel()
+        self.change_std.copy_((change / each).sqrt().clamp_min(1e-6))
+        return video
+
+    def _dream(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
+        """Return frames [n, 3, height, width, 3] around `steps`, which lie anywhere in an imagined chunk."""
+        span, length = self.config.span, self.config.chunk
+        back = torch.randint(length, (len(steps),), generator=generator)
+        back = back.minimum(steps - data.episodes.starts[data.episodes.episode_of_step[steps]])
+        cut = data.cut(steps - back, span, length)
+        stacked = self.reader.stack(cut.frames).to(self.change_std.device)
+        states = self.reader.vector(cut.frames, slice(1, span + 1))
+        latent = self._latent(stacked[:, : span + 1], states, cut.actions[:, :span], steps.numpy(), brief=True)
+        new, _ = self._shown(latent, self._predict(latent, cut.actions[:, span:].to(stacked.device)))
+        shown = torch.cat([stacked[:, span - 1 : span + 1], new], 1)
+        return shown[torch.arange(len(steps))[:, None], back[:, None] + torch.arange(3)]
+
+    def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
+        frames, _ = self._shown(latent, self._predict(latent, actions[:, None]))
+        return self.reader.read(torch.cat([latent["frames"], frames], 1), latent["state"], actions)[1:]
+
+    @torch.no_grad()
+    def initial(self, context: Context, seeds: np.ndarray) -> Latent:
+        """Return the latent of episodes that begin in `context`; missing frames repeat the first one, and their actions
+        are zero.
+
+        History, up to where the present chunk began: latents [R, L, C, height, width], states [R, L, V] and the actions
+        that led to them [R, L, A], both in the world's units. The chunk so far: phase [R], how many of its frames have
+        been imagined, their states [R, F, V] (since) and actions [R, F, A] (moves). The present: state [R, V], frames
+        [R, 2, height, width, 3], the last two, and decoded [R, height, width, 3], what was decoded where pixels last
+        changed. Then the episode's seed and the number of the next step.
+        """
+        frames, actions, known = self.reader.begin(context, self.context)
+        stacked, states = self.reader.stack(frames), self.reader.vector(frames, slice(1, None))
+        return self._latent(stacked.to(self.change_std.device), states, actions, seeds, known)
+
+    def _latent(
+        self,
+        frames: Tensor,
+        states: Tensor,
+        actions: Tensor,
+        seeds: np.ndarray,
+        known: int = 0,
+        brief: bool = False,
+    ) -> Latent:
+        """Return the latent after frames [R, L + 1, height, width, 3], of which the last `known` differ (0: all).
+
+        states, actions: [R, L, ...], of the last L frames, and what led to them; brief: for one chunk only, which looks
+        at some of the frames, so that the others are not encoded.
+        """
+        device, length, chunk = self.change_std.device, self.config.span, self.config.chunk
+        place = torch.arange(length, device=device).clamp_min(length - min(known or length, length))
+        used = torch.tensor(self._slots, device=device) if brief else place.unique()
+        flat = rearrange(frames[:, 1:][:, used], "r l h w c -> (r l) h w c")
+        encoded = self._encode(flat).unflatten(0, (len(frames), len(used)))
+        latents = encoded.new_zeros(len(frames), length, *self.latent)
+        latents[:, used] = encoded
+        latents = latents if brief else latents[:, place]
+        states, actions, counters = states.to(device), actions.to(device), self.reader.counters(seeds)
+        return {
+            "latents": latents,
+            "states": states,
+            "actions": actions,
+            "since": states.new_zeros(len(states), chunk, states.shape[2]),
+            "moves": actions.new_zeros(len(actions), chunk, actions.shape[2]),
+            "phase": torch.zeros_like(counters["step"]),
+            "state": states[:, -1],
+            "frames": frames[:, -2:],
+            "decoded": self._decode(latents[:, -1]),
+            **counters,
+        }
+
+    @torch.no_grad()
+    def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
+        """Advance every row by a frame drawn from its own noise; success is terminal where the spec says so."""
+        latent, imagined = self.generate(latent, actions[:, None])
+        return latent, imagined[0]
+
+    @torch.no_grad()
+    def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
+        """Advance every row by T frames under actions [B, T, A] in the world's units: the frames that `imagine` gives
+        one by one, predicted together as far as a chunk reaches.
+        """
+        places = latent["phase"].unique()
+        if len(places) > 1:  # rows at the same place of their chunks go together
+            rows = [(latent["phase"] == place).nonzero()[:, 0] for place in places]
+            order = torch.cat(rows).argsort()
+            parts = [
+                self.generate({name: value[part] for name, value in latent.items()}, actions[part]) for part in rows
+            ]
+            moved = {name: torch.cat([part[name] for part, _ in parts])[order] for name in latent}
+            steps = zip(*(found for _, found in parts), strict=True)
+            return moved, [combined(step, lambda values: torch.cat(values)[order]) for step in steps]
+        found: list[Imagined] = []
+        actions = actions.to(latent["state"].dtype)
+        while actions.shape[1]:
+            count = min(actions.shape[1], self.config.chunk - int(latent["phase"][0]))
+            latent, imagined = self._advance(latent, actions[:, :count])
+            actions, found = actions[:, count:], found + imagined
+        return latent, found
+
+    def _advance(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
+        """Advance rows, all at the same place of their chunks and not beyond them, by T frames under actions [B, T, A].
+
+        The frames of a chunk see only those before them, so frames that are already known come out again as they were,
+        and errors do not pile up within a chunk. Rows that are at the end of their chunks begin new ones.
+        """
+        count, begin = actions.shape[1], int(latent["phase"][0])
+        moves, since, state, found = latent["moves"].clone(), latent["since"].clone(), latent["state"], []
+        moves[:, begin : begin + count] = actions
+        latents = self._predict(latent, moves[:, : begin + count])
+        frames, decoded = self._shown(latent, latents[:, begin:])
+        seen = torch.cat([latent["frames"], frames], 1)
+        for step in range(count):
+            state, *read = self.reader.read(seen[:, step : step + 3], state, actions[:, step])
+            found.append(self.reader.imagined(frames[:, step], state, *read))
+            since[:, begin + step] = state
+        moved = {**latent, "since": since, "moves": moves, "phase": latent["phase"] + count, "state": state}
+        if begin + count == self.config.chunk:
+            new = {"latents": latents, "states": since, "actions": moves}
+            moved |= {name: torch.cat([latent[name], value], 1)[:, -self.config.span :] for name, value in new.items()}
+            moved |= {name: torch.zeros_like(moved[name]) for name in ("since", "moves", "phase")}
+        return {**moved, "frames": seen[:, -2:], "decoded": decoded, "step": latent["step"] + count}, found
+
+    def _predict(self, latent: Latent, actions: Tensor) -> Tensor:
+        """Return the latents [B, F, C, height, width] of a chunk's first frames under actions [B, F, A]."""
+        config, reader = self.config, self.reader
+        slots = self._slots
+        history, poses = latent["latents"][:, slots], reader.poses(latent["states"][:, slots])
+        told = reader.standard("action", latent["actions"][:, slots])
+        memory = self.transformer.remember(history, told, poses, history.new_zeros(history.shape[:2]))
+        present, begin = history[:, -1], latent["step"] - latent["phase"]
+        network = self.transformer.network(memory, present, reader.standard("action", actions))
+        frames = [{**latent, "step": begin + step} for step in range(actions.shape[1])]
+        noise = torch.stack([reader.noise(frame, self.latent) for frame in frames], 1)
+        change = edm.sample(network, config.temperature * noise, config.edm, scaled=False)
+        return present[:, None] + change * self.change_std[:, None, None]
+
+    def _shown(self, latent: Latent, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the frames [B, T, height, width, 3] of latents that follow on the present frame, and what was decoded
+        where the pixels of the last one last changed.
+        """
+        decoded = self._decode(latents.flatten(0, 1)).unflatten(0, latents.shape[:2])
+        frame, reference, frames = latent["frames"][:, -1], latent["decoded"], []
+        for new in decoded.unbind(1):
+            moved = (new.int() - reference.int()).abs().amax(-1, keepdim=True) >= 255 * self.config.hold
+            frame, reference = torch.where(moved, new, frame), torch.where(moved, new, reference)
+            frames.append(frame)
+        return torch.stack(frames, 1), reference
+
+    @property
+    def _slots(self) -> list[int]:
+        """Where the history's frames lie among the last L."""
+        return [self.config.span - 1 - age for age in self.config.ages]
+
+    def _encode(self, frames: Tensor) -> Tensor:
+        """Return latents [N, C, height, width] of frames with all views stacked, uint8 [N, height, width, 3]."""
+        views = rearrange(to_pixels(frames), "n c (v h) w -> n v c h w", v=len(self.reader.pictures))
+        return torch.cat([self.autoencoder.encode(part) for part in views.split(PART)])
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        """Return frames with all views stacked, uint8 [N, height, width, 3], of latents [N, C, height, width]."""
+        pixels = torch.cat([self.autoencoder.decode(part) for part in latents.split(PART)])
+        return to_frames(rearrange(pixels, "n v c h w -> n c (v h) w"))

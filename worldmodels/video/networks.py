@@ -1,0 +1,282 @@
+"""What a latent video model is made of: an autoencoder of single views, and a transformer over frames of latents.
+
+After Ctrl-World (Guo et al. 2025, arXiv:2510.10125): all views of a frame are predicted jointly, every frame has its
+own action, and sparse history frames carry the robot's pose. The blocks are DiT's (Peebles and Xie 2023,
+arXiv:2212.09748) with one modulation per frame, as IRASim conditions them (Zhu et al. 2024, arXiv:2406.14540).
+Axes: N rows, K history frames, F future frames, S tokens a frame, W width, A action dimension, P pose elements. Views
+of one frame are stacked in height; latents are float [..., C, height, width], standardised.
+"""
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.nn.denoisers import TimeEmbedding
+from robopolicy.nn.edm import Network
+from robopolicy.nn.precision import Precision, autocast
+from worldmodels.video.configuration import VideoSize
+
+VISIBLE = 0.2
+"""A pixel that is so far from the mean picture (2 is from black to white) weighs fully."""
+
+QUIET = -6.0
+"""Logarithm of the variance of encoded latents before training: little noise, so that pictures are soon sharp."""
+
+Memory = list[tuple[Tensor, Tensor]]
+"""Keys and values [N, heads, K * S, W / heads] of the history's tokens, block by block."""
+
+
+class ViewAutoencoder(nn.Module):
+    """diffusers' AutoencoderKL, which reads the views of a frame one by one, and latents in standard deviations.
+
+    Squares of 2 x 2 pixels become channels first: a CPU is fast on few pixels with many channels. What is encoded is
+    how a view differs from its camera's mean picture, so that what never moves costs nothing. That picture is a buffer,
+    and so are the means and deviations of latents, the scaling factor of the field. Axes: V views of a frame.
+    """
+
+    background: Tensor
+    mean: Tensor
+    std: Tensor
+    precision: Precision
+
+    def __init__(self, sizes: VideoSize, views: int, height: int, width: int, precision: Precision):
+        from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL  # seconds to import
+
+        super().__init__()
+        count, self.precision = len(sizes.channels), precision
+        self.factor = 2**count
+        if height % self.factor or width % self.factor:
+            raise ConfigError(
+                f"This autoencoder shrinks views by {self.factor}, {height} x {width} do not divide: use another "
+                "camera size, or fewer worldmodel.video.channels."
+            )
+        make: Any = AutoencoderKL
+        self.network = make(
+            in_channels=12,
+            out_channels=12,
+            down_block_types=("DownEncoderBlock2D",) * count,
+            up_block_types=("UpDecoderBlock2D",) * count,
+            block_out_channels=sizes.channels,
+            layers_per_block=1,
+            latent_channels=sizes.latent,
+            norm_num_groups=8,
+            mid_block_add_attention=False,
+        )
+        nn.init.constant_(self.network.quant_conv.bias[sizes.latent :], QUIET)
+        self.register_buffer("background", torch.zeros(views, 3, height, width))
+        self.register_buffer("mean", torch.zeros(sizes.latent))
+        self.register_buffer("std", torch.ones(sizes.latent))
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Return standardised latents [N, C, V * height / factor, width / factor] of views [N, V, 3, height, width]."""
+        found = self._posterior(pixels).mode().float()
+        found = (found - self.mean[:, None, None]) / self.std[:, None, None]
+        return rearrange(found, "(n v) c h w -> n c (v h) w", v=len(self.background))
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return pixels [N, V, 3, height, width] of standardised latents."""
+        raw = rearrange(latents, "n c (v h) w -> (n v) c h w", v=len(self.background))
+        return self._decode(raw * self.std[:, None, None] + self.mean[:, None, None])
+
+    def losses(self, pixels: Tensor, moving: float, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"pixels", "divergence"}, each [N], of views; pixels that differ from the background weigh up to 1 +
+        `moving`.
+        """
+        posterior = self._posterior(pixels)
+        mean, deviation = posterior.mean.float(), posterior.std.float()
+        noise = torch.randn(mean.shape, generator=generator, device=generator.device).to(mean.device)
+        apart = (pixels - self.background).abs().mean(2, keepdim=True)
+        weight = 1 + moving * (apart / VISIBLE).clamp(max=1)
+        error = (weight / weight.mean()) * (self._decode(mean + deviation * noise) - pixels).square()
+        divergence = 0.5 * (mean.square() + deviation.square() - 1 - 2 * deviation.log()).mean((1, 2, 3))
+        return {
+            "pixels": error.mean((1, 2, 3, 4)),
+            "divergence": divergence.unflatten(0, pixels.shape[:2]).mean(1),
+        }
+
+    def _posterior(self, pixels: Tensor) -> Any:
+        views = (pixels - self.background).flatten(0, 1)
+        with autocast(self.precision, pixels.device):
+            return self.network.encode(functional.pixel_unshuffle(views, 2)).latent_dist
+
+    def _decode(self, raw: Tensor) -> Tensor:
+        with autocast(self.precision, raw.device):
+            found = self.network.decode(raw).sample
+        views = functional.pixel_shuffle(found.float(), 2)
+        return views.unflatten(0, (-1, len(self.background))) + self.background
+
+
+class FrameBlock(nn.Module):
+    """Attention over the tokens of several frames and a feed-forward layer, both modulated by their frame."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.modulation = nn.Linear(width, 6 * width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.expand, self.shrink = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.modulation.bias)
+
+    def forward(
+        self, tokens: Tensor, condition: Tensor, remembered: tuple[Tensor, Tensor] | None, mask: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return tokens [N, T, S, W] and their own keys and values.
+
+        condition: [N, T, W], one a frame; remembered: keys and values of other frames to attend to as well; mask:
+        [T * S, all keys], what each token may attend to (None: everything).
+        """
+        frames = tokens.shape[1]
+        shift, scale, gate, shift_after, scale_after, gate_after = self.modulation(condition)[:, :, None].chunk(6, -1)
+        hidden = rearrange(torch.addcmul(shift, self.norm(tokens), 1 + scale), "n t s w -> n (t s) w")
+        query, key, value = rearrange(self.query_key_value(hidden), "n l (p h d) -> p n h l d", p=3, h=self.heads)
+        own = (key, value)
+        if remembered is not None:
+            key, value = (torch.cat(pair, 2) for pair in zip(remembered, own, strict=True))
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        mixed = self.mix(rearrange(mixed, "n h (t s) d -> n t s (h d)", t=frames))
+        tokens = torch.addcmul(tokens, gate, mixed)
+        hidden = torch.addcmul(shift_after, self.norm(tokens), 1 + scale_after)
+        return torch.addcmul(tokens, gate_after, self.shrink(functional.silu(self.expand(hidden)))), own
+
+
+class ViewBlock(nn.Module):
+    """A residual block of two convolutions over the latents of single views, modulated by their frame."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.GroupNorm(8, channels, affine=False) for _ in range(2))
+        self.convolutions = nn.ModuleList(nn.Conv2d(channels, channels, 3, 1, 1) for _ in range(2))
+        self.modulation = nn.Linear(width, 2 * channels)
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.modulation.bias)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """Return maps [M, channels, height, width] under conditions [M, W]."""
+        shift, scale = self.modulation(condition)[:, :, None, None].chunk(2, 1)
+        hidden = self.convolutions[0](functional.silu(self.norms[0](x)))
+        hidden = torch.addcmul(shift, self.norms[1](hidden), 1 + scale)
+        return x + self.convolutions[1](functional.silu(hidden))
+
+
+class VideoTransformer(nn.Module):
+    """Predicts how the latents of F future frames differ from the present one, given K history frames.
+
+    History tokens attend to history alone, so `remember` computes them once for all denoising steps; a future frame
+    attends to the history, to itself and to the future frames before it, so a chunk of F frames trains every shorter
+    one, and frames can be imagined one by one. Each future frame is told the action that led to it and the sum of all
+    since the present one, each history frame its action, pose and noise, all by adaptive layer norm and as a summand of
+    its tokens. Around the transformer are convolutions at the latents' own resolution, as in a U-Net: what moves a
+    little is moved there, and learned sooner.
+    """
+
+    precision: Precision
+
+    def __init__(
+        self,
+        sizes: VideoSize,
+        latent: tuple[int, int, int],
+        *,
+        views: int,
+        history: int,
+        chunk: int,
+        actions: int,
+        poses: int,
+        precision: Precision,
+    ):
+        super().__init__()
+        channels, height, width = latent
+        if height % sizes.patch or width % sizes.patch:
+            raise ConfigError(f"Latents of {height} x {width} do not divide into patches of {sizes.patch}.")
+        if sizes.width % sizes.heads:
+            raise ConfigError(f"width {sizes.width} is not a multiple of heads {sizes.heads}: choose one that is.")
+        self.history, self.chunk, self.precision = history, chunk, precision
+        self.patch, self.grid = sizes.patch, (height // sizes.patch, width // sizes.patch)
+        area, wide = channels * sizes.patch**2, sizes.width
+        self.past, self.future = nn.Linear(area, wide), nn.Linear(sizes.maps * sizes.patch**2, wide)
+        self.views = views
+        self.enter = nn.Conv2d(2 * channels, sizes.maps, 3, 1, 1)
+        self.fine = nn.ModuleList(ViewBlock(sizes.maps, wide) for _ in range(3))
+        self.leave = nn.Conv2d(sizes.maps, channels, 3, 1, 1)
+        self.position = nn.Parameter(0.02 * torch.randn(self.grid[0] * self.grid[1], wide))
+        self.slots = nn.Parameter(0.02 * torch.randn(history + chunk, wide))
+        self.action, self.pose = _embedding(2 * actions, wide), _embedding(poses, wide)
+        self.unknown = nn.Parameter(0.02 * torch.randn(wide))
+        self.noise, self.level = _embedding(1, wide), TimeEmbedding(wide)
+        self.summand = nn.Linear(wide, wide)
+        self.blocks = nn.ModuleList(FrameBlock(wide, sizes.heads) for _ in range(sizes.depth))
+        self.norm, self.last = nn.LayerNorm(wide, elementwise_affine=False), nn.Linear(wide, 2 * wide)
+        self.head = nn.Linear(wide, sizes.maps * sizes.patch**2)
+        nn.init.zeros_(self.leave.weight)
+        nn.init.zeros_(cast(Tensor, self.leave.bias))
+
+    def remember(self, history: Tensor, actions: Tensor, poses: Tensor, noise: Tensor) -> Memory:
+        """Return what future frames attend to.
+
+        history: latents [N, K, C, height, width], oldest first, the present frame last; actions: [N, K, A], what led to
+        them; poses: [N, K, P]; noise: [N, K], the deviation of the noise that was added to them.
+        """
+        slots = self.slots[: history.shape[1]]
+        with autocast(self.precision, history.device):
+            told = self.action(torch.cat([actions, torch.zeros_like(actions)], -1))
+            condition = slots + told + self.pose(poses) + self.noise(noise[..., None])
+            tokens = self.past(self._patches(history)) + self.position + self.summand(condition)[:, :, None]
+            found: Memory = []
+            for block in self.blocks:
+                tokens, own = block(tokens, condition, None, None)
+                found.append(own)
+        return found
+
+    def network(self, memory: Memory, present: Tensor, actions: Tensor, known: Tensor | None = None) -> Network:
+        """Return EDM's F over changes [N, F, C, height, width] from the present latents [N, C, height, width].
+
+        actions: [N, F, A], standardised, what leads to each frame; known: [N, F] bool, False hides an action.
+        """
+        return partial(self._predict, memory=memory, present=present, actions=actions, known=known)
+
+    def _predict(
+        self, noisy: Tensor, level: Tensor, memory: Memory, present: Tensor, actions: Tensor, known: Tensor | None
+    ) -> Tensor:
+        frames = noisy.shape[1]
+        with autocast(self.precision, noisy.device):
+            shown = actions if known is None else actions * known[..., None]
+            told = self.action(torch.cat([shown, shown.cumsum(1) / self.chunk], -1))
+            if known is not None:
+                told = torch.where(known[..., None], told, told + self.unknown.to(told.dtype))
+            condition = self.slots[self.history : self.history + frames] + told + self.level(0.25 + level / 4)[:, None]
+            each = condition.repeat_interleave(self.views, 1).flatten(0, 1)
+            given = torch.cat([noisy, present[:, None].expand_as(noisy)], 2)
+            maps = self.enter(rearrange(given, "n f c (v h) w -> (n f v) c h w", v=self.views))
+            maps = self.fine[0](maps, each)
+            stacked = rearrange(maps, "(n f v) c h w -> n f c (v h) w", f=frames, v=self.views)
+            tokens = self.future(self._patches(stacked)) + self.position + self.summand(condition)[:, :, None]
+            mask = self._causal(frames, memory[0][0].shape[2], noisy.device) if frames > 1 else None
+            for block, remembered in zip(self.blocks, memory, strict=True):
+                tokens, _ = block(tokens, condition, remembered, mask)
+            shift, scale = self.last(condition)[:, :, None].chunk(2, -1)
+            found = self.head(torch.addcmul(shift, self.norm(tokens), 1 + scale))
+            size = {"v": self.views, "x": self.grid[1], "p": self.patch, "q": self.patch}
+            maps = maps + rearrange(found, "n f (v y x) (c p q) -> (n f v) c (y p) (x q)", **size)
+            for block in self.fine[1:]:
+                maps = block(maps, each)
+            found = self.leave(functional.silu(maps))
+        return rearrange(found.float(), "(n f v) c h w -> n f c (v h) w", f=frames, v=self.views)
+
+    def _patches(self, latents: Tensor) -> Tensor:
+        return rearrange(latents, "n t c (y p) (x q) -> n t (y x) (c p q)", p=self.patch, q=self.patch)
+
+    def _causal(self, frames: int, past: int, device: torch.device) -> Tensor:
+        """Return what tokens may attend to, [F * S, past + F * S] bool: all of the past, no frame after their own."""
+        frame = torch.arange(frames, device=device).repeat_interleave(len(self.position))
+        return functional.pad(frame[:, None] >= frame[None], (past, 0), value=True)
+
+
+def _embedding(size: int, width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(size, width), nn.SiLU(), nn.Linear(width, width))

@@ -1,0 +1,172 @@
+"""How the dynamics of a latent video model are fitted: history with noise, future frames of one chunk, own predictions.
+
+Sources: Ctrl-World (Guo et al. 2025, arXiv:2510.10125) for noise on history frames, hidden actions and collapsed
+history; Sword's dynamic latent bootstrapping for the cache: the model's own predictions of training frames are kept,
+and a growing share of the rows has them as history instead of the truth. Axes: M rows, L frames of a stretch, K history
+frames, F future frames, A action dimension, P pose elements.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.nn import edm
+from worldmodels.video.configuration import VideoConfig
+from worldmodels.video.networks import VideoTransformer
+
+
+@dataclass(frozen=True)
+class LatentVideo:
+    """Episodes as a latent model sees them, frame by frame of all episodes, one after the other.
+
+    latents: [frames, C, height, width]; poses: [frames, P]; actions: [frames, A], standardised, what led to the frame
+    (nothing, zero in the world's units, where an episode begins); first, last: [frames], of its episode.
+    """
+
+    latents: Tensor
+    poses: Tensor
+    actions: Tensor
+    first: Tensor
+    last: Tensor
+
+    @staticmethod
+    def of(episodes: Episodes, latents: Tensor, poses: Tensor, actions: Tensor) -> "LatentVideo":
+        """Return the frames of `episodes`."""
+        count = episodes.lengths + 1
+        first = torch.repeat_interleave(episodes.frame_starts, count)
+        return LatentVideo(latents, poses, actions, first, first + torch.repeat_interleave(episodes.lengths, count))
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What surrounds M present frames.
+
+    history, history_poses, history_actions: [M, K, ...], the present frame last; before an episode its first frame
+    repeats, and nothing led to it; future, actions: [M, F, ...]; valid: [M, F] bool, inside of the episode; places:
+    index [M, K + F] of the frames.
+    """
+
+    history: Tensor
+    history_poses: Tensor
+    history_actions: Tensor
+    future: Tensor
+    actions: Tensor
+    valid: Tensor
+    places: Tensor
+
+    def to(self, device: torch.device) -> "Stretch":
+        """Move every tensor."""
+        return Stretch(*(value.to(device) for value in self.__dict__.values()))
+
+
+def stretch_at(video: LatentVideo, present: Tensor, config: VideoConfig) -> Stretch:
+    """Return what surrounds the frames `present` [M]; history frames are spaced by `config.ages`."""
+    ages = torch.tensor(config.ages)
+    history = (present[:, None] - ages).maximum(video.first[present][:, None])
+    ahead = present[:, None] + torch.arange(1, 1 + config.chunk)
+    future = ahead.minimum(video.last[present][:, None])
+    return Stretch(
+        video.latents[history],
+        video.poses[history],
+        video.actions[history],
+        video.latents[future],
+        video.actions[future],
+        ahead == future,
+        torch.cat([history, future], 1),
+    )
+
+
+class DynamicsStage(nn.Module):
+    """Fits the transformer of a latent video model; a `Regression`.
+
+    encode: episodes -> `LatentVideo`, which sets the statistics of latents; change_std: [C], of one step's change. The
+    cache of own predictions and the count of updates are buffers, so that an interrupted run goes on exactly.
+    """
+
+    cache: Tensor
+    updates: Tensor
+
+    def __init__(
+        self,
+        transformer: VideoTransformer,
+        config: VideoConfig,
+        change_std: Tensor,
+        encode: Callable[[Episodes], LatentVideo],
+    ):
+        super().__init__()
+        self.transformer, self.config, self._encode = transformer, config, encode
+        self._change_std, self._still = change_std, torch.zeros(1, 1)
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(0))
+
+    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Return {"stretch": Stretch} for ever; `generator` is all the state."""
+        video = self._encode(episodes)
+        self._still = video.actions[:1].to(self._change_std.device)
+        if self.config.bootstrap:
+            self.cache = video.latents.half()
+        return self._batches(video, len(video.latents), generator)
+
+    def _batches(self, video: LatentVideo, count: int, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        present = (video.last > torch.arange(count)).nonzero()[:, 0]
+        while True:
+            draws = torch.randint(len(present), (self.config.batch_size,), generator=generator, device=generator.device)
+            yield {"stretch": stretch_at(video, present[draws.cpu()], self.config).to(self._change_std.device)}
+
+    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"latents": [M]}, EDM's weighted error of future frames; 1: what repeating a frame costs a step ahead.
+
+        The history is made worse first: own predictions, collapse, noise. The future is predicted as a change from the
+        present frame as it is given, so errors in it are to be mended.
+        """
+        stretch, config = batch["stretch"], self.config
+        rows = len(stretch.future)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator, device=generator.device).to(stretch.future.device)
+
+        history, actions, poses = self._spoiled(stretch, draw)
+        reach = torch.full(history.shape[1:2], config.memory_noise, device=history.device)
+        reach[-config.recent :] = config.present_noise
+        noise = reach * draw(*history.shape[:2])
+        drawn = torch.randn(history.shape, generator=generator, device=generator.device).to(history.device)
+        history = history + noise[..., None, None, None] * drawn
+        present, scale = history[:, -1], self._change_std[:, None, None]
+        change = (stretch.future - present[:, None]) / scale
+        shares = config.first_share, generator, config.temperature
+        noisy, sigma, first = edm.training_noise_with_starts(change, config.edm, *shares)
+        shown = draw(*stretch.valid.shape) >= config.action_dropout
+        memory = self.transformer.remember(history, actions, poses, noise)
+        network = self.transformer.network(memory, present, stretch.actions, shown)
+        found = edm.denoise(network, noisy, sigma, config.edm)
+        if self.config.bootstrap and self.training:
+            self._keep(stretch, present[:, None] + found.detach() * scale, first)
+        error = edm.weighted_error(found, change, sigma, config.edm).mean((2, 3, 4))
+        return {"latents": (error * stretch.valid).sum(1) * rows / stretch.valid.sum().clamp_min(1)}
+
+    def _spoiled(self, stretch: Stretch, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return history, its actions and its poses, in some rows predicted or collapsed to the present frame."""
+        config, history = self.config, stretch.history
+        count = history.shape[1]
+        own, collapsed = draw(len(history)), draw(len(history)) < config.collapse
+        if config.bootstrap:
+            share = config.bootstrap * min(1.0, float(self.updates) / config.bootstrap_steps)
+            kept = self.cache[stretch.places[:, :count].to(self.cache.device)].to(history)
+            history = torch.where((own < share)[:, None, None, None, None], kept, history)
+        last = collapsed[:, None, None]
+        actions = torch.where(last, self._still, stretch.history_actions)
+        poses = torch.where(last, stretch.history_poses[:, -1:], stretch.history_poses)
+        return torch.where(last[..., None, None], history[:, -1:], history), actions, poses
+
+    @torch.no_grad()
+    def _keep(self, stretch: Stretch, predicted: Tensor, first: Tensor) -> None:
+        """Put predictions [M, F, ...] of rows that began as the sampler does into the cache, and count the update."""
+        places = stretch.places[:, -predicted.shape[1] :]
+        for row in first.nonzero()[:, 0].tolist():
+            valid = stretch.valid[row]
+            self.cache[places[row, valid].to(self.cache.device)] = predicted[row, valid].to(self.cache)
+        self.updates += 1
