@@ -22,6 +22,18 @@ from robopolicy.core.structured import choices, explanations, from_plain, to_pla
 from robopolicy.sections import Config
 
 GROUPS = ("recipe", "world")
+RENAMED = {
+    "finetune.units": "finetune.finetuned_steps",
+    "finetune.scored_units": "finetune.scored_steps",
+    "finetune.branch_unit": "finetune.branch_sampling_step",
+    "finetune.worlds": "finetune.num_envs",
+    "finetune.decisions": "finetune.rollout_length",
+    "finetune.actor_rate": "finetune.learning_rate",
+    "finetune.critic_rate": "finetune.critic_learning_rate",
+    "policy.finetuned_units": "policy.finetuned_steps",
+    "policy.noisy_units": "policy.noisy_steps",
+}
+"""Keys of earlier versions and what they are called now."""
 OUTSIDE = ("gymnasium:", "metaworld/")
 """What names of worlds from outside suites begin with: `world=` takes them as they are."""
 
@@ -104,6 +116,8 @@ def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore) -> 
         return f"++world.name={value}"
     if key in GROUPS:
         return f"{key}={_group_option(key, value, store)}"
+    if key in RENAMED:
+        raise ConfigError(f"'{key}' is called '{RENAMED[key]}' now.")
     node: Any = defaults
     for depth, part in enumerate(key.split(".")):
         if not isinstance(node, Mapping) or (part not in node and not _is_open(key.split(".")[:depth])):

@@ -38,7 +38,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class ImaginationSection:
-    """How a world model is lived in: when imagination is cut (the value beyond still counts), and what doubt costs."""
+    """When imagination is cut (the value beyond still counts), and what uncertainty costs."""
 
     steps: int | None = None
     """Cut after so many imagined steps, null for never."""
@@ -73,7 +73,7 @@ class WorldSection:
     cameras: tuple[str, ...] = ()
     """Names of the cameras that observations show; policies that see bring their own."""
     image_size: int = 64
-    """Height and width of a camera's picture in pixels."""
+    """Height and width of a camera's image in pixels."""
     model: Path | None = None
     """Checkpoint of a world model, for name=worldmodel."""
     data: Path | None = None
@@ -102,7 +102,7 @@ class CollectSection:
     successes_only: bool = False
     """Drop failures; world models need them."""
     images: Literal["png", "video"] = "png"
-    """How pictures are stored: png, exact, or video, small."""
+    """How images are stored: png, exact, or video, small."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,13 @@ class FinetuneSection(FinetuneConfig):
     """Dotted path of the controller whose states hints begin in, empty for the task's."""
     experts: tuple[Path, ...] = ()
     """Datasets whose successes auxiliaries=[experts] imitates on the side."""
-    units: int | None = None
-    """How many of the last denoising steps are tuned, null for policy.finetuned_units, else half of them."""
+    finetuned_steps: int | None = None
+    """How many of the last denoising steps are tuned, null for policy.finetuned_steps, else half of them."""
     train_encoder: bool = True
     """Whether the encoders of its observations learn as well."""
     lora_rank: int = 0
     """Tune adapters of this rank instead of the weights (token policies), 0 for none."""
-    worlds: int = 256
+    num_envs: int = 256
     """Rows collected in parallel."""
     critic_width: int = 256
     """Width of the critic's layers."""
@@ -179,7 +179,7 @@ class WorldModelSection:
     share each.
     """
     styles: int = 0
-    """In how many other looks the same training episodes are filmed as well (Sword), for models that see pictures."""
+    """In how many other looks the same training episodes are filmed as well (Sword), for models that see images."""
     fit: FitConfig = field(
         default_factory=lambda: FitConfig(steps=1500, learning_rate=3e-3, weight_decay=1e-5, checkpoint_every=500)
     )
@@ -188,7 +188,7 @@ class WorldModelSection:
     examine_rows: int = 512
     """Held-out episodes that the examination follows."""
     examine_steps: int = 20_000
-    """Single steps on which it judges reward and success (a diffusion model of pictures takes minutes for the default).
+    """Single steps on which it judges reward and success (a diffusion model of images takes minutes for the default).
     """
 
 

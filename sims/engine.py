@@ -380,7 +380,7 @@ class MujocoWorld:
         observation[TASK] = np.asarray(self._spec.instructions)[arrays["instruction"]]
         return observation
 
-    # -- snapshots and pictures ----------------------------------------------------------------------------------
+    # -- snapshots and images ----------------------------------------------------------------------------------
 
     def snapshot(self, rows: Rows = None) -> Snapshot:
         """Copy the full state of `rows`: physics, control, goal, counters, flags and history."""

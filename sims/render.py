@@ -1,6 +1,6 @@
-"""Fast off-screen pictures of many states: one graphics context per image size, no shadows, reflections or smoothing.
+"""Fast off-screen images of many states: one graphics context per image size, no shadows, reflections or smoothing.
 
-The same settings serve data collection, training and evaluation, so that a policy never sees another style of picture.
+The same settings serve data collection, training and evaluation, so that a policy never sees another style of image.
 """
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)

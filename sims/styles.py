@@ -1,6 +1,6 @@
 """Other materials and lights for the same scene: what a camera sees changes, what happens does not.
 
-Structure-guided style augmentation (Sword) restyles training pictures while depth, segmentation and actions stay; in a
+Structure-guided style augmentation (Sword) restyles training images while depth, segmentation and actions stay; in a
 simulator that is exact and free: the same states are rendered in another look.
 """
 # pyright: reportAttributeAccessIssue=false
@@ -17,7 +17,7 @@ def restyle(model: mujoco.MjModel, style: int, strength: float = 1.0) -> None:
 
     Materials and plain geoms keep their shade but for a random turn of hue and a shift of saturation and brightness;
     textures shift as a whole; lights change direction, colour and strength. strength: 0 changes nothing, 1 makes every
-    hue possible. Call it before pictures are taken: textures are handed to the graphics card once.
+    hue possible. Call it before images are taken: textures are handed to the graphics card once.
     """
     generator = numpy_generator(style, "style")
     model.mat_rgba[:] = _recoloured(model.mat_rgba, generator, strength)

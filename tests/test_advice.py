@@ -15,4 +15,4 @@ def judged(success_rate: float) -> Any:
 @pytest.mark.parametrize(("tuned", "said"), [(0.2, True), (0.4, True), (0.9, False)])
 def test_advice_comes_where_success_did_not_rise(tuned, said, capsys):
     print_advice({"base": judged(0.4), "tuned": judged(tuned)})
-    assert ("finetune.actor_rate=1e-4" in capsys.readouterr().out) is said
+    assert ("finetune.learning_rate=1e-4" in capsys.readouterr().out) is said

@@ -64,7 +64,7 @@ def complaint(capsys, verb, *arguments) -> str:
         (["collect", "collect.noise=[loww]", "run.name=c"], ["loww", "'low'"]),
         (["collect", "collect.images=jpg", "run.name=d"], ["collect.images", "'png'"]),
         (["finetune", "finetune.algorithm=grop", "run.name=e"], ["grop", "'grpo'"]),
-        (["finetune", "finetune.units=99", "run.name=f"], ["99", "chain of 2"]),
+        (["finetune", "finetune.finetuned_steps=99", "run.name=f"], ["99", "chain of 2"]),
         (["serve", "serve.host=0.0.0.0"], ["0.0.0.0", "API key"]),
         (["bench", "simz"], ["simz", "'sims'"]),
     ],
@@ -82,8 +82,8 @@ def test_a_wrong_word_is_named_with_the_nearest_right_one(root, capsys, argument
 def test_a_start_that_failed_does_not_stand_in_the_way(root, capsys):
     policy = root / "train" / "reach_planar" / "0" / "checkpoint"
     same = [f"run.root={root}", "run.name=again", f"finetune.policy={policy}"]
-    assert "99" in complaint(capsys, "finetune", *same, "finetune.units=99")
-    assert "98" in complaint(capsys, "finetune", *same, "finetune.units=98")
+    assert "99" in complaint(capsys, "finetune", *same, "finetune.finetuned_steps=99")
+    assert "98" in complaint(capsys, "finetune", *same, "finetune.finetuned_steps=98")
 
 
 def test_a_policy_of_another_world(root, checkpoint, capsys):

@@ -67,7 +67,7 @@ def test_the_experiments_run():
         looks=1,
         unseen=1,
         fit=5,
-        model=PixelDiffusionConfig(size="tiny", readout=ReadoutConfig(batch_size=16, dreams=16)),
+        model=PixelDiffusionConfig(size="tiny", readout=ReadoutConfig(batch_size=16, imagined_steps=16)),
     )
     seen = styles.measure(0, looks)
     assert len(EXPERIMENTS["styles"].tables([seen])[0][2]) == 4
@@ -76,9 +76,9 @@ def test_the_experiments_run():
 
 
 @pytest.mark.slow
-def test_the_experiment_with_pictures_runs_and_finds_its_models_again(tmp_path):
+def test_the_experiment_with_images_runs_and_finds_its_models_again(tmp_path):
     tiny = VideoConfig(size="tiny", channels=(8, 16, 16), recent=2, memory=1, stride=2, chunk=2, batch_size=4)
-    tiny = replace(tiny, view_batch_size=4, readout=ReadoutConfig(batch_size=16, dreams=16))
+    tiny = replace(tiny, view_batch_size=4, readout=ReadoutConfig(batch_size=16, imagined_steps=16))
     scale = video.Scale(
         ablations=("no memory", "no bootstrapping"),
         recorded=200,
@@ -97,7 +97,7 @@ def test_the_experiment_with_pictures_runs_and_finds_its_models_again(tmp_path):
     first = video.measure(0, scale, tmp_path)
     for title, header, lines in EXPERIMENTS["video"].tables([{"fixed_cameras": first}]):
         assert title and lines and all(len(line) == len(header) for line in lines)
-    assert all("<svg" in plot for _, plot in EXPERIMENTS["video"].pictures([{"fixed_cameras": first}]))
+    assert all("<svg" in plot for _, plot in EXPERIMENTS["video"].images([{"fixed_cameras": first}]))
     assert (tmp_path / "imagined.mp4").stat().st_size > 1000
     again = video.measure(0, scale, tmp_path)
     assert all(again[name] == first[name] for name in ("model", "no memory", "no bootstrapping"))

@@ -17,8 +17,8 @@ SMALL = [
     "train.fit.steps=30",
     "train.evaluate_episodes=8",
     "finetune.iterations=2",
-    "finetune.worlds=8",
-    "finetune.decisions=4",
+    "finetune.num_envs=8",
+    "finetune.rollout_length=4",
     "finetune.evaluate_every=1",
     "finetune.evaluate_episodes=8",
     "finetune.critic_width=16",
@@ -76,8 +76,8 @@ def test_the_whole_path(root, capsys):
         "imagine.refresh_episodes=8",
     ]
     assert run(root, "imagine", *watched, "imagine.refresh_steps=5") == 0
-    dreamt = json.loads((root / "imagine" / "reach_planar" / "0" / "result.json").read_text())
-    assert dreamt["imagined_steps"] > 0 and dreamt["env_steps"] > 0 and "tuned, imagined" in dreamt["imagined"]
+    imagined = json.loads((root / "imagine" / "reach_planar" / "0" / "result.json").read_text())
+    assert imagined["imagined_steps"] > 0 and imagined["env_steps"] > 0 and "tuned, imagined" in imagined["imagined"]
     synthetic = ["imagine.method=sft", "imagine.rounds=1", "imagine.synthetic=16", "imagine.imitate_steps=5"]
     assert run(root, "imagine", *synthetic, "imagine.watch=0", "run.name=reach_planar_sft", *explicit(root)) == 0
     for page in root.glob("*/*/*/report.html"):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
-from robopolicy.core.policy import Decision, Evaluation, TensorObservation
+from robopolicy.core.policy import Decision, Scores, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, PolicySpec, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Rows
@@ -228,7 +228,7 @@ class JointModel(nn.Module):
         none = torch.zeros(len(state), 1, device=flat.device)
         return Decision(actions.clamp(low, high), {}, none, none.bool())
 
-    def evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:
+    def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """It cannot: an ODE's draws have no tractable density."""
         raise ConfigError(
             "A joint model plans instead of being fine-tuned, its decisions have no log-probabilities: pre-train "
@@ -237,7 +237,7 @@ class JointModel(nn.Module):
 
     def prepare_finetuning(self, units: int | None = None, *, train_encoder: bool = True) -> None:
         """It cannot, see `evaluate`."""
-        self.evaluate({}, {})
+        self.log_prob({}, {})
 
     def reset(self, rows: Rows = None) -> None:
         """It remembers nothing."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.policy import Decision, Evaluation, Policy, TensorObservation, to_tensors
+from robopolicy.core.policy import Decision, Policy, Scores, TensorObservation, to_tensors
 from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.core.world import Rows
 from worldmodels.env import ImaginedWorld
@@ -90,9 +90,9 @@ class PlannedPolicy(nn.Module):
         """Save the policy; planning is not part of a checkpoint."""
         self.policy.save(folder)
 
-    def evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:
+    def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """Score decisions under the policy; choosing among them is not scored."""
-        return self.policy.evaluate(observation, units)
+        return self.policy.log_prob(observation, latents)
 
     @torch.no_grad()
     def act(
@@ -107,7 +107,7 @@ class PlannedPolicy(nn.Module):
             first = torch.arange(rows, device=tried.actions.device) * count
             tried = Decision(
                 tried.actions.index_copy(0, first, sure.actions),
-                {name: value.index_copy(0, first, sure.units[name]) for name, value in tried.units.items()},
+                {name: value.index_copy(0, first, sure.latents[name]) for name, value in tried.latents.items()},
                 tried.logp.index_copy(0, first, sure.logp),
                 tried.mask.index_copy(0, first, sure.mask),
             )
@@ -115,8 +115,8 @@ class PlannedPolicy(nn.Module):
         self.last_scores = AGGREGATES[self.config.aggregate](scores.reshape(rows, count, -1)).cpu()
         best = self.last_scores.argmax(1) + torch.arange(rows) * count
         best = best.to(tried.actions.device)
-        units = {name: value[best] for name, value in tried.units.items()}
-        return Decision(tried.actions[best], units, tried.logp[best], tried.mask[best])
+        latents = {name: value[best] for name, value in tried.latents.items()}
+        return Decision(tried.actions[best], latents, tried.logp[best], tried.mask[best])
 
     def _imagine(self, observation: TensorObservation, first: Tensor, generator: torch.Generator) -> Tensor:
         """Return the score [rows * candidates * futures] of following the chunks `first`, then the policy."""

@@ -1,12 +1,12 @@
 """Diffusion of whole trajectories, guided towards a target policy: synthetic data that is on-policy and obeys dynamics.
 
-One denoiser draws states and actions of a stretch together, so errors do not compound from step to step; the guidance
-moves the actions, and nothing else, up the target policy's likelihood at every noise level.
-Source: policy-guided diffusion, Jackson et al. 2024, arXiv:2404.06356. Deviations: the changes of the state are drawn
-beside the state, each in its own standard deviations, and what comes out agrees best with both (states alone are off by
-about as much as a step changes slow ones, from which nobody learns dynamics or values); rewards and ends are read off
-them by `StepHeads` (drawn, successes became four times as rare as they are); constants, angles and derived elements of
-the state are repaired as in the ensemble; stretches that end early repeat their last frame.
+One denoiser draws states and actions of a subsequence together, so errors do not compound from step to step; the
+guidance moves the actions, and nothing else, up the target policy's likelihood at every noise level. Source:
+policy-guided diffusion, Jackson et al. 2024, arXiv:2404.06356. Deviations: the changes of the state are drawn beside
+the state, each in its own standard deviations, and what comes out agrees best with both (states alone are off by about
+as much as a step changes slow ones, from which nobody learns dynamics or values); rewards and ends are read off them by
+`StepHeads` (drawn, successes became four times as rare as they are); constants, angles and derived elements of the
+state are repaired as in the ensemble; subsequences that end early repeat their last frame.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +37,7 @@ LogProb = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TrajectoryConfig:
-    """length: steps of a stretch; width, depth: of the U-Net over time, whose width is best twice the channels of a
+    """length: steps of a subsequence; width, depth: of the U-Net over time, whose width is best twice the channels of a
     step (with fewer, what should be denoised does not get through the first layer); edm: the paper's but for fewer
     steps; head_width: of the heads of reward and success.
     """
@@ -57,7 +57,7 @@ class TrajectoryConfig:
 
 
 class TrajectoryDiffusion(nn.Module):
-    """A generator of stretches of `length` steps; make one with `build` or `restore`.
+    """A generator of subsequences of `length` steps; make one with `build` or `restore`.
 
     Channels of a step: standardised state [S] and its change [S], action [A].
     """
@@ -118,7 +118,7 @@ class TrajectoryDiffusion(nn.Module):
         self.heads.calibrate(TransitionData.of(episodes))
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield standardised stretches for ever; `generator` is all the state."""
+        """Yield standardised subsequences for ever; `generator` is all the state."""
         device, data = self.mean.device, SequenceData(episodes)
         rows = beginnings(episodes, self.config.length)
         while True:
@@ -139,10 +139,10 @@ class TrajectoryDiffusion(nn.Module):
         *,
         batch_size: int = 256,
     ) -> Tensor:
-        """Draw `count` stretches [count, L, S + A] in the data's units, states and actions.
+        """Draw `count` subsequences [count, L, S + A] in the data's units, states and actions.
 
         target: the policy whose likelihood the actions climb, by `guidance` times a step of unit length (over the whole
-        stretch) in standardised actions, most at the middle noise levels.
+        subsequence) in standardised actions, most at the middle noise levels.
         """
         parts = []
         with progress("Generating trajectories", count) as advance:
@@ -157,7 +157,7 @@ class TrajectoryDiffusion(nn.Module):
 
     @torch.no_grad()
     def transitions(self, steps: Tensor) -> TransitionData:
-        """Return the transitions of stretches [N, L, S + A], up to success; rewards include the bonus."""
+        """Return the transitions of subsequences [N, L, S + A], up to success; rewards include the bonus."""
         state, action = steps.split([self.states, self.actions], -1)
         before, taken, after = (each.flatten(0, 1) for each in (state[:, :-1], action[:, :-1], state[:, 1:]))
         success = self.heads.succeeded(after)

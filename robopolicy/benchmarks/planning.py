@@ -1,12 +1,11 @@
 """COPlanner: is a cautious plan truer in imagination, and does a curious one teach the model more?
 
 A model learns from a few nearly clean demonstrations, so it is wrong where they never went. Cautious, on push_cube:
-rollouts inside the model choose among candidates by reward minus doubt; what is asked is how far they are from what the
-simulator does under the same actions. Curious, on reach_planar: real episodes choose by reward plus doubt, and after
-each round the model learns from all so far; asked is how well it then follows what happens wherever anybody goes, in
-play and in further episodes of every actor. All explore for as many control steps. The policy alone, and planning
-without doubt, are beside both.
-Source: Wang et al. 2023, arXiv:2310.07220.
+rollouts inside the model choose among candidates by reward minus uncertainty; what is asked is how far they are from
+what the simulator does under the same actions. Curious, on reach_planar: real episodes choose by reward plus
+uncertainty, and after each round the model learns from all so far; asked is how well it then follows what happens
+wherever anybody goes, in play and in further episodes of every actor. All explore for as many control steps. The policy
+alone, and planning without uncertainty, are beside both. Source: Wang et al. 2023, arXiv:2310.07220.
 """
 
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from worldmodels.planning import PlanConfig, PlannedPolicy
 from worldmodels.starts import recorded_starts
 
 SIGNS = {"policy": None, "planned": 0.0, "cautious": -1.0, "curious": 1.0}
-"""What a unit of doubt adds to a candidate's score, as a share of the study's; None: no candidates at all."""
+"""What a unit of uncertainty adds to a candidate's score, as a share of the study's; None: no candidates at all."""
 
 EXPLORERS = ("policy", "planned", "curious")
 
@@ -43,13 +42,13 @@ DEMONSTRATED = 0.1
 
 @dataclass(frozen=True)
 class Study:
-    """demonstrations: episodes of `task`; doubt: what SIGNS are multiplied by; candidates: of a plan; exploration: the
-    policy's noise, in normalised actions, by which candidates differ.
+    """demonstrations: episodes of `task`; uncertainty: what SIGNS are multiplied by; candidates: of a plan;
+    exploration: the policy's noise, in normalised actions, by which candidates differ.
     """
 
     task: str
     demonstrations: int
-    doubt: float
+    uncertainty: float
     candidates: int
     exploration: float
 
@@ -127,7 +126,9 @@ def actor_of(name: str, policy: Any, model: EnsembleModel, study: Study, scale: 
     sign = SIGNS[name]
     if sign is None:
         return policy
-    return PlannedPolicy(policy, model, PlanConfig(study.candidates, scale.horizon, uncertainty=study.doubt * sign))
+    return PlannedPolicy(
+        policy, model, PlanConfig(study.candidates, scale.horizon, uncertainty=study.uncertainty * sign)
+    )
 
 
 def shown_and_cloned(world: World, study: Study, scale: Scale, seed: int) -> tuple[Episodes, Any]:
@@ -178,8 +179,8 @@ def train_model(world: World, episodes: Episodes, scale: Scale, seed: int) -> En
 
 def imagined_error(model: EnsembleModel, actor: Any, shown: Episodes, scale: Scale, seed: int) -> float:
     """Return how far imagined rollouts are from the simulator's, in standard deviations of recorded states."""
-    dream = ImaginedWorld(model, recorded_starts(shown), scale.imagined)
-    played = record(dream, actor, episode_seeds(seed, "imagined", scale.imagined), generator=Generators(seed)["act"])
+    inside = ImaginedWorld(model, recorded_starts(shown), scale.imagined)
+    played = record(inside, actor, episode_seeds(seed, "imagined", scale.imagined), generator=Generators(seed)["act"])
     data, spread = TransitionData.of(played), TransitionData.of(shown).state.std(0, correction=0).clamp_min(1e-6)
     long = played.lengths >= scale.steps
     first = played.starts[long]

@@ -1,9 +1,9 @@
 """Sword's question: does a model that has seen the same episodes in other looks read an unseen look better?
 
-Pixel diffusion sees a robot's joints and a camera's picture; where the cube is, the picture alone tells. One model
+Pixel diffusion sees a robot's joints and a camera's image; where the cube is, the image alone tells. One model
 learns from one look, another from the same episodes filmed in several, with as many training steps. Both are examined
 on held-out episodes, in the look that both know and in looks that neither does. (A recurrent model, which draws
-pictures from its latent alone, was tried: it is no match for repeating the first frame, in any look.)
+images from its latent alone, was tried: it is no match for repeating the first frame, in any look.)
 """
 
 from dataclasses import dataclass, field, replace
@@ -49,7 +49,7 @@ class Scale:
 
 
 def measure(seed: int, scale: Scale) -> dict[str, dict[str, dict[str, float]]]:
-    """Return, by model and look, errors of reward and picture and the score of the success head."""
+    """Return, by model and look, errors of reward and image and the score of the success head."""
     world = camera_world(scale, seed)
     played = [record(world, expert(world, noise, derive(seed, str(noise))), seeds(seed, noise)) for noise in (0.3, 1.0)]
     episodes = seen_only(Episodes.concatenate([part.select(range(scale.episodes // 2)) for part in played]))
@@ -101,8 +101,8 @@ def figures(model: PixelDiffusionModel, episodes: Episodes, scale: Scale) -> dic
     return {
         "reward_error": float(single["reward_error"]),
         "success_f1": float(single["success"]["f1"]),
-        "picture": followed[IMAGE_PREFIX + CAMERA]["model"],
-        "picture_copied": followed[IMAGE_PREFIX + CAMERA]["copy"],
+        "image": followed[IMAGE_PREFIX + CAMERA]["model"],
+        "image_copied": followed[IMAGE_PREFIX + CAMERA]["copy"],
     }
 
 

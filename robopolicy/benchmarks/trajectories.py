@@ -38,7 +38,7 @@ EPISODES = 200
 class Scale:
     """recorded, noise: control steps of data and how noisily the expert acts, where truth is asked; taught_recorded,
     taught_noise: where agents learn; fit, taught_fit: training steps of the generators (and of the ensemble);
-    synthetic: stretches generated at a time, of taught_length steps; updates: of an agent; refresh: updates between
+    synthetic: subsequences generated at a time, of taught_length steps; updates: of an agent; refresh: updates between
     generations; share: of a batch, synthetic steps; guidance: strengths compared; taught_by: strengths that teach.
     """
 
@@ -118,7 +118,7 @@ def train_agent(
 def generator_of(
     config: TrajectoryConfig, spec: Any, episodes: Episodes, steps: int, seed: int, generators: Generators
 ) -> TrajectoryDiffusion:
-    """Return a trained generator of stretches."""
+    """Return a trained generator of subsequences."""
     model = TrajectoryDiffusion.build(config, spec, episodes, derive(seed, "trajectories"))
     fit_stages(model, episodes, FitConfig(steps=steps, learning_rate=2e-3, checkpoint_every=10**9), generators)
     model.calibrate(episodes)

@@ -158,7 +158,7 @@ def speed(model: VideoModel, episodes: Episodes, rows: int, frames: int) -> dict
 
 
 def averaged(figures: dict[str, dict[str, dict[str, float]]], ending: str) -> dict[str, dict[str, float]]:
-    """Return horizon -> figures of pictures, averaged over cameras; ending: of their keys, SSIM or "" for PSNR."""
+    """Return horizon -> figures of images, averaged over cameras; ending: of their keys, SSIM or "" for PSNR."""
     found = {}
     for horizon, by_key in figures.items():
         rows = [

@@ -303,7 +303,7 @@ def check_snapshots(
 
 
 def check_render(make_world: MakeWorld, seeds: np.ndarray) -> None:
-    """Pictures are uint8 [R, height, width, 3] of the rows asked for."""
+    """Images are uint8 [R, height, width, 3] of the rows asked for."""
     world = make_world(len(seeds))
     if not isinstance(world, Renders):
         promise(world, False, "it has render (or pass renders=False)")

@@ -1,6 +1,6 @@
-"""The `Policy` protocol: a decision is an action chunk, inside it are units with log-probabilities.
+"""The `Policy` protocol: a decision is an action chunk, inside it are steps with log-probabilities.
 
-A policy speaks torch. Axes: N or B row, K unit (denoising step, flow step or token), C chunk step, P >= C predicted
+A policy speaks torch. Axes: N or B row, K step (denoising step, flow step or token), C chunk step, P >= C predicted
 steps, A action dimension, H history frame.
 """
 
@@ -24,19 +24,19 @@ TensorObservation = dict[str, Tensor | list[str]]
 class Decision:
     """One action chunk per row and how it came about.
 
-    actions: [B, C, A] in the world's units; units: what `evaluate` needs to score it again, each [B, ...] (a denoising
+    actions: [B, C, A] in the world's units; steps: what `evaluate` needs to score it again, each [B, ...] (a denoising
     policy keeps its chain [B, K+1, P, A]); logp: [B, K] fp32 under the policy that acted; mask: [B, K] bool, True where
-    a unit was a choice (has a density).
+    a step was a choice (has a density).
     """
 
     actions: Tensor
-    units: dict[str, Tensor]
+    latents: dict[str, Tensor]
     logp: Tensor
     mask: Tensor
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Scores:
     """Differentiable scores of recorded decisions: logp, entropy [N, K]; extras by name, e.g. mean [N, K, P, A]."""
 
     logp: Tensor
@@ -59,8 +59,8 @@ class Policy(Protocol):
         """Decide for every row without gradient. deterministic: no exploration noise (the initial noise remains)."""
         ...
 
-    def evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:
-        """Score recorded units: the only differentiable path. At unchanged parameters logp equals `act`'s to 1e-5."""
+    def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
+        """Score recorded steps: the only differentiable path. At unchanged parameters logp equals `act`'s to 1e-5."""
         ...
 
     def reset(self, rows: Rows = None) -> None:
@@ -77,11 +77,11 @@ class Resumes(Protocol):
     """A policy that can go on from the middle of a decision: its tree branches inside denoising chains or sentences."""
 
     def resume(
-        self, observation: TensorObservation, units: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
+        self, observation: TensorObservation, latents: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
     ) -> Decision:
-        """Decide like `act`, but keep the first count[b] units [B] of `units` where count is not negative.
+        """Decide like `act`, but keep the first count[b] steps [B] of `steps` where count is not negative.
 
-        Kept units are no choices of this decision: mask is False there. count 0 keeps what came before the first unit
+        Kept steps are no choices of this decision: mask is False there. count 0 keeps what came before the first step
         (the initial noise of a chain; nothing of a sentence), -1 nothing at all.
         """
         ...

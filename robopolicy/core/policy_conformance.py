@@ -65,8 +65,8 @@ def _equal(first: Decision, second: Decision) -> bool:
     return (
         torch.equal(first.actions, second.actions)
         and torch.equal(first.logp, second.logp)
-        and set(first.units) == set(second.units)
-        and all(torch.equal(value, second.units[name]) for name, value in first.units.items())
+        and set(first.latents) == set(second.latents)
+        and all(torch.equal(value, second.latents[name]) for name, value in first.latents.items())
     )
 
 
@@ -93,9 +93,9 @@ def _check_decision(policy: Policy, observation: TensorObservation, deterministi
     actions = decision.actions.cpu()
     assert bool(((actions >= low - TOLERANCE) & (actions <= high + TOLERANCE)).all()), f"{how}: action out of range"
     for name, value, dtype in (("logp", decision.logp, torch.float32), ("mask", decision.mask, torch.bool)):
-        assert tuple(value.shape) == (batch, spec.units), f"{how}: {name} is {list(value.shape)}, not [B, K]"
+        assert tuple(value.shape) == (batch, spec.scored_steps), f"{how}: {name} is {list(value.shape)}, not [B, K]"
         assert value.dtype == dtype, f"{how}: {name} is {value.dtype}, not {dtype}"
-    tensors = {"actions": decision.actions, "logp": decision.logp, **decision.units}
+    tensors = {"actions": decision.actions, "logp": decision.logp, **decision.latents}
     for name, value in tensors.items():
         assert not value.requires_grad, f"{how}: {name} carries gradient"
         assert len(value) == batch, f"{how}: {name} has {len(value)} rows, not {batch}"
@@ -106,27 +106,27 @@ def _check_decision(policy: Policy, observation: TensorObservation, deterministi
             f"{how}: inference_mode differs"
         )
     if not deterministic:
-        assert bool(decision.mask.any()), f"{how}: no unit has a density, so nothing can be scored"
+        assert bool(decision.mask.any()), f"{how}: no step has a density, so nothing can be scored"
         other = _act(policy, observation, seed=2)
         assert not torch.equal(decision.actions, other.actions), f"{how}: another generator gave the same actions"
 
 
 def _check_scores(policy: Policy, observation: TensorObservation) -> None:
     decision = _act(policy, observation)
-    evaluation = policy.evaluate(observation, decision.units)
-    assert evaluation.logp.shape == decision.logp.shape, f"evaluate: logp is {list(evaluation.logp.shape)}, not [N, K]"
-    assert evaluation.entropy.shape == decision.logp.shape, "evaluate: entropy is not [N, K]"
-    error = (evaluation.logp - decision.logp)[decision.mask].abs().max().item()
+    scores = policy.log_prob(observation, decision.latents)
+    assert scores.logp.shape == decision.logp.shape, f"evaluate: logp is {list(scores.logp.shape)}, not [N, K]"
+    assert scores.entropy.shape == decision.logp.shape, "evaluate: entropy is not [N, K]"
+    error = (scores.logp - decision.logp)[decision.mask].abs().max().item()
     assert error <= TOLERANCE, f"evaluate: logp differs from act's by {error:.2e}, more than {TOLERANCE:.0e}"
     order = torch.arange(len(decision.logp) - 1, -1, -1, device=decision.logp.device)
     turned = {key: value[order] if isinstance(value, Tensor) else value[::-1] for key, value in observation.items()}
-    swapped = policy.evaluate(turned, {name: value[order] for name, value in decision.units.items()}).logp[order]
-    error = (swapped - evaluation.logp)[decision.mask].abs().max().item()
+    swapped = policy.log_prob(turned, {name: value[order] for name, value in decision.latents.items()}).logp[order]
+    error = (swapped - scores.logp)[decision.mask].abs().max().item()
     assert error <= TOLERANCE, f"evaluate: a row's logp depends on the other rows ({error:.2e})"
     if isinstance(policy, nn.Module):
-        assert evaluation.logp.requires_grad, "evaluate: logp has no gradient"
+        assert scores.logp.requires_grad, "evaluate: logp has no gradient"
         weights = [weight for weight in policy.parameters() if weight.requires_grad]
-        gradients = torch.autograd.grad(evaluation.logp[decision.mask].sum(), weights, allow_unused=True)
+        gradients = torch.autograd.grad(scores.logp[decision.mask].sum(), weights, allow_unused=True)
         found = [gradient for gradient in gradients if gradient is not None]
         assert all(bool(gradient.isfinite().all()) for gradient in found), "evaluate: a gradient is not finite"
         assert any(bool(gradient.abs().sum() > 0) for gradient in found), "evaluate: every gradient is zero"

@@ -1,6 +1,6 @@
 """`Rollouts`: what a policy did in a world, as the learner sees it.
 
-B rows of T decisions, each with K units that have log-probabilities. Two layouts: in a stream a row goes on over the
+B rows of T decisions, each with K steps that have log-probabilities. Two layouts: in a stream a row goes on over the
 ends of episodes, cut by `terminated`, `truncated` or `horizon_end`; with `whole` every row is one episode from its
 start (or from where it branched off its parent), padded with decisions that are not valid.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import TASK
 
-ROW_FIELDS = ("episode", "group", "parent", "branch_step", "branch_unit")
+ROW_FIELDS = ("episode", "group", "parent", "branch_decision", "branch_sampling_step")
 """Those with one entry a row, [B]."""
 
 
@@ -23,20 +23,20 @@ ROW_FIELDS = ("episode", "group", "parent", "branch_step", "branch_unit")
 class Rollouts:
     """Decisions in order of time.
 
-    observation, next_observation: key -> [B, T, H, ...], next is taken BEFORE any reset; units: name -> [B, T, ...];
+    observation, next_observation: key -> [B, T, H, ...], next is taken BEFORE any reset; steps: name -> [B, T, ...];
     actions: [B, T, C, A]; logp_behaviour: [B, T, K] fp32 under the policy that acted; mask: [B, T, K] bool, False on
     padding and on prefixes copied from a parent; rewards: name -> [B, T, C]; valid: [B, T, C]; terminated, truncated,
     horizon_end, success: [B, T] bool; task, policy_version: [B, T] int64, index of the instruction and number of
-    updates of the policy that acted; extras: anything else by name, [B, T, ...]. episode, group, parent, branch_step:
-    [B] int64. episode: identity of the row; group: episodes with the same start and task, whose outcomes are compared;
-    parent: the episode that this one branched off at decision branch_step (both -1: none), keeping the first
-    branch_unit of its units there (None: 0 everywhere). logp_proximal: [B, T, K] under the policy to clip around, None:
-    the behaviour's.
+    updates of the policy that acted; extras: anything else by name, [B, T, ...]. episode, group, parent,
+    branch_decision: [B] int64. episode: identity of the row; group: episodes with the same start and task, whose
+    outcomes are compared; parent: the episode that this one branched off at decision branch_decision (both -1: none),
+    keeping the first branch_sampling_step of its steps there (None: 0 everywhere). logp_proximal: [B, T, K] under the
+    policy to clip around, None: the behaviour's.
     """
 
     observation: TensorObservation
     next_observation: TensorObservation
-    units: Mapping[str, Tensor]
+    latents: Mapping[str, Tensor]
     actions: Tensor
     logp_behaviour: Tensor
     mask: Tensor
@@ -51,8 +51,8 @@ class Rollouts:
     episode: Tensor
     group: Tensor
     parent: Tensor
-    branch_step: Tensor
-    branch_unit: Tensor | None = None
+    branch_decision: Tensor
+    branch_sampling_step: Tensor | None = None
     logp_proximal: Tensor | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     whole: bool = False
@@ -163,8 +163,8 @@ def concatenate(parts: list[Rollouts]) -> Rollouts:
         )
         for part, offset in zip(parts, offsets, strict=True)
     ]
-    if any("executed" in part.units for part in parts):
-        parts = [replace(part, units={"executed": part.valid, **part.units}) for part in parts]
+    if any("executed" in part.latents for part in parts):
+        parts = [replace(part, latents={"executed": part.valid, **part.latents}) for part in parts]
     length = max(part.shape[1] for part in parts)
 
     def join(values: list[Any], per_row: bool) -> Any:

@@ -101,9 +101,10 @@ class PolicySpec:
     """What a policy reads and writes.
 
     observation: the fields it needs, by key; action: one control step; history: H frames; chunk: C control steps it
-    executes per decision; prediction: P >= C control steps it predicts; units: K units scored per decision;
-    fps: control rate it was trained at; categorical: whether units are drawn from categorical distributions (tokens)
-    instead of Gaussians; units_per_action: how many units make one control step, 0 where units belong to the chunk.
+    executes per decision; prediction: P >= C control steps it predicts; scored_steps: K steps of a decision that are
+    scored, denoising steps or tokens; fps: control rate it was trained at; categorical: whether they are drawn from
+    categorical distributions (tokens) instead of Gaussians; steps_per_action: how many of them make one control step, 0
+    where they belong to the chunk.
     """
 
     observation: Mapping[str, Field]
@@ -111,11 +112,11 @@ class PolicySpec:
     history: int
     chunk: int
     prediction: int
-    units: int
+    scored_steps: int
     fps: float
     instructions: tuple[str, ...] = ("",)
     categorical: bool = False
-    units_per_action: int = 0
+    steps_per_action: int = 0
 
     @property
     def cameras(self) -> tuple[str, ...]:

@@ -201,7 +201,7 @@ def _joined(earlier: Episodes, tree: Mapping[str, Any]) -> dict[str, Any]:
 def _quiet_writer(skip_embedding: bool) -> Iterator[None]:
     """Keep the writers' own bars and banners (several lines an episode) off the terminal.
 
-    skip_embedding: leave out lerobot's walk over every row in search of picture files to embed, which does nothing
+    skip_embedding: leave out lerobot's walk over every row in search of image files to embed, which does nothing
     and takes 70 % of the time where a dataset has no PNG columns.
     """
     import datasets

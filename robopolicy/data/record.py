@@ -29,7 +29,7 @@ def record(
 
     episodes: stop after this many (kept) episodes; the same ones are kept whatever the world's batch size. generator: a
     policy's noise (its device is where the policy computes); deterministic: a policy without exploration noise. Actions
-    are stored as executed: clipped to the world's range. A policy's chunks run step by step where in-chunk pictures or
+    are stored as executed: clipped to the world's range. A policy's chunks run step by step where in-chunk images or
     success times are wanted. Raises DataError (seeds used up, nothing kept) and SpecError (actor and world do not fit).
     """
     spec = world.spec

@@ -16,7 +16,7 @@ TOLERANCE = 1e-4
 
 
 def restyled(world: World, episodes: Episodes) -> Episodes:
-    """Return `episodes` with the pictures that `world`'s cameras take of them; nothing else changes.
+    """Return `episodes` with the images that `world`'s cameras take of them; nothing else changes.
 
     world: as the episodes' own, but for its look. Raises DataError where the episodes have no seeds, the world has no
     camera of theirs, or the replay goes elsewhere (another world, or one that chance has a hand in).
@@ -28,7 +28,7 @@ def restyled(world: World, episodes: Episodes) -> Episodes:
         raise DataError("The world looks through none of the episodes' cameras: there is nothing to film.")
     vectors = [key for key in episodes.observation if not key.startswith(IMAGE_PREFIX)]
     spread = {key: episodes.observation[key].float().std(0).clamp_min(1e-6).numpy() for key in vectors}
-    pictures = {key: torch.empty_like(episodes.observation[key]) for key in cameras}
+    images = {key: torch.empty_like(episodes.observation[key]) for key in cameras}
     lengths, seeds, rows = episodes.lengths.numpy(), episodes.seeds.numpy(), world.batch_size
     with progress("filming again", len(episodes)) as advance:
         for begin in range(0, len(episodes), rows):
@@ -41,14 +41,14 @@ def restyled(world: World, episodes: Episodes) -> Episodes:
                 places = frames[torch.from_numpy(live)] + step
                 _require_same(observation, episodes, vectors, spread, np.flatnonzero(live), places)
                 for key in cameras:
-                    pictures[key][places] = torch.from_numpy(observation[key][: len(chosen)][live, -1])
+                    images[key][places] = torch.from_numpy(observation[key][: len(chosen)][live, -1])
                 if step == int(lengths[chosen].max()):
                     break
                 index = np.minimum(first + step, first + lengths[chosen] - 1)
                 actions = np.resize(episodes.actions[index].numpy(), (rows, episodes.actions.shape[1]))
                 observation = world.step(actions[:, None].astype(np.float64)).observation
             advance(len(chosen))
-    return replace(episodes, observation={**episodes.observation, **pictures})
+    return replace(episodes, observation={**episodes.observation, **images})
 
 
 def _require_same(

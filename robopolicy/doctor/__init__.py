@@ -11,7 +11,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.world import World
 from robopolicy.doctor.data import check_action_range, check_fields, check_finite_values, check_policy_fields
 from robopolicy.doctor.findings import Finding, Health
-from robopolicy.doctor.images import check_cameras, check_pictures
+from robopolicy.doctor.images import check_cameras, check_images
 from robopolicy.doctor.policy import check_normalizers, check_policy_on_data
 from robopolicy.doctor.replay import check_replay
 
@@ -34,7 +34,7 @@ def examine_data(episodes: Episodes, world: World) -> list[Finding]:
     if _fails(findings, "finite values") or episodes.action_field.shape != world.spec.action.shape:
         return findings
     findings += check_action_range(episodes.actions, world.spec.action)
-    findings += check_pictures(episodes, world)
+    findings += check_images(episodes, world)
     recorded, wanted = episodes.observation_fields, world.spec.observation
     if all(recorded[key].shape == wanted[key].shape for key in wanted if key in recorded):
         findings += check_replay(episodes, world)

@@ -121,7 +121,7 @@ def _compare(key: str, recorded: Field, wanted: Field, whose: str) -> Finding:
     """Compare one field of the data with the world's or the policy's."""
     if recorded.shape != wanted.shape:
         text = f"dataset {recorded.shape}, {whose} {wanted.shape}"
-        remedy = f"Data and {whose} come from other worlds, versions or picture sizes: record again, or open the other."
+        remedy = f"Data and {whose} come from other worlds, versions or image sizes: record again, or open the other."
         return Finding(key, Health.BAD, text, remedy)
     if recorded.names and wanted.names and recorded.names != wanted.names:
         pairs = zip(recorded.names, wanted.names, strict=True)

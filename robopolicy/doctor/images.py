@@ -1,6 +1,6 @@
-"""Checks of camera pictures: black, flat or frozen ones by themselves; BGR, flips, mixed-up cameras by the world.
+"""Checks of camera images: black, flat or frozen ones by themselves; BGR, flips, mixed-up cameras by the world.
 
-Pictures are uint8, height x width x 3; differences are in steps of 255.
+Images are uint8, height x width x 3; differences are in steps of 255.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,32 +15,32 @@ from robopolicy.core.world import World
 from robopolicy.doctor.findings import Finding, Health, listed
 
 BLACK, FLAT, FROZEN = 10, 3.0, 6
-"""Brightest value of a black picture; spread of a flat one; largest change of a pixel in a frozen episode (codecs)."""
+"""Brightest value of a black image; spread of a flat one; largest change of a pixel in a frozen episode (codecs)."""
 CLOSE = 4.0
-"""Mean difference within which pictures are the same: a codec's loss, another renderer's rounding."""
+"""Mean difference within which images are the same: a codec's loss, another renderer's rounding."""
 
-PICTURES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+IMAGES_DIR: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "blue and red are swapped (BGR for RGB)": lambda images: images[..., ::-1],
-    "the picture is upside down": lambda images: images[..., ::-1, :, :],
-    "the picture is mirrored left to right": lambda images: images[..., ::-1, :],
-    "the picture is turned by 180 degrees": lambda images: images[..., ::-1, ::-1, :],
-    "blue and red are swapped and the picture is upside down": lambda images: images[..., ::-1, :, ::-1],
+    "the image is upside down": lambda images: images[..., ::-1, :, :],
+    "the image is mirrored left to right": lambda images: images[..., ::-1, :],
+    "the image is turned by 180 degrees": lambda images: images[..., ::-1, ::-1, :],
+    "blue and red are swapped and the image is upside down": lambda images: images[..., ::-1, :, ::-1],
 }
-"""What may be wrong with pictures [..., height, width, 3], and what undoes it."""
+"""What may be wrong with images [..., height, width, 3], and what undoes it."""
 
 
-def picture_check(text: str) -> str:
-    """Return the finding's name for a text of PICTURES."""
+def image_check(text: str) -> str:
+    """Return the finding's name for a text of IMAGES_DIR."""
     return "image channels" if text.startswith("blue") else "image orientation"
 
 
 def check_cameras(episodes: Episodes) -> list[Finding]:
-    """Look for black, flat and frozen pictures, camera by camera."""
+    """Look for black, flat and frozen images, camera by camera."""
     return [finding for camera in episodes.cameras for finding in _check_camera(episodes, camera)]
 
 
-def check_pictures(episodes: Episodes, world: World) -> list[Finding]:
-    """Compare first pictures of episodes with the world's at the same seeds, or on average where there are no seeds."""
+def check_images(episodes: Episodes, world: World) -> list[Finding]:
+    """Compare first images of episodes with the world's at the same seeds, or on average where there are no seeds."""
     cameras = [camera for camera in world.spec.cameras if camera in episodes.cameras]
     if not cameras:
         return []
@@ -79,21 +79,21 @@ def _check_camera(episodes: Episodes, camera: str) -> list[Finding]:
     for bad, what in ((black, "black"), (white, "white"), (flat, "of one colour")):
         if bad.any():
             where = listed([str(index) for index in owner[bad].unique().tolist()])
-            text = f"{int(bad.sum())} of {int(final.sum())} pictures are {what} (episodes {where})"
+            text = f"{int(bad.sum())} of {int(final.sum())} images are {what} (episodes {where})"
             remedy = (
                 "The camera was covered, unplugged or not exposed (or written as 0 to 1): leave these episodes out."
             )
             findings.append(Finding(check, Health.BAD, text, remedy))
     frozen = [str(index) for index in _frozen(episodes, images) if not (black | white | flat)[owner == index].any()]
     if frozen:
-        text = f"the picture stands still while the robot moves (episodes {listed(frozen)})"
-        remedy = "The camera's stream hung, or one picture was written again and again: record these episodes again."
+        text = f"the image stands still while the robot moves (episodes {listed(frozen)})"
+        remedy = "The camera's stream hung, or one image was written again and again: record these episodes again."
         findings.append(Finding(check, Health.BAD, text, remedy))
-    return findings or [Finding(check, Health.GOOD, "pictures change and show something")]
+    return findings or [Finding(check, Health.GOOD, "images change and show something")]
 
 
 def _spread(images: Tensor) -> Tensor:
-    """Return how much the pixels of each picture [n, height, width, 3] differ within a channel, [n]."""
+    """Return how much the pixels of each image [n, height, width, 3] differ within a channel, [n]."""
     flat = images.reshape(len(images), -1, 3)
     parts = [part.float().std(1, correction=0).amax(-1) for part in flat.split(256)]
     return torch.cat(parts)
@@ -120,10 +120,10 @@ def _frozen(episodes: Episodes, images: Tensor) -> list[int]:
 
 
 def _compare(camera: str, recorded: np.ndarray, shown: Mapping[str, np.ndarray], seeded: bool) -> Finding:
-    """Compare pictures [n, height, width, 3] of one camera with what the world's cameras show."""
-    check, error = f"pictures of '{camera}'", _difference(recorded, shown[camera])
-    how = "the same starts" if seeded else "average pictures"
-    tried = {text: _difference(mend(recorded), shown[camera]) for text, mend in PICTURES.items()}
+    """Compare images [n, height, width, 3] of one camera with what the world's cameras show."""
+    check, error = f"images of '{camera}'", _difference(recorded, shown[camera])
+    how = "the same starts" if seeded else "average images"
+    tried = {text: _difference(mend(recorded), shown[camera]) for text, mend in IMAGES_DIR.items()}
     tried |= {
         f"it shows what the world's camera '{other}' shows": _difference(recorded, images)
         for other, images in shown.items()
@@ -136,15 +136,15 @@ def _compare(camera: str, recorded: np.ndarray, shown: Mapping[str, np.ndarray],
         exact = "" if tried[best] < CLOSE else "most likely, not exactly: "
         amount = f"(difference {error:.1f} of 255, mended {tried[best]:.1f})"
         mixed = best.startswith("it shows")
-        remedy = "Rename the cameras." if mixed else "Convert the pictures, or the camera's driver."
-        name = "camera order" if mixed else picture_check(best)
+        remedy = "Rename the cameras." if mixed else "Convert the images, or the camera's driver."
+        name = "camera order" if mixed else image_check(best)
         return Finding(name, Health.BAD, f"'{camera}': {either}{exact}{' or '.join(alike)} {amount}", remedy)
     text = f"differ from the world's by {error:.1f} of 255 ({how})"
     if error < CLOSE:
         return Finding(check, Health.GOOD, text)
     if not seeded:
         return Finding(check, Health.UNKNOWN, f"{text}; without seeds they cannot be compared one by one")
-    remedy = "Camera pose, light, cropping or the version of the scene differ: compare the pictures by eye."
+    remedy = "Camera pose, light, cropping or the version of the scene differ: compare the images by eye."
     return Finding(check, Health.WARNING, text, remedy)
 
 

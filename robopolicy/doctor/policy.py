@@ -11,14 +11,14 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.doctor.findings import Finding, Health, element_names, listed, name_factor
-from robopolicy.doctor.images import PICTURES, picture_check
+from robopolicy.doctor.images import IMAGES_DIR, image_check
 from robopolicy.nn.normalizer import CONSTANT_SCALE, NormalizationMode, Normalizer
 from robopolicy.policies import DenoisingPolicy
 
 OUTSIDE = {NormalizationMode.MIN_MAX: 1.25, NormalizationMode.MEAN_STD: 3.5}
 """Normalised values beyond this lie outside the data that a normaliser was fitted on."""
 NOTABLE, CLEARLY = 0.2, 0.5
-"""Squared error from which pictures need an explanation, and the share of it that one may leave."""
+"""Squared error from which images need an explanation, and the share of it that one may leave."""
 FOLLOWS, WIDER = 0.4, 5.0
 """Correlation from which a policy's action follows one of the data, and how many times wider it may be.
 
@@ -71,7 +71,7 @@ def check_policy_on_data(
     text = f"normalised squared error {plain:.2f} (1 is no better than the mean action)"
     findings = [Finding("imitation", health, text, "" if health is Health.GOOD else "Train longer, or see below.")]
     findings += _compare_actions(decided, wanted, element_names(policy.spec.action, "action"))
-    findings += _explain_pictures(observation, lambda changed: error(decide(changed)), plain)
+    findings += _explain_images(observation, lambda changed: error(decide(changed)), plain)
     order = torch.randperm(len(wanted), generator=generator, device=generator.device)
     shuffled: TensorObservation = {
         key: value[order] if isinstance(value, Tensor) else [value[index] for index in order.tolist()]
@@ -94,8 +94,8 @@ def _check_normalizer(key: str, normalizer: Normalizer, values: Tensor, names: t
     fitted = Normalizer((len(offset),), normalizer.mode).fit(values)
     outside = (((values - offset) / scale).abs() > OUTSIDE[normalizer.mode]).float().mean(0) > SHARE
     varies = values.std(0, correction=0) > CONSTANT_SCALE
-    stretch = torch.where(varies, fitted.scale / scale, torch.ones_like(scale))
-    narrow = varies & (stretch < 1 / NARROW)
+    subsequence = torch.where(varies, fitted.scale / scale, torch.ones_like(scale))
+    narrow = varies & (subsequence < 1 / NARROW)
     if 2 * int(narrow.sum()) <= int(varies.sum()):
         narrow[:] = False
     off = (outside | narrow).nonzero().squeeze(1).tolist()
@@ -115,11 +115,11 @@ def _check_normalizer(key: str, normalizer: Normalizer, values: Tensor, names: t
 
 
 def _misfit(label: str, fitted: Normalizer, offset: Tensor, scale: Tensor, i: int) -> str:
-    stretch = float(fitted.scale[i] / scale[i])
+    subsequence = float(fitted.scale[i] / scale[i])
     shift = float((fitted.offset[i] - offset[i]) / scale[i])
-    if stretch < NARROW and abs(shift) > 0.5:
+    if subsequence < NARROW and abs(shift) > 0.5:
         return f"{label} lies {abs(shift):.1f} ranges too {'high' if shift > 0 else 'low'}"
-    return f"the spread of {label} is {name_factor(stretch)}"
+    return f"the spread of {label} is {name_factor(subsequence)}"
 
 
 def _swapped(offset: Tensor, scale: Tensor, fitted: Normalizer, off: list[int], labels: list[str]) -> list[str]:
@@ -181,24 +181,24 @@ def _correlation(first: Tensor, second: Tensor) -> Tensor:
     return torch.where(norms > 1e-6, a.T @ b / norms.clamp(min=1e-6), torch.zeros_like(norms))
 
 
-def _explain_pictures(
+def _explain_images(
     observation: TensorObservation, error: Callable[[TensorObservation], float], plain: float
 ) -> list[Finding]:
-    """Show the policy changed pictures; it imitates clearly better with those it was trained on."""
+    """Show the policy changed images; it imitates clearly better with those it was trained on."""
     findings = []
     for key, images in observation.items():
         if not key.startswith(IMAGE_PREFIX) or not isinstance(images, Tensor):
             continue
         tried = {
             text: error({**observation, key: torch.from_numpy(mend(images.cpu().numpy()).copy()).to(images.device)})
-            for text, mend in PICTURES.items()
+            for text, mend in IMAGES_DIR.items()
         }
         best = min(tried, key=lambda text: tried[text])
         if plain > NOTABLE and tried[best] < min(CLEARLY * plain, 0.7):
             camera, errors = key.removeprefix(IMAGE_PREFIX), f"error {plain:.2f}, mended {tried[best]:.2f}"
             text = f"'{camera}': {best}, to the policy ({errors})"
-            remedy = "Convert the pictures of this data as those that the policy was trained on."
-            findings.append(Finding(picture_check(best), Health.BAD, text, remedy))
+            remedy = "Convert the images of this data as those that the policy was trained on."
+            findings.append(Finding(image_check(best), Health.BAD, text, remedy))
     return findings
 
 

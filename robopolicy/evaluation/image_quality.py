@@ -1,4 +1,4 @@
-"""How alike two pictures are: PSNR, structural similarity, and LPIPS where the weights of its classifier are at hand.
+"""How alike two images are: PSNR, structural similarity, and LPIPS where the weights of its classifier are at hand.
 
 torchmetrics has all three, but takes seconds to import; it is asked for LPIPS alone.
 """
@@ -27,16 +27,16 @@ WINDOW, DEVIATION = 11, 1.5
 
 
 def psnr(first: Tensor, second: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio [N] in dB of uint8 pictures [N, height, width, 3]; 80 where they agree."""
+    """Return the peak signal-to-noise ratio [N] in dB of uint8 images [N, height, width, 3]; 80 where they agree."""
     error = ((first.float() - second.float()) / 255).square().flatten(1).mean(1).clamp_min(1e-8)
     return -10 * error.log10()
 
 
 def ssim(first: Tensor, second: Tensor) -> Tensor:
-    """Return the structural similarity [N] of uint8 pictures [N, height, width, 3], 1 where they agree (Wang et al.
-    2004, doi:10.1109/TIP.2003.819861): colours apart, Gaussian windows that lie inside of the picture.
+    """Return the structural similarity [N] of uint8 images [N, height, width, 3], 1 where they agree (Wang et al.
+    2004, doi:10.1109/TIP.2003.819861): colours apart, Gaussian windows that lie inside of the image.
 
-    The window shrinks to the picture where that is smaller.
+    The window shrinks to the image where that is smaller.
     """
     side = min(WINDOW, first.shape[1], first.shape[2])
     place = torch.arange(side) - (side - 1) / 2
@@ -59,7 +59,7 @@ def ssim(first: Tensor, second: Tensor) -> Tensor:
 
 @cache
 def perceptual() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return LPIPS (Zhang et al. 2018, arXiv:1801.03924): the mean distance [] of uint8 pictures [N, height, width, 3],
+    """Return LPIPS (Zhang et al. 2018, arXiv:1801.03924): the mean distance [] of uint8 images [N, height, width, 3],
     0 where they agree; None without torchmetrics (extra `lpips`) or the file `ALEXNET`. Nothing is downloaded.
     """
     weights = Path(torch.hub.get_dir()) / "checkpoints" / ALEXNET
@@ -81,7 +81,7 @@ def perceptual() -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def compare(first: Tensor, second: Tensor) -> dict[str, float]:
-    """Return mean figures of uint8 pictures [N, height, width, 3], by what ends their keys."""
+    """Return mean figures of uint8 images [N, height, width, 3], by what ends their keys."""
     found = {"": psnr(first, second), SSIM: ssim(first, second)}
     distance = perceptual()
     if distance is not None:

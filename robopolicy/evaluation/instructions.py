@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Decision, Evaluation, Policy, TensorObservation
+from robopolicy.core.policy import Decision, Policy, Scores, TensorObservation
 from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.core.world import Rows
 
@@ -34,9 +34,9 @@ class Misinformed:
         """Decide under the other instruction."""
         return self.policy.act(self._told(observation), generator, deterministic=deterministic)
 
-    def evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:
+    def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """Score under the other instruction."""
-        return self.policy.evaluate(self._told(observation), units)
+        return self.policy.log_prob(self._told(observation), latents)
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the policy."""

@@ -18,7 +18,7 @@ from robopolicy.evaluation.plots import Rate
 UNPLANNED = "without planning"
 """What a policy that does not look ahead is called beside itself."""
 IMAGINED = "imagined"
-"""Name of the video of imagined beside recorded pictures."""
+"""Name of the video of imagined beside recorded images."""
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 

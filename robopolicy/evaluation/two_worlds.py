@@ -13,7 +13,7 @@ class TwoWorlds:
 
     seeds: episodes in imagination; watched: those of them that are also played for real, possibly none; gap: the two
     have parted when imagined success exceeds the real one by so much and their Wilson intervals do not touch; None:
-    never said. Imagined gain is not real gain: without regularisation DiWA dreams of 85 % where 25 % are real.
+    never said. Imagined gain is not real gain: without regularisation DiWA imagines 85 % where 25 % are real.
     """
 
     def __init__(
@@ -30,16 +30,16 @@ class TwoWorlds:
 
     def evaluate(self, policy: Policy, deterministic: bool) -> dict[str, float]:
         """Return success, low and high in imagination, real_success, real_low and real_high, gap and stop (0 or 1)."""
-        dreamt = evaluate_policy(
+        imagined = evaluate_policy(
             self.imagined, policy, self.seeds, deterministic=deterministic, device=self.device, label="imagined"
         )
-        figures = {"success": dreamt.success_rate, "low": dreamt.interval[0], "high": dreamt.interval[1]}
+        figures = {"success": imagined.success_rate, "low": imagined.interval[0], "high": imagined.interval[1]}
         if not len(self.watched):
             return {**figures, "stop": 0.0}
         real = evaluate_policy(
             self.real, policy, self.watched, deterministic=deterministic, device=self.device, label="real"
         )
-        gap = dreamt.success_rate - real.success_rate
-        parted = self.gap is not None and gap > self.gap and dreamt.interval[0] > real.interval[1]
+        gap = imagined.success_rate - real.success_rate
+        parted = self.gap is not None and gap > self.gap and imagined.interval[0] > real.interval[1]
         seen = {"real_success": real.success_rate, "real_low": real.interval[0], "real_high": real.interval[1]}
         return {**figures, **seen, "gap": gap, "stop": float(parted)}

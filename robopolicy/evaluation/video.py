@@ -108,14 +108,14 @@ def beside(left: Clip, right: Clip) -> Clip:
 
 
 def above(real: Mapping[str, np.ndarray], imagined: Mapping[str, np.ndarray], fps: float, size: int = 128) -> Clip:
-    """Put recorded pictures above imagined ones, one pair of rows a camera and one column an episode.
+    """Put recorded images above imagined ones, one pair of rows a camera and one column an episode.
 
     real, imagined: camera key -> [R, T, height, width, 3] uint8; size: width of a cell in pixels.
     """
     bands = []
-    for key, pictures in real.items():
+    for key, images in real.items():
         name = key.removeprefix(IMAGE_PREFIX)
-        for text, frames in ((f"{name}, real", pictures), (f"{name}, imagined", imagined[key])):
+        for text, frames in ((f"{name}, real", images), (f"{name}, imagined", imagined[key])):
             factor = max(1, size // frames.shape[3])
             cells = frames.repeat(factor, 2).repeat(factor, 3)
             count, length, height, width, _ = cells.shape

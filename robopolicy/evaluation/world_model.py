@@ -133,7 +133,7 @@ def _scores(predicted: Mapping[str, Tensor], episodes: Episodes, frames: Tensor,
 
 @dataclass(frozen=True)
 class Followed:
-    """Recorded pictures beside those imagined from the same starts under the same actions.
+    """Recorded images beside those imagined from the same starts under the same actions.
 
     real, imagined: camera key -> [R, T + 1, height, width, 3] uint8, the first frame is the one it began with; lengths:
     [R], how many steps were recorded; after them the last real frame repeats.

@@ -33,7 +33,7 @@ class BinTokenizer(nn.Module):
         if bins < 2:
             raise ConfigError(f"token.bins is {bins}: give at least two.")
         self.action_size, self.vocabulary = action_size, bins
-        self.units, self.units_per_action = chunk * action_size, action_size
+        self.length, self.steps_per_action = chunk * action_size, action_size
 
     def encode(self, actions: Tensor) -> Tensor:
         """Return tokens [N, K] int64 of actions [N, C, A]."""
@@ -68,7 +68,7 @@ class FrequencyTokenizer(nn.Module):
         self.action_size, self.resolution = action_size, resolution
         self.largest = math.ceil(resolution * math.sqrt(chunk))
         self.vocabulary = 2 * self.largest + 1
-        self.units, self.units_per_action = kept * action_size, 0
+        self.length, self.steps_per_action = kept * action_size, 0
         basis = torch.tensor(dct(torch.eye(chunk).double().numpy(), axis=0, norm="ortho"))[:kept]
         self.register_buffer("transform", basis.float(), persistent=False)
 

@@ -1,6 +1,6 @@
 """Denoisers: three networks with one call, `(x [..., P, A], time [...], condition [..., D]) -> [..., P, A]`.
 
-The leading axes broadcast, so K units of one observation share its features: x [N, K, P, A], time [K] and condition
+The leading axes broadcast, so K steps of one observation share its features: x [N, K, P, A], time [K] and condition
 [N, 1, D]. What depends on time or condition alone is computed by `encode_time` and `encode_condition`, once a chain;
 `denoise` is the step that is repeated. There is no dropout and no batch norm anywhere, so acting, scoring and averaged
 weights agree exactly.

@@ -9,7 +9,7 @@ from robopolicy.nn.denoisers import TimeEmbedding
 class ResidualMLP(nn.Module):
     """A first layer over [x, time, condition], `depth - 1` residual layers, a linear head.
 
-    The first layer is split by input, so that the time's part is computed once for K units and the condition's part
+    The first layer is split by input, so that the time's part is computed once for K steps and the condition's part
     once for N observations instead of N * K times each. Deviations: SiLU for Mish (half the time on a CPU), and hidden
     layers without bias (the first layer's biases run along the residual stream), so each is one fused addmm.
     """

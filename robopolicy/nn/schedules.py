@@ -1,11 +1,11 @@
 """Noise schedules: ONE transition samples and scores a denoising or flow step, so the two can never disagree.
 
-Time convention: 0 = data, 1 = noise. Units are the sampling steps, counted from the noisiest (unit 0) to the cleanest
-(unit K-1). Every step of DDPM, DDIM(eta), rectified flow and flow-SDE has the same affine form
+Time convention: 0 = data, 1 = noise. Sampling steps are counted from the noisiest (step 0) to the cleanest
+(step K-1). Every step of DDPM, DDIM(eta), rectified flow and flow-SDE has the same affine form
 
     clean = clip(a x + b prediction),   mean = c clean + d x,   std
 
-so a schedule is a table of (a, b, c, d, std) with one row a unit, and training is an affine form as well.
+so a schedule is a table of (a, b, c, d, std) with one row a step, and training is an affine form as well.
 """
 
 import math
@@ -70,9 +70,9 @@ class Normal:
 
 
 class NoiseSchedule(nn.Module):
-    """The shared affine form of a schedule with K units; made by `DiffusionSchedule` and `FlowSchedule`.
+    """The shared affine form of a schedule with K steps; made by `DiffusionSchedule` and `FlowSchedule`.
 
-    times [K]: the denoiser's time input in (0, 1]; density [K] bool: units with std > 0.
+    times [K]: the denoiser's time input in (0, 1]; density [K] bool: steps with std > 0.
     table, deterministic_table: [K, 5] rows (a, b, c, d, std). clip: bound on the clean estimate, None for no bound.
     """
 
@@ -90,35 +90,35 @@ class NoiseSchedule(nn.Module):
         self.register_buffer("density", self.table[:, 4] > 0, persistent=False)
 
     @property
-    def units(self) -> int:
+    def steps(self) -> int:
         """Number of sampling steps K."""
         return len(self.times)
 
     def transition(
-        self, x: Tensor, prediction: Tensor, unit: Tensor | slice | int, *, deterministic: bool = False
+        self, x: Tensor, prediction: Tensor, step: Tensor | slice | int, *, deterministic: bool = False
     ) -> Normal:
-        """Return the Gaussian of the next latent given x, prediction [..., P, A] and the units' indices.
+        """Return the Gaussian of the next latent given x, prediction [..., P, A] and the steps' indices.
 
-        unit: an index, a slice, or indices that broadcast against the leading axes of x. deterministic: the noise-free
+        step: an index, a slice, or indices that broadcast against the leading axes of x. deterministic: the noise-free
         sampler on the same grid (DDIM with eta 0, or the flow's ODE), std 0.
         """
         table = self.deterministic_table if deterministic else self.table
-        a, b, c, d, std = table[unit][..., None, None].unbind(-3)
+        a, b, c, d, std = table[step][..., None, None].unbind(-3)
         clean = a * x + b * prediction
         if self.clip is not None:
             clean = clean.clamp(-self.clip, self.clip)
         return Normal(c * clean + d * x, std)
 
-    def clean_estimate(self, x: Tensor, prediction: Tensor, unit: Tensor | slice | int) -> Tensor:
+    def clean_estimate(self, x: Tensor, prediction: Tensor, step: Tensor | slice | int) -> Tensor:
         """Return the estimate of the clean sample, [..., P, A], before it is clipped."""
-        a, b = self.table[unit][..., None, None].unbind(-3)[:2]
+        a, b = self.table[step][..., None, None].unbind(-3)[:2]
         return a * x + b * prediction
 
 
 class DiffusionSchedule(NoiseSchedule):
     """DDPM (Ho 2020) and DDIM (Song 2021) with alphas and timesteps from diffusers' DDIMScheduler.
 
-    training_steps T: the grid the denoiser is trained on; sampling_steps K <= T: the units; eta 1 with K = T is DDPM's
+    training_steps T: the grid the denoiser is trained on; sampling_steps K <= T: the steps; eta 1 with K = T is DDPM's
     ancestral sampling, eta 0 is DDIM. The noise is always re-derived from the clipped clean estimate (diffusers'
     use_clipped_model_output), which makes DDPM and DDIM(eta = 1) one formula. min_std: floor of the exploration noise
     (DPPO: .1 while acting and scoring); the deterministic sampler has no floor.

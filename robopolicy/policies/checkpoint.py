@@ -24,7 +24,7 @@ from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.token.checkpoint import TOKEN_POLICY, load_token_policy
 
 DENOISING_POLICY = "denoising_policy"
-FORMAT = 1
+FORMAT = 2
 
 
 def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Policy:
@@ -84,7 +84,7 @@ def _load_denoising_policy(folder: Path, description: Mapping[str, Any], device:
         )
         finetuning = description["finetuning"]
         if finetuning is not None:
-            policy.prepare_finetuning(finetuning["units"], train_encoder=finetuning["train_encoder"])
+            policy.prepare_finetuning(finetuning["steps"], train_encoder=finetuning["train_encoder"])
     except (KeyError, TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(f"{folder / 'config.json'} does not describe a policy: {error!r}.") from error
     tensors = load_tensors(folder / "model.safetensors")

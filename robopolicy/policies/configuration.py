@@ -71,7 +71,7 @@ class DenoisingPolicyConfig:
     """Training grid T of the diffusion."""
     sampling_steps: int = 10
     """Units K of a chain."""
-    finetuned_units: int | None = None
+    finetuned_steps: int | None = None
     """The last K' of them that fine-tuning trains, null for half of K."""
     spacing: Spacing = Spacing.LEADING
     """Of the K steps on the grid: trailing starts at the noisiest one, leading ends at the cleanest one."""
@@ -98,7 +98,7 @@ class DenoisingPolicyConfig:
     """
     logp_reduction: LogpReduction = LogpReduction.MEAN
     """Over the executed C x A elements; clip ranges belong to it."""
-    noisy_units: int | None = None
+    noisy_steps: int | None = None
     """So many random steps of each decision are noisy and scored, the others follow the noise-free sampler (pi_RL's
     flow-SDE has 1); null for all.
     """
@@ -119,12 +119,12 @@ class DenoisingPolicyConfig:
                 f"chunk is {self.chunk} and prediction_steps {self.prediction_steps}: a policy executes at least one "
                 "step and no more than it predicts."
             )
-        if self.finetuned_units is not None and not 1 <= self.finetuned_units <= self.sampling_steps:
+        if self.finetuned_steps is not None and not 1 <= self.finetuned_steps <= self.sampling_steps:
             raise ConfigError(
-                f"finetuned_units is {self.finetuned_units}: choose 1 to sampling_steps, {self.sampling_steps}."
+                f"finetuned_steps is {self.finetuned_steps}: choose 1 to sampling_steps, {self.sampling_steps}."
             )
-        if self.noisy_units is not None and not 1 <= self.noisy_units <= self.sampling_steps:
-            raise ConfigError(f"noisy_units is {self.noisy_units}: choose 1 to sampling_steps, {self.sampling_steps}.")
+        if self.noisy_steps is not None and not 1 <= self.noisy_steps <= self.sampling_steps:
+            raise ConfigError(f"noisy_steps is {self.noisy_steps}: choose 1 to sampling_steps, {self.sampling_steps}.")
         if self.matching_samples < 1:
             raise ConfigError(f"matching_samples is {self.matching_samples}; at least 1 noise level scores a decision.")
         if self.history < 1:

@@ -1,8 +1,8 @@
-"""Diffusion and flow policies over action chunks whose denoising steps are scored units: what PPO in the chain needs.
+"""Diffusion and flow policies over action chunks whose denoising steps are scored steps: what PPO in the chain needs.
 
 A decision starts from noise x_0 [P, A] and takes K steps; the first K - K' are run by a frozen base copy, the last K'
 by the network that is fine-tuned (DPPO, arXiv:2409.00588). Latents live in normalised actions, data in [-1, 1].
-There is no dropout, batch norm or averaged copy inside, so `act` and `evaluate` always run the same function.
+There is no dropout, batch norm or averaged copy inside, so `act` and `log_prob` always run the same function.
 """
 
 import copy
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
-from robopolicy.core.policy import Decision, Evaluation, TensorObservation
+from robopolicy.core.policy import Decision, Scores, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, check_finite, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.denoisers import make_denoiser
@@ -29,7 +29,7 @@ from robopolicy.policies.configuration import (
     PolicyKind,
     make_schedule,
 )
-from robopolicy.policies.matching import matching_loss, matching_units
+from robopolicy.policies.matching import matching_latents, matching_loss
 
 ACTION = "action"
 """LeRobot's key of the action in data passed to `fit_normalizers`."""
@@ -96,7 +96,7 @@ class DenoisingPolicy(nn.Module):
             torch.manual_seed(seed)
             self.network = ChunkNetwork(config, self.fields, action.size)
         self.base: ChunkNetwork | None = None
-        self.finetuned_units = self.schedule.units
+        self.finetuned_steps = self.schedule.steps
         self._train_encoder = True
         self.keep_means = False
         for name, bound in (("action_low", action.low), ("action_high", action.high)):
@@ -105,14 +105,14 @@ class DenoisingPolicy(nn.Module):
 
     @property
     def spec(self) -> PolicySpec:
-        """What it reads and writes; units is K', the number of scored steps."""
+        """What it reads and writes; steps is K', the number of scored steps."""
         return PolicySpec(
             observation=self.fields,
             action=self.action,
             history=self.config.history,
             chunk=self.config.chunk,
             prediction=self.config.prediction_steps,
-            units=self.config.matching_samples if self._matching else self.finetuned_units,
+            scored_steps=self.config.matching_samples if self._matching else self.finetuned_steps,
             fps=self.fps,
             instructions=self.instructions,
         )
@@ -122,7 +122,7 @@ class DenoisingPolicy(nn.Module):
         """The arguments of `prepare_finetuning`, None before it was called."""
         if self.base is None:
             return None
-        return {"units": self.finetuned_units, "train_encoder": self._train_encoder}
+        return {"steps": self.finetuned_steps, "train_encoder": self._train_encoder}
 
     @property
     def _matching(self) -> bool:
@@ -130,9 +130,9 @@ class DenoisingPolicy(nn.Module):
         return self.config.likelihood is Likelihood.MATCHING
 
     @property
-    def first_unit(self) -> int:
-        """Index in the schedule of the first scored unit, K - K'."""
-        return self.schedule.units - self.finetuned_units
+    def first_step(self) -> int:
+        """Index in the schedule of the first scored step, K - K'."""
+        return self.schedule.steps - self.finetuned_steps
 
     @property
     def caches_condition(self) -> bool:
@@ -144,28 +144,28 @@ class DenoisingPolicy(nn.Module):
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide for every row; units: "chain" [B, K'+1, P, A] in normalised actions, noisiest first.
+        """Decide for every row; latents: "chain" [B, K'+1, P, A] in normalised actions, noisiest first.
 
         deterministic: the noise-free sampler (DDIM with eta 0, or the flow's ODE) from random initial noise; its steps
-        are no choices, so mask is False and logp zero. With a frozen image encoder, units also holds "condition"
-        [B, D], which spares `evaluate` the images; with `keep_means`, "mean" [B, K', P, A] of every step. Raises
+        are no choices, so mask is False and logp zero. With a frozen image encoder, latents also holds "condition"
+        [B, D], which spares `log_prob` the images; with `keep_means`, "mean" [B, K', P, A] of every step. Raises
         SpecError or NonFiniteError on a bad observation, and NonFiniteError rather than returning a non-finite action.
         """
         return self._act(self.network, observation, generator, deterministic)
 
     @torch.no_grad()
     def resume(
-        self, observation: TensorObservation, units: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
+        self, observation: TensorObservation, latents: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
     ) -> Decision:
-        """`act` that keeps the first count[b] steps of units["chain"] and the initial noise; -1: none. See `Resumes`.
+        """`act` that keeps the first count[b] steps of latents["chain"] and the initial noise; -1: none. See `Resumes`.
 
-        The frozen first K - K' steps are no units: they are kept with the initial noise.
+        The frozen first K - K' steps are no steps: they are kept with the initial noise.
         """
         if self._matching:
             raise ConfigError(
-                "policy.likelihood=matching keeps no chains to go on from: set finetune.branch_unit=null."
+                "policy.likelihood=matching keeps no chains to go on from: set finetune.branch_sampling_step=null."
             )
-        return self._act(self.network, observation, generator, False, (units["chain"], count))
+        return self._act(self.network, observation, generator, False, (latents["chain"], count))
 
     @torch.no_grad()
     def base_act(
@@ -174,36 +174,36 @@ class DenoisingPolicy(nn.Module):
         """`act` with the untouched base policy in every step; logp is under the base. See `act`."""
         return self._act(self.base or self.network, observation, generator, deterministic)
 
-    def evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:
+    def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """Score recorded chains [N, K'+1, P, A]: logp and entropy [N, K'], reduced over the executed C x A elements.
 
-        The observation is encoded once and all units run as one batch. Optional units: "unit" [N, k] int64 selects k
-        of the K' units per row (logp [N, k]); "executed" [N, C] bool reduces over the executed chunk steps only (score
-        the behaviour the same way); "condition" [N, D] replaces the observation when the encoder is frozen.
+        The observation is encoded once and all steps run as one batch. Optional latents: "chosen" [N, k] int64 selects
+        k of the K' steps per row (logp [N, k]); "executed" [N, C] bool reduces over the executed chunk steps only
+        (score the behaviour the same way); "condition" [N, D] replaces the observation when the encoder is frozen.
         extras: mean [N, K', P, A], std (broadcastable), logp_clamped and clean_clipped [N, K']: the fractions of
         elements whose gradient a clamp zeroed.
         """
-        return self._evaluate(self.network, observation, units)
+        return self._log_prob(self.network, observation, latents)
 
     @torch.no_grad()
-    def base_evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:
+    def base_log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """`evaluate` under the frozen base policy, without gradient."""
-        return self._evaluate(self.base or self.network, observation, units)
+        return self._log_prob(self.base or self.network, observation, latents)
 
     @torch.no_grad()
-    def finish(self, observation: TensorObservation, latents: Tensor, unit: Tensor) -> Tensor:
-        """Return the actions [N, C, A] that noise-free steps make of latents [N, P, A] about to enter `unit` [N].
+    def finish(self, observation: TensorObservation, latents: Tensor, begun: Tensor) -> Tensor:
+        """Return the actions [N, C, A] that noise-free steps make of latents [N, P, A] about to enter step `begun` [N].
 
-        unit: 0..K' counts the scored units, K' are finished latents.
+        begun: 0..K' counts the scored steps, K' are finished latents.
         """
         self._validate(observation)
-        network, first = self.network, self.first_unit
+        network, first = self.network, self.first_step
         features = self._features(network, network.encoder(observation))
         x = latents
-        for step in range(self.finetuned_units):
+        for step in range(self.finetuned_steps):
             prediction = network.denoiser.denoise(x, features[0][first + step], features[1])
             after = self.schedule.transition(x, prediction, first + step, deterministic=True).mean
-            x = torch.where((unit <= step)[:, None, None], after, x)
+            x = torch.where((begun <= step)[:, None, None], after, x)
         return self._actions(x)
 
     def encode(self, observation: TensorObservation) -> Tensor:
@@ -249,32 +249,32 @@ class DenoisingPolicy(nn.Module):
                 raise ConfigError(f"No data to normalise '{key}' with.{did_you_mean(key, values)}")
             normalizer.fit(values[key])
 
-    def prepare_finetuning(self, units: int | None = None, *, train_encoder: bool = True) -> None:
-        """Freeze a base copy, which runs the first K - K' steps; only the last K' = `units` are trained.
+    def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
+        """Freeze a base copy, which runs the first K - K' steps; only the last K' = `steps` are trained.
 
-        units: None for config.finetuned_units (else half of K); train_encoder False freezes the encoders too. A policy
-        that is prepared already, such as a loaded fine-tuned one, goes on with its own base and units.
-        Raises ConfigError when K' does not fit, when it differs from what the policy was prepared for, or when no unit
+        steps: None for config.finetuned_steps (else half of K); train_encoder False freezes the encoders too. A policy
+        that is prepared already, such as a loaded fine-tuned one, goes on with its own base and steps.
+        Raises ConfigError when K' does not fit, when it differs from what the policy was prepared for, or when no step
         among the last K' has a density (an ODE, or K' = 1 of flow-SDE noise).
         """
-        total = self.schedule.units
+        total = self.schedule.steps
         if self.base is not None:
-            if units not in (None, self.finetuned_units):
+            if steps not in (None, self.finetuned_steps):
                 raise ConfigError(
-                    f"This policy is being fine-tuned in its last {self.finetuned_units} steps, not {units}: load the "
+                    f"This policy is being fine-tuned in its last {self.finetuned_steps} steps, not {steps}: load the "
                     "base policy to start over."
                 )
             return
-        count = units if units is not None else self.config.finetuned_units or (total + 1) // 2
+        count = steps if steps is not None else self.config.finetuned_steps or (total + 1) // 2
         if not 1 <= count <= total:
-            raise ConfigError(f"{count} fine-tuned units do not fit a chain of {total}: choose 1 to {total}.")
+            raise ConfigError(f"{count} fine-tuned steps do not fit a chain of {total}: choose 1 to {total}.")
         if not self._matching and not bool(self.schedule.density[total - count :].any()):
             raise ConfigError(
-                f"None of the last {count} steps has noise, so there is nothing to score: fine-tune more units, "
+                f"None of the last {count} steps has noise, so there is nothing to score: fine-tune more steps, "
                 "set flow_noise=constant, or raise eta or min_sampling_std."
             )
         self.base = copy.deepcopy(self.network).requires_grad_(False)
-        self.finetuned_units = count
+        self.finetuned_steps = count
         self._train_encoder = train_encoder
         if not train_encoder:
             self.network.encoder.requires_grad_(False)
@@ -307,7 +307,7 @@ class DenoisingPolicy(nn.Module):
         kept: tuple[Tensor, Tensor] | None = None,
     ) -> Decision:
         self._validate(observation)
-        config, schedule, first = self.config, self.schedule, self.first_unit
+        config, schedule, first = self.config, self.schedule, self.first_step
         leading = (self.base or network) if first else network
         condition = network.encoder(observation)
         batch, device = len(condition), condition.device
@@ -315,54 +315,54 @@ class DenoisingPolicy(nn.Module):
         x = torch.randn(shape, generator=generator, device=generator.device).to(device)
         noise, quiet = None, None
         if not deterministic and not self._matching:
-            noise = truncated_noise((schedule.units, *shape), config.noise_clip, generator).to(device)
-            quiet = self._quiet_units(batch, generator, device)
+            noise = truncated_noise((schedule.steps, *shape), config.noise_clip, generator).to(device)
+            quiet = self._quiet_steps(batch, generator, device)
         features = self._features(leading, leading.encoder(observation) if leading is not network else condition)
         chain, means, stds = [x], [], []
-        for unit in range(schedule.units):
-            if unit == first:
+        for step in range(schedule.steps):
+            if step == first:
                 features = features if leading is network else self._features(network, condition)
                 if kept is not None:
                     x = torch.where((kept[1] >= 0)[:, None, None], kept[0][:, 0], x)
                 chain = [x]
-            acting = leading if unit < first else network
-            prediction = acting.denoiser.denoise(x, features[0][unit], features[1])
-            normal = schedule.transition(x, prediction, unit, deterministic=noise is None)
-            if unit >= first and network.noise_head is not None:
-                normal = Normal(normal.mean, network.noise_head(condition, schedule.times[unit : unit + 1])[:, 0])
-            after = normal.mean if noise is None else normal.sample(noise[unit])
-            if quiet is not None and unit >= first:
-                still = schedule.transition(x, prediction, unit, deterministic=True).mean
-                after = torch.where(quiet[:, unit - first, None, None], still, after)
-            if kept is not None and unit >= first:
-                after = torch.where((kept[1] > unit - first)[:, None, None], kept[0][:, unit - first + 1], after)
+            acting = leading if step < first else network
+            prediction = acting.denoiser.denoise(x, features[0][step], features[1])
+            normal = schedule.transition(x, prediction, step, deterministic=noise is None)
+            if step >= first and network.noise_head is not None:
+                normal = Normal(normal.mean, network.noise_head(condition, schedule.times[step : step + 1])[:, 0])
+            after = normal.mean if noise is None else normal.sample(noise[step])
+            if quiet is not None and step >= first:
+                still = schedule.transition(x, prediction, step, deterministic=True).mean
+                after = torch.where(quiet[:, step - first, None, None], still, after)
+            if kept is not None and step >= first:
+                after = torch.where((kept[1] > step - first)[:, None, None], kept[0][:, step - first + 1], after)
             x = after
-            if unit >= first:
+            if step >= first:
                 chain.append(x)
                 means.append(normal.mean)
                 stds.append(normal.std)
         actions = self._actions(x)
-        units = {"chain": torch.stack(chain, 1)}
+        latents = {"chain": torch.stack(chain, 1)}
         if self._matching:
-            units = matching_units(x, self.schedule, config.matching_samples, generator)
+            latents = matching_latents(x, self.schedule, config.matching_samples, generator)
         if self.caches_condition:
-            units["condition"] = condition
+            latents["condition"] = condition
         if self.keep_means and not self._matching:
-            units["mean"] = torch.stack(means, 1)
+            latents["mean"] = torch.stack(means, 1)
         density = schedule.density[first:].expand(batch, -1)
         if self._matching:
             density = torch.ones((batch, config.matching_samples), dtype=torch.bool, device=device)
         if deterministic:
-            return Decision(actions, units, torch.zeros(density.shape, device=device), torch.zeros_like(density))
+            return Decision(actions, latents, torch.zeros(density.shape, device=device), torch.zeros_like(density))
         if self._matching:
-            return Decision(actions, units, self._match(network, condition, units).logp, density)
+            return Decision(actions, latents, self._match(network, condition, latents).logp, density)
         if quiet is not None:
             density = density & ~quiet
         if kept is not None:
             density = density & (torch.arange(density.shape[1], device=device) >= kept[1][:, None])
         std = schedule.table[first:, 4][:, None, None] if network.noise_head is None else torch.stack(stds, 1)
-        logp, _ = self._score(Normal(torch.stack(means, 1), std), units["chain"][:, 1:], None)
-        return Decision(actions, units, logp, density.clone())
+        logp, _ = self._score(Normal(torch.stack(means, 1), std), latents["chain"][:, 1:], None)
+        return Decision(actions, latents, logp, density.clone())
 
     def _actions(self, x: Tensor) -> Tensor:
         """Return what is executed of clean latents [N, P, A], in the world's units and bounds: [N, C, A]."""
@@ -371,66 +371,64 @@ class DenoisingPolicy(nn.Module):
         check_finite("actions", actions)
         return actions
 
-    def _quiet_units(self, batch: int, generator: torch.Generator, device: torch.device) -> Tensor | None:
-        """Return which of the scored units follow the noise-free sampler, [B, K'] bool; None: none of them."""
-        count, dense = self.config.noisy_units, self.schedule.density[self.first_unit :]
+    def _quiet_steps(self, batch: int, generator: torch.Generator, device: torch.device) -> Tensor | None:
+        """Return which of the scored steps follow the noise-free sampler, [B, K'] bool; None: none of them."""
+        count, dense = self.config.noisy_steps, self.schedule.density[self.first_step :]
         if count is None or count >= int(dense.sum()):
             return None
         draw = torch.rand((batch, len(dense)), generator=generator, device=generator.device).to(device)
         noisy = torch.where(dense, draw, -1.0).topk(count, dim=1).indices
         return torch.ones((batch, len(dense)), dtype=torch.bool, device=device).scatter(1, noisy, False)
 
-    def _match(self, network: ChunkNetwork, condition: Tensor, units: Mapping[str, Tensor]) -> Evaluation:
-        loss, prediction = matching_loss(network.denoiser, self.schedule, condition, units, self.config.chunk)
+    def _match(self, network: ChunkNetwork, condition: Tensor, latents: Mapping[str, Tensor]) -> Scores:
+        loss, prediction = matching_loss(network.denoiser, self.schedule, condition, latents, self.config.chunk)
         extras = {"mean": prediction, "std": torch.ones((), device=loss.device).expand(1, 1, 1, 1)}
-        return Evaluation(-loss, torch.zeros_like(loss), extras)
+        return Scores(-loss, torch.zeros_like(loss), extras)
 
     def _features(self, network: ChunkNetwork, condition: Tensor) -> tuple[Tensor, Tensor]:
         denoiser = network.denoiser
         return denoiser.encode_time(self.schedule.times), denoiser.encode_condition(condition)
 
-    def _evaluate(
-        self, network: ChunkNetwork, observation: TensorObservation, units: Mapping[str, Tensor]
-    ) -> Evaluation:
+    def _log_prob(self, network: ChunkNetwork, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         if self._matching:
-            if self.caches_condition and "condition" in units:
-                return self._match(network, units["condition"], units)
+            if self.caches_condition and "condition" in latents:
+                return self._match(network, latents["condition"], latents)
             self._validate(observation)
-            return self._match(network, network.encoder(observation), units)
-        chain, first = units["chain"], self.first_unit
-        expected = (self.finetuned_units + 1, self.config.prediction_steps, self.action.size)
+            return self._match(network, network.encoder(observation), latents)
+        chain, first = latents["chain"], self.first_step
+        expected = (self.finetuned_steps + 1, self.config.prediction_steps, self.action.size)
         if tuple(chain.shape[1:]) != expected:
             raise SpecError(f"The chain has shape {list(chain.shape)}, this policy's are [N, {str(expected)[1:-1]}].")
-        if self.caches_condition and "condition" in units:
-            condition = units["condition"]
+        if self.caches_condition and "condition" in latents:
+            condition = latents["condition"]
         else:
             self._validate(observation)
             condition = network.encoder(observation)
         times_at = self.schedule.times[first:]
         times = network.denoiser.encode_time(times_at)
-        unit: Tensor | slice = slice(first, None)
+        step: Tensor | slice = slice(first, None)
         x, after = chain[:, :-1], chain[:, 1:]
-        if "unit" in units:
-            chosen = units["unit"]
+        if "chosen" in latents:
+            chosen = latents["chosen"]
             rows = torch.arange(len(chain), device=chain.device)[:, None]
-            x, after, times, unit = chain[rows, chosen], chain[rows, chosen + 1], times[chosen], chosen + first
+            x, after, times, step = chain[rows, chosen], chain[rows, chosen + 1], times[chosen], chosen + first
             times_at = times_at[chosen]
         features = network.denoiser.encode_condition(condition)[:, None]
         prediction = network.denoiser.denoise(x, times, features)
-        normal = self.schedule.transition(x, prediction, unit)
+        normal = self.schedule.transition(x, prediction, step)
         if network.noise_head is not None:
             normal = Normal(normal.mean, network.noise_head(condition, times_at))
-        logp, clamped = self._score(normal, after, units.get("executed"))
+        logp, clamped = self._score(normal, after, latents.get("executed"))
         entropy = normal.entropy(self.config.min_logprob_std).mean((-2, -1)).expand(logp.shape)
         if self.config.logp_reduction is LogpReduction.SUM:
             entropy = entropy * self.config.chunk * self.action.size
         with torch.no_grad():
             clipped = torch.zeros_like(clamped)
             if self.schedule.clip is not None:
-                estimate = self.schedule.clean_estimate(x, prediction, unit)[..., : self.config.chunk, :]
+                estimate = self.schedule.clean_estimate(x, prediction, step)[..., : self.config.chunk, :]
                 clipped = (estimate.abs() > self.schedule.clip).float().mean((-2, -1))
         extras = {"mean": normal.mean, "std": normal.std, "logp_clamped": clamped, "clean_clipped": clipped}
-        return Evaluation(logp, entropy, extras)
+        return Scores(logp, entropy, extras)
 
     def _score(self, normal: Normal, value: Tensor, executed: Tensor | None) -> tuple[Tensor, Tensor]:
         """Reduce the log-density of latents [N, K, P, A] to [N, K]; also the fraction of clamped elements."""

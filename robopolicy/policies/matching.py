@@ -2,7 +2,7 @@
 
 A flow or diffusion policy that samples without noise has no density of its chain. The loss of denoising its own action
 at a few random levels is a bound on minus its log-likelihood; the same levels before and after an update make a ratio,
-exp(mean(loss_old - loss_new)), which is what ratio_level=decision_mean computes from the units made here.
+exp(mean(loss_old - loss_new)), which is what ratio_level=decision_mean computes from the latents made here.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def matching_units(action: Tensor, schedule: Any, samples: int, generator: torch.Generator) -> dict[str, Tensor]:
+def matching_latents(action: Tensor, schedule: Any, samples: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Return what scores an action [B, P, A] (normalised): itself, and `samples` noises and levels of each row."""
     batch = len(action)
     noise = torch.randn((batch, samples, *action.shape[1:]), generator=generator, device=generator.device)
@@ -21,12 +21,12 @@ def matching_units(action: Tensor, schedule: Any, samples: int, generator: torch
 
 
 def matching_loss(
-    denoiser: Any, schedule: Any, condition: Tensor, units: Mapping[str, Tensor], chunk: int
+    denoiser: Any, schedule: Any, condition: Tensor, latents: Mapping[str, Tensor], chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Return the mean squared prediction error over the executed chunk at every recorded level, [N, n], and the
     predictions themselves, [N, n, P, A].
     """
-    action, noise, level = units["action"], units["noise"], units["level"]
+    action, noise, level = latents["action"], latents["noise"], latents["level"]
     count, samples = level.shape
     clean = action[:, None].expand(noise.shape).flatten(0, 1)
     flat_noise, flat_level = noise.flatten(0, 1), level.flatten()
@@ -35,7 +35,7 @@ def matching_loss(
     prediction = denoiser(noisy, schedule.level_times(flat_level), repeated)
     error = (prediction - schedule.target(clean, flat_noise, flat_level)).square()[:, :chunk].mean(-1)
     error = error.reshape(count, samples, -1)
-    if "executed" not in units:
+    if "executed" not in latents:
         return error.mean(-1), prediction.reshape(noise.shape)
-    executed = units["executed"][:, None].to(error.dtype)
+    executed = latents["executed"][:, None].to(error.dtype)
     return (error * executed).sum(-1) / executed.sum(-1).clamp(min=1), prediction.reshape(noise.shape)

@@ -28,14 +28,14 @@ class AlgorithmConfig:
     advantage: str | None = None
     """How rewards become advantages."""
     credit: tuple[str, ...] | None = None
-    """How a decision's advantage is shared out among its units, and what modulates it."""
+    """How a decision's advantage is shared out among its steps, and what modulates it."""
     coefficient: str | None = None
-    """What a unit's score is multiplied by in the loss: PPO's clipped ratio, DPO's, and so on."""
+    """What a step's score is multiplied by in the loss: PPO's clipped ratio, DPO's, and so on."""
     weight: str | None = None
-    """How the losses of units are averaged."""
+    """How the losses of steps are averaged."""
     ratio_level: RatioLevel | None = None
-    """What one ratio is about: a unit (PPO), an action, a decision (ReinFlow, FPO) or an episode (GSPO), and whether
-    the units inside share the sum or the mean.
+    """What one ratio is about: a step (PPO), an action, a decision (ReinFlow, FPO) or an episode (GSPO), and whether
+    the steps inside share the sum or the mean.
     """
     rewards: tuple[str, ...] | None = None
     """What the policy is paid for, changed before advantages are made."""
@@ -128,7 +128,7 @@ class Algorithm:
         scored = rollouts.mask & rollouts.alive[..., None]
         rollouts = rollouts.with_extras(
             advantage=torch.where(scored, advantage, 0.0),
-            episode_units=scored.sum((1, 2))[:, None].expand(rollouts.shape),
+            episode_steps=scored.sum((1, 2))[:, None].expand(rollouts.shape),
         )
         return rollouts if keep is None else rollouts.take(keep.nonzero().squeeze(-1))
 
@@ -151,8 +151,8 @@ def build_algorithm(config: AlgorithmConfig) -> Algorithm:
     algorithm = Algorithm(
         advantage=one(Slot.ADVANTAGE, config.of("advantage", "gae")),
         coefficient=one(Slot.COEFFICIENT, config.of("coefficient", "ppo")),
-        weight=one(Slot.WEIGHT, config.of("weight", "unit_mean")),
-        ratio_level=config.of("ratio_level", RatioLevel.UNIT),
+        weight=one(Slot.WEIGHT, config.of("weight", "step_mean")),
+        ratio_level=config.of("ratio_level", RatioLevel.STEP),
         rewards=tuple(several(Slot.REWARD).values()),
         credit=tuple(several(Slot.CREDIT).values()),
         selection=tuple(several(Slot.SELECTION).values()),

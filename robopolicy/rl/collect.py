@@ -69,7 +69,7 @@ def play(
         _restart(world, policy, streams, step.ended)
     rows = torch.arange(world.batch_size, device=generator.device)
     alone = torch.full_like(rows, -1)
-    return Rollouts(**_stack(columns), episode=rows, group=rows, parent=alone, branch_step=alone)
+    return Rollouts(**_stack(columns), episode=rows, group=rows, parent=alone, branch_decision=alone)
 
 
 def decide(
@@ -84,7 +84,7 @@ def decide(
 ) -> tuple[Step, dict[str, Any]]:
     """Let `policy` decide once in every row; return the world's step and one column [B, ...] of `Rollouts`.
 
-    kept: units [B, ...] of other decisions, and how many of them each row goes on from [B] (see `Resumes`).
+    kept: steps [B, ...] of other decisions, and how many of them each row goes on from [B] (see `Resumes`).
     Raises NonFiniteError, before anything reaches the world, when something is not finite.
     """
     validate_observation(observation, policy.spec.observation, world.batch_size, policy.spec.history)
@@ -135,7 +135,7 @@ def _column(
     return {
         "observation": {key: value for key, value in before.items() if key != TASK},
         "next_observation": {key: value for key, value in after.items() if key != TASK},
-        "units": dict(decision.units),
+        "latents": dict(decision.latents),
         "actions": decision.actions,
         "logp_behaviour": decision.logp,
         "mask": decision.mask,

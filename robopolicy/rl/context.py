@@ -14,7 +14,7 @@ class Context:
     """The circumstances of an iteration.
 
     generator: for mechanisms that draw; discount: per control step; gae_lambda: per decision; iteration of iterations;
-    units: K of a whole decision; history: mean outcome of recent groups, newest last (never longer than 256).
+    scored_steps: K of a whole decision; history: mean outcome of recent groups, newest last (never longer than 256).
     """
 
     generator: torch.Generator
@@ -22,7 +22,7 @@ class Context:
     gae_lambda: float = 0.95
     iteration: int = 0
     iterations: int = 1
-    units: int = 1
+    scored_steps: int = 1
     history: tuple[float, ...] = ()
 
     @property
@@ -36,10 +36,10 @@ class Scored:
     """A minibatch that the current policy has scored, without gradient; all tensors [b, t, K] unless said otherwise.
 
     logp: current; log_ratio: current to proximal, reduced to the configured level and clamped; clamped: where that
-    happened; staleness: log(proximal / behaviour), per unit; advantage; mask; clip_low, clip_high: widths around 1
-    (broadcastable); unit: index of each unit in its decision; rollouts: the minibatch itself, [b, t]; knobs: what
-    controllers set, by name; share: how much of the run is done; extra: name -> an extra of the policy's evaluation (or
-    "entropy"), [b, t, K, ...], 0 outside `mask`.
+    happened; staleness: log(proximal / behaviour), per step; advantage; mask; clip_low, clip_high: widths around 1
+    (broadcastable); chosen: index of each sampling step in its decision; rollouts: the minibatch itself, [b, t]; knobs:
+    what controllers set, by name; share: how much of the run is done; extra: name -> an extra of the policy's
+    evaluation (or "entropy"), [b, t, K, ...], 0 outside `mask`.
     """
 
     logp: Tensor
@@ -50,7 +50,7 @@ class Scored:
     mask: Tensor
     clip_low: Tensor
     clip_high: Tensor
-    unit: Tensor
+    chosen: Tensor
     rollouts: Rollouts
     knobs: Mapping[str, float] = field(default_factory=dict)
     share: float = 0.0

@@ -1,4 +1,4 @@
-"""Credit: from one advantage a decision to one a unit, and what modulates it. (rollouts, A, context) -> A [B, T, K]."""
+"""Credit: from one advantage a decision to one a step, and what modulates it. (rollouts, A, context) -> A [B, T, K]."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
 
-def denoising_discount(units: int, gamma: float) -> Tensor:
-    """Return the credit per unit, [K]: gamma^(K - 1 - i), 1 at the cleanest step (DPPO, arXiv:2409.00588)."""
-    return gamma ** torch.arange(units - 1, -1, -1, dtype=torch.float32)
+def denoising_discount(steps: int, gamma: float) -> Tensor:
+    """Return the credit per step, [K]: gamma^(K - 1 - i), 1 at the cleanest step (DPPO, arXiv:2409.00588)."""
+    return gamma ** torch.arange(steps - 1, -1, -1, dtype=torch.float32)
 
 
 @mechanism(Slot.CREDIT, "denoising_discount", source="DPPO, Ren et al. 2024, arXiv:2409.00588", needs=(Need.GAUSSIAN,))
@@ -21,7 +21,7 @@ def discount_denoising(rollouts: Rollouts, advantage: Tensor, context: Context, 
 
 
 def entropy_of(rollouts: Rollouts) -> Tensor:
-    """Return the entropy of every unit under the policy that acted, [B, T, K], in nats; the trainer provides it."""
+    """Return the entropy of every step under the policy that acted, [B, T, K], in nats; the trainer provides it."""
     return rollouts.extras["entropy"]
 
 
@@ -34,15 +34,15 @@ def _among(values: Tensor, mask: Tensor) -> Tensor:
 
 @mechanism(Slot.CREDIT, "top_entropy", source="80/20 rule, arXiv:2506.01939", needs=(Need.CATEGORICAL,))
 def top_entropy(rollouts: Rollouts, advantage: Tensor, context: Context, *, share: float = 0.2) -> Tensor:
-    """Learn only from the `share` of units with the highest entropy in the batch: the forks in the road."""
+    """Learn only from the `share` of steps with the highest entropy in the batch: the forks in the road."""
     entropy = entropy_of(rollouts)
     threshold = torch.quantile(entropy[rollouts.mask], 1 - share)
     return torch.where(entropy >= threshold, advantage, 0.0)
 
 
-@mechanism(Slot.CREDIT, "d3s_units", source="D3S (dual-scale down-sampling)", needs=(Need.CATEGORICAL,))
-def d3s_units(rollouts: Rollouts, advantage: Tensor, context: Context, *, start: float = 0.3) -> Tensor:
-    """Learn only from the units with the largest |A| H; the share kept grows from `start` to all along the run."""
+@mechanism(Slot.CREDIT, "d3s_steps", source="D3S (dual-scale down-sampling)", needs=(Need.CATEGORICAL,))
+def d3s_steps(rollouts: Rollouts, advantage: Tensor, context: Context, *, start: float = 0.3) -> Tensor:
+    """Learn only from the steps with the largest |A| H; the share kept grows from `start` to all along the run."""
     share = start + (1 - start) * context.share
     size = torch.where(rollouts.mask, advantage.abs() * entropy_of(rollouts), -1.0)
     threshold = torch.quantile(size[rollouts.mask], 1 - share)
@@ -63,7 +63,7 @@ def empg(
 
         A_t g(H_t) + bonus exp(-clarity H_{t+1}),  g = exp(-damping H) / mean,  then centred over the batch
 
-    H: mean entropy of a decision's units, scaled to [0, 1] over the batch (the final centring is from memory).
+    H: mean entropy of a decision's steps, scaled to [0, 1] over the batch (the final centring is from memory).
     """
     alive = rollouts.alive
     count = rollouts.mask.sum(-1).clamp(min=1)
@@ -78,7 +78,7 @@ def empg(
 
 @mechanism(Slot.CREDIT, "hapo", source="HAPO (heterogeneous adaptive)", needs=(Need.CATEGORICAL,))
 def hapo(rollouts: Rollouts, advantage: Tensor, context: Context, *, gain: float = 0.3) -> Tensor:
-    """A (1 + gain h), with h in [-1, 1] the unit's log-entropy scaled over the batch: forks count more."""
+    """A (1 + gain h), with h in [-1, 1] the step's log-entropy scaled over the batch: forks count more."""
     level = _among(entropy_of(rollouts).clamp(min=1e-6).log(), rollouts.mask)
     return advantage * (1 + gain * (2 * level - 1))
 
@@ -94,7 +94,7 @@ def gtpo(
     entropy_limit (ln 2) are left out; A -= penalty * entropy. Runs from the end, also in the paper, are not treated:
     episodes of a robot do not end alike.
     """
-    tokens = rollouts.units["tokens"].flatten(1)
+    tokens = rollouts.latents["tokens"].flatten(1)
     good = (advantage > 0).any((1, 2))
     bad = (advantage < 0).any((1, 2))
     same = (tokens[:, None] == tokens[None]) & rollouts.mask.flatten(1)[:, None] & rollouts.mask.flatten(1)[None]
@@ -120,11 +120,11 @@ def vppo(
     low: float = 0.8,
     high: float = 1.2,
 ) -> Tensor:
-    """Learn from the units that depend on the picture, and more from episodes that look.
+    """Learn from the steps that depend on the image, and more from episodes that look.
 
-    extras["corrupted_logp"] [B, T, K], which the trainer provides, scores the same units with patches of the images
+    extras["corrupted_logp"] [B, T, K], which the trainer provides, scores the same steps with patches of the images
     blacked out; dependency d = exp(x) - 1 - x with x = corrupted - original log-probability (k3). The top `share` of
-    units is kept; an episode's advantage is scaled by its mean d, mapped to [low, high] and centred at 1.
+    steps is kept; an episode's advantage is scaled by its mean d, mapped to [low, high] and centred at 1.
     """
     shift = (rollouts.extras["corrupted_logp"] - rollouts.logp_behaviour).clamp(-10, 10)
     dependency = torch.where(rollouts.mask, torch.expm1(shift) - shift, 0.0)
@@ -168,7 +168,7 @@ def cepo(
 ) -> Tensor:
     """Credit what depends on the instruction: A ((1 - share) + share w), w = exp(sign(A) delta) within 1 +- epsilon.
 
-    delta: a unit's log-probability under its instruction minus that under another one. What would have been done anyway
+    delta: a step's log-probability under its instruction minus that under another one. What would have been done anyway
     keeps a weight of 1.
     """
     delta = rollouts.logp_behaviour - rollouts.extras["contrast_logp"]

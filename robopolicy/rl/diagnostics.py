@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def approximate_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Return KL(old || new) of a whole decision: the sum over units of the mean of (r - 1) - log r, a scalar.
+    """Return KL(old || new) of a whole decision: the sum over steps of the mean of (r - 1) - log r, a scalar.
 
     log_ratio, mask: [N, K]. The estimator is k3 of Schulman (joschu.net/blog/kl-approx): unbiased for log-probabilities
     that are sums over dimensions, never negative. With log-probabilities that are means over D dimensions it is a
@@ -16,7 +16,7 @@ def approximate_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def clip_fraction(log_ratio: Tensor, mask: Tensor, clip_low: Tensor | float, clip_high: Tensor | float) -> Tensor:
-    """Return the share of scored units whose ratio is outside [1 - low, 1 + high]."""
+    """Return the share of scored steps whose ratio is outside [1 - low, 1 + high]."""
     ratio = log_ratio.exp()
     outside = ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)) & mask
     return outside.sum() / mask.sum().clamp(min=1)

@@ -43,13 +43,13 @@ class Request:
 class Branching:
     """at: decisions (from 0) at which every running episode splits; width: into how many, itself among them.
 
-    unit: how many units of the decision the branches share (BranchGRPO's tree over the denoising chain; 0 shares the
+    step: how many steps of the decision the branches share (BranchGRPO's tree over the denoising chain; 0 shares the
     initial noise), None: they split before it and share nothing of it.
     """
 
     at: tuple[int, ...] = ()
     width: int = 2
-    unit: int | None = None
+    step: int | None = None
 
     def __post_init__(self):
         if self.width < 2 or any(step < 0 for step in self.at) or len(set(self.at)) != len(self.at):
@@ -89,7 +89,7 @@ class _Running:
     returned: float = 0.0
     parent: int = -1
     number: int = -1
-    branch_step: int = -1
+    branch_decision: int = -1
 
 
 class EpisodePlayer:
@@ -104,11 +104,15 @@ class EpisodePlayer:
             raise ConfigError(f"The world '{world.spec.name}' cannot save its rows, so episodes cannot branch in it.")
         self.world, self.policy = world, policy
         self.branching = branching or Branching()
-        unit = self.branching.unit
-        if unit is not None and not isinstance(policy, Resumes):
-            raise ConfigError(f"{type(policy).__name__} cannot go on inside a decision: set finetune.branch_unit=null.")
-        if unit is not None and not 0 <= unit < policy.spec.units:
-            raise ConfigError(f"branch_unit is {unit}, a decision has {policy.spec.units} units: choose 0 to one less.")
+        step = self.branching.step
+        if step is not None and not isinstance(policy, Resumes):
+            raise ConfigError(
+                f"{type(policy).__name__} cannot go on inside a decision: set finetune.branch_sampling_step=null."
+            )
+        if step is not None and not 0 <= step < policy.spec.scored_steps:
+            raise ConfigError(
+                f"branch_sampling_step is {step}, a decision has {policy.spec.scored_steps} steps: choose 0 to one less."
+            )
         self.clear()
 
     def clear(self) -> None:
@@ -158,7 +162,7 @@ class EpisodePlayer:
                     generator,
                     deterministic=deterministic,
                     version=version,
-                    kept=self._shared_units(generator.device),
+                    kept=self._shared_latents(generator.device),
                 )
                 self.observation = step.observation
                 self.returns += step.reward.sum(-1)
@@ -178,7 +182,7 @@ class EpisodePlayer:
         taken = [(index, self.waiting.popleft()) for index in free[: len(self.waiting)]]
         for index, running in taken:
             running.number = self.count
-            self.lineage[self.count] = (running.parent, running.branch_step)
+            self.lineage[self.count] = (running.parent, running.branch_decision)
             self.rows[index], self.count = running, self.count + 1
             self.returns[index] = running.returned
         starts = [(index, running.request) for index, running in taken if running.snapshot is None]
@@ -208,7 +212,7 @@ class EpisodePlayer:
         due = [
             (index, running)
             for index, running in enumerate(self.rows)
-            if running is not None and running.steps in at and running.branch_step != running.steps
+            if running is not None and running.steps in at and running.branch_decision != running.steps
         ]
         if not due:
             return
@@ -218,36 +222,36 @@ class EpisodePlayer:
             state, returned, step = states.take([place]), float(self.returns[index]), running.steps
             for _ in range(self.branching.width - 1):
                 self.waiting.appendleft(
-                    _Running(running.request, step, state, returned, running.number, branch_step=step)
+                    _Running(running.request, step, state, returned, running.number, branch_decision=step)
                 )
 
-    def _shared_units(self, device: torch.device) -> tuple[dict[str, Tensor], Tensor] | None:
-        """Return the units that rows go on from, which have just branched off inside a decision, and how many."""
-        unit = self.branching.unit
+    def _shared_latents(self, device: torch.device) -> tuple[dict[str, Tensor], Tensor] | None:
+        """Return the steps that rows go on from, which have just branched off inside a decision, and how many."""
+        step = self.branching.step
         due = {
             index: self.shared[running.parent, running.steps]
             for index, running in enumerate(self.rows)
-            if running is not None and running.branch_step == running.steps and unit is not None
+            if running is not None and running.branch_decision == running.steps and step is not None
         }
-        if not due or unit is None:
+        if not due or step is None:
             return None
         some = next(iter(due.values()))
-        units = {name: value.new_zeros((len(self.rows), *value.shape)) for name, value in some.items()}
+        latents = {name: value.new_zeros((len(self.rows), *value.shape)) for name, value in some.items()}
         count = torch.full((len(self.rows),), -1, device=device)
         for index, found in due.items():
-            count[index] = unit
+            count[index] = step
             for name, value in found.items():
-                units[name][index] = value
-        return units, count
+                latents[name][index] = value
+        return latents, count
 
     def _keep(self, column: dict[str, Any], device: torch.device) -> None:
         """Record the column's live rows as flat decisions with number, group and step of their episodes."""
         place, rows = [], []
-        at, unit = self.branching.at, self.branching.unit
+        at, step = self.branching.at, self.branching.step
         for index, running in enumerate(self.rows):
             if running is not None:
-                if unit is not None and running.steps in at and running.branch_step != running.steps:
-                    kept = {name: value[index].clone() for name, value in column["units"].items()}
+                if step is not None and running.steps in at and running.branch_decision != running.steps:
+                    kept = {name: value[index].clone() for name, value in column["latents"].items()}
                     self.shared[running.number, running.steps] = kept
                 place.append((running.number, running.request.group, running.steps))
                 rows.append(index)
@@ -307,15 +311,15 @@ class EpisodePlayer:
             episode=torch.arange(len(numbers), device=place.device),
             group=group[chosen],
             parent=torch.tensor(parents, device=place.device),
-            branch_step=torch.tensor(steps, device=place.device),
-            branch_unit=self._branch_units(steps, place.device),
+            branch_decision=torch.tensor(steps, device=place.device),
+            branch_sampling_step=self._branch_sampling_steps(steps, place.device),
             whole=True,
         )
 
-    def _branch_units(self, steps: list[int], device: torch.device) -> Tensor | None:
-        """Return how many units each row shares of the decision it branched at, None where branches share none."""
-        unit = self.branching.unit
-        return None if unit is None else torch.tensor([unit if step >= 0 else 0 for step in steps], device=device)
+    def _branch_sampling_steps(self, steps: list[int], device: torch.device) -> Tensor | None:
+        """Return how many steps each row shares of the decision it branched at, None where branches share none."""
+        kept = self.branching.step
+        return None if kept is None else torch.tensor([kept if step >= 0 else 0 for step in steps], device=device)
 
     def _forget(self, flat: dict[str, Any], place: Tensor, returned: set[int]) -> None:
         """Drop what was returned, apart from what episodes still in flight or waiting share with it."""

@@ -1,4 +1,4 @@
-"""Log-probability ratios between two policies, at the level of a unit, an action, a decision or an episode."""
+"""Log-probability ratios between two policies, at the level of a step, an action, a decision or an episode."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -10,13 +10,13 @@ from robopolicy.core.errors import ConfigError
 
 
 class RatioLevel(Enum):
-    """What one ratio is about, and whether the units inside share the sum or the mean of their log-ratios.
+    """What one ratio is about, and whether the steps inside share the sum or the mean of their log-ratios.
 
-    unit: every unit by itself (PPO on tokens, DPPO); action: the tokens of one control step (Rank-GRPO); decision: the
+    step: every step by itself (PPO on tokens, DPPO); action: the tokens of one control step (Rank-GRPO); decision: the
     whole chunk (ReinFlow, FPO); episode: everything (GSPO uses episode_mean).
     """
 
-    UNIT = "unit"
+    STEP = "step"
     ACTION_SUM = "action_sum"
     ACTION_MEAN = "action_mean"
     DECISION_SUM = "decision_sum"
@@ -42,30 +42,30 @@ def log_ratios(
     logp_old: Tensor,
     mask: Tensor,
     limit: float,
-    level: RatioLevel = RatioLevel.UNIT,
-    units_per_action: int = 0,
+    level: RatioLevel = RatioLevel.STEP,
+    steps_per_action: int = 0,
 ) -> LogRatios:
     """Return log(pi / pi_old) without gradient, [..., T, K] (or [N, K]); 0 where mask is False.
 
-    Above the unit level the units of an action, decision or episode (the last two axes) share the sum or the mean over
-    their scored units. A clamped entry keeps its sign and size `limit`, so exp never overflows.
+    Above the step level the steps of an action, decision or episode (the last two axes) share the sum or the mean over
+    their scored steps. A clamped entry keeps its sign and size `limit`, so exp never overflows.
     """
     difference = torch.where(mask, logp.detach() - logp_old, 0.0)
-    if level is not RatioLevel.UNIT:
-        difference = torch.where(mask, _shared(difference, mask, level, units_per_action), 0.0)
+    if level is not RatioLevel.STEP:
+        difference = torch.where(mask, _shared(difference, mask, level, steps_per_action), 0.0)
     return LogRatios(difference.clamp(-limit, limit), difference.abs() > limit)
 
 
-def _shared(values: Tensor, mask: Tensor, level: RatioLevel, units_per_action: int) -> Tensor:
+def _shared(values: Tensor, mask: Tensor, level: RatioLevel, steps_per_action: int) -> Tensor:
     shape = values.shape
     axes: tuple[int, ...] = (-1,)
     if level in (RatioLevel.ACTION_SUM, RatioLevel.ACTION_MEAN):
-        if units_per_action < 1 or shape[-1] % units_per_action:
+        if steps_per_action < 1 or shape[-1] % steps_per_action:
             raise ConfigError(
-                f"{level.value} needs units that belong to single actions; {shape[-1]} units with {units_per_action} "
-                "an action do not. Denoising steps belong to the whole chunk: use unit or decision_mean."
+                f"{level.value} needs steps that belong to single actions; {shape[-1]} steps with {steps_per_action} "
+                "an action do not. Denoising steps belong to the whole chunk: use step or decision_mean."
             )
-        values, mask = (item.unflatten(-1, (-1, units_per_action)) for item in (values, mask))
+        values, mask = (item.unflatten(-1, (-1, steps_per_action)) for item in (values, mask))
     elif level.whole_episodes:
         axes = (-2, -1)
     total = values.sum(axes, keepdim=True)

@@ -1,7 +1,7 @@
 """The register of mechanisms: small functions with a slot, a name and a source, chosen and composed by name.
 
 A mechanism's options are the keyword-only parameters of its function, so that its signature is its configuration.
-What it needs of units or rollouts is declared beside its name; `require` turns a wrong combination into a clear error.
+What it needs of steps or rollouts is declared beside its name; `require` turns a wrong combination into a clear error.
 """
 
 import importlib
@@ -41,8 +41,8 @@ class Need(Enum):
     EPISODES = "rollouts of whole episodes"
     WHOLE_EPISODES = "minibatches of whole episodes"
     WHOLE_GROUPS = "minibatches of whole groups (group_size >= 2)"
-    CATEGORICAL = "units drawn from categorical distributions (a token policy)"
-    GAUSSIAN = "units drawn from Gaussians (a denoising policy)"
+    CATEGORICAL = "steps drawn from categorical distributions (a token policy)"
+    GAUSSIAN = "steps drawn from Gaussians (a denoising policy)"
     MEANS = "the means of the behaviour's steps (a denoising policy, which then keeps them)"
     CRITIC = "a critic"
     STATE_KEY = "keys of visited states"
@@ -50,11 +50,11 @@ class Need(Enum):
     IMAGES = "camera images in the observation"
     INSTRUCTIONS = "a world with several instructions"
     TEACHER = "a teacher (finetune.teacher=CHECKPOINT)"
-    SAME_UNITS = "a teacher of the policy's kind, with the same units (auxiliaries=[dagger] learns from any teacher)"
+    SAME_STEPS = "a teacher of the policy's kind, with the same steps (auxiliaries=[dagger] learns from any teacher)"
     FINISHED = "a critic that learns from finished episodes alone"
     PREFERENCE = "a model that prefers the teacher's actions (finetune.models=[discriminator])"
     BASE = "the base policy, frozen"
-    IMPLICIT = "a model that rewards every unit (finetune.models=[prime] or [oprl])"
+    IMPLICIT = "a model that rewards every step (finetune.models=[prime] or [oprl])"
     VALUES = "a model of action values (finetune.models=[q_ensemble])"
     EXPERTS = "recorded episodes of experts (finetune.experts=[DATASET])"
     DEMONSTRATIONS = "demonstrated states to begin from (finetune.starts=N and a world with an expert and snapshots)"

@@ -61,7 +61,7 @@ def _older(rollouts: Rollouts, first_group: int) -> Rollouts:
     """Give rows of the past groups of their own, apart from today's, and no lineage (their prefixes stay masked)."""
     groups = Segments.of(rollouts.group).index + first_group
     alone = torch.full_like(rollouts.parent, -1)
-    return replace(rollouts, group=groups, parent=alone, branch_step=alone, logp_proximal=None)
+    return replace(rollouts, group=groups, parent=alone, branch_decision=alone, logp_proximal=None)
 
 
 def _joined(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
@@ -161,7 +161,7 @@ class ReMix(_Buffer):
 
 
 def _with_advantage(rollouts: Rollouts, per_row: Tensor) -> Rollouts:
-    """Give every scored unit of a row its advantage [B]."""
+    """Give every scored step of a row its advantage [B]."""
     scored = rollouts.mask & rollouts.alive[..., None]
     return rollouts.with_extras(advantage=torch.where(scored, per_row[:, None, None].float(), 0.0))
 

@@ -12,7 +12,7 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 @mechanism(Slot.REWARD, "success_only", source="sparse outcome reward")
 def success_only(rollouts: Rollouts, context: Context, *, keep: tuple[str, ...] = ("uncertainty",)) -> Rollouts:
     """Pay 1 at the decision in which an episode succeeds; of the world's own rewards only `keep` stays, the price of
-    doubt in imagination.
+    uncertainty in imagination.
     """
     before = torch.cat(
         [torch.zeros_like(rollouts.success[:, :1]), rollouts.success[:, :-1] & ~rollouts.ended[:, :-1]], 1

@@ -1,4 +1,4 @@
-"""How per-unit losses are averaged, written as weights that a loss is multiplied by and summed.
+"""How per-step losses are averaged, written as weights that a loss is multiplied by and summed.
 
 mask: [b, t, K] (or [N, K]); rows are episodes, t decisions. Every weight is 0 outside the mask.
 """
@@ -9,13 +9,13 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl.registry import Slot, mechanism
 
 
-def unit_mean(mask: Tensor) -> Tensor:
-    """Every scored unit counts the same: mask / number of scored units (token mean; DAPO, DPPO)."""
+def step_mean(mask: Tensor) -> Tensor:
+    """Every scored step counts the same: mask / number of scored steps (token mean; DAPO, DPPO)."""
     return mask.float() / mask.sum().clamp(min=1)
 
 
 def decision_mean(mask: Tensor) -> Tensor:
-    """Every decision counts the same, whatever its number of units: the mean of per-decision means (sequence mean)."""
+    """Every decision counts the same, whatever its number of steps: the mean of per-decision means (sequence mean)."""
     per_decision = mask.sum(-1, keepdim=True)
     decisions = (per_decision > 0).sum().clamp(min=1)
     return mask.float() / per_decision.clamp(min=1) / decisions
@@ -29,19 +29,19 @@ def episode_mean(mask: Tensor) -> Tensor:
 
 
 def constant_denominator(mask: Tensor, denominator: float) -> Tensor:
-    """Sum over units divided by a constant, so long decisions weigh more (Dr.GRPO, arXiv:2503.20783)."""
+    """Sum over steps divided by a constant, so long decisions weigh more (Dr.GRPO, arXiv:2503.20783)."""
     return mask.float() / denominator
 
 
-@mechanism(Slot.WEIGHT, "unit_mean", source="DAPO, arXiv:2503.14476; DPPO, arXiv:2409.00588")
-def weigh_units(mask: Tensor, rollouts: Rollouts) -> Tensor:
-    """Every scored unit counts the same (token mean)."""
-    return unit_mean(mask)
+@mechanism(Slot.WEIGHT, "step_mean", source="DAPO, arXiv:2503.14476; DPPO, arXiv:2409.00588")
+def weigh_steps(mask: Tensor, rollouts: Rollouts) -> Tensor:
+    """Every scored step counts the same (token mean)."""
+    return step_mean(mask)
 
 
 @mechanism(Slot.WEIGHT, "decision_mean", source="sequence mean of a single decision")
 def weigh_decisions(mask: Tensor, rollouts: Rollouts) -> Tensor:
-    """Every decision counts the same, whatever its number of units."""
+    """Every decision counts the same, whatever its number of steps."""
     return decision_mean(mask)
 
 
@@ -49,18 +49,18 @@ def weigh_decisions(mask: Tensor, rollouts: Rollouts) -> Tensor:
 def weigh_episodes(mask: Tensor, rollouts: Rollouts) -> Tensor:
     """Every episode counts the same, whatever its length (sequence mean).
 
-    Minibatches of single decisions give each unit one over the scored units of its whole episode
-    (extras["episode_units"]), normalised to a sum of 1: the same relative weights.
+    Minibatches of single decisions give each step one over the scored steps of its whole episode
+    (extras["episode_steps"]), normalised to a sum of 1: the same relative weights.
     """
-    if "episode_units" not in rollouts.extras:
+    if "episode_steps" not in rollouts.extras:
         return episode_mean(mask)
-    weight = mask.float() / rollouts.extras["episode_units"][..., None].clamp(min=1)
+    weight = mask.float() / rollouts.extras["episode_steps"][..., None].clamp(min=1)
     return weight / weight.sum().clamp(min=1e-12)
 
 
 @mechanism(Slot.WEIGHT, "constant", source="Dr.GRPO, Liu et al. 2025, arXiv:2503.20783")
 def weigh_constantly(mask: Tensor, rollouts: Rollouts, *, length: float = 0.0) -> Tensor:
-    """Sum over units divided by rows times a constant length (0: the padded length), so lengths do not matter."""
+    """Sum over steps divided by rows times a constant length (0: the padded length), so lengths do not matter."""
     longest = length or float(mask[0].numel())
     return constant_denominator(mask, mask.shape[0] * longest)
 

@@ -11,7 +11,7 @@ Accepted names, first match wins ("/" stands for "." or nesting, so {"observatio
     task                          task, prompt
 
 An array is one frame, or [H, ...] with the whole history (oldest first), which replaces what the server remembers.
-Pictures are uint8, height x width x 3; 3 x height x width (openpi's ALOHA) is turned. Without a task the policy's first
+Images are uint8, height x width x 3; 3 x height x width (openpi's ALOHA) is turned. Without a task the policy's first
 instruction is used.
 """
 
@@ -118,7 +118,7 @@ def _shaped(key: str, name: str, array: np.ndarray, field: Field) -> np.ndarray:
         turned = np.moveaxis(frames, 1, -1)
         frames = turned if turned.shape[1:] == field.shape else frames
     if frames.ndim != len(field.shape) + 1 or frames.shape[1:] != field.shape or not len(frames):
-        advice = " Resize the picture before sending it." if is_image else ""
+        advice = " Resize the image before sending it." if is_image else ""
         raise SpecError(f"'{name}' has shape {list(array.shape)}; '{key}' needs {list(field.shape)}.{advice}")
     return frames
 

@@ -53,7 +53,9 @@ class Collector:
         self.demonstrations = demonstrations
         self.depth_of: dict[int, float] = {}
         self.streams: Streams | None = None
-        self.player = EpisodePlayer(world, policy, Branching(config.branch_at, config.branch_width, config.branch_unit))
+        self.player = EpisodePlayer(
+            world, policy, Branching(config.branch_at, config.branch_width, config.branch_sampling_step)
+        )
         self.start_of: dict[int, int] = {}
 
     def restart(self) -> None:
@@ -99,7 +101,7 @@ class Collector:
     def _play(self, batch: int, generator: torch.Generator, version: int) -> Rollouts:
         if self.streams is None:
             self.streams = start_streams(self.world, self.policy, self.seed, f"collect/{batch}")
-        return play(self.world, self.policy, self.config.decisions, generator, self.streams, version=version)
+        return play(self.world, self.policy, self.config.rollout_length, generator, self.streams, version=version)
 
     def _groups(self, batch: int, generator: torch.Generator, version: int) -> Rollouts:
         """Play the groups that sampler and allocator ask for, and what the allocator adds after seeing them."""

@@ -16,7 +16,7 @@ class FinetuneConfig(AlgorithmConfig):
 
     iterations: int = 60
     """How often it collects and learns."""
-    decisions: int = 20
+    rollout_length: int = 20
     """Chunks of actions that every row decides in an iteration, with a critic."""
     groups: int = 64
     """Groups of whole episodes in an iteration, for algorithms that compare episodes."""
@@ -28,8 +28,8 @@ class FinetuneConfig(AlgorithmConfig):
     """Decisions before which every running episode splits into branch_width that go on from the same state."""
     branch_width: int = 2
     """Episodes that go on where one splits."""
-    branch_unit: int | None = None
-    """Units of the decision there that branches share, null for none."""
+    branch_sampling_step: int | None = None
+    """Steps of the decision there that branches share, null for none."""
     unfinished: float = 0.0
     """Share of the episodes that an iteration may leave in flight, to go on with in the next one."""
     staleness: int = 0
@@ -46,17 +46,17 @@ class FinetuneConfig(AlgorithmConfig):
     """Decisions in a minibatch."""
     minibatch_episodes: int = 0
     """Whole episodes in a minibatch instead, for group algorithms with episode ratios, 0 for decisions."""
-    scored_units: int = 0
-    """Random units of each decision that a minibatch scores (cheaper, noisier), 0 for all."""
+    scored_steps: int = 0
+    """Random steps of each decision that a minibatch scores (cheaper, noisier), 0 for all."""
     critic_warmup: int = 1
     """First iterations that train the critic alone."""
-    actor_rate: float = 5e-4
+    learning_rate: float = 5e-4
     """The policy's learning rate."""
     actor_warmup: int = 30
-    """Steps over which it is reached: Adam's first are its largest, and every one of them can change what every unit
+    """Steps over which it is reached: Adam's first are its largest, and every one of them can change what every step
     does.
     """
-    critic_rate: float = 1e-3
+    critic_learning_rate: float = 1e-3
     """The critic's learning rate."""
     weight_decay: float = 0.0
     """Of the policy's and the critic's weights (AdamW)."""
@@ -67,9 +67,9 @@ class FinetuneConfig(AlgorithmConfig):
     gae_lambda: float = 0.95
     """Per decision."""
     clip: float = 0.2
-    """Width of the ratio's clip range, at the cleanest unit."""
+    """Width of the ratio's clip range, at the cleanest step."""
     clip_base: float | None = None
-    """Width at the noisiest unit, null for clip."""
+    """Width at the noisiest step, null for clip."""
     clip_high: float | None = None
     """Width above 1, null for clip."""
     clip_rate: float = 0.0
@@ -90,7 +90,7 @@ class FinetuneConfig(AlgorithmConfig):
     """Deterministic success that ends the run, null for none."""
 
     def __post_init__(self):
-        for name in ("iterations", "decisions", "groups", "group_size", "epochs", "minibatch", "checkpoint_every"):
+        for name in ("iterations", "rollout_length", "groups", "group_size", "epochs", "minibatch", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if not 0 < self.discount <= 1 or not 0 <= self.gae_lambda <= 1:

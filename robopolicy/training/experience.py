@@ -21,18 +21,18 @@ from robopolicy.training.state import require_finite
 
 
 def with_executed(rollouts: Rollouts, policy: Policy, instructions: tuple[str, ...]) -> Rollouts:
-    """Score only what was executed of chunks that ended early: units["executed"] [B, T, C] tells the policy.
+    """Score only what was executed of chunks that ended early: latents["executed"] [B, T, C] tells the policy.
 
     The decisions concerned get fresh behaviour scores from `policy`, which must be the one that acted, unchanged.
     """
     cut = rollouts.alive & (~rollouts.valid).any(-1)
     if not bool(cut.any()):
         return rollouts
-    units = {**rollouts.units, "executed": rollouts.valid}
-    marked = replace(rollouts, units=units, logp_behaviour=rollouts.logp_behaviour.clone())
+    latents = {**rollouts.latents, "executed": rollouts.valid}
+    marked = replace(rollouts, latents=latents, logp_behaviour=rollouts.logp_behaviour.clone())
     with torch.no_grad():
         observation, chosen = decisions_at(marked, cut, instructions)
-        marked.logp_behaviour[cut] = policy.evaluate(observation, chosen).logp
+        marked.logp_behaviour[cut] = policy.log_prob(observation, chosen).logp
     return marked
 
 
@@ -86,19 +86,19 @@ def rescored(
 ) -> tuple[Tensor, Tensor]:
     """Score every decision again with the current policy; return logp and entropy, [B, T, K], 0 on padding.
 
-    blackout: draws which patches of the camera images are made black first, for telling what depends on the picture.
+    blackout: draws which patches of the camera images are made black first, for telling what depends on the image.
     """
     alive = rollouts.alive
-    observation, units = decisions_at(rollouts, alive, instructions)
+    observation, latents = decisions_at(rollouts, alive, instructions)
     if blackout is not None:
         observation = {key: _blacked(key, value, blackout) for key, value in observation.items()}
-        units.pop("condition", None)  # what a frozen encoder made of the whole picture
+        latents.pop("condition", None)  # what a frozen encoder made of the whole image
     logp, entropy = [], []
     for rows in torch.arange(int(alive.sum()), device=alive.device).split(4096):
         part = {key: _at(value, rows) for key, value in observation.items()}
-        evaluation = policy.evaluate(part, {key: value[rows] for key, value in units.items()})
-        logp.append(evaluation.logp)
-        entropy.append(evaluation.entropy)
+        scores = policy.log_prob(part, {key: value[rows] for key, value in latents.items()})
+        logp.append(scores.logp)
+        entropy.append(scores.entropy)
     empty = torch.zeros_like(rollouts.logp_behaviour, dtype=torch.float32)
     return tuple(empty.index_put((alive,), torch.cat(part)) for part in (logp, entropy))  # type: ignore[return-value]
 
@@ -128,7 +128,7 @@ def decisions_at(
         observation[key] = value[where]
     if len(instructions) > 1:
         observation[TASK] = [instructions[index] for index in rollouts.task[where].tolist()]
-    return observation, {key: value[where] for key, value in rollouts.units.items()}
+    return observation, {key: value[where] for key, value in rollouts.latents.items()}
 
 
 def critic_values(critic: nn.Module, observation: Mapping[str, Any], rows_at_once: int = 8192) -> Tensor:
@@ -179,7 +179,7 @@ def require_same_scores(
     count = min(len(chosen), 256)
     chosen = chosen[torch.arange(count, device=chosen.device) * (len(chosen) // count)]
     some = torch.zeros_like(fresh).flatten().index_fill(0, chosen, True).reshape(fresh.shape)
-    logp = policy.evaluate(*decisions_at(rollouts, some, instructions)).logp
+    logp = policy.log_prob(*decisions_at(rollouts, some, instructions)).logp
     difference = torch.where(rollouts.mask[some], logp - rollouts.logp_behaviour[some], 0.0).abs().max()
     require_finite("the log-probability", difference, where)
     if float(difference) > tolerance:

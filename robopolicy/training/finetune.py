@@ -1,7 +1,7 @@
 """Policy-gradient fine-tuning: one trainer for denoising steps, flow steps and tokens.
 
 With the defaults it is PPO in the denoising chain (DPPO, Ren et al. 2024, arXiv:2409.00588); other mechanisms are
-chosen by name (`robopolicy algorithms`). Nothing of a unit's meaning is known here; the critic sees observations only.
+chosen by name (`robopolicy algorithms`). Nothing of a step's meaning is known here; the critic sees observations only.
 Deviations: target-KL stop, log-ratio clamp and gradient clip are on, because without them weights became NaN.
 
 Resuming is exact because of one rule: collection starts from fresh episodes, with seeds that depend on (seed,
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.policy import Evaluation, Policy
+from robopolicy.core.policy import Policy, Scores
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.rollouts import Rollouts
@@ -251,7 +251,7 @@ class _Finetuning:
         return metrics
 
     def _prepare(self, rollouts: Rollouts) -> Rollouts:
-        """Turn rewards into one advantage a unit."""
+        """Turn rewards into one advantage a step."""
         instructions = self.world.spec.instructions
         if self.algorithm.credits_with(Need.CATEGORICAL):
             rollouts = rollouts.with_extras(entropy=rescored(rollouts, self.policy, instructions)[1])
@@ -262,7 +262,7 @@ class _Finetuning:
             count = len(instructions)
             other = replace(rollouts, task=(rollouts.task + 1 + self.iteration % (count - 1)) % count)
             rollouts = rollouts.with_extras(contrast_logp=rescored(other, self.policy, instructions)[0])
-        if self.teacher is not None and Need.SAME_UNITS in self.algorithm.needs:
+        if self.teacher is not None and Need.SAME_STEPS in self.algorithm.needs:
             rollouts = rollouts.with_extras(teacher_logp=rescored(rollouts, self.teacher, instructions)[0])
         for model in self.models.values():
             rollouts = model.annotate(rollouts, self._context)
@@ -305,8 +305,8 @@ class _Finetuning:
             torch.manual_seed(derive(self.seed, "models"))
             return {name: build(tools) for name, build in self.algorithm.models.items()}
 
-    def _score(self, policy: Any, rollouts: Rollouts, where: Tensor) -> Evaluation:
-        return policy.evaluate(*decisions_at(rollouts, where, self.world.spec.instructions))
+    def _score(self, policy: Any, rollouts: Rollouts, where: Tensor) -> Scores:
+        return policy.log_prob(*decisions_at(rollouts, where, self.world.spec.instructions))
 
     @property
     def _context(self) -> Context:
@@ -317,7 +317,7 @@ class _Finetuning:
             config.gae_lambda,
             self.iteration,
             config.iterations,
-            self.policy.spec.units,
+            self.policy.spec.scored_steps,
             self.history,
         )
 

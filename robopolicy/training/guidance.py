@@ -31,8 +31,8 @@ class Guidance:
         if self.teacher is not None:
             have.add(Need.TEACHER)
             its = self.teacher.spec
-            if (learner.units, learner.categorical) == (its.units, its.categorical):
-                have.add(Need.SAME_UNITS)
+            if (learner.scored_steps, learner.categorical) == (its.scored_steps, its.categorical):
+                have.add(Need.SAME_STEPS)
         if self.demonstrations is not None:
             have.add(Need.DEMONSTRATIONS)
         if self.experts is not None:

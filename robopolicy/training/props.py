@@ -4,7 +4,7 @@ An iteration's data comes in parts. After each part a copy of the policy learns 
 less likely, and plays the next part: what is rare in the data so far comes up more. All parts together look more like
 the policy's distribution than as many independent samples do, and are learned from as if they had been drawn from it.
 
-Source: Corrado & Hanna 2023, arXiv:2311.08290 (proximal robust on-policy sampling). On denoising chains the units are
+Source: Corrado & Hanna 2023, arXiv:2311.08290 (proximal robust on-policy sampling). On denoising chains the steps are
 the transition densities of all steps (the paper has Gaussian heads).
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.world import World
 from robopolicy.rl.algorithm import Algorithm
-from robopolicy.rl.weights import unit_mean
+from robopolicy.rl.weights import step_mean
 from robopolicy.training.asynchronous import copy_for_collecting
 from robopolicy.training.collection import Collector
 from robopolicy.training.configuration import FinetuneConfig
@@ -26,14 +26,14 @@ from robopolicy.training.state import clip_gradients
 
 
 def sampling_error_loss(log_ratio: Tensor, mask: Tensor, epsilon: float, kl_weight: float) -> Tensor:
-    """Return mean(max(r, clip(r, 1 - eps, 1 + eps))) + kl_weight * mean(r log r - r + 1) over masked units, a scalar.
+    """Return mean(max(r, clip(r, 1 - eps, 1 + eps))) + kl_weight * mean(r log r - r + 1) over masked steps, a scalar.
 
-    r: the sampling policy's probability over the policy's. It has no gradient below 1 - eps: no unit is pushed further.
+    r: the sampling policy's probability over the policy's. It has no gradient below 1 - eps: no step is pushed further.
     """
     ratio = log_ratio.exp()
     surrogate = torch.max(ratio, ratio.clamp(1 - epsilon, 1 + epsilon))
     divergence = ratio * log_ratio - ratio + 1
-    return (unit_mean(mask) * torch.where(mask, surrogate + kl_weight * divergence, 0.0)).sum()
+    return (step_mean(mask) * torch.where(mask, surrogate + kl_weight * divergence, 0.0)).sum()
 
 
 class PropsCollector:
@@ -92,7 +92,7 @@ class PropsCollector:
                 ):
                     part = rollouts.take(index)
                     everywhere = torch.ones_like(part.alive)
-                    logp = sampler.evaluate(*decisions_at(part, everywhere, self.instructions)).logp
+                    logp = sampler.log_prob(*decisions_at(part, everywhere, self.instructions)).logp
                     mask, log_ratio = part.mask[:, 0], (logp - part.logp_behaviour[:, 0]).clamp(-3, 3)
                     divergence = torch.where(mask, log_ratio.detach().expm1() - log_ratio.detach(), 0.0)
                     if float(divergence.sum(-1).mean()) > self.kl_stop:
@@ -132,7 +132,7 @@ def props_collector(
 ) -> PropsCollector:
     """Return a collector whose parts make up config's groups or decisions."""
     parts = config.props
-    share = replace(config, groups=max(1, config.groups // parts), decisions=max(1, config.decisions // parts))
+    share = replace(config, groups=max(1, config.groups // parts), decisions=max(1, config.rollout_length // parts))
     return PropsCollector(
         Collector(world, copy_for_collecting(policy), algorithm, share, seed), policy, generator, parts
     )

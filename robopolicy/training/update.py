@@ -1,6 +1,6 @@
 """One iteration's epochs over minibatches: a critic's regression and the actor's one form of loss.
 
-The actor never learns what a unit is: `evaluate` gives log-probabilities, the algorithm turns advantages and ratios
+The actor never learns what a step is: `evaluate` gives log-probabilities, the algorithm turns advantages and ratios
 into coefficients, and the loss is `-sum(w * sg(c) * logp) + auxiliaries`.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Evaluation
+from robopolicy.core.policy import Scores
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.segments import Segments
 from robopolicy.rl import diagnostics
@@ -41,7 +41,7 @@ WHOLE = frozenset({Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
 class AuxiliaryInputs:
     """What an auxiliary loss may use of the minibatch's n decisions.
 
-    observation, units: what the policy was given to score; mask: [n, k] which units were choices; evaluation: its
+    observation, latents: what the policy was given to score; mask: [n, k] which steps were choices; evaluation: its
     differentiable scores; base: the frozen policy that fine-tuning started from; teacher: another policy, or None;
     experts: batches of recorded decisions for `policy.loss`, or None; models: what is learned beside the policy, by
     name; rollouts, where: the minibatch itself and the places [b, t] of its decisions.
@@ -50,9 +50,9 @@ class AuxiliaryInputs:
     rollouts: Rollouts
     where: Tensor
     observation: Mapping[str, Any]
-    units: Mapping[str, Tensor]
+    latents: Mapping[str, Tensor]
     mask: Tensor
-    evaluation: Evaluation
+    scores: Scores
     policy: Any
     base: Any
     teacher: Any
@@ -80,15 +80,15 @@ class Learner:
         self.models, self.experts = models or {}, experts
         self.algorithm, self.config, self.instructions = algorithm, config, instructions
         self.parameters = list(policy.trainable_parameters())
-        self.optimiser = adamw(self.parameters, config.actor_rate, config.weight_decay)
+        self.optimiser = adamw(self.parameters, config.learning_rate, config.weight_decay)
         self.critic_parameters = [] if critic is None else [item for item in critic.parameters() if item.requires_grad]
         self.critic_optimiser = None
         if critic is not None:
-            self.critic_optimiser = adamw(self.critic_parameters, config.critic_rate, config.weight_decay)
-        self.units = policy.spec.units
+            self.critic_optimiser = adamw(self.critic_parameters, config.critic_learning_rate, config.weight_decay)
+        self.sampling_steps = policy.spec.scored_steps
         device = self.parameters[0].device
         base_width = config.clip if config.clip_base is None else config.clip_base
-        widths = clip_schedule(self.units, base_width, config.clip, config.clip_rate).to(device)
+        widths = clip_schedule(self.sampling_steps, base_width, config.clip, config.clip_rate).to(device)
         self.clip_low = widths
         self.clip_high = widths if config.clip_high is None else widths * (config.clip_high / config.clip)
         self.steps = 0
@@ -102,7 +102,7 @@ class Learner:
     ) -> dict[str, float]:
         """Run the epochs on rollouts with `advantage` (and `return`) among their extras; return the diagnostics.
 
-        draws: of minibatches and units; where: names the iteration in errors.
+        draws: of minibatches and steps; where: names the iteration in errors.
         """
         self.before_step = []
         rows: list[dict[str, Tensor]] = []
@@ -166,18 +166,18 @@ class Learner:
     ) -> tuple[dict[str, Tensor], bool]:
         """Take one policy-gradient step, or none and return True when the KL target is exceeded."""
         config, alive = self.config, batch.alive
-        unit, chosen = self._choose_units(batch, draws)
-        observation, units = decisions_at(batch, alive, self.instructions)
+        step, chosen = self._choose_steps(batch, draws)
+        observation, latents = decisions_at(batch, alive, self.instructions)
         if chosen:
-            units["unit"] = unit[alive]
-        evaluation = self.policy.evaluate(observation, units)
-        if evaluation.logp.shape != (int(alive.sum()), unit.shape[-1]):
+            latents["chosen"] = step[alive]
+        scores = self.policy.log_prob(observation, latents)
+        if scores.logp.shape != (int(alive.sum()), step.shape[-1]):
             raise ConfigError(
-                f"The policy scored {evaluation.logp.shape[1]} units where {unit.shape[-1]} were asked for: it cannot "
-                "score a choice of units, so set scored_units=0."
+                f"The policy scored {scores.logp.shape[1]} steps where {step.shape[-1]} were asked for: it cannot "
+                "score a choice of steps, so set scored_steps=0."
             )
-        logp = torch.zeros(unit.shape, device=alive.device).masked_scatter(alive[..., None], evaluation.logp)
-        scored = self._score(batch, logp.detach(), unit, evaluation, context.share)
+        logp = torch.zeros(step.shape, device=alive.device).masked_scatter(alive[..., None], scores.logp)
+        scored = self._score(batch, logp.detach(), step, scores, context.share)
         require_finite("the log-probability", torch.where(scored.mask, scored.logp, 0.0), where)
         stats = self._diagnose(scored)
         if config.target_kl is not None and float(stats["kl"]) > config.target_kl:
@@ -190,9 +190,9 @@ class Learner:
             rollouts=batch,
             where=alive,
             observation=observation,
-            units=units,
+            latents=latents,
             mask=scored.mask[alive],
-            evaluation=evaluation,
+            scores=scores,
             policy=self.policy,
             base=self.base,
             teacher=self.teacher,
@@ -208,28 +208,28 @@ class Learner:
         norm = clip_gradients(self.parameters, config.gradient_clip, where)
         self.before_step = [parameter.detach().clone() for parameter in self.parameters]
         self.steps += 1
-        rate = config.actor_rate * min(1.0, self.steps / config.actor_warmup) * self.knobs.get("lr_scale", 1.0)
+        rate = config.learning_rate * min(1.0, self.steps / config.actor_warmup) * self.knobs.get("lr_scale", 1.0)
         set_learning_rate(self.optimiser, rate)
         self.optimiser.step()
         named = {name: value.detach() for name, value in auxiliaries.items()}
         return {**stats, **extra, **named, "policy_loss": loss.detach(), "gradient_norm": norm.detach()}, False
 
-    def _score(self, batch: Rollouts, logp: Tensor, unit: Tensor, evaluation: Evaluation, share: float) -> Scored:
+    def _score(self, batch: Rollouts, logp: Tensor, step: Tensor, scores: Scores, share: float) -> Scored:
         """Put a minibatch and its scores together as coefficients see it."""
         behaviour, proximal, mask, advantage = (
-            item.gather(-1, unit)
+            item.gather(-1, step)
             for item in (batch.logp_behaviour, batch.proximal, batch.mask, batch.extras["advantage"])
         )
         mask = mask & batch.alive[..., None]
         level, limit = self.algorithm.ratio_level, self.config.log_ratio_clamp
-        ratios = log_ratios(logp, proximal, mask, limit, level, self.policy.spec.units_per_action)
+        ratios = log_ratios(logp, proximal, mask, limit, level, self.policy.spec.steps_per_action)
         alive = batch.alive
 
         def extra(name: str) -> Tensor:
-            value = (evaluation.entropy if name == "entropy" else evaluation.extras[name]).detach()
-            trailing = () if value.shape == evaluation.logp.shape else value.shape[-2:]
-            value = value.expand(*evaluation.logp.shape, *trailing)
-            return value.new_zeros((*unit.shape, *trailing)).index_put((alive,), value)
+            value = (scores.entropy if name == "entropy" else scores.extras[name]).detach()
+            trailing = () if value.shape == scores.logp.shape else value.shape[-2:]
+            value = value.expand(*scores.logp.shape, *trailing)
+            return value.new_zeros((*step.shape, *trailing)).index_put((alive,), value)
 
         return Scored(
             logp=logp,
@@ -238,9 +238,9 @@ class Learner:
             staleness=torch.where(mask, proximal - behaviour, 0.0),
             advantage=advantage,
             mask=mask,
-            clip_low=self.clip_low[unit] * self.knobs.get("clip_low_scale", 1.0),
-            clip_high=self.clip_high[unit] * self.knobs.get("clip_high_scale", 1.0),
-            unit=unit,
+            clip_low=self.clip_low[step] * self.knobs.get("clip_low_scale", 1.0),
+            clip_high=self.clip_high[step] * self.knobs.get("clip_high_scale", 1.0),
+            chosen=step,
             rollouts=batch,
             knobs=self.knobs,
             share=share,
@@ -248,7 +248,7 @@ class Learner:
         )
 
     def _diagnose(self, scored: Scored) -> dict[str, Tensor]:
-        whole = self.units / scored.unit.shape[-1]
+        whole = self.sampling_steps / scored.chosen.shape[-1]
         flat, mask = scored.log_ratio.flatten(0, 1), scored.mask.flatten(0, 1)
         low, high = scored.clip_low.flatten(0, 1), scored.clip_high.flatten(0, 1)
         return {
@@ -258,9 +258,9 @@ class Learner:
             "clamped": scored.clamped.float().sum(),
         }
 
-    def _choose_units(self, batch: Rollouts, draws: torch.Generator) -> tuple[Tensor, bool]:
-        """Return the indices of the units to score, [b, t, k], and whether they are a choice."""
-        count, total = self.config.scored_units, self.units
+    def _choose_steps(self, batch: Rollouts, draws: torch.Generator) -> tuple[Tensor, bool]:
+        """Return the indices of the steps to score, [b, t, k], and whether they are a choice."""
+        count, total = self.config.scored_steps, self.sampling_steps
         shape = (*batch.shape, total)
         if not 0 < count < total:
             return torch.arange(total, device=draws.device).expand(shape), False

@@ -14,7 +14,7 @@ Of world models:
 - planning: do cautious plans stay true?
 - styles: are unseen looks read better after other looks?
 - joint: planning with one model of actions, futures and values.
-- video: pictures far ahead, with and without memory.
+- video: images far ahead, with and without memory.
 
 All but the first go on where they were interrupted.
 """

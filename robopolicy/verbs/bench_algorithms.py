@@ -20,7 +20,7 @@ from robopolicy.verbs.bench_runs import Variant, chosen_from, conclude, pooled, 
 
 GENTLE = (
     "finetune.iterations=60",
-    "finetune.actor_rate=3e-4",
+    "finetune.learning_rate=3e-4",
     "finetune.clip=0.05",
     "finetune.clip_base=0.05",
     "finetune.target_kl=0.03",
@@ -47,12 +47,12 @@ METHODS: dict[str, Variant] = {
             "finetune.algorithm=step_grpo",
             "finetune.iterations=120",
             "finetune.groups=32",
-            "finetune.actor_rate=1.5e-4",
+            "finetune.learning_rate=1.5e-4",
             "finetune.epochs=2",
             "finetune.minibatch=1024",
             "finetune.target_kl=0.2",
             "finetune.ratio_tolerance=1e-4",
-            "finetune.units=null",
+            "finetune.finetuned_steps=null",
         ),
     ),
 }
@@ -99,7 +99,7 @@ EQUAL_LEAVES = {
         "finetune.algorithm=branch_grpo",
         "finetune.group_size=2",
         "finetune.branch_at=[2,5]",
-        "finetune.branch_unit=2",
+        "finetune.branch_sampling_step=2",
     ),
 }
 
@@ -119,8 +119,8 @@ def time_per_iteration(config: Config, root: Path, task: str, rounds: int = 5) -
                 chosen = compose([f"recipe={task}", *GENTLE, *settings, *quick])
                 device = choose_device(chosen.run)
                 policy = open_policy(base, device)
-                policy.prepare_finetuning(chosen.finetune.units)
-                world = build_world(chosen.world, policy, batch_size=chosen.finetune.worlds, device=device)
+                policy.prepare_finetuning(chosen.finetune.finetuned_steps)
+                world = build_world(chosen.world, policy, batch_size=chosen.finetune.num_envs, device=device)
                 run = RunFolder(Path(folder) / f"{turn} {name}")
                 finetune(policy, None, world, narrowed(FinetuneConfig, chosen.finetune), run, seed=turn)
                 world.close()

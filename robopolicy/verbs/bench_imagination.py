@@ -19,7 +19,7 @@ from robopolicy.evaluation.report import Report, Section
 from robopolicy.runs import print_table
 from robopolicy.verbs import imagine
 from robopolicy.verbs.bench_runs import (
-    PICTURES,
+    IMAGES_DIR,
     chosen_from,
     conclude,
     modelled,
@@ -42,7 +42,7 @@ FEWER = (
     "finetune.evaluate_every=10",
     "imagine.watch=100",
 )
-"""One core imagines 500 to 900 pictures of 32 px a second; recipe reach_planar makes do with few of them."""
+"""One core imagines 500 to 900 images of 32 px a second; recipe reach_planar makes do with few of them."""
 
 NARROW = ("worldmodel.noise=[0.2]", "worldmodel.transitions=5000")
 FOOLED = (
@@ -79,13 +79,13 @@ ARMS: dict[str, Arm] = {
     "ensemble": Arm("ensemble", settings=LONGER),
     "ensemble, near its base": Arm("ensemble", settings=CAREFUL),
     "rssm": Arm("rssm", ("worldmodel.kind=rssm",), settings=LONGER),
-    "pixel_diffusion": Arm("pixel_diffusion", PICTURES["pixel_diffusion"], settings=(*LONGER, *FEWER)),
+    "pixel_diffusion": Arm("pixel_diffusion", IMAGES_DIR["pixel_diffusion"], settings=(*LONGER, *FEWER)),
     "narrow": narrow(),
     "narrow, stopped": narrow("imagine.gap=0.2"),
     "narrow, near its base": narrow(NEAR),
     "narrow, experts beside": narrow(EXPERTS),
-    "narrow, doubt costs": narrow("world.imagination.penalty=0.3"),
-    "narrow, doubt ends": narrow("world.imagination.quantile=0.99"),
+    "narrow, uncertainty costs": narrow("world.imagination.penalty=0.3"),
+    "narrow, uncertainty ends": narrow("world.imagination.quantile=0.99"),
     "narrow, refreshed": narrow(NEAR, "imagine.refresh_every=5"),
 }
 """Name -> what is done."""

@@ -23,7 +23,7 @@ SMALL = (
     "finetune.group_size=8",
     "finetune.evaluate_every=25",
     "finetune.target_success=null",
-    "finetune.actor_rate=3e-4",
+    "finetune.learning_rate=3e-4",
     "finetune.clip=0.05",
     "finetune.clip_base=0.05",
     "finetune.target_kl=0.03",
@@ -33,12 +33,12 @@ SMALL = (
 
 SPARSE = "finetune.rewards=[success_only]"
 SMALL_GROUPS = ("finetune.group_size=4", "finetune.groups=64")
-TOKENS = ("finetune.actor_rate=1.5e-4", "finetune.minibatch=1024", "finetune.epochs=2", "finetune.clip=0.2")
+TOKENS = ("finetune.learning_rate=1.5e-4", "finetune.minibatch=1024", "finetune.epochs=2", "finetune.clip=0.2")
 """What a token policy wants instead; NGRPO and PRIME were made for tokens, and Gaussian chains collapse under them."""
 
 STALE = (
     "finetune.delay=8",
-    "finetune.actor_rate=1e-3",
+    "finetune.learning_rate=1e-3",
     "finetune.target_kl=null",
     "finetune.clip=0.2",
     "finetune.clip_base=0.2",

@@ -15,7 +15,7 @@ from robopolicy.evaluation.report import Report, Section, agreement, ranking_plo
 from robopolicy.runs import print_table
 from robopolicy.verbs import rank
 from robopolicy.verbs.bench_runs import (
-    PICTURES,
+    IMAGES_DIR,
     Changes,
     Variant,
     chosen_from,
@@ -46,9 +46,9 @@ POLICIES: dict[str, tuple[str, float | None]] = {
 MODELS = {
     "ensemble": Changes(("worldmodel.kind=ensemble",), {"pick_place": ("worldmodel.fit.steps=12000",)}),
     "rssm": Changes(("worldmodel.kind=rssm",)),
-    **{kind: Changes(settings) for kind, settings in PICTURES.items()},
+    **{kind: Changes(settings) for kind, settings in IMAGES_DIR.items()},
 }
-"""By kind. State models take minutes, those of pictures longer. Telling policies a few points apart takes a truer model
+"""By kind. State models take minutes, those of images longer. Telling policies a few points apart takes a truer model
 than improving one: on pick_place more than twice the recipe's training.
 """
 

@@ -41,7 +41,7 @@ class Changes:
 
 
 EXAMINED = "worldmodel.examine_rows=64", "worldmodel.examine_steps=1000"
-PICTURES = {
+IMAGES_DIR = {
     "pixel_diffusion": (
         "worldmodel.kind=pixel_diffusion",
         "world.cameras=[top]",
@@ -64,8 +64,8 @@ PICTURES = {
         *EXAMINED,
     ),
 }
-"""Settings of models that dream in pictures, each a quarter to half an hour of training. Where little is left to
-chance, one step of diffusion (the expected picture) is as true as three, twice as fast, and all that need be learned.
+"""Settings of models that inside in images, each a quarter to half an hour of training. Where little is left to
+chance, one step of diffusion (the expected image) is as true as three, twice as fast, and all that need be learned.
 """
 
 FEWER = {

@@ -26,13 +26,13 @@ PRINTED = (*HORIZONS, 75, 100)
 @dataclass(frozen=True)
 class Experiment:
     """claim: what a paper says; measure: seed and a folder to keep models in -> figures; tables: figures of all seeds
-    -> title, header, lines; pictures: figures of all seeds -> title, plot.
+    -> title, header, lines; images: figures of all seeds -> title, plot.
     """
 
     claim: str
     measure: Callable[[int, Path], dict[str, Any]]
     tables: Callable[[Runs], list[tuple[str, list[str], list[list[str]]]]]
-    pictures: Callable[[Runs], list[tuple[str, str]]] = lambda runs: []
+    images: Callable[[Runs], list[tuple[str, str]]] = lambda runs: []
 
 
 def trajectory_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -75,7 +75,7 @@ def planning_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
 
 def style_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return how well the known look and unseen ones are read."""
-    names = {"reward_error": ".3f", "success_f1": ".2f", "picture": ".2f", "picture_copied": ".2f"}
+    names = {"reward_error": ".3f", "success_f1": ".2f", "image": ".2f", "image_copied": ".2f"}
     read = "error of the reward", "F1 of success"
     header = ["learned from, examined in", *read, "PSNR 10 steps ahead, dB", "first frame repeated, dB"]
     lines = []
@@ -124,7 +124,7 @@ def video_tables(runs: Runs) -> list[tuple[str, list[str], list[list[str]]]]:
     return found
 
 
-def video_pictures(runs: Runs) -> list[tuple[str, str]]:
+def video_images(runs: Runs) -> list[tuple[str, str]]:
     """Return plots of quality against the horizon, of the first seed."""
     found = []
     for setting, figures in runs[0].items():
@@ -156,10 +156,10 @@ EXPERIMENTS = {
         joint_tables,
     ),
     "video": Experiment(
-        "Imagined pictures follow their actions, far ahead, and memory helps a camera that moves.",
+        "Imagined images follow their actions, far ahead, and memory helps a camera that moves.",
         lambda seed, folder: {name: video.measure(seed, scale, folder / name) for name, scale in video.SCALES.items()},
         video_tables,
-        video_pictures,
+        video_images,
     ),
 }
 
@@ -180,7 +180,7 @@ def benchmark(config: Config) -> dict[str, Any]:
     for title, header, lines in experiment.tables(runs):
         report.sections.append(Section(title, header=header, rows=lines))
         print_table(title, header, lines)
-    report.sections += [Section(title, svg=plot) for title, plot in experiment.pictures(runs)]
+    report.sections += [Section(title, svg=plot) for title, plot in experiment.images(runs)]
     for seed in config.bench.seeds:
         for folder in sorted({path.parent for path in (root / str(seed)).rglob("imagined.mp4")}):
             report.sections += film(folder)

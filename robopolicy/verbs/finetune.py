@@ -41,10 +41,10 @@ def run(config: Config) -> int:
     section, device = config.finetune, choose_device(config.run)
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
     base, policy = open_policy(path, device), open_policy(path, device)
-    policy.prepare_finetuning(section.units, train_encoder=section.train_encoder)
+    policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     if section.lora_rank:
         add_lora(policy, section.lora_rank)
-    world = build_world(config.world, base, batch_size=section.worlds, device=device)
+    world = build_world(config.world, base, batch_size=section.num_envs, device=device)
     judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
     validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
 
@@ -140,7 +140,7 @@ def print_advice(verdicts: Mapping[str, Verdict]) -> None:
     if tuned <= base:
         output.print(
             "Fine-tuning did not raise success. Often steps are too large before the critic is ready: try "
-            "finetune.actor_rate=1e-4 finetune.critic_warmup=4 finetune.minibatch=256, or more finetune.worlds. "
+            "finetune.learning_rate=1e-4 finetune.critic_warmup=4 finetune.minibatch=256, or more finetune.num_envs. "
             "`robopolicy doctor` looks for other causes."
         )
 

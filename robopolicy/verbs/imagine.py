@@ -46,20 +46,20 @@ def run(config: Config) -> int:
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
     model = default_path(config, "worldmodel", "checkpoint", chosen.model, "imagine.model")
     base, policy = open_policy(path, device), open_policy(path, device)
-    policy.prepare_finetuning(section.units, train_encoder=section.train_encoder)
+    policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     inside = replace(config.world, name=WORLD_MODEL, model=model, simulator=config.world.name)
-    dream: Any = build_world(inside, base, batch_size=section.worlds, seed=config.run.seed, device=device)
+    training_world: Any = build_world(inside, base, batch_size=section.num_envs, seed=config.run.seed, device=device)
     episodes = max(chosen.watch, section.evaluate_episodes)
     uncut = ImaginationSection(debounce=config.world.imagination.debounce)  # judged are whole episodes, paired by seed
     judged = replace(inside, imagination=uncut)
-    dreamt: Any = build_world(judged, base, episodes=section.evaluate_episodes, device=device)
+    imagined_world: Any = build_world(judged, base, episodes=section.evaluate_episodes, device=device)
     real = build_world(config.world, base, episodes=episodes, device=device)
     validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
-    watch = TwoWorlds(dreamt, real, validation, validation[: chosen.watch], chosen.gap, device)
+    watch = TwoWorlds(imagined_world, real, validation, validation[: chosen.watch], chosen.gap, device)
     refresh = None
     if chosen.refresh_every:
         refresh = ModelRefresh(
-            [dream.model, dreamt.model],
+            [training_world.model, imagined_world.model],
             real,
             model.parent / "dataset",
             folder,
@@ -70,18 +70,18 @@ def run(config: Config) -> int:
         )
     started = time.perf_counter()
     if chosen.method == "sft":
-        tuned = imitate(config, policy, dream, watch, folder)
+        tuned = imitate(config, policy, training_world, watch, folder)
     else:
-        critic = build_critic(dream, section, config.run.seed).to(device)
+        critic = build_critic(training_world, section, config.run.seed).to(device)
         tuned = finetune(
             policy,
             critic,
-            dream,
+            training_world,
             narrowed(FinetuneConfig, section),
             folder,
             evaluate=watch.evaluate,
             seed=config.run.seed,
-            guidance=guidance_of(config, dream),
+            guidance=guidance_of(config, training_world),
             after_checkpoint=refresh,
         )
     seconds = time.perf_counter() - started
@@ -91,12 +91,12 @@ def run(config: Config) -> int:
     candidates = {"base": base, "tuned": policy}
     verdicts = {name: judge(real, each, seeds, device, config.run.seed, name) for name, each in candidates.items()}
     imagined = {
-        f"{name}, imagined": judge(dreamt, each, seeds, device, config.run.seed, f"{name}, imagined")
+        f"{name}, imagined": judge(imagined_world, each, seeds, device, config.run.seed, f"{name}, imagined")
         for name, each in candidates.items()
     }
     if section.videos and isinstance(real, Renders):
         film(config, real, {"base": base, "tuned in imagination": policy}, folder)
-    for each in (dream, dreamt, real):
+    for each in (training_world, imagined_world, real):
         each.close()
     print_verdicts({**verdicts, **imagined})
     print_advice(verdicts)
@@ -116,13 +116,13 @@ def run(config: Config) -> int:
     return 0
 
 
-def imitate(config: Config, policy: Any, dream: Any, watch: TwoWorlds, folder: RunFolder) -> FinetuneResult:
+def imitate(config: Config, policy: Any, training_world: Any, watch: TwoWorlds, folder: RunFolder) -> FinetuneResult:
     """Run the rounds of synthesis, filter and imitation."""
     chosen = config.imagine
     policy.requires_grad_(True)
     records = synthesise_and_imitate(
         policy,
-        dream,
+        training_world,
         rounds=chosen.rounds,
         rollouts=chosen.synthetic,
         steps=chosen.imitate_steps,

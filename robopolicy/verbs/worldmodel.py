@@ -3,7 +3,7 @@
 Data: worldmodel.data (default: what collect wrote), then rollouts of the expert at every level of worldmodel.noise and
 of worldmodel.policies, until worldmodel.transitions control steps are there; all of it is kept beside the model. The
 report has open-loop errors beside shuffled actions and copying, precision and recall of the learned success head, and
-for models of pictures a video of imagined below recorded episodes.
+for models of images a video of imagined below recorded episodes.
 """
 
 from collections.abc import Mapping
@@ -105,7 +105,7 @@ def in_other_styles(config: Config, episodes: Episodes) -> Episodes:
 
 
 def film(model: Any, episodes: Episodes, folder: RunFolder) -> None:
-    """Write imagined.mp4, if the model has pictures: the longest of `episodes`, real and imagined."""
+    """Write imagined.mp4, if the model has images: the longest of `episodes`, real and imagined."""
     if not model.spec.cameras:
         return
     longest = episodes.lengths.argsort(descending=True, stable=True)[:FILMED]

@@ -94,7 +94,7 @@ def observation_layout(space: spaces.Space, state_keys: Sequence[str] | None = N
     """Lay out an observation space; state_keys: which entries are the robot's own (default ROBOT_KEYS).
 
     Box -> observation.state. Dict: the robot's entries -> observation.state, every other vector (goals, objects) ->
-    observation.environment_state in the space's order, uint8 pictures -> cameras named after their key.
+    observation.environment_state in the space's order, uint8 images -> cameras named after their key.
     """
     leaves = dict(_leaves(space, ()))
     images = {path[-1] if path else "pixels": path for path, box in leaves.items() if _is_image(box)}
@@ -150,7 +150,7 @@ class Description:
 
 
 class RowEnvironment:
-    """An environment with vector observations, success flag, pictures and (for MuJoCo) its full state.
+    """An environment with vector observations, success flag, images and (for MuJoCo) its full state.
 
     success_key: entry of `info` that says whether the episode succeeded; None takes the first of SUCCESS_KEYS that
     `info` has, and no success where there is none.
@@ -167,7 +167,7 @@ class RowEnvironment:
         self._action_space = space
         self._action_dtype = space.dtype
         self._success_key = success_key
-        self._pictures: dict[str, np.ndarray] = {}
+        self._images: dict[str, np.ndarray] = {}
         self.state = MujocoState(self.environment) if has_mujoco_state(self.environment) else None
         self._camera = MujocoCamera(self.environment, self.state) if self.state else None
 
@@ -200,10 +200,10 @@ class RowEnvironment:
     def _take(self, observation: Any, out: np.ndarray) -> None:
         self.layout.write(observation, out)
         for camera, path in self.layout.images.items():
-            picture = observation
+            image = observation
             for key in path:
-                picture = picture[key]
-            self._pictures[camera] = picture
+                image = image[key]
+            self._images[camera] = image
 
     def _success(self, info: Mapping[str, Any]) -> bool:
         if self._success_key is not None:
@@ -219,14 +219,14 @@ class RowEnvironment:
 
     def image(self, camera: str, height: int, width: int) -> np.ndarray:
         """Return uint8 [height, width, 3]."""
-        if camera in self._pictures:
-            return resized(self._pictures[camera], height, width)
+        if camera in self._images:
+            return resized(self._images[camera], height, width)
         if self._camera is not None:
             return self._camera.image(camera, height, width)
-        picture = self.environment.render()
-        if not isinstance(picture, np.ndarray):
-            raise ConfigError("The environment draws no pictures: it has no 'rgb_array' render mode.")
-        return resized(picture, height, width)
+        image = self.environment.render()
+        if not isinstance(image, np.ndarray):
+            raise ConfigError("The environment draws no images: it has no 'rgb_array' render mode.")
+        return resized(image, height, width)
 
     def close(self) -> None:
         """Close the environment and its graphics."""
@@ -235,10 +235,10 @@ class RowEnvironment:
         self.environment.close()
 
 
-def resized(picture: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return `picture` (HWC, or CHW with 3 channels) as uint8 [height, width, 3], by nearest neighbour."""
-    if picture.shape[-1] != 3 and picture.shape[0] == 3:
-        picture = np.moveaxis(picture, 0, -1)
-    rows = (np.arange(height) + 0.5) * picture.shape[0] / height
-    columns = (np.arange(width) + 0.5) * picture.shape[1] / width
-    return np.ascontiguousarray(picture[rows.astype(int)][:, columns.astype(int)], dtype=np.uint8)
+def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Return `image` (HWC, or CHW with 3 channels) as uint8 [height, width, 3], by nearest neighbour."""
+    if image.shape[-1] != 3 and image.shape[0] == 3:
+        image = np.moveaxis(image, 0, -1)
+    rows = (np.arange(height) + 0.5) * image.shape[0] / height
+    columns = (np.arange(width) + 0.5) * image.shape[1] / width
+    return np.ascontiguousarray(image[rows.astype(int)][:, columns.astype(int)], dtype=np.uint8)

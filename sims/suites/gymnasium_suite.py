@@ -15,7 +15,7 @@ from robopolicy.core.world import Rows, Snapshot, Step
 from sims.engine import usable_threads
 from sims.suites.environment import Description, MakeEnvironment, RowEnvironment, open_gymnasium, registered
 from sims.suites.rewards import Reward, choose_reward
-from sims.suites.vector import Pictures, Played, Pool
+from sims.suites.vector import Images, Played, Pool
 
 SEED_LIMIT = 2**31
 """Episode seeds are taken modulo this number, because some environments accept no larger ones."""
@@ -27,7 +27,7 @@ class GymnasiumWorld:
     name: of the world; make_environment: makes one environment without a time limit (importable in a fresh process when
     there are workers); batch_size: rows B; horizon: control steps until the time limit; instruction: the task in words;
     seed: of the generator that draws episode seeds when `reset` is given none; history: H frames; cameras: whose images
-    (image_size x image_size) are part of the observation: entries of the observation that are pictures, cameras of the
+    (image_size x image_size) are part of the observation: entries of the observation that are images, cameras of the
     MuJoCo model, or "default", the environment's own view; workers: processes that share the rows, 0 for this process,
     None for one per usable core; terminate_on_success: False lets an episode run on;
     fps: control steps per second, default what the environment says; reward: None or "progress" (environments with
@@ -65,7 +65,7 @@ class GymnasiumWorld:
         self._batch_size, self._history = batch_size, history
         row = partial(RowEnvironment, make_environment, state_keys, success_key)
         count = usable_threads() if workers is None else workers
-        self.pool = Pool(name, row, batch_size, count, Pictures(tuple(cameras), image_size, history))
+        self.pool = Pool(name, row, batch_size, count, Images(tuple(cameras), image_size, history))
         try:
             description = self.pool.describe()
             self._reward = choose_reward(reward, reward_scale, description)
@@ -118,10 +118,10 @@ class GymnasiumWorld:
             raise SpecError(f"reset got {len(index)} row(s) but seeds of shape {seeds.shape}: give one seed per row.")
         if len(index) == 0:
             return self._observation()
-        values, pictures = self.pool.reset(index, seeds % SEED_LIMIT, dict(options) if options else None)
+        values, images = self.pool.reset(index, seeds % SEED_LIMIT, dict(options) if options else None)
         self._check_finite(values[:, None], index)
         fresh = {f"history/{key}": values[:, None, part] for key, part in self._layout.fields.items()}
-        fresh |= {f"history/{IMAGE_PREFIX}{camera}": frame[:, None] for camera, frame in pictures.items()}
+        fresh |= {f"history/{IMAGE_PREFIX}{camera}": frame[:, None] for camera, frame in images.items()}
         fresh = {key: np.repeat(value, self._history, axis=1) for key, value in fresh.items()}
         fresh["steps"] = np.zeros(len(index), dtype=np.int64)
         for flag in ("success", "terminated", "truncated"):
@@ -195,7 +195,7 @@ class GymnasiumWorld:
         observation[TASK] = np.full(self._batch_size, self._spec.instructions[0])
         return observation
 
-    # -- snapshots and pictures ----------------------------------------------------------------------------------
+    # -- snapshots and images ----------------------------------------------------------------------------------
 
     def snapshot(self, rows: Rows = None) -> Snapshot:
         """Copy the full state of `rows`: physics, model, Python attributes with random generators, counters, history.

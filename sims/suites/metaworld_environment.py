@@ -22,7 +22,7 @@ OBJECTS = (slice(4, 18), slice(22, 36), slice(36, 39))
 """Poses of up to two objects now and one control step ago, and the goal."""
 
 VIEW = {"lookat": np.array([0.0, 0.6, 0.1]), "distance": 1.5, "azimuth": 235.0, "elevation": -35.0}
-"""The default picture: from the front, over the table (Meta-World's own free view looks at the robot's back)."""
+"""The default image: from the front, over the table (Meta-World's own free view looks at the robot's back)."""
 
 
 def metaworld_tasks() -> dict[str, Any]:

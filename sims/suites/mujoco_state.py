@@ -1,4 +1,4 @@
-"""Save, restore and picture a third-party environment that simulates with MuJoCo, whatever its class.
+"""Save, restore and image a third-party environment that simulates with MuJoCo, whatever its class.
 
 Such an environment's state lies in three places: MuJoCo's data (environments read derived quantities that are one
 physics step old, so positions and velocities alone do not repeat its future), the model (resets move bodies and goals
@@ -124,7 +124,7 @@ def _copied(value: Any) -> Any:
 
 
 class MujocoCamera:
-    """Pictures of a MuJoCo environment without shadows, reflections or multisampling, and without side effects.
+    """Images of a MuJoCo environment without shadows, reflections or multisampling, and without side effects.
 
     Cameras: those named in the model, and "default", the view the environment itself renders from.
     """

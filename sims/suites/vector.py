@@ -31,8 +31,8 @@ KNOWN_ERRORS: dict[str, type[RobopolicyError]] = {
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Which pictures belong to observations: cameras, image size in pixels, and how many frames of history."""
+class Images:
+    """Which images belong to observations: cameras, image size in pixels, and how many frames of history."""
 
     cameras: tuple[str, ...]
     size: int
@@ -67,9 +67,9 @@ def joined(parts: Sequence[Played]) -> Played:
 class EnvironmentRows:
     """`count` environments in one process; every method takes and returns whole arrays of rows."""
 
-    def __init__(self, make_row: Callable[[], RowEnvironment], count: int, pictures: Pictures):
+    def __init__(self, make_row: Callable[[], RowEnvironment], count: int, images: Images):
         self._rows = [make_row() for _ in range(count)]
-        self._pictures = pictures
+        self._images = images
         self._size = self._rows[0].layout.size
 
     def describe(self) -> Description:
@@ -83,8 +83,8 @@ class EnvironmentRows:
         values = np.zeros((len(index), self._size), dtype=np.float32)
         for out, row, seed in zip(values, index, seeds, strict=True):
             self._rows[row].reset(seed, out, options)
-        size = self._pictures.size
-        return values, {camera: self.render(index, camera, size, size) for camera in self._pictures.cameras}
+        size = self._images.size
+        return values, {camera: self.render(index, camera, size, size) for camera in self._images.cameras}
 
     def step(self, actions: np.ndarray, limits: np.ndarray, stop_on_success: bool) -> Played:
         """Run up to limits [n] control steps of actions [n, C, A], stopping a row where its episode ends."""
@@ -99,14 +99,14 @@ class EnvironmentRows:
                 played.length[row] += 1
                 played.terminated[row], played.truncated[row] = terminated, truncated
                 last = terminated or truncated or (success and stop_on_success) or index + 1 == limits[row]
-                if self._pictures.cameras and (last or self._pictures.history > 1):
-                    self._picture(environment, row, played)
+                if self._images.cameras and (last or self._images.history > 1):
+                    self._image(environment, row, played)
                 if last:
                     break
         return played
 
     def _blank(self, count: int, chunk: int) -> Played:
-        size, history = self._pictures.size, self._pictures.history
+        size, history = self._images.size, self._images.history
         return Played(
             values=np.zeros((count, chunk, self._size), dtype=np.float32),
             reward=np.zeros((count, chunk)),
@@ -115,13 +115,13 @@ class EnvironmentRows:
             terminated=np.zeros(count, dtype=bool),
             truncated=np.zeros(count, dtype=bool),
             frames={
-                camera: np.zeros((count, history, size, size, 3), dtype=np.uint8) for camera in self._pictures.cameras
+                camera: np.zeros((count, history, size, size, 3), dtype=np.uint8) for camera in self._images.cameras
             },
         )
 
-    def _picture(self, environment: RowEnvironment, row: int, played: Played) -> None:
+    def _image(self, environment: RowEnvironment, row: int, played: Played) -> None:
         """Shift the row's frames by one and draw the newest."""
-        size = self._pictures.size
+        size = self._images.size
         for camera, frames in played.frames.items():
             frames[row, :-1] = frames[row, 1:].copy()
             frames[row, -1] = environment.image(camera, size, size)
@@ -163,10 +163,10 @@ class Pool:
     """
 
     def __init__(
-        self, name: str, make_row: Callable[[], RowEnvironment], count: int, workers: int, pictures: Pictures
+        self, name: str, make_row: Callable[[], RowEnvironment], count: int, workers: int, images: Images
     ) -> None:
         self._name, self._count = name, count
-        self._local = EnvironmentRows(make_row, count, pictures) if workers == 0 else None
+        self._local = EnvironmentRows(make_row, count, images) if workers == 0 else None
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._lost: WorkerError | None = None
@@ -175,7 +175,7 @@ class Pool:
             context = multiprocessing.get_context("spawn")
             for share in self.shares:
                 near, far = context.Pipe()
-                process = context.Process(target=serve, args=(far, name, make_row, len(share), pictures), daemon=True)
+                process = context.Process(target=serve, args=(far, name, make_row, len(share), images), daemon=True)
                 process.start()
                 far.close()
                 self._connections.append(near)
@@ -334,7 +334,7 @@ def _place(error: Exception) -> str:
 
 
 def serve(
-    connection: Connection, name: str, make_row: Callable[[], RowEnvironment], count: int, pictures: Pictures
+    connection: Connection, name: str, make_row: Callable[[], RowEnvironment], count: int, images: Images
 ) -> None:
     """Answer the parent until it says stop or goes away: the body of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -349,7 +349,7 @@ def serve(
             break
         try:
             if rows is None:
-                rows = EnvironmentRows(make_row, count, pictures)
+                rows = EnvironmentRows(make_row, count, images)
             answer = ("done", _run(rows, name, *message))
         except RobopolicyError as error:
             kind = type(error).__name__

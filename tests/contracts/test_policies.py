@@ -23,13 +23,13 @@ SMALL = DenoisingPolicyConfig(width=32, depth=2, sampling_steps=5, denoising_ste
 IMAGE = ImageEncoderConfig(features=8, channels=(8, 8, 8))
 
 
-def _policy(config: DenoisingPolicyConfig, fields: dict[str, Field] = FIELDS, units: int | None = 3) -> DenoisingPolicy:
+def _policy(config: DenoisingPolicyConfig, fields: dict[str, Field] = FIELDS, steps: int | None = 3) -> DenoisingPolicy:
     generator = torch.Generator().manual_seed(0)
     values = {"action": torch.rand(50, 2, generator=generator) - 0.5}
     values |= {key: torch.randn(50, *field.shape, generator=generator) for key, field in fields.items()}
     policy = build_policy(config, fields, ACTION, fps=10, instructions=("push",), values=values)
-    if units is not None:
-        policy.prepare_finetuning(units)
+    if steps is not None:
+        policy.prepare_finetuning(steps)
     return policy
 
 
@@ -46,19 +46,19 @@ CONFIGS: dict[str, DenoisingPolicyConfig] = {
 }
 
 
-@pytest.mark.parametrize("units", [None, 1, 3, 5])
+@pytest.mark.parametrize("steps", [None, 1, 3, 5])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_denoising_policies_conform(name: str, units: int | None):
-    if units == 1 and name in ("flow_sde", "ddpm"):
+def test_denoising_policies_conform(name: str, steps: int | None):
+    if steps == 1 and name in ("flow_sde", "ddpm"):
         pytest.skip("their last step has no density")
-    check_policy(_policy(CONFIGS[name], units=units), load_policy)
+    check_policy(_policy(CONFIGS[name], steps=steps), load_policy)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("units", [None, 3])
-def test_image_policies_conform(frozen: bool, units: int | None):
+@pytest.mark.parametrize("steps", [None, 3])
+def test_image_policies_conform(frozen: bool, steps: int | None):
     config = replace(SMALL, history=2, image=replace(IMAGE, frozen=frozen))
-    check_policy(_policy(config, {"observation.state": FIELDS["observation.state"]} | CAMERA, units), load_policy)
+    check_policy(_policy(config, {"observation.state": FIELDS["observation.state"]} | CAMERA, steps), load_policy)
 
 
 class _Broken(DenoisingPolicy):
@@ -84,13 +84,13 @@ class _Broken(DenoisingPolicy):
             return super().act(observation, torch.Generator().manual_seed(0), deterministic=deterministic)
         return decision
 
-    def evaluate(self, observation: Any, units: Any) -> Any:
-        evaluation = super().evaluate(observation, units)
+    def log_prob(self, observation: Any, latents: Any) -> Any:
+        scores = super().log_prob(observation, latents)
         if self.breakage == "detached":
-            return replace(evaluation, logp=evaluation.logp.detach())
+            return replace(scores, logp=scores.logp.detach())
         if self.breakage == "rows":
-            return replace(evaluation, logp=evaluation.logp + 1e-3 * torch.arange(len(evaluation.logp))[:, None] / 100)
-        return evaluation
+            return replace(scores, logp=scores.logp + 1e-3 * torch.arange(len(scores.logp))[:, None] / 100)
+        return scores
 
     def _validate(self, observation: Any) -> None:
         if self.breakage != "unchecked":
@@ -99,7 +99,7 @@ class _Broken(DenoisingPolicy):
     def save(self, folder: Path) -> None:
         if self.breakage == "forgets":
             policy = build_policy(self.config, self.fields, self.action, fps=self.fps, instructions=self.instructions)
-            policy.prepare_finetuning(self.finetuned_units)
+            policy.prepare_finetuning(self.finetuned_steps)
             policy.save(folder)
         else:
             super().save(folder)

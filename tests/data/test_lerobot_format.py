@@ -135,8 +135,8 @@ def test_lerobot_reads_it_with_delta_timestamps(exact_folder):
         assert torch.equal(~item["action_is_pad"], batch["action_valid"][step])
         assert item["task"] == batch["observation"]["task"][step]
         assert bool(item["next.success"]) == bool(episodes.step_success[step])
-        picture = batch["observation"][FRONT][step, 1].permute(2, 0, 1).float() / 255
-        assert torch.allclose(item[FRONT].squeeze(0), picture, atol=1e-6)
+        image = batch["observation"][FRONT][step, 1].permute(2, 0, 1).float() / 255
+        assert torch.allclose(item[FRONT].squeeze(0), image, atol=1e-6)
 
 
 def test_reads_what_others_recorded_with_lerobot(tmp_path):
@@ -151,9 +151,9 @@ def test_reads_what_others_recorded_with_lerobot(tmp_path):
     dataset = LeRobotDataset.create("other/one", 30, features, root=tmp_path / "other", use_videos=False)
     for episode, length in enumerate((3, 5)):
         for step in range(length):
-            picture = np.full((3, 32, 48), 40 * episode + step, np.uint8)
+            image = np.full((3, 32, 48), 40 * episode + step, np.uint8)
             state = np.array([episode, step], np.float32)
-            frame = {STATE: state, "action": np.array([step * 0.5]), "observation.images.top": picture}
+            frame = {STATE: state, "action": np.array([step * 0.5]), "observation.images.top": image}
             dataset.add_frame({**frame, "operator": "ann", "task": f"task {episode}"})
         dataset.save_episode()
     dataset.finalize()
@@ -164,9 +164,9 @@ def test_reads_what_others_recorded_with_lerobot(tmp_path):
     assert episodes.final_known.tolist() == [False, False]
     assert episodes.observation_fields[STATE].names == ("shoulder", "elbow")
     assert episodes.actions[:, 0].tolist() == [0.0, 0.5, 1.0, 0.0, 0.5, 1.0, 1.5, 2.0]
-    pictures = episodes.observation["observation.images.top"]
-    assert pictures.shape == (10, 32, 48, 3)
-    assert pictures[:, 0, 0, 0].tolist() == [0, 1, 2, 2, 40, 41, 42, 43, 44, 44]
+    images = episodes.observation["observation.images.top"]
+    assert images.shape == (10, 32, 48, 3)
+    assert images[:, 0, 0, 0].tolist() == [0, 1, 2, 2, 40, 41, 42, 43, 44, 44]
     assert len(episodes.transitions().action) == 6
 
 

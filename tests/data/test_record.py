@@ -15,7 +15,7 @@ FRONT = "observation.images.front"
 
 
 class Corridor:
-    """A point at a seeded start walks to 1: success there, time limit 12; picture: its position as a grey level."""
+    """A point at a seeded start walks to 1: success there, time limit 12; image: its position as a grey level."""
 
     def __init__(self, batch_size, camera=False):
         fields = {STATE: Field((2,))}
@@ -86,7 +86,7 @@ class ChunkWalker:
         rows = len(observation[STATE])
         return Decision(torch.full((rows, 4, 1), 0.5), {}, torch.zeros(rows, 1), torch.ones(rows, 1, dtype=torch.bool))
 
-    def evaluate(self, observation, units): ...
+    def log_prob(self, observation, latents): ...
 
     def save(self, folder): ...
 

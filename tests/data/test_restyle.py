@@ -1,4 +1,4 @@
-"""Another look, the same motion: pictures change, states do not, and other worlds' episodes are refused."""
+"""Another look, the same motion: images change, states do not, and other worlds' episodes are refused."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Breaks of camera pictures are named: BGR, orientation, mixed-up, missing, black, flat and frozen cameras."""
+"""Breaks of camera images are named: BGR, orientation, mixed-up, missing, black, flat and frozen cameras."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def with_top(data, change):
     return broken_data.with_frames(data, TOP, change)
 
 
-def test_healthy_pictures_have_no_problem_even_from_a_video(reach, tmp_path):
+def test_healthy_images_have_no_problem_even_from_a_video(reach, tmp_path):
     world, data = reach
     assert problems(data, world) == []
     assert problems(replace(data, seeds=None), world) == []
@@ -42,13 +42,13 @@ def test_healthy_pictures_have_no_problem_even_from_a_video(reach, tmp_path):
     ("change", "check", "text"),
     [
         (lambda images: images.flip(-1), "image channels", "'top': blue and red are swapped (BGR for RGB)"),
-        (lambda images: images.flip(1), "image orientation", "'top': the picture is upside down"),
-        (lambda images: images.flip(2), "image orientation", "'top': the picture is mirrored"),
-        (lambda images: images.flip(1, 2), "image orientation", "'top': the picture is turned by 180"),
-        (lambda images: images // 3, "pictures of 'top'", "differ from the world's"),
+        (lambda images: images.flip(1), "image orientation", "'top': the image is upside down"),
+        (lambda images: images.flip(2), "image orientation", "'top': the image is mirrored"),
+        (lambda images: images.flip(1, 2), "image orientation", "'top': the image is turned by 180"),
+        (lambda images: images // 3, "images of 'top'", "differ from the world's"),
     ],
 )
-def test_changed_pictures_are_named(reach, change, check, text):
+def test_changed_images_are_named(reach, change, check, text):
     world, data = reach
     findings = problems(with_top(data, change), world)
     assert [finding.check for finding in findings] == [check]
@@ -81,7 +81,7 @@ def test_a_missing_camera_is_named_and_an_extra_one_mentioned(reach):
     blind.close()
 
 
-def test_pictures_of_another_size_are_named(reach):
+def test_images_of_another_size_are_named(reach):
     _, data = reach
     world = make_world("reach_planar", 6, cameras=("top", "front"), image_size=16)
     findings = problems(data, world)
@@ -106,11 +106,11 @@ def grey(images):
 
 
 @pytest.mark.parametrize(("change", "what"), [(blackened, "black"), (whitened, "white"), (grey, "of one colour")])
-def test_empty_pictures_are_counted(reach, change, what):
+def test_empty_images_are_counted(reach, change, what):
     world, data = reach
     findings = problems(with_top(data, change), world)
     assert [finding.check for finding in findings] == ["camera 'top'"]
-    assert f"pictures are {what} (episodes 0, 1" in findings[0].measured
+    assert f"images are {what} (episodes 0, 1" in findings[0].measured
 
 
 def test_a_camera_that_stands_still_is_named(reach):

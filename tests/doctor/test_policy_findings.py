@@ -24,13 +24,13 @@ class FunctionPolicy:
 
     def __init__(self, act, observation, action, fps=10.0):
         self._act = act
-        self.spec = PolicySpec(observation, action, history=1, chunk=1, prediction=1, units=1, fps=fps)
+        self.spec = PolicySpec(observation, action, history=1, chunk=1, prediction=1, scored_steps=1, fps=fps)
 
     def act(self, observation, generator, *, deterministic=False):
         actions = torch.as_tensor(self._act(observation), dtype=torch.float32)[:, None]
         return Decision(actions, {}, torch.zeros(len(actions), 1), torch.zeros(len(actions), 1, dtype=torch.bool))
 
-    def evaluate(self, observation, units):
+    def log_prob(self, observation, latents):
         raise NotImplementedError
 
     def reset(self, rows=None):
@@ -110,7 +110,7 @@ def test_a_policy_that_ignores_its_input_is_named(data):
     assert "change by 0.00" in problems(policy, data)["policy reads its input"]
 
 
-def test_pictures_in_another_order_of_colours_are_named(data):
+def test_images_in_another_order_of_colours_are_named(data):
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (len(data.observation[STATE]), 1, 1, 3), generator=generator, dtype=torch.uint8)
     images = images.expand(-1, 4, 4, 3).contiguous()

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from robopolicy.core.policy import Decision, Evaluation
+from robopolicy.core.policy import Decision, Scores
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import STATE, TASK, Field, PolicySpec, WorldSpec, validate_actions
 from robopolicy.core.world import Step
@@ -92,7 +92,7 @@ class LinePolicy:
 
     def __init__(self, speed: float = 0.15, noise: float = 0.0, chunk: int = 4):
         self.speed, self.noise = speed, noise
-        self.spec = PolicySpec(OBSERVATION, ACTION, history=1, chunk=chunk, prediction=chunk, units=1, fps=10.0)
+        self.spec = PolicySpec(OBSERVATION, ACTION, history=1, chunk=chunk, prediction=chunk, scored_steps=1, fps=10.0)
         self.resets = 0
 
     def act(self, observation, generator, *, deterministic=False):
@@ -105,8 +105,8 @@ class LinePolicy:
         batch = len(position)
         return Decision(actions, {}, torch.zeros(batch, 1), torch.ones(batch, 1, dtype=torch.bool))
 
-    def evaluate(self, observation, units):
-        return Evaluation(torch.zeros(1, 1), torch.zeros(1, 1))
+    def log_prob(self, observation, latents):
+        return Scores(torch.zeros(1, 1), torch.zeros(1, 1))
 
     def reset(self, rows=None):
         self.resets += 1

@@ -59,7 +59,7 @@ def test_every_skips_frames_but_keeps_real_time_and_the_last_frame():
     assert shows(odd.frames[-1], FAILURE)
 
 
-def test_recorded_pictures_stand_above_imagined_ones():
+def test_recorded_images_stand_above_imagined_ones():
     real = {
         f"observation.images.{name}": np.full((2, 3, 8, 8, 3), shade, np.uint8)
         for name, shade in (("a", 50), ("b", 90))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from robopolicy.core.policy import Decision, Evaluation
+from robopolicy.core.policy import Decision, Scores
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
 from robopolicy.core.storage import save_tree, write_folder_atomic
@@ -101,7 +101,7 @@ class ChoicePolicy(nn.Module):
     def __init__(self, options: int = 3, seed: int = 0):
         super().__init__()
         self.options = options
-        self.spec = PolicySpec(FIELDS, ACTION, 1, 1, 1, 1, 10.0, categorical=True, units_per_action=1)
+        self.spec = PolicySpec(FIELDS, ACTION, 1, 1, 1, 1, 10.0, categorical=True, steps_per_action=1)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.layers = nn.Sequential(nn.Linear(FIELDS[STATE].size, 32), nn.Tanh(), nn.Linear(32, options))
@@ -125,10 +125,10 @@ class ChoicePolicy(nn.Module):
         mask = torch.full(token.shape, not deterministic)
         return Decision(actions, {"token": token}, scores.gather(-1, token) * mask, mask)
 
-    def evaluate(self, observation, units) -> Evaluation:
+    def log_prob(self, observation, latents) -> Scores:
         scores = self._scores(observation)
         entropy = -(scores.exp() * scores).sum(-1, keepdim=True)
-        return Evaluation(scores.gather(-1, units["token"]), entropy)
+        return Scores(scores.gather(-1, latents["token"]), entropy)
 
     def reset(self, rows=None) -> None:
         pass

@@ -24,7 +24,7 @@ LOCK = FinetuneConfig(
     group_size=4,
     epochs=2,
     minibatch=256,
-    actor_rate=1e-2,
+    learning_rate=1e-2,
     actor_warmup=1,
     clip=0.2,
     target_kl=None,
@@ -122,7 +122,7 @@ def test_spear_finds_the_way_back_to_rare_successes():
 
 
 def test_bapo_survives_steps_on_stale_data_that_break_ppo():
-    stale = {"lengths": (4,), "iterations": 60, "delay": 8, "epochs": 4, "actor_rate": 0.2}
+    stale = {"lengths": (4,), "iterations": 60, "delay": 8, "epochs": 4, "learning_rate": 0.2}
     plain, _ = successes(**stale)
     adaptive, _ = successes(**stale, coefficient="bapo")
     assert plain.mean() < 0.5
@@ -161,7 +161,7 @@ def true_advantages(rollouts: Rollouts, length: int, spare: int) -> np.ndarray:
         needed = range(max(0, left - (spare - wrong)), left + 1)
         return sum(comb(left, right) * (1 / 3) ** right * (2 / 3) ** (left - right) for right in needed)
 
-    chosen = rollouts.units["token"][..., 0].numpy()
+    chosen = rollouts.latents["token"][..., 0].numpy()
     context = rollouts.observation[STATE][:, 0, 0, LONGEST : LONGEST + CONTEXTS].argmax(-1).numpy()
     found = np.zeros(chosen.shape)
     for row in range(len(chosen)):

@@ -65,8 +65,8 @@ def test_fine_tuning_in_the_simulator(clone):
 
 def test_fine_tuning_in_a_world_model(clone, model, recorded):
     policy, before = clone
-    dream = ImaginedWorld(model, recorded_starts(recorded, steps=recorded.starts), 256)
-    assert tuned(policy, dream) > before + 0.2
+    inside = ImaginedWorld(model, recorded_starts(recorded, steps=recorded.starts), 256)
+    assert tuned(policy, inside) > before + 0.2
 
 
 def test_looking_ahead_without_any_training(clone, model):

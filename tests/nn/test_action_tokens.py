@@ -23,7 +23,7 @@ def test_bins_round_trip_within_half_a_step(seed: int, chunk: int, size: int, bi
     tokenizer = BinTokenizer(chunk, size, bins)
     actions = _chunk(seed, chunk, size)
     tokens = tokenizer.encode(actions)
-    assert tokens.shape == (5, tokenizer.units) == (5, chunk * size)
+    assert tokens.shape == (5, tokenizer.length) == (5, chunk * size)
     assert tokens.min() >= 0 and tokens.max() < tokenizer.vocabulary
     assert (tokenizer.decode(tokens) - actions).abs().max() <= 1 / (bins - 1) + 1e-6
     assert torch.equal(tokenizer.encode(tokenizer.decode(tokens)), tokens)
@@ -44,7 +44,7 @@ def test_frequencies_round_trip_within_the_norm_of_half_a_step(seed: int, chunk:
 def test_every_token_decodes_to_an_action_in_range(seed: int, size: int):
     tokenizer = FrequencyTokenizer(6, size, 10.0)
     draws = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, tokenizer.vocabulary, (7, tokenizer.units), generator=draws)
+    tokens = torch.randint(0, tokenizer.vocabulary, (7, tokenizer.length), generator=draws)
     assert tokenizer.decode(tokens).abs().max() <= 1
 
 
@@ -71,7 +71,7 @@ def test_fewer_frequencies_make_shorter_smoother_chunks():
     time = torch.linspace(0, 1, 8)[None, :, None]
     smooth, rough = 0.8 * torch.cos(2 * time), _chunk(0, 8, 1)
     short = FrequencyTokenizer(8, 1, 20.0, frequencies=3)
-    assert short.units == 3
+    assert short.length == 3
     assert (short.decode(short.encode(smooth)) - smooth).abs().max() < 0.1
     assert (short.decode(short.encode(rough)) - rough).abs().max() > 0.3
 

@@ -89,7 +89,7 @@ def test_eta_zero_is_the_deterministic_sampler():
     x, prediction = torch.randn(3, 4, 2, generator=generator), torch.randn(3, 4, 2, generator=generator)
     ddim, ddpm = DiffusionSchedule(eta=0.0), DiffusionSchedule(eta=1.0)
     assert not ddim.density.any()
-    for unit in range(ddim.units):
+    for unit in range(ddim.steps):
         expected = ddpm.transition(x, prediction, unit, deterministic=True)
         found = ddim.transition(x, prediction, unit)
         assert torch.equal(found.mean, expected.mean)

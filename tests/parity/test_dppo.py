@@ -25,14 +25,14 @@ from sims.registry import make_world
 BASE, CLEANEST, RATE, GAMMA = 0.02, 0.1, 3.0, 0.85
 
 
-@pytest.mark.parametrize("units", [1, 4])
+@pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_gradients_of_the_published_loss(units: int, seed: int):
+def test_gradients_of_the_published_loss(steps: int, seed: int):
     world = make_world("reach_planar", 6)
     spec = world.spec
     config = DenoisingPolicyConfig(width=32, depth=2, sampling_steps=5, logp_clamp=(-5.0, 2.0))
     policy = build_policy(config, spec.observation, spec.action, fps=spec.fps, seed=seed)
-    policy.prepare_finetuning(units)
+    policy.prepare_finetuning(steps)
     generator = torch.Generator().manual_seed(seed)
     streams = start_streams(world, policy, seed, "x")
     recorded = with_executed(play(world, policy, 7, generator, streams), policy, ("",))
@@ -42,23 +42,23 @@ def test_gradients_of_the_published_loss(units: int, seed: int):
             weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
 
     algorithm = build_algorithm(AlgorithmConfig(options={"denoising_discount": {"gamma": GAMMA}}))
-    context = Context(generator, units=units)
+    context = Context(generator, scored_steps=steps)
     prepared = algorithm.prepare(recorded.with_extras(advantage_gae=raw), context)
     settings = FinetuneConfig(clip=CLEANEST, clip_base=BASE, clip_rate=RATE)
     learner = Learner(policy, None, None, algorithm, settings, ("",))
     flat = prepared.flat()
     flat = flat.take(flat.alive.squeeze(1).nonzero().squeeze(1))
     observation = {key: value[:, 0] for key, value in flat.observation.items()}
-    chain_units = {key: value[:, 0] for key, value in flat.units.items()}
-    evaluation = policy.evaluate(observation, chain_units)
-    unit = torch.arange(units).expand(len(flat.group), 1, units)
-    scored = learner._score(flat, evaluation.logp.detach()[:, None], unit, evaluation, 0.0)
+    chain_latents = {key: value[:, 0] for key, value in flat.latents.items()}
+    scores = policy.log_prob(observation, chain_latents)
+    step = torch.arange(steps).expand(len(flat.group), 1, steps)
+    scored = learner._score(flat, scores.logp.detach()[:, None], step, scores, 0.0)
     coefficient, _ = algorithm.coefficient(scored)
-    ours = policy_loss(evaluation.logp[:, None], coefficient, algorithm.weight(scored.mask, flat))
+    ours = policy_loss(scores.logp[:, None], coefficient, algorithm.weight(scored.mask, flat))
     found = torch.autograd.grad(ours, policy.trainable_parameters())
 
-    again = policy.evaluate(observation, chain_units)
-    chain, executed = chain_units["chain"], flat.valid[:, 0]
+    again = policy.log_prob(observation, chain_latents)
+    chain, executed = chain_latents["chain"], flat.valid[:, 0]
     density = Normal(again.extras["mean"], again.extras["std"].clamp(min=config.min_logprob_std))
     element = density.log_prob(chain[:, 1:]).clamp(-5, 2)[:, :, : policy.spec.chunk]
     counted = executed[:, None, :, None].expand_as(element).float()
@@ -66,9 +66,9 @@ def test_gradients_of_the_published_loss(units: int, seed: int):
     ratio = (logp - flat.logp_behaviour[:, 0]).exp()
     advantage = raw.flatten()[recorded.alive.flatten()]
     advantage = (advantage - advantage.mean()) / (advantage.std(unbiased=False) + 1e-8)
-    t = torch.arange(units) / max(1, units - 1) if units > 1 else torch.ones(1)
+    t = torch.arange(steps) / max(1, steps - 1) if steps > 1 else torch.ones(1)
     width = BASE + (CLEANEST - BASE) * (torch.exp(RATE * t) - 1) / (math.exp(RATE) - 1)
-    credit = advantage[:, None] * GAMMA ** (units - 1 - torch.arange(units)).float()
+    credit = advantage[:, None] * GAMMA ** (steps - 1 - torch.arange(steps)).float()
     published = torch.max(-credit * ratio, -credit * torch.clamp(ratio, 1 - width, 1 + width)).mean()
     expected = torch.autograd.grad(published, policy.trainable_parameters())
     assert not torch.allclose(ratio, torch.ones_like(ratio), atol=1e-3)

@@ -12,7 +12,7 @@ from robopolicy.rl.algorithm import AlgorithmConfig, build_algorithm
 from robopolicy.rl.coefficients.ppo import ppo
 from robopolicy.rl.objective import policy_loss
 from robopolicy.rl.ratios import RatioLevel, log_ratios
-from robopolicy.rl.weights import constant_denominator, episode_mean, unit_mean
+from robopolicy.rl.weights import constant_denominator, episode_mean, step_mean
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -71,9 +71,9 @@ def trl_gradient(logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, los
 
 
 CASES = {
-    "grpo": ("grpo", "token", RatioLevel.UNIT, episode_mean),
-    "dr_grpo": ("dr_grpo", "token", RatioLevel.UNIT, lambda mask: constant_denominator(mask, len(mask) * LENGTH)),
-    "dapo": ("dapo", "token", RatioLevel.UNIT, unit_mean),
+    "grpo": ("grpo", "token", RatioLevel.STEP, episode_mean),
+    "dr_grpo": ("dr_grpo", "token", RatioLevel.STEP, lambda mask: constant_denominator(mask, len(mask) * LENGTH)),
+    "dapo": ("dapo", "token", RatioLevel.STEP, step_mean),
     "gspo": ("grpo", "sequence", RatioLevel.EPISODE_MEAN, episode_mean),
 }
 
@@ -92,10 +92,10 @@ def test_gradients_equal_trls(name: str, seed: int):
 
     # one unit a decision: an episode of T tokens is [T, 1]
     leaf = logp.clone().requires_grad_()
-    units = mask[..., None]
-    ratio = log_ratios(leaf[..., None], old[..., None], units, 50.0, level)
+    latents = mask[..., None]
+    ratio = log_ratios(leaf[..., None], old[..., None], latents, 50.0, level)
     c = ppo(ratio.log_ratio, advantage[:, None, None].expand(6, LENGTH, 1), LOW, HIGH, ratio.clamped)
-    policy_loss(leaf[..., None], c, weight(units).double()).backward()
+    policy_loss(leaf[..., None], c, weight(latents).double()).backward()
     assert leaf.grad is not None
     assert float(expected.abs().max()) > 1e-3
     torch.testing.assert_close(leaf.grad, expected, atol=1e-6, rtol=1e-5)
@@ -109,5 +109,5 @@ def test_the_presets_are_made_of_these_parts(name: str):
     names = {entry.slot.value: entry.name for entry in algorithm.entries}
     assert names["coefficient"] == "ppo"
     assert names["weight"] == {"grpo": "episode_mean", "gspo": "episode_mean", "dr_grpo": "constant"}.get(
-        name, "unit_mean"
+        name, "step_mean"
     )

@@ -45,12 +45,12 @@ def test_the_chain_starts_at_the_base_and_ends_in_the_action():
     whole = policy.act(_observation(), _generator())
     policy.prepare_finetuning(2)
     part = policy.act(_observation(), _generator())
-    assert whole.units["chain"].shape == (6, 6, 4, 2)
-    assert part.units["chain"].shape == (6, 3, 4, 2)
-    assert torch.equal(part.units["chain"], whole.units["chain"][:, 3:])
+    assert whole.latents["chain"].shape == (6, 6, 4, 2)
+    assert part.latents["chain"].shape == (6, 3, 4, 2)
+    assert torch.equal(part.latents["chain"], whole.latents["chain"][:, 3:])
     assert torch.equal(part.actions, whole.actions)
     assert torch.equal(part.logp, whole.logp[:, 3:])
-    final = policy.action_normalizer.inverse(part.units["chain"][:, -1, :2]).clamp(-1, 1)
+    final = policy.action_normalizer.inverse(part.latents["chain"][:, -1, :2]).clamp(-1, 1)
     assert torch.equal(part.actions, final)
 
 
@@ -60,7 +60,7 @@ def test_logp_is_the_gaussian_of_the_recorded_step():
     policy.prepare_finetuning(3)
     observation = _observation()
     decision = policy.act(observation, _generator())
-    chain = decision.units["chain"]
+    chain = decision.latents["chain"]
     condition = policy.encode(observation)
     expected = []
     for index, unit in enumerate(range(2, 5)):
@@ -75,15 +75,16 @@ def test_logp_is_the_gaussian_of_the_recorded_step():
     summed.prepare_finetuning(3)
     assert torch.allclose(summed.act(observation, _generator()).logp, elements.sum((-2, -1)), atol=1e-4)
     assert torch.allclose(
-        summed.evaluate(observation, decision.units).entropy, 4 * policy.evaluate(observation, decision.units).entropy
+        summed.log_prob(observation, decision.latents).entropy,
+        4 * policy.log_prob(observation, decision.latents).entropy,
     )
 
 
 def test_only_executed_steps_carry_gradient():
     policy = _policy()
     decision = policy.act(_observation(), _generator())
-    evaluation = policy.evaluate(_observation(), decision.units)
-    (gradient,) = torch.autograd.grad(evaluation.logp.sum(), evaluation.extras["mean"])
+    scores = policy.log_prob(_observation(), decision.latents)
+    (gradient,) = torch.autograd.grad(scores.logp.sum(), scores.extras["mean"])
     assert gradient[:, :, :2].abs().sum() > 0
     assert not gradient[:, :, 2:].any()
 
@@ -92,20 +93,20 @@ def test_chosen_units_and_executed_steps_are_scored_alone():
     policy = _policy()
     policy.prepare_finetuning(4)
     observation = _observation()
-    units = policy.act(observation, _generator()).units
-    whole = policy.evaluate(observation, units)
+    latents = policy.act(observation, _generator()).latents
+    whole = policy.log_prob(observation, latents)
     chosen = torch.tensor([[3, 0], [1, 1], [2, 3], [0, 1], [3, 2], [0, 3]])
-    part = policy.evaluate(observation, {**units, "unit": chosen})
+    part = policy.log_prob(observation, {**latents, "chosen": chosen})
     assert torch.allclose(part.logp, whole.logp.gather(1, chosen), atol=1e-5)
     assert torch.allclose(part.entropy, whole.entropy.gather(1, chosen), atol=1e-6)
     executed = torch.ones(6, 2, dtype=torch.bool)
-    same = policy.evaluate(observation, {**units, "executed": executed})
+    same = policy.log_prob(observation, {**latents, "executed": executed})
     assert torch.allclose(same.logp, whole.logp, atol=1e-6)
     executed[0, 1] = False
-    cut = policy.evaluate(observation, {**units, "executed": executed})
+    cut = policy.log_prob(observation, {**latents, "executed": executed})
     short = _policy(replace(CONFIG, chunk=1))
     short.prepare_finetuning(4)
-    assert torch.allclose(cut.logp[0], short.evaluate(observation, units).logp[0], atol=1e-5)
+    assert torch.allclose(cut.logp[0], short.log_prob(observation, latents).logp[0], atol=1e-5)
     assert torch.allclose(cut.logp[1:], whole.logp[1:], atol=1e-6)
 
 
@@ -116,35 +117,35 @@ def test_fine_tuning_changes_the_actions_and_leaves_the_base(kind: PolicyKind):
     before = policy.act(observation, _generator(), deterministic=True)
     policy.prepare_finetuning(2)
     recorded = policy.act(observation, _generator())
-    frozen = policy.base_evaluate(observation, recorded.units).logp
+    frozen = policy.base_log_prob(observation, recorded.latents).logp
     _disturb(policy)
     tuned = policy.act(observation, _generator(), deterministic=True)
     assert (tuned.actions - before.actions).abs().max() > 1e-3
     based = policy.base_act(observation, _generator(), deterministic=True)
     assert torch.equal(based.actions, before.actions)
-    assert torch.equal(policy.base_evaluate(observation, recorded.units).logp, frozen)
+    assert torch.equal(policy.base_log_prob(observation, recorded.latents).logp, frozen)
     assert torch.allclose(policy.base_act(observation, _generator()).logp, recorded.logp, atol=1e-6)
     fresh = policy.act(observation, _generator(1))
-    scores = policy.evaluate(observation, fresh.units).logp
+    scores = policy.log_prob(observation, fresh.latents).logp
     assert torch.allclose(scores, fresh.logp, atol=1e-5)
-    assert (policy.base_evaluate(observation, fresh.units).logp - fresh.logp).abs().max() > 1e-3
+    assert (policy.base_log_prob(observation, fresh.latents).logp - fresh.logp).abs().max() > 1e-3
 
 
 def test_preparing_twice_goes_on_but_never_with_other_units():
     policy = _policy()
     policy.prepare_finetuning()
-    assert policy.spec.units == 3
+    assert policy.spec.scored_steps == 3
     base = policy.base
     policy.prepare_finetuning()
     policy.prepare_finetuning(3)
     assert policy.base is base
     with pytest.raises(ConfigError, match="last 3 steps, not 2"):
         policy.prepare_finetuning(2)
-    assert _policy(replace(CONFIG, finetuned_units=1)).finetuning is None
+    assert _policy(replace(CONFIG, finetuned_steps=1)).finetuning is None
 
 
 @pytest.mark.parametrize(
-    ("config", "units"),
+    ("config", "latents"),
     [
         (CONFIG, 0),
         (CONFIG, 6),
@@ -153,10 +154,10 @@ def test_preparing_twice_goes_on_but_never_with_other_units():
         (replace(CONFIG, eta=0.0, min_sampling_std=0.0), 5),
     ],
 )
-def test_fine_tuning_what_cannot_be_scored_is_refused(config: DenoisingPolicyConfig, units: int):
+def test_fine_tuning_what_cannot_be_scored_is_refused(config: DenoisingPolicyConfig, latents: int):
     policy = _policy(config)
     with pytest.raises(ConfigError):
-        policy.prepare_finetuning(units)
+        policy.prepare_finetuning(latents)
     assert policy.base is None
 
 
@@ -166,7 +167,7 @@ def test_the_last_step_of_flow_sde_is_masked_out():
     decision = policy.act(_observation(), _generator())
     assert decision.mask.tolist() == [[True, True, False]] * 6
     _disturb(policy)
-    logp = policy.evaluate(_observation(), decision.units).logp
+    logp = policy.log_prob(_observation(), decision.latents).logp
     assert not logp[:, 2].any()
     assert logp.isfinite().all()
 
@@ -176,19 +177,19 @@ def test_deterministic_decisions_have_no_noise_and_no_choice():
     decision = policy.act(_observation(), _generator(), deterministic=True)
     assert not decision.mask.any() and not decision.logp.any()
     spread = policy.act(_observation(), _generator())
-    assert torch.equal(decision.units["chain"][:, 0], spread.units["chain"][:, 0])
+    assert torch.equal(decision.latents["chain"][:, 0], spread.latents["chain"][:, 0])
     assert not torch.equal(decision.actions, spread.actions)
 
 
 def test_clamps_are_counted():
     policy = _policy(replace(CONFIG, logp_clamp=(-1.0, 0.0), clip=0.1))
     decision = policy.act(_observation(), _generator())
-    extras = policy.evaluate(_observation(), decision.units).extras
+    extras = policy.log_prob(_observation(), decision.latents).extras
     assert 0 < extras["logp_clamped"].mean() < 1
     assert 0 < extras["clean_clipped"].mean() < 1
     assert extras["clean_clipped"].shape == decision.logp.shape
     free = _policy(replace(CONFIG, logp_clamp=None, clip=None))
-    extras = free.evaluate(_observation(), free.act(_observation(), _generator()).units).extras
+    extras = free.log_prob(_observation(), free.act(_observation(), _generator()).latents).extras
     assert not extras["logp_clamped"].any() and not extras["clean_clipped"].any()
 
 
@@ -219,7 +220,7 @@ def test_bad_batches_and_chains_are_refused():
     with pytest.raises(NonFiniteError, match="actions"):
         policy.loss({**batch, "actions": torch.full((6, 4, 2), float("nan"))}, _generator())
     with pytest.raises(SpecError, match="chain"):
-        policy.evaluate(_observation(), {"chain": torch.zeros(6, 3, 4, 2)})
+        policy.log_prob(_observation(), {"chain": torch.zeros(6, 3, 4, 2)})
     with pytest.raises(ConfigError, match=r"observation\.state"):
         build_policy(replace(CONFIG, observation_keys=("observation.stat",)), FIELDS, ACTION, fps=10)
     with pytest.raises(ConfigError, match="No data to normalise"):
@@ -249,7 +250,7 @@ def test_a_policy_with_broken_weights_never_returns_an_action():
         {"noise_clip": -1.0},
         {"min_sampling_std": -0.1},
         {"logp_clamp": (2.0, -5.0)},
-        {"finetuned_units": 6},
+        {"finetuned_steps": 6},
     ],
 )
 def test_contradictory_configurations_are_refused(change: dict[str, Any]):
@@ -264,12 +265,12 @@ def test_a_frozen_image_encoder_lets_evaluation_skip_the_images():
     observation[CAMERA] = torch.randint(0, 256, (6, 1, 32, 32, 3), generator=_generator(), dtype=torch.uint8)
     policy = _policy(config, fields)
     policy.prepare_finetuning(3)
-    assert set(policy.act(observation, _generator()).units) == {"chain"}
+    assert set(policy.act(observation, _generator()).latents) == {"chain"}
     policy = _policy(config, fields)
     policy.prepare_finetuning(3, train_encoder=False)
     decision = policy.act(observation, _generator())
-    assert torch.equal(decision.units["condition"], policy.encode(observation))
-    scores = policy.evaluate({}, decision.units).logp
+    assert torch.equal(decision.latents["condition"], policy.encode(observation))
+    scores = policy.log_prob({}, decision.latents).logp
     assert torch.allclose(scores, decision.logp, atol=1e-5)
     names = {name for name, weight in policy.network.named_parameters() if weight.requires_grad}
     assert names and not any(name.startswith("encoder") for name in names)

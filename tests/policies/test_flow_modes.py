@@ -26,13 +26,13 @@ FLOW = DenoisingPolicyConfig(
     width=32,
     depth=1,
     sampling_steps=4,
-    finetuned_units=4,
+    finetuned_steps=4,
     min_sampling_std=0.0,
     flow_noise_bounds=(0.1, 0.4),
 )
 MODES = {
-    "flow-SDE with one noisy step": replace(FLOW, flow_noise=FlowNoise.SDE, flow_noise_level=0.5, noisy_units=1),
-    "two noisy steps": replace(FLOW, flow_noise_level=0.3, noisy_units=2),
+    "flow-SDE with one noisy step": replace(FLOW, flow_noise=FlowNoise.SDE, flow_noise_level=0.5, noisy_steps=1),
+    "two noisy steps": replace(FLOW, flow_noise_level=0.3, noisy_steps=2),
     "learned noise": replace(FLOW, flow_noise=FlowNoise.LEARNED),
     "flow matching": replace(FLOW, likelihood=Likelihood.MATCHING, matching_samples=6),
     "diffusion matching": replace(
@@ -56,11 +56,11 @@ def observed(rows: int = 16):
 def test_sampling_and_scoring_agree_to_1e5_and_survive_a_checkpoint(name: str, tmp_path: Path):
     policy, observation = make(MODES[name]), observed()
     decision = policy.act(observation, torch.Generator().manual_seed(0))
-    evaluation = policy.evaluate(observation, decision.units)
-    assert decision.logp.shape == decision.mask.shape == (16, policy.spec.units)
-    difference = torch.where(decision.mask, evaluation.logp.detach() - decision.logp, 0.0)
+    scores = policy.log_prob(observation, decision.latents)
+    assert decision.logp.shape == decision.mask.shape == (16, policy.spec.scored_steps)
+    difference = torch.where(decision.mask, scores.logp.detach() - decision.logp, 0.0)
     assert float(difference.abs().max()) < 1e-5
-    assert evaluation.logp.requires_grad
+    assert scores.logp.requires_grad
     policy.save(tmp_path / "saved")
     again = load_policy(tmp_path / "saved").act(observation, torch.Generator().manual_seed(0))
     assert torch.equal(again.actions, decision.actions)
@@ -72,8 +72,8 @@ def test_so_many_random_steps_are_choices_and_the_others_follow_the_ode():
     decision = policy.act(observation, torch.Generator().manual_seed(0))
     assert decision.mask.sum(1).eq(2).all()
     assert decision.mask.float().mean(0).sub(0.5).abs().max() < 0.15
-    evaluation = policy.evaluate(observation, decision.units)
-    moved = (decision.units["chain"][:, 1:] - evaluation.extras["mean"]).detach().abs().amax((2, 3))
+    scores = policy.log_prob(observation, decision.latents)
+    moved = (decision.latents["chain"][:, 1:] - scores.extras["mean"]).detach().abs().amax((2, 3))
     assert float(moved[~decision.mask].max()) < 1e-5  # constant noise does not bend the mean
     assert float(moved[decision.mask].min()) > 0
 
@@ -89,17 +89,17 @@ def test_noise_is_learned_within_its_bounds():
     head = policy.network.noise_head
     assert head is not None
     decision = policy.act(observation, torch.Generator().manual_seed(0))
-    evaluation = policy.evaluate(observation, decision.units)
-    assert evaluation.extras["std"].detach().sub(0.25).abs().max() < 1e-6  # begins in the middle
-    evaluation.logp.sum().backward()
+    scores = policy.log_prob(observation, decision.latents)
+    assert scores.extras["std"].detach().sub(0.25).abs().max() < 1e-6  # begins in the middle
+    scores.logp.sum().backward()
     assert float(head.layers[-1].bias.grad.abs().max()) > 0
     with torch.no_grad():
         head.layers[-1].bias.fill_(100.0)
     with torch.no_grad():
-        loud = policy.evaluate(observation, decision.units)
+        loud = policy.log_prob(observation, decision.latents)
     assert float(loud.extras["std"].max()) == pytest.approx(0.4)
-    assert float(loud.entropy.mean()) > float(evaluation.entropy.detach().mean())
-    assert evaluation.entropy.requires_grad
+    assert float(loud.entropy.mean()) > float(scores.entropy.detach().mean())
+    assert scores.entropy.requires_grad
 
 
 def test_deterministic_decisions_are_no_choices():
@@ -116,7 +116,7 @@ SETTINGS = FinetuneConfig(
     group_size=8,
     epochs=4,
     minibatch=256,
-    actor_rate=3e-3,
+    learning_rate=3e-3,
     clip=0.2,
     target_kl=None,
     evaluate_every=0,
@@ -125,7 +125,10 @@ TRAINED = {
     "flow-SDE with one noisy step": ("flow-SDE with one noisy step", {}),
     "learned noise": ("learned noise", {"ratio_level": RatioLevel.DECISION_MEAN}),
     "FPO": ("flow matching", {"ratio_level": RatioLevel.DECISION_MEAN, "clip": 0.05}),
-    "AC-Flow": ("flow matching", {"algorithm": "ac_flow", "decisions": 8, "options": {"velocity": {"weight": 0.01}}}),
+    "AC-Flow": (
+        "flow matching",
+        {"algorithm": "ac_flow", "rollout_length": 8, "options": {"velocity": {"weight": 0.01}}},
+    ),
 }
 
 

@@ -60,7 +60,7 @@ def test_a_checkpoint_describes_itself(folder: Path):
     description = json.loads((folder / "config.json").read_text())
     assert description["kind"] == "denoising_policy"
     assert description["spec"]["action"]["unit"] == "m"
-    assert description["finetuning"] == {"units": 2, "train_encoder": False}
+    assert description["finetuning"] == {"steps": 2, "train_encoder": False}
     names = set(load_file(folder / "model.safetensors"))
     assert "action_normalizer.scale" in names
     assert any(name.startswith("base.") for name in names)
@@ -68,13 +68,13 @@ def test_a_checkpoint_describes_itself(folder: Path):
 
 def test_saving_again_replaces_the_old_one(folder: Path):
     _policy(finetuned=False).save(folder)
-    assert load_policy(folder).spec.units == 4
+    assert load_policy(folder).spec.scored_steps == 4
     assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
 
 
 def test_a_crash_between_the_renames_is_recovered(folder: Path):
     folder.rename(folder.with_name("checkpoint.old"))
-    assert load_policy(folder).spec.units == 2
+    assert load_policy(folder).spec.scored_steps == 2
 
 
 def test_missing_files_are_named(folder: Path, tmp_path: Path):
@@ -106,7 +106,7 @@ def test_corrupt_files_are_named(folder: Path):
         ({"config": {"width": 32}}, "does not match"),
         ({"spec": {}}, "does not describe a policy"),
         ({"finetuning": None}, "does not match"),
-        ({"finetuning": {"units": 9, "train_encoder": True}}, "does not describe"),
+        ({"finetuning": {"steps": 9, "train_encoder": True}}, "does not describe"),
     ],
 )
 def test_a_wrong_description_is_refused(folder: Path, change: dict, complaint: str):

@@ -74,10 +74,10 @@ def decoding(policy: TokenPolicy) -> MaskedDecoding:
 def test_scores_are_those_of_the_states_in_which_tokens_were_drawn(changes: dict[str, Any], temperature: float):
     policy, observation = disturb(make(temperature=temperature, **changes)), observe()
     decision = policy.act(observation, generator())
-    evaluation = policy.evaluate(observation, decision.units)
-    assert (evaluation.logp - decision.logp).abs().max() <= 1e-4
-    expected = torch.distributions.Categorical(logits=evaluation.extras["log_probabilities"]).entropy()
-    assert torch.allclose(evaluation.entropy, expected, atol=1e-5)
+    scores = policy.log_prob(observation, decision.latents)
+    assert (scores.logp - decision.logp).abs().max() <= 1e-4
+    expected = torch.distributions.Categorical(logits=scores.extras["log_probabilities"]).entropy()
+    assert torch.allclose(scores.entropy, expected, atol=1e-5)
 
 
 def test_scores_are_those_of_plain_passes_without_a_cache():
@@ -88,7 +88,7 @@ def test_scores_are_those_of_plain_passes_without_a_cache():
     for row in range(7):
         words, _ = policy.text_tokens([observation["task"][row]])
         text = policy.language.backbone.get_input_embeddings()(words)
-        tokens, order = decision.units["tokens"][row], decision.units["order"][row]
+        tokens, order = decision.latents["tokens"][row], decision.latents["order"][row]
         prefix = text.shape[1] + embedded.shape[1]
         allowed = torch.ones(prefix + 6, prefix + 6).tril().bool()
         allowed[prefix:, prefix:] = True
@@ -105,7 +105,7 @@ def test_scores_are_those_of_plain_passes_without_a_cache():
 
 
 @pytest.mark.parametrize(
-    ("units", "steps", "schedule", "expected"),
+    ("latents", "steps", "schedule", "expected"),
     [
         (8, 4, DecodeSchedule.EVEN, (2, 2, 2, 2)),
         (7, 3, DecodeSchedule.EVEN, (2, 2, 3)),
@@ -117,15 +117,15 @@ def test_scores_are_those_of_plain_passes_without_a_cache():
         (8, 4, DecodeSchedule.ASCENDING, (1, 2, 4, 1)),
     ],
 )
-def test_schedules_by_hand(units: int, steps: int, schedule: DecodeSchedule, expected: tuple[int, ...]):
-    assert commit_schedule(units, steps, schedule) == expected
+def test_schedules_by_hand(latents: int, steps: int, schedule: DecodeSchedule, expected: tuple[int, ...]):
+    assert commit_schedule(latents, steps, schedule) == expected
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("schedule", DecodeSchedule)
 def test_every_position_is_said_once_in_the_pass_the_schedule_gives(schedule: DecodeSchedule, deterministic: bool):
     policy = disturb(make(decode_schedule=schedule))
-    order = policy.act(observe(50), generator(), deterministic=deterministic).units["order"]
+    order = policy.act(observe(50), generator(), deterministic=deterministic).latents["order"]
     assert order.shape == (50, 6) and order.dtype == torch.int64
     counts = torch.tensor(commit_schedule(6, 3, schedule))
     assert torch.equal(torch.nn.functional.one_hot(order, 3).sum(1), counts.expand(50, 3))
@@ -135,14 +135,14 @@ def test_every_position_is_said_once_in_the_pass_the_schedule_gives(schedule: De
 def test_the_most_confident_positions_go_first_and_ties_from_left_to_right():
     policy, observation = disturb(make(decode_steps=2)), observe()
     decision = policy.act(observation, generator(), deterministic=True)
-    tokens, order = decision.units["tokens"], decision.units["order"]
-    first = policy.evaluate(observation, {"tokens": tokens, "order": torch.zeros_like(order)})
+    tokens, order = decision.latents["tokens"], decision.latents["order"]
+    first = policy.log_prob(observation, {"tokens": tokens, "order": torch.zeros_like(order)})
     confidence = first.extras["log_probabilities"].max(-1).values
     for row in range(7):
         assert confidence[row, order[row] == 0].min() >= confidence[row, order[row] == 1].max()
     with torch.no_grad():
         policy.head.weight.zero_()
-    order = policy.act(observation, generator(), deterministic=True).units["order"]
+    order = policy.act(observation, generator(), deterministic=True).latents["order"]
     assert torch.equal(order, torch.tensor([0, 0, 0, 1, 1, 1]).expand(7, 6))
 
 
@@ -150,8 +150,8 @@ def test_deterministic_is_the_likeliest_token_and_no_choice():
     policy, observation = disturb(make()), observe()
     decision = policy.act(observation, generator(), deterministic=True)
     assert not decision.mask.any() and not decision.logp.any()
-    every = policy.evaluate(observation, decision.units).extras["log_probabilities"]
-    assert torch.equal(every.argmax(-1), decision.units["tokens"])
+    every = policy.log_prob(observation, decision.latents).extras["log_probabilities"]
+    assert torch.equal(every.argmax(-1), decision.latents["tokens"])
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -159,8 +159,8 @@ def test_one_token_at_a_time_in_a_given_order_is_a_distribution_over_chunks(orde
     policy = disturb(make(chunk=1, bins=3, decode_steps=2))
     tokens = torch.tensor(list(product(range(3), repeat=2)))
     observation = demonstrations(policy, tokens)["observation"]
-    units = {"tokens": tokens, "order": torch.tensor(order).expand(9, 2)}
-    logp = policy.evaluate(observation, units).logp
+    latents = {"tokens": tokens, "order": torch.tensor(order).expand(9, 2)}
+    logp = policy.log_prob(observation, latents).logp
     assert logp.sum(-1).exp().sum().item() == pytest.approx(1.0, abs=1e-5)
     second = logp.reshape(3, 3, 2)[..., order.index(1)]
     other = 0 if order == (0, 1) else 1
@@ -169,28 +169,28 @@ def test_one_token_at_a_time_in_a_given_order_is_a_distribution_over_chunks(orde
 
 def test_tokens_said_in_the_same_pass_do_not_hear_each_other():
     policy, observation = disturb(make()), observe(2)
-    units = policy.act(observation, generator()).units
-    changed = units["tokens"].clone()
-    together = units["order"][0] == units["order"][0, 0]
+    latents = policy.act(observation, generator()).latents
+    changed = latents["tokens"].clone()
+    together = latents["order"][0] == latents["order"][0, 0]
     changed[0, 0] = (changed[0, 0] + 1) % 5
-    before = policy.evaluate(observation, units).logp
-    after = policy.evaluate(observation, {**units, "tokens": changed}).logp
+    before = policy.log_prob(observation, latents).logp
+    after = policy.log_prob(observation, {**latents, "tokens": changed}).logp
     together[0] = False
-    later = units["order"][0] > units["order"][0, 0]
+    later = latents["order"][0] > latents["order"][0, 0]
     assert torch.equal(before[0, together], after[0, together]) and torch.equal(before[1], after[1])
     assert not later.any() or (before[0, later] - after[0, later]).abs().max() > 1e-5
 
 
 def test_chosen_units_and_executed_steps_are_scored_alone():
     policy, observation = disturb(make()), observe(2)
-    units = policy.act(observation, generator()).units
-    whole = policy.evaluate(observation, units)
+    latents = policy.act(observation, generator()).latents
+    whole = policy.log_prob(observation, latents)
     chosen = torch.tensor([[5, 0], [2, 2]])
-    part = policy.evaluate(observation, {**units, "unit": chosen})
+    part = policy.log_prob(observation, {**latents, "chosen": chosen})
     assert torch.equal(part.logp, whole.logp.gather(1, chosen))
     assert part.extras["log_probabilities"].shape == (2, 2, 5)
     executed = torch.tensor([[True, True, False], [True, True, True]])
-    cut = policy.evaluate(observation, {**units, "executed": executed})
+    cut = policy.log_prob(observation, {**latents, "executed": executed})
     assert torch.equal(cut.logp[0, :4], whole.logp[0, :4]) and not cut.logp[0, 4:].any()
     assert torch.equal(cut.logp[1], whole.logp[1]) and torch.equal(cut.entropy[1], whole.entropy[1])
 
@@ -203,7 +203,7 @@ def test_loss_bounds_the_likelihood_in_random_order():
     with torch.no_grad():
         mean = policy.loss(batch, generator())["tokens"].mean().item()
         scores = [
-            policy.evaluate(demonstrations(policy, tokens)["observation"], {"tokens": tokens, "order": order}).logp
+            policy.log_prob(demonstrations(policy, tokens)["observation"], {"tokens": tokens, "order": order}).logp
             for order in (torch.tensor([[0, 1]]), torch.tensor([[1, 0]]))
         ]
     expected = -torch.stack(scores).sum(-1).mean().item()
@@ -237,7 +237,9 @@ def learned(steps: int = 300, **changes: Any) -> TokenPolicy:
 
 
 def sampled(policy: TokenPolicy, rows: int = 500) -> Tensor:
-    return policy.act(demonstrations(policy, PATTERN[:1].expand(rows, 4))["observation"], generator(2)).units["tokens"]
+    return policy.act(demonstrations(policy, PATTERN[:1].expand(rows, 4))["observation"], generator(2)).latents[
+        "tokens"
+    ]
 
 
 def test_it_learns_chunks_of_several_modes():
@@ -247,10 +249,10 @@ def test_it_learns_chunks_of_several_modes():
     known = (tokens[:, None] == PATTERN).all(-1)
     assert known.any(-1).float().mean() > 0.95
     assert known.any(0).all(), "a mode is missing"
-    units = {"tokens": PATTERN, "order": torch.arange(4).expand(5, 4)}
-    evaluation = policy.evaluate(demonstrations(policy, PATTERN)["observation"], units)
-    first = evaluation.logp[:, 0].exp()
-    assert (first - 0.2).abs().max() < 0.1 and (evaluation.logp[:, 1:].exp() > 0.9).all()
+    latents = {"tokens": PATTERN, "order": torch.arange(4).expand(5, 4)}
+    scores = policy.log_prob(demonstrations(policy, PATTERN)["observation"], latents)
+    first = scores.logp[:, 0].exp()
+    assert (first - 0.2).abs().max() < 0.1 and (scores.logp[:, 1:].exp() > 0.9).all()
     blind = make(chunk=2, decode_steps=1)
     blind.load_state_dict(policy.state_dict())
     assert (sampled(blind)[:, None] == PATTERN).all(-1).any(-1).float().mean() < 0.3
@@ -264,13 +266,13 @@ def test_policy_gradients_on_its_scores_raise_reward(schedule: DecodeSchedule):
     optimiser = torch.optim.Adam(policy.parameters(), lr=2e-3)
     draws, rewards = generator(1), []
     for _ in range(60):
-        units = policy.act(observation, draws).units
-        tokens = units["tokens"].float()
+        latents = policy.act(observation, draws).latents
+        tokens = latents["tokens"].float()
         reward = tokens.mean(-1) / 4 - 0.1 * tokens.diff(dim=-1).abs().mean(-1)
         rewards.append(reward.mean().item())
         advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
         optimiser.zero_grad()
-        (-(policy.evaluate(observation, units).logp * advantage[:, None]).sum(-1).mean()).backward()
+        (-(policy.log_prob(observation, latents).logp * advantage[:, None]).sum(-1).mean()).backward()
         optimiser.step()
     assert rewards[-1] > 0.9 > 0.5 > rewards[0]
 
@@ -284,12 +286,12 @@ def test_checkpoints_round_trip(tmp_path: Path):
     loaded = load_policy(tmp_path / "policy")
     assert isinstance(loaded, TokenPolicy) and loaded.config == policy.config
     first, second = policy.act(observation, generator()), loaded.act(observation, generator())
-    assert torch.equal(first.logp, second.logp) and torch.equal(first.units["order"], second.units["order"])
+    assert torch.equal(first.logp, second.logp) and torch.equal(first.latents["order"], second.latents["order"])
 
 
 def test_causal_decoding_has_no_order_and_no_weights_of_its_own():
     policy, observation = make(**CAUSAL), observe()
-    assert set(policy.act(observation, generator()).units) == {"tokens"}
+    assert set(policy.act(observation, generator()).latents) == {"tokens"}
     assert not list(policy.decoding.parameters())
     assert {name for name in make().state_dict() if name not in policy.state_dict()} == {
         "decoding.mask",
@@ -308,11 +310,11 @@ def test_impossible_settings_are_refused():
 
 def test_units_of_another_way_of_decoding_are_refused():
     policy, observation = make(), observe()
-    units = policy.act(observation, generator()).units
+    latents = policy.act(observation, generator()).latents
     with pytest.raises(SpecError, match="'order'"):
-        policy.evaluate(observation, {"tokens": units["tokens"]})
+        policy.log_prob(observation, {"tokens": latents["tokens"]})
     with pytest.raises(SpecError, match="3 passes"):
-        policy.evaluate(observation, {**units, "order": units["order"] + 1})
+        policy.log_prob(observation, {**latents, "order": latents["order"] + 1})
 
 
 def test_backbones_that_are_causal_by_nature_are_refused():

@@ -19,7 +19,7 @@ from robopolicy.policies.token.configuration import DecodeSchedule, TokenDecodin
 
 STATE, CAMERA = "observation.state", "observation.images.front"
 FIELDS = {STATE: Field((3,)), "observation.environment_state": Field((4,))}
-PICTURES = {STATE: Field((3,)), CAMERA: Field((16, 32, 3), "uint8", 0, 255)}
+IMAGES_DIR = {STATE: Field((3,)), CAMERA: Field((16, 32, 3), "uint8", 0, 255)}
 ACTION = Field((2,), low=(-0.5, -2.0), high=(0.5, 2.0))
 TEXTS = ("push the red cube", "push the blue cube to the left", "stop")
 TOKEN = TokenConfig(width=32, depth=2, heads=2, feed_forward=64, bins=9, patch=8)
@@ -72,8 +72,8 @@ def test_token_policies_conform(name: str):
 
 
 @pytest.mark.parametrize("name", ["history", "masked"])
-def test_policies_with_pictures_and_adapters_conform(name: str):
-    policy = make(replace(CONFIGS[name], history=2), PICTURES)
+def test_policies_with_images_and_adapters_conform(name: str):
+    policy = make(replace(CONFIGS[name], history=2), IMAGES_DIR)
     check_policy(policy, load_policy)
     policy.prepare_finetuning(train_encoder=False)
     policy.add_lora(2)
@@ -81,9 +81,9 @@ def test_policies_with_pictures_and_adapters_conform(name: str):
 
 
 def test_the_spec_says_what_units_are():
-    assert (make().spec.units, make().spec.units_per_action, make().spec.categorical) == (6, 2, True)
+    assert (make().spec.scored_steps, make().spec.steps_per_action, make().spec.categorical) == (6, 2, True)
     slow = make(CONFIGS["two frequencies"]).spec
-    assert (slow.units, slow.units_per_action) == (4, 0)
+    assert (slow.scored_steps, slow.steps_per_action) == (4, 0)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -92,20 +92,20 @@ def test_scores_are_those_of_the_whole_sequence_without_a_cache(temperature: flo
     policy, observation = make(token(temperature=temperature)), observe()
     disturb(policy)
     decision = policy.act(observation, generator())
-    evaluation = policy.evaluate(observation, decision.units)
-    assert (evaluation.logp - decision.logp).abs().max() <= 1e-4
+    scores = policy.log_prob(observation, decision.latents)
+    assert (scores.logp - decision.logp).abs().max() <= 1e-4
     embedded = policy.observation_tokens(observation)
     for row in range(7):
         words, _ = policy.text_tokens([observation["task"][row]])
         text = policy.language.backbone.get_input_embeddings()(words)
-        said = policy.action_embedding(decision.units["tokens"][row : row + 1])
+        said = policy.action_embedding(decision.latents["tokens"][row : row + 1])
         whole = torch.cat([text, embedded[row : row + 1], said], 1)
         hidden = policy.language.backbone(inputs_embeds=whole).last_hidden_state[0]
         start = text.shape[1] + embedded.shape[1] - 1
         logits = policy.head(hidden[start : start + 6])
         expected = torch.distributions.Categorical(logits=logits / temperature)
-        assert torch.allclose(decision.logp[row], expected.log_prob(decision.units["tokens"][row]), atol=1e-4)
-        assert torch.allclose(evaluation.entropy[row], expected.entropy(), atol=1e-4)
+        assert torch.allclose(decision.logp[row], expected.log_prob(decision.latents["tokens"][row]), atol=1e-4)
+        assert torch.allclose(scores.entropy[row], expected.entropy(), atol=1e-4)
 
 
 def test_tokens_are_drawn_from_the_stated_distribution():
@@ -113,8 +113,8 @@ def test_tokens_are_drawn_from_the_stated_distribution():
     observation = {key: value[:1].expand(4000, -1, -1) for key, value in observe().items() if key != "task"}
     observation["task"] = ["stop"] * 4000
     decision = policy.act(observation, generator())
-    counts = torch.bincount(decision.units["tokens"][:, 0], minlength=9) / 4000
-    likely = policy.evaluate(observation, decision.units).extras["log_probabilities"][0, 0].exp()
+    counts = torch.bincount(decision.latents["tokens"][:, 0], minlength=9) / 4000
+    likely = policy.log_prob(observation, decision.latents).extras["log_probabilities"][0, 0].exp()
     assert (counts - likely).abs().max() < 0.04
 
 
@@ -122,18 +122,18 @@ def test_deterministic_is_the_likeliest_token_and_no_choice():
     policy, observation = make(), observe()
     decision = policy.act(observation, generator(), deterministic=True)
     assert not decision.mask.any() and not decision.logp.any()
-    every = policy.evaluate(observation, decision.units).extras["log_probabilities"]
-    assert torch.equal(every.argmax(-1), decision.units["tokens"])
+    every = policy.log_prob(observation, decision.latents).extras["log_probabilities"]
+    assert torch.equal(every.argmax(-1), decision.latents["tokens"])
 
 
 def test_gradients_add_up_through_shared_texts():
     policy, observation = make(), observe()
-    units = policy.act(observation, generator()).units
+    latents = policy.act(observation, generator()).latents
 
     def gradients(rows: list[int]) -> list[Tensor]:
         part = {key: [value[i] for i in rows] if key == "task" else value[rows] for key, value in observation.items()}
         policy.zero_grad()
-        policy.evaluate(part, {"tokens": units["tokens"][rows]}).logp.sum().backward()
+        policy.log_prob(part, {"tokens": latents["tokens"][rows]}).logp.sum().backward()
         return [torch.zeros_like(w) if w.grad is None else w.grad.clone() for w in policy.parameters()]
 
     together = gradients(list(range(7)))
@@ -144,19 +144,19 @@ def test_gradients_add_up_through_shared_texts():
 
 def test_chosen_units_and_executed_steps_are_scored_alone():
     policy, observation = make(), observe(2)
-    units = policy.act(observation, generator()).units
-    whole = policy.evaluate(observation, units)
+    latents = policy.act(observation, generator()).latents
+    whole = policy.log_prob(observation, latents)
     chosen = torch.tensor([[5, 0], [2, 2]])
-    part = policy.evaluate(observation, {**units, "unit": chosen})
+    part = policy.log_prob(observation, {**latents, "chosen": chosen})
     assert torch.equal(part.logp, whole.logp.gather(1, chosen))
     executed = torch.tensor([[True, True, False], [True, True, True]])
-    cut = policy.evaluate(observation, {**units, "executed": executed})
+    cut = policy.log_prob(observation, {**latents, "executed": executed})
     assert torch.equal(cut.logp[0, :4], whole.logp[0, :4]) and not cut.logp[0, 4:].any()
     assert torch.equal(cut.logp[1], whole.logp[1])
     slow = make(CONFIGS["frequencies"])
-    units = slow.act(observation, generator()).units
+    latents = slow.act(observation, generator()).latents
     assert torch.equal(
-        slow.evaluate(observation, {**units, "executed": executed}).logp, slow.evaluate(observation, units).logp
+        slow.log_prob(observation, {**latents, "executed": executed}).logp, slow.log_prob(observation, latents).logp
     )
 
 
@@ -166,7 +166,7 @@ def test_loss_is_the_cross_entropy_of_demonstrated_tokens_without_padding():
     valid = torch.tensor([[True] * 3, [True] * 3, [True, True, False], [True, False, False]])
     batch = {"observation": observation, "actions": actions, "action_valid": valid}
     tokens = policy.action_tokens.encode(policy.action_normalizer(actions))
-    logp = policy.evaluate(observation, {"tokens": tokens}).logp
+    logp = policy.log_prob(observation, {"tokens": tokens}).logp
     counts = torch.tensor([6, 6, 4, 2])
     expected = torch.stack([-logp[row, :count].mean() for row, count in enumerate(counts.tolist())])
     assert torch.allclose(policy.loss(batch, generator())["tokens"], expected, atol=1e-5)
@@ -188,24 +188,24 @@ def test_adapters_learn_alone_and_merge_into_the_weights():
     before = policy.act(observation, generator())
     policy.add_lora(3)
     same = policy.act(observation, generator())
-    assert torch.equal(same.units["tokens"], before.units["tokens"])
+    assert torch.equal(same.latents["tokens"], before.latents["tokens"])
     frozen = {name: value.clone() for name, value in policy.state_dict().items() if "lora_" not in name}
     trainable = policy.trainable_parameters()
     assert sum(weight.numel() for weight in trainable) < 0.5 * sum(value.numel() for value in frozen.values())
     optimiser = torch.optim.Adam(trainable, lr=0.01)
     for _ in range(3):
         optimiser.zero_grad()
-        (-policy.evaluate(observation, before.units).logp.mean()).backward()
+        (-policy.log_prob(observation, before.latents).logp.mean()).backward()
         optimiser.step()
     state = policy.state_dict()
     assert all(torch.equal(state[name], value) for name, value in frozen.items())
-    tuned = policy.evaluate(observation, before.units).logp
+    tuned = policy.log_prob(observation, before.latents).logp
     assert (tuned - before.logp).mean() > 0.01
     with pytest.raises(ConfigError, match="has adapters already"):
         policy.add_lora(3)
     policy.merge_lora()
     assert not any("lora_" in name for name in policy.state_dict())
-    assert torch.allclose(policy.evaluate(observation, before.units).logp, tuned, atol=1e-5)
+    assert torch.allclose(policy.log_prob(observation, before.latents).logp, tuned, atol=1e-5)
     assert set(policy.state_dict()) == set(make().state_dict())
 
 

@@ -14,10 +14,10 @@ def make_rollouts(
     group: list[int],
     returns: list[float] | None = None,
     *,
-    units: int = 2,
+    steps: int = 2,
     seed: int = 0,
     parent: list[int] | None = None,
-    branch_step: list[int] | None = None,
+    branch_decision: list[int] | None = None,
 ) -> Rollouts:
     """Episodes of so many decisions (2 control steps each); the last decision's last step pays the return."""
     draws = torch.Generator().manual_seed(seed)
@@ -33,10 +33,10 @@ def make_rollouts(
     return Rollouts(
         observation={STATE: torch.randn(count, longest, 1, 3, generator=draws)},
         next_observation={STATE: torch.randn(count, longest, 1, 3, generator=draws)},
-        units={"x": torch.randn(count, longest, units, generator=draws)},
+        latents={"x": torch.randn(count, longest, steps, generator=draws)},
         actions=torch.randn(count, longest, 2, 1, generator=draws),
-        logp_behaviour=torch.randn(count, longest, units, generator=draws, dtype=torch.float64),
-        mask=alive[..., None].expand(count, longest, units).clone(),
+        logp_behaviour=torch.randn(count, longest, steps, generator=draws, dtype=torch.float64),
+        mask=alive[..., None].expand(count, longest, steps).clone(),
         rewards={"reward": reward},
         valid=alive[..., None].expand(count, longest, 2).clone(),
         terminated=last,
@@ -48,7 +48,7 @@ def make_rollouts(
         episode=torch.arange(count),
         group=torch.tensor(group),
         parent=torch.tensor(parent or alone),
-        branch_step=torch.tensor(branch_step or alone),
+        branch_decision=torch.tensor(branch_decision or alone),
         whole=True,
     )
 
@@ -58,7 +58,7 @@ def make_scored(
     logp: Tensor,
     advantage: Tensor,
     clip: tuple[float, float] = (0.2, 0.2),
-    level: RatioLevel = RatioLevel.UNIT,
+    level: RatioLevel = RatioLevel.STEP,
     extras: dict[str, Tensor] | None = None,
 ) -> Scored:
     """A minibatch as the trainer would score it."""
@@ -73,7 +73,7 @@ def make_scored(
         mask=mask,
         clip_low=torch.full_like(logp, clip[0]).detach(),
         clip_high=torch.full_like(logp, clip[1]).detach(),
-        unit=torch.arange(logp.shape[-1]).expand(logp.shape),
+        chosen=torch.arange(logp.shape[-1]).expand(logp.shape),
         rollouts=rollouts,
         extra=lambda name: (extras or {})[name],
     )

@@ -34,11 +34,11 @@ def play(unit, at=(1,), width=3, kind=PolicyKind.DIFFUSION, groups=2, rows=8):
 @pytest.mark.parametrize("unit", [0, 1, 3])
 def test_branches_keep_the_chain_up_to_the_unit(kind, unit):
     rollouts, _ = play(unit, kind=kind)
-    chain = rollouts.units["chain"]
+    chain = rollouts.latents["chain"]
     children = (rollouts.parent >= 0).nonzero().flatten().tolist()
     assert len(children) == 4
     for row in children:
-        parent, step = int(rollouts.parent[row]), int(rollouts.branch_step[row])
+        parent, step = int(rollouts.parent[row]), int(rollouts.branch_decision[row])
         assert torch.equal(chain[row, :step], chain[parent, :step])
         assert torch.equal(chain[row, step, : unit + 1], chain[parent, step, : unit + 1])
         assert not torch.equal(chain[row, step, unit + 1], chain[parent, step, unit + 1])
@@ -49,8 +49,8 @@ def test_branches_keep_the_chain_up_to_the_unit(kind, unit):
 def test_what_was_kept_is_scored_like_the_parents():
     rollouts, policy = play(2)
     alive = rollouts.alive
-    observation, units = decisions_at(rollouts, alive, ("",))
-    scored = policy.evaluate(observation, units).logp.detach()
+    observation, latents = decisions_at(rollouts, alive, ("",))
+    scored = policy.log_prob(observation, latents).logp.detach()
     cut = (~rollouts.valid).any(-1)[alive]  # scored again by the collector, not here
     difference = (scored - rollouts.logp_behaviour[alive])[~cut]
     assert float(difference.abs().max()) < 1e-5
@@ -58,11 +58,11 @@ def test_what_was_kept_is_scored_like_the_parents():
 
 def reference_branch_grpo(rollouts):
     """Walk every leaf's path unit by unit."""
-    rows, steps, units = rollouts.mask.shape
+    rows, steps, latents = rollouts.mask.shape
 
     def node(row, step, unit):
         while rollouts.parent[row] >= 0:
-            at, kept = int(rollouts.branch_step[row]), int(rollouts.branch_unit[row])
+            at, kept = int(rollouts.branch_decision[row]), int(rollouts.branch_sampling_step[row])
             if (step, unit) >= (at, kept):
                 break
             row = int(rollouts.parent[row])
@@ -71,7 +71,7 @@ def reference_branch_grpo(rollouts):
     advantage = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
     returns = rollouts.row_return.double()
     for step in range(steps):
-        for unit in range(units):
+        for unit in range(latents):
             for group in rollouts.group.unique().tolist():
                 members = [row for row in range(rows) if rollouts.group[row] == group and rollouts.alive[row, step]]
                 nodes = {}

@@ -12,39 +12,39 @@ from robopolicy.rl.credit import denoising_discount
 from robopolicy.rl.diagnostics import approximate_kl, clip_fraction, effective_sample_size, explained_variance
 from robopolicy.rl.objective import policy_loss, value_loss
 from robopolicy.rl.ratios import RatioLevel, log_ratios
-from robopolicy.rl.weights import constant_denominator, decision_mean, unit_mean
+from robopolicy.rl.weights import constant_denominator, decision_mean, step_mean
 
 
 @settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     rows=st.integers(1, 5),
-    units=st.integers(1, 4),
+    latents=st.integers(1, 4),
     low=st.floats(0.01, 0.5),
     high=st.floats(0.01, 0.5),
     limit=st.floats(0.1, 3.0),
-    level=st.sampled_from([RatioLevel.UNIT, RatioLevel.DECISION_SUM, RatioLevel.DECISION_MEAN]),
+    level=st.sampled_from([RatioLevel.STEP, RatioLevel.DECISION_SUM, RatioLevel.DECISION_MEAN]),
 )
-def test_gradient_equals_autograd_of_the_clipped_surrogate(seed, rows, units, low, high, limit, level):
+def test_gradient_equals_autograd_of_the_clipped_surrogate(seed, rows, latents, low, high, limit, level):
     generator = torch.Generator().manual_seed(seed)
-    old, advantage, noise = (torch.randn(rows, units, generator=generator, dtype=torch.float64) for _ in range(3))
-    if level is not RatioLevel.UNIT:
+    old, advantage, noise = (torch.randn(rows, latents, generator=generator, dtype=torch.float64) for _ in range(3))
+    if level is not RatioLevel.STEP:
         advantage = advantage[:, :1].expand_as(old)
-    mask = torch.rand(rows, units, generator=generator) < 0.8
+    mask = torch.rand(rows, latents, generator=generator) < 0.8
     logp = (old + 0.4 * noise).requires_grad_()
 
     difference = torch.where(mask, logp - old, 0.0)
-    if level is not RatioLevel.UNIT:
+    if level is not RatioLevel.STEP:
         joint = difference.sum(-1, keepdim=True)
         if level is RatioLevel.DECISION_MEAN:
             joint = joint / mask.sum(-1, keepdim=True).clamp(min=1)
         difference = joint.expand_as(difference)
     ratio = difference.clamp(-limit, limit).exp()
     surrogate = torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-    weight = unit_mean(mask).double()
-    if level is RatioLevel.UNIT:
+    weight = step_mean(mask).double()
+    if level is RatioLevel.STEP:
         textbook = -(weight * surrogate).sum()
-    else:  # one term a decision: each unit holds the whole, so divide by what the sum over units repeats
+    else:  # one term a decision: each unit holds the whole, so divide by what the sum over latents repeats
         repeats = (
             torch.ones_like(mask.sum(-1, keepdim=True)) if level is RatioLevel.DECISION_SUM else mask.sum(-1, True)
         )
@@ -90,7 +90,7 @@ def test_log_ratios_are_clamped_and_counted():
 def test_policy_loss_is_blind_to_masked_units_even_if_not_finite():
     logp = torch.tensor([[1.0, torch.inf]], requires_grad=True)
     mask = torch.tensor([[True, False]])
-    loss = policy_loss(logp, torch.tensor([[2.0, torch.nan]]), unit_mean(mask), {"extra": torch.tensor(10.0)})
+    loss = policy_loss(logp, torch.tensor([[2.0, torch.nan]]), step_mean(mask), {"extra": torch.tensor(10.0)})
     loss.backward()
     assert float(loss.detach()) == 8.0
     assert logp.grad is not None
@@ -99,10 +99,10 @@ def test_policy_loss_is_blind_to_masked_units_even_if_not_finite():
 
 def test_weights_sum_to_one_and_differ_in_what_counts_equally():
     mask = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
-    assert unit_mean(mask).tolist() == [[0.25] * 3, [0.25, 0.0, 0.0], [0.0] * 3]
+    assert step_mean(mask).tolist() == [[0.25] * 3, [0.25, 0.0, 0.0], [0.0] * 3]
     torch.testing.assert_close(decision_mean(mask), torch.tensor([[1 / 6] * 3, [0.5, 0.0, 0.0], [0.0] * 3]))
     assert float(constant_denominator(mask, 8.0).sum()) == 0.5
-    assert float(unit_mean(torch.zeros(2, 2, dtype=torch.bool)).sum()) == 0.0
+    assert float(step_mean(torch.zeros(2, 2, dtype=torch.bool)).sum()) == 0.0
 
 
 def test_value_loss_masks():

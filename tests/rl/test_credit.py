@@ -8,7 +8,7 @@ import torch
 from made_rollouts import make_rollouts
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Evaluation
+from robopolicy.core.policy import Scores
 from robopolicy.core.spec import STATE
 from robopolicy.rl import credit, rewards
 from robopolicy.rl.auxiliaries import regularisation
@@ -19,7 +19,7 @@ CONTEXT = Context(torch.Generator(), iteration=5, iterations=10)
 
 def with_entropy(entropy: list, lengths: list[int], group: list[int] | None = None):
     tensor = torch.tensor(entropy)
-    return make_rollouts(lengths, group or [0] * len(lengths), units=tensor.shape[-1]).with_extras(entropy=tensor)
+    return make_rollouts(lengths, group or [0] * len(lengths), steps=tensor.shape[-1]).with_extras(entropy=tensor)
 
 
 def test_only_the_most_uncertain_units_are_learned_from():
@@ -31,8 +31,8 @@ def test_only_the_most_uncertain_units_are_learned_from():
 def test_the_share_of_units_kept_grows_along_the_run():
     rollouts = with_entropy([[[1.0]], [[1.0]], [[1.0]], [[1.0]]], [1] * 4)
     advantage = torch.tensor([4.0, -3.0, 2.0, 1.0])[:, None, None]
-    early = credit.d3s_units(rollouts, advantage, replace(CONTEXT, iteration=0), start=0.25)
-    late = credit.d3s_units(rollouts, advantage, replace(CONTEXT, iteration=10), start=0.25)
+    early = credit.d3s_steps(rollouts, advantage, replace(CONTEXT, iteration=0), start=0.25)
+    late = credit.d3s_steps(rollouts, advantage, replace(CONTEXT, iteration=10), start=0.25)
     assert early.flatten().tolist() == [4, 0, 0, 0]
     assert late.flatten().tolist() == [4, -3, 2, 1]
 
@@ -48,14 +48,14 @@ def test_confident_decisions_weigh_more_and_clear_futures_are_rewarded():
 
 def test_shared_beginnings_are_protected_and_wild_episodes_dropped():
     rollouts = with_entropy([[[0.1], [0.1]], [[0.1], [0.1]], [[2.0], [2.0]]], [2, 2, 2])
-    rollouts = replace(rollouts, units={"tokens": torch.tensor([[[3], [1]], [[3], [2]], [[4], [4]]])})
+    rollouts = replace(rollouts, latents={"tokens": torch.tensor([[[3], [1]], [[3], [2]], [[4], [4]]])})
     advantage = torch.tensor([1.0, -1.0, 1.0])[:, None, None].expand(3, 2, 1)
     found = credit.gtpo(rollouts, advantage, CONTEXT, penalty=0.0).squeeze(-1)
     assert found.tolist() == [[2.0, 1.0], [0.0, -1.0], [0.0, 0.0]]
 
 
-def test_units_that_depend_on_the_picture_are_kept():
-    rollouts = make_rollouts([1, 1], [0, 0], units=2)
+def test_units_that_depend_on_the_image_are_kept():
+    rollouts = make_rollouts([1, 1], [0, 0], steps=2)
     logp = rollouts.logp_behaviour
     shift = torch.tensor([[[-2.0, 0.0]], [[-0.5, 0.0]]])
     rollouts = rollouts.with_extras(corrupted_logp=logp + shift)
@@ -93,25 +93,25 @@ def test_the_kl_to_the_base_has_its_minimum_at_the_base(estimator):
     base = torch.tensor([[-1.0, -2.0]])
     logp = base.clone().requires_grad_()
     inputs = SimpleNamespace(
-        base=SimpleNamespace(evaluate=lambda *_: Evaluation(base, torch.zeros_like(base))),
+        base=SimpleNamespace(log_prob=lambda *_: Scores(base, torch.zeros_like(base))),
         observation={},
-        units={},
+        latents={},
         mask=torch.tensor([[True, True]]),
-        evaluation=Evaluation(logp, torch.zeros_like(base)),
+        scores=Scores(logp, torch.zeros_like(base)),
     )
     loss = regularisation.stay_near_base(inputs, weight=1.0, estimator=estimator)
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert logp.grad is not None
     assert not logp.grad.any()
-    inputs.evaluation = Evaluation(base + 0.5, torch.zeros_like(base))
+    inputs.scores = Scores(base + 0.5, torch.zeros_like(base))
     assert float(regularisation.stay_near_base(inputs, weight=1.0, estimator=estimator)) > 0.1
 
 
 def test_an_entropy_bonus_pays_for_entropy():
     entropy = torch.tensor([[0.5, 9.0]], requires_grad=True)
-    inputs = SimpleNamespace(mask=torch.tensor([[True, False]]), evaluation=Evaluation(torch.zeros(1, 2), entropy))
+    inputs = SimpleNamespace(mask=torch.tensor([[True, False]]), scores=Scores(torch.zeros(1, 2), entropy))
     assert float(regularisation.entropy_bonus(inputs, weight=0.1).detach()) == pytest.approx(-0.05)
-    inputs.evaluation = Evaluation(torch.zeros(1, 2), entropy.detach())
+    inputs.scores = Scores(torch.zeros(1, 2), entropy.detach())
     with pytest.raises(ConfigError, match="noise is fixed"):
         regularisation.entropy_bonus(inputs)

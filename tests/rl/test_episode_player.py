@@ -28,7 +28,7 @@ class StatePolicy:
         one = torch.ones(len(state), 1)
         return Decision(actions, {"drawn": drawn}, -one, one.bool())
 
-    def evaluate(self, observation, units):
+    def log_prob(self, observation, latents):
         raise NotImplementedError
 
     def save(self, folder):
@@ -107,7 +107,7 @@ def test_branches_share_what_came_before_and_nothing_after():
     roots = rollouts.parent < 0
     assert roots.sum() == 2
     for row in (~roots).nonzero().squeeze(1).tolist():
-        parent, step = int(rollouts.parent[row]), int(rollouts.branch_step[row])
+        parent, step = int(rollouts.parent[row]), int(rollouts.branch_decision[row])
         assert step in (1, 3)
         for tensor in (rollouts.actions, rollouts.observation[STATE], rollouts.rewards["progress"]):
             assert torch.equal(tensor[row, :step], tensor[parent, :step])
@@ -115,7 +115,7 @@ def test_branches_share_what_came_before_and_nothing_after():
         assert not torch.equal(rollouts.actions[row, step], rollouts.actions[parent, step])
         assert not rollouts.mask[row, :step].any()
         assert rollouts.mask[row, step].all()
-    own = rollouts.alive.sum() - sum(int(step) for step in rollouts.branch_step if step > 0)
+    own = rollouts.alive.sum() - sum(int(step) for step in rollouts.branch_decision if step > 0)
     assert int(rollouts.mask.any(-1).sum()) == int(own)
 
 

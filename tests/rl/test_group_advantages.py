@@ -119,7 +119,7 @@ TREE = {
     "group": [0, 0, 0, 0],
     "returns": [1.0, 0.0, 1.0, 0.0],
     "parent": [-1, 0, -1, 2],
-    "branch_step": [-1, 1, -1, 2],
+    "branch_decision": [-1, 1, -1, 2],
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from made_rollouts import make_rollouts
 from torch import nn
 
-from robopolicy.core.policy import Evaluation
+from robopolicy.core.policy import Scores
 from robopolicy.core.spec import STATE, Field
 from robopolicy.rl.advantages.learned import finished_returns, process_rloo
 from robopolicy.rl.context import Context
@@ -30,10 +30,10 @@ class LinearPolicy(nn.Module):
 
 def tools(policy: LinearPolicy) -> Tools:
     def score(policy, rollouts, where):
-        state, x = rollouts.observation[STATE][:, :, 0][where], rollouts.units["x"][where]
+        state, x = rollouts.observation[STATE][:, :, 0][where], rollouts.latents["x"][where]
         inputs = torch.cat([state[:, None].expand(-1, x.shape[1], -1), x[..., None]], -1)
         logp = inputs @ policy.weight
-        return Evaluation(logp, torch.zeros_like(logp))
+        return Scores(logp, torch.zeros_like(logp))
 
     def observe(rollouts, where):
         return {STATE: rollouts.observation[STATE][where]}
@@ -48,7 +48,7 @@ def context() -> Context:
 def outcomes(count: int = 256, seed: int = 0):
     """An episode succeeds if its numbers x are positive on the whole."""
     rollouts = make_rollouts([3] * count, [row // 4 for row in range(count)], [0.0] * count, seed=seed)
-    won = rollouts.units["x"].sum((1, 2)) > 0
+    won = rollouts.latents["x"].sum((1, 2)) > 0
     rollouts.success[:, -1] = won
     rollouts.rewards["reward"][:, -1, 1] = won.float()
     return rollouts
@@ -58,7 +58,7 @@ def outcomes(count: int = 256, seed: int = 0):
 def test_implicit_rewards_find_the_units_that_matter(kind):
     model = kind(tools(LinearPolicy()), beta=1.0, rate=0.05, epochs=10)
     rollouts = model.annotate(outcomes(), context())
-    process, x = rollouts.extras["process"], rollouts.units["x"].flatten()
+    process, x = rollouts.extras["process"], rollouts.latents["x"].flatten()
     assert float(torch.corrcoef(torch.stack([process.flatten(), x]))[0, 1]) > 0.9
     assert float(rollouts.extras["process_accuracy"][0, 0]) > 0.9
 

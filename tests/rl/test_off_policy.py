@@ -140,7 +140,7 @@ def test_pacs_is_the_gradient_of_cross_entropy(seed: int):
 
 
 def test_bapo_widens_until_good_decisions_are_half():
-    rollouts = make_rollouts([1] * 8, [0] * 8, units=1)
+    rollouts = make_rollouts([1] * 8, [0] * 8, steps=1)
     ratio = torch.tensor([1.0, 1.5, 2.0, 0.65, 0.7, 0.75, 1.0, 1.1], dtype=torch.float64)[:, None, None]
     advantage = torch.tensor([1.0, 1.0, 1.0, -1, -1, -1, -1, -1], dtype=torch.float64)[:, None, None]
     scored = make_scored(rollouts, rollouts.logp_behaviour + ratio.log(), advantage)
@@ -172,10 +172,10 @@ def test_the_guarded_ratio_stays_at_one_where_the_plain_one_drifts():
 
 
 def test_an_exact_kl_clip_stops_only_what_moves_further_away():
-    rollouts = make_rollouts([1] * 4, [0] * 4, units=1)
+    rollouts = make_rollouts([1] * 4, [0] * 4, steps=1)
     mean_old = torch.zeros(4, 1, 1, 2, 1, dtype=torch.float64)
     mean = mean_old + torch.tensor([0.0, 0.01, 0.5, 0.5], dtype=torch.float64)[:, None, None, None, None]
-    rollouts = replace(rollouts, units={"mean": mean_old})
+    rollouts = replace(rollouts, latents={"mean": mean_old})
     log_ratio = torch.tensor([0.0, 0.1, 0.2, 0.2], dtype=torch.float64)[:, None, None]
     advantage = torch.tensor([1.0, 1.0, 1.0, -1.0], dtype=torch.float64)[:, None, None]
     extras = {"mean": mean, "std": torch.full_like(mean, 0.2)}

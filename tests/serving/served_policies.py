@@ -15,7 +15,7 @@ KEEPALIVE = 0.4
 
 
 class Echo:
-    """Answers [newest state, oldest state, mean of the newest picture, batch size] as a chunk of four one-D actions.
+    """Answers [newest state, oldest state, mean of the newest image, batch size] as a chunk of four one-D actions.
 
     State -1 makes it raise, -2 answer NaN; `pause` seconds pass in every call with a state of at least 5.
     """
@@ -32,14 +32,14 @@ class Echo:
             raise RuntimeError("the policy exploded")
         if (state[:, -1, 0] >= 5).any():
             time.sleep(self.pause)
-        picture = observation[FRONT][:, -1].float().mean((1, 2, 3))
+        image = observation[FRONT][:, -1].float().mean((1, 2, 3))
         words = torch.tensor([float(len(text)) for text in observation["task"]])
-        actions = torch.stack([state[:, -1, 0], state[:, 0, 0], picture, torch.full((rows,), float(rows))], 1)
+        actions = torch.stack([state[:, -1, 0], state[:, 0, 0], image, torch.full((rows,), float(rows))], 1)
         actions[:, 2] += 1000 * words
         actions[state[:, -1, 0] == -2] = torch.nan
         return Decision(actions[..., None], {}, torch.zeros(rows, 1), torch.ones(rows, 1, dtype=torch.bool))
 
-    def evaluate(self, observation, units): ...
+    def log_prob(self, observation, latents): ...
 
     def reset(self, rows=None): ...
 

@@ -61,7 +61,7 @@ class PressEnvironment(gymnasium.Env):
 
 
 class PlainEnvironment(gymnasium.Env):
-    """A flat observation, no pictures, no rate, no success."""
+    """A flat observation, no images, no rate, no success."""
 
     metadata = {"render_modes": []}  # noqa: RUF012
     observation_space = spaces.Box(-1, 1, (2, 2))

@@ -1,4 +1,4 @@
-"""Pictures: sharp, shadow-free, showing the goal; asked for by row, camera and size."""
+"""Images: sharp, shadow-free, showing the goal; asked for by row, camera and size."""
 
 import subprocess
 import sys
@@ -10,13 +10,13 @@ from sims.registry import make_world
 
 
 @pytest.mark.parametrize("name", ["push_cube", "push_t", "reach_planar"])
-def test_pictures_show_the_scene_from_each_camera(name):
+def test_images_show_the_scene_from_each_camera(name):
     world = make_world(name, 2)
     world.reset(seeds=[0, 1])
     top, front = world.render(camera="top"), world.render(camera="front")
-    for picture in (top, front):
-        assert picture.shape == (2, 240, 240, 3)
-        assert picture.std() > 10
+    for image in (top, front):
+        assert image.shape == (2, 240, 240, 3)
+        assert image.std() > 10
     assert not np.array_equal(top[0], top[1])
     assert not np.array_equal(top[0], front[0])
     assert np.array_equal(world.render(), top)

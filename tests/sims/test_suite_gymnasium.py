@@ -1,4 +1,4 @@
-"""Outside environments as worlds: layouts, endings, rewards, pictures, and errors that tell the way out."""
+"""Outside environments as worlds: layouts, endings, rewards, images, and errors that tell the way out."""
 
 import numpy as np
 import pytest
@@ -98,7 +98,7 @@ def test_reset_options_reach_the_environment():
     assert (observation["observation.environment_state"][:, -1, 2:] == [0.0, 5.0]).all()
 
 
-def test_pictures_follow_the_episode():
+def test_images_follow_the_episode():
     world = point(cameras=("pixels",), image_size=4, history=2)
     first = world.reset(seeds=[1, 2, 3])["observation.images.pixels"]
     step = world.step(towards_goal(3, 5))
@@ -218,10 +218,10 @@ def test_looking_does_not_change_the_future(robotics):
     for world in worlds:
         world.reset(seeds=[5])
     for each in actions:
-        picture = worlds[0].render(height=48, width=64)
+        image = worlds[0].render(height=48, width=64)
         steps = [world.step(each) for world in worlds]
         assert np.array_equal(steps[0].trace["observation.state"], steps[1].trace["observation.state"])
-    assert picture.std() > 10
+    assert image.std() > 10
     with pytest.raises(ConfigError, match="external_camera_0"):
         worlds[0].render(camera="external_camera")
     for world in worlds:

@@ -32,8 +32,8 @@ def test_workers_play_the_same_episodes_as_one_process(spread):
         check_same_step(alone, alone.step(actions), spread.step(actions), "steps are equal", 0.0)
         fresh = [world.reset(rows=rows, seeds=np.asarray(rows) + 7) for world in (alone, spread)]
         check_same(alone, *fresh, "partial resets are equal", 0.0)
-        pictures = [world.render(rows=rows, height=6, width=5) for world in (alone, spread)]
-        assert np.array_equal(*pictures)
+        images = [world.render(rows=rows, height=6, width=5) for world in (alone, spread)]
+        assert np.array_equal(*images)
     assert len(spread.pool.process_ids) == 2 and not alone.pool.process_ids
 
 

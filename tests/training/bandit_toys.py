@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.policy import Decision, Evaluation
+from robopolicy.core.policy import Decision, Scores
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import STATE, TASK, Field, PolicySpec, WorldSpec
 from robopolicy.core.storage import load_tree, save_tree, write_folder_atomic
@@ -62,12 +62,12 @@ class BanditWorld:
 class ChainPolicy(nn.Module):
     """x_{k+1} ~ N(x_k + f(context, x_k, k), std^2), K steps from normal noise; the chunk repeats the result."""
 
-    def __init__(self, units: int = 2, chunk: int = 1, std: float = 0.2, seed: int = 0):
+    def __init__(self, steps: int = 2, chunk: int = 1, std: float = 0.2, seed: int = 0):
         super().__init__()
-        self.spec = PolicySpec(FIELDS, ACTION, 1, chunk, chunk, units, 10.0)
+        self.spec = PolicySpec(FIELDS, ACTION, 1, chunk, chunk, steps, 10.0)
         self.std = std
         generator = torch.Generator().manual_seed(seed)
-        self.first = nn.Linear(2 + 2 + units, 32)
+        self.first = nn.Linear(2 + 2 + steps, 32)
         self.second = nn.Linear(32, 2)
         with torch.no_grad():
             for layer in (self.first, self.second):
@@ -75,14 +75,14 @@ class ChainPolicy(nn.Module):
                 layer.bias.zero_()
         self.poison = False
         self.offset = 0.0
-        self.chooses_units = True
+        self.chooses_steps = True
 
     def trainable_parameters(self):
         return iter(self.parameters())
 
     def _mean(self, observation: dict, x: Tensor, unit: int) -> Tensor:
         context = observation[STATE][:, -1].clamp(-1, 1)
-        step = torch.zeros(len(x), self.spec.units)
+        step = torch.zeros(len(x), self.spec.scored_steps)
         step[:, unit] = 1.0
         pull = self.second(torch.tanh(self.first(torch.cat([context, x, step], -1))))
         return (0.3 * x if unit == 0 else x) + pull
@@ -91,7 +91,7 @@ class ChainPolicy(nn.Module):
     def act(self, observation: dict, generator: torch.Generator, *, deterministic: bool = False) -> Decision:
         x = torch.randn(len(observation[STATE]), 2, generator=generator)
         chain, logp = [x], []
-        for unit in range(self.spec.units):
+        for unit in range(self.spec.scored_steps):
             mean = self._mean(observation, x, unit)
             noise = torch.zeros_like(mean) if deterministic else torch.randn(mean.shape, generator=generator)
             x = mean + self.std * noise
@@ -103,20 +103,20 @@ class ChainPolicy(nn.Module):
         stacked = torch.stack(logp, 1)
         return Decision(actions, {"chain": torch.stack(chain, 1)}, stacked, torch.ones_like(stacked, dtype=torch.bool))
 
-    def evaluate(self, observation: dict, units: dict) -> Evaluation:
-        chain = units["chain"]
+    def log_prob(self, observation: dict, latents: dict) -> Scores:
+        chain = latents["chain"]
         logp = [
             self._logp(self._mean(observation, chain[:, unit], unit), chain[:, unit + 1])
-            for unit in range(self.spec.units)
+            for unit in range(self.spec.scored_steps)
         ]
         stacked = torch.stack(logp, 1) + self.offset
-        if "unit" in units and self.chooses_units:
-            stacked = stacked.gather(1, units["unit"])
-        return Evaluation(stacked, torch.zeros_like(stacked))
+        if "chosen" in latents and self.chooses_steps:
+            stacked = stacked.gather(1, latents["chosen"])
+        return Scores(stacked, torch.zeros_like(stacked))
 
     def loss(self, batch: dict, generator: torch.Generator) -> dict[str, Tensor]:
         x = torch.randn(len(batch["actions"]), 2, generator=generator)
-        for unit in range(self.spec.units):
+        for unit in range(self.spec.scored_steps):
             x = self._mean(batch["observation"], x, unit)
         return {"imitation": (x - batch["actions"][:, 0]).square().sum(-1)}
 

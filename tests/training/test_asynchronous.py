@@ -26,7 +26,7 @@ CONFIG = FinetuneConfig(
     group_size=8,
     epochs=4,
     minibatch=128,
-    actor_rate=5e-3,
+    learning_rate=5e-3,
     clip=0.1,
     target_kl=0.1,
     evaluate_every=0,
@@ -86,7 +86,7 @@ def test_streams_with_a_critic_can_be_collected_in_the_background_too():
     torch.manual_seed(0)
     policy, critic = ChainPolicy(), state_critic(FIELDS, 1, width=16)
     before = mean_reward(policy, True)["reward"]
-    config = replace(CONFIG, algorithm="ppo", decisions=8, discount=0.9, iterations=40, staleness=1)
+    config = replace(CONFIG, algorithm="ppo", rollout_length=8, discount=0.9, iterations=40, staleness=1)
     finetune(policy, critic, BanditWorld(64), config)
     assert mean_reward(policy, True)["reward"] > before / 3
     assert not collectors()
@@ -170,7 +170,7 @@ def test_vcpo_survives_steps_on_stale_data_that_break_ppo():
     """Eight updates behind, with a learning rate far too large for that."""
     config = FinetuneConfig(
         algorithm="grpo", iterations=50, groups=16, group_size=8, epochs=4, minibatch=128, clip=0.2, target_kl=None,
-        evaluate_every=0, delay=8, actor_warmup=1, actor_rate=4e-2,
+        evaluate_every=0, delay=8, actor_warmup=1, learning_rate=4e-2,
     )  # fmt: skip
 
     def worst(**changes) -> float:

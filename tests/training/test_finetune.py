@@ -1,4 +1,4 @@
-"""PPO over units: it improves a bandit, only with true advantages, and refuses what would ruin a policy."""
+"""PPO over denoising steps: it improves a bandit, only with true advantages, and refuses what would ruin a policy."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +20,10 @@ from robopolicy.training.state import load_trainer, save_trainer
 
 CONFIG = FinetuneConfig(
     iterations=40,
-    decisions=4,
+    rollout_length=4,
     epochs=4,
     minibatch=128,
-    actor_rate=5e-3,
+    learning_rate=5e-3,
     clip=0.1,
     clip_base=0.1,
     target_kl=0.1,
@@ -51,10 +51,10 @@ def _tune(config: FinetuneConfig, folder: Path | None = None, policy: ChainPolic
     [
         {},
         {"ratio_level": RatioLevel.DECISION_MEAN},
-        {"scored_units": 1},
+        {"scored_steps": 1},
         {"auxiliaries": ("bc",), "options": {"bc": {"weight": 0.001}}},
     ],
-    ids=["unit ratios", "one ratio a decision", "random units", "with a BC term"],
+    ids=["step ratios", "one ratio a decision", "random steps", "with a BC term"],
 )
 def test_a_denoising_bandit_improves(changes: dict):
     before = mean_reward(ChainPolicy(), True)["reward"]
@@ -105,7 +105,7 @@ def test_the_kl_target_stops_the_epochs(tmp_path: Path):
 
 def test_a_step_far_beyond_the_kl_target_is_taken_back():
     wild = replace(
-        CONFIG, iterations=2, actor_rate=5.0, actor_warmup=1, gradient_clip=1e3, target_kl=1e-3, minibatch=256
+        CONFIG, iterations=2, learning_rate=5.0, actor_warmup=1, gradient_clip=1e3, target_kl=1e-3, minibatch=256
     )
     policy, _ = _tune(wild)
     assert torch.equal(policy.first.weight, ChainPolicy().first.weight)
@@ -217,9 +217,9 @@ def test_a_policy_that_scores_itself_differently_is_refused():
 
 def test_random_units_need_a_policy_that_can_score_them():
     policy = ChainPolicy()
-    policy.chooses_units = False
-    with pytest.raises(ConfigError, match="scored_units=0"):
-        _tune(replace(CONFIG, scored_units=1), policy=policy)
+    policy.chooses_steps = False
+    with pytest.raises(ConfigError, match="scored_steps=0"):
+        _tune(replace(CONFIG, scored_steps=1), policy=policy)
 
 
 def test_a_non_finite_action_is_named_and_never_sent():
@@ -269,5 +269,5 @@ def test_a_state_of_another_version_is_told(tmp_path: Path):
 
 def test_a_resumed_run_must_have_the_same_configuration(tmp_path: Path):
     _tune(replace(CONFIG, iterations=1), tmp_path)
-    with pytest.raises(ConfigError, match=r"actor_rate was 0\.005, now 0\.1"):
-        _tune(replace(CONFIG, iterations=1, actor_rate=0.1), tmp_path)
+    with pytest.raises(ConfigError, match=r"learning_rate was 0\.005, now 0\.1"):
+        _tune(replace(CONFIG, iterations=1, learning_rate=0.1), tmp_path)

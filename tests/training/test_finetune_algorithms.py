@@ -22,12 +22,12 @@ from sims.registry import load_task, make_world
 
 CONFIG = FinetuneConfig(
     iterations=30,
-    decisions=4,
+    rollout_length=4,
     groups=16,
     group_size=9,
     epochs=4,
     minibatch=128,
-    actor_rate=5e-3,
+    learning_rate=5e-3,
     clip=0.1,
     target_kl=0.1,
     discount=0.9,
@@ -62,7 +62,7 @@ def test_presets_that_learn_from_outcomes_raise_a_low_success_rate(name: str):
     finetune(policy, None, BanditWorld(64), replace(CONFIG, algorithm="grpo", iterations=25), seed=0)
     before = mean_reward(policy, False)["success"]
     assert 0.05 < before < 0.3
-    config = replace(CONFIG, algorithm=name, minibatch_episodes=36, actor_rate=1e-3)
+    config = replace(CONFIG, algorithm=name, minibatch_episodes=36, learning_rate=1e-3)
     finetune(policy, None, BanditWorld(64), config, seed=1)
     assert mean_reward(policy, False)["success"] > 0.5
 
@@ -72,7 +72,7 @@ def test_imitating_the_best_by_action_values_raises_success():
     config = replace(CONFIG, iterations=12, algorithm="grpo")
     finetune(policy, None, BanditWorld(64, horizon=1, terminates=True), config, seed=0)
     before = mean_reward(policy, False)
-    config = replace(CONFIG, algorithm="digi_q", actor_rate=3e-3)
+    config = replace(CONFIG, algorithm="digi_q", learning_rate=3e-3)
     finetune(policy, None, BanditWorld(64, horizon=1, terminates=True), config, seed=1)
     after = mean_reward(policy, False)
     assert after["success"] > before["success"] + 0.05
@@ -176,7 +176,7 @@ def test_experts_are_imitated_on_the_side_and_a_resumed_run_ends_the_same(tmp_pa
     world = make_world("reach_planar", 8)
     expert = record(world, load_task("reach_planar").expert(), range(16), generator=torch.Generator())
     config = replace(CONFIG, algorithm="grpo", coefficient="none", auxiliaries=("experts",), groups=2, group_size=2)
-    config = replace(config, actor_rate=2e-3, checkpoint_every=3, options={"experts": {"weight": 1.0}})
+    config = replace(config, learning_rate=2e-3, checkpoint_every=3, options={"experts": {"weight": 1.0}})
     batch = next(regression_batches(small_policy(world), expert, 256, torch.Generator().manual_seed(5)))
 
     def error(policy) -> float:

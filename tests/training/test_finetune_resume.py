@@ -27,7 +27,7 @@ class MortalWorld(BanditWorld):
 
 torch.manual_seed(0)
 critic = state_critic(FIELDS, 1, width=8)
-config = FinetuneConfig(iterations=7, decisions=3, epochs=2, minibatch=32, scored_units=1, auxiliaries=("bc",),
+config = FinetuneConfig(iterations=7, rollout_length=3, epochs=2, minibatch=32, scored_steps=1, auxiliaries=("bc",),
                         discount=0.9, checkpoint_every=2, evaluate_every=3)
 finetune(ChainPolicy(), critic, MortalWorld(16, horizon=5), config, RunFolder(folder), evaluate=mean_reward, seed=4)
 """

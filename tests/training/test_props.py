@@ -12,7 +12,7 @@ from robopolicy.training.finetune import FinetuneConfig, finetune
 from robopolicy.training.props import sampling_error_loss
 
 CONFIG = FinetuneConfig(
-    algorithm="grpo", iterations=25, groups=16, group_size=8, epochs=4, minibatch=128, actor_rate=5e-3, clip=0.1,
+    algorithm="grpo", iterations=25, groups=16, group_size=8, epochs=4, minibatch=128, learning_rate=5e-3, clip=0.1,
     target_kl=0.1, evaluate_every=0, props=4,
 )  # fmt: skip
 

@@ -21,12 +21,12 @@ from sims.registry import load_task, make_world
 CONFIG = FinetuneConfig(
     algorithm="grpo",
     iterations=3,
-    decisions=3,
+    rollout_length=3,
     groups=2,
     group_size=3,
     epochs=1,
     minibatch=64,
-    actor_rate=1e-3,
+    learning_rate=1e-3,
     ratio_tolerance=1e-4,
     target_kl=None,
     evaluate_every=0,
@@ -67,7 +67,7 @@ def test_presets(name: str):
 
 OTHERS = [
     {"credit": ("top_entropy", "gtpo")},
-    {"credit": ("d3s_units", "empg")},
+    {"credit": ("d3s_steps", "empg")},
     {"credit": ("hapo", "seed_grpo")},
     {"credit": ("cepo",)},
     {"coefficient": "dcpo", "advantage": "sas"},
@@ -78,7 +78,7 @@ OTHERS = [
     {"models": ("q_ensemble",), "auxiliaries": ("best_of_n",), "rewards": ("pav",)},
     {"ratio_level": RatioLevel.ACTION_MEAN, "advantage": "rank_grpo"},
     {"ratio_level": RatioLevel.DECISION_SUM},
-    {"advantage": "branch_grpo", "branch_at": (1,), "branch_unit": 4},
+    {"advantage": "branch_grpo", "branch_at": (1,), "branch_sampling_step": 4},
     {"advantage": "tree_po", "branch_at": (0, 2), "branch_width": 2},
     {"sampler": "sec", "starts": 8},
     {"sampler": "mopps", "starts": 8, "allocator": "knapsack"},
@@ -110,14 +110,14 @@ def test_a_student_comes_nearer_to_its_teacher(auxiliary: str):
         observation = to_tensors(world.reset(seeds=range(6)))
         decision = teacher.act(observation, generator)
         with torch.no_grad():
-            told, said = (each.evaluate(observation, decision.units) for each in (teacher, student))
+            told, said = (each.log_prob(observation, decision.latents) for each in (teacher, student))
         p, q = (item.extras["log_probabilities"] for item in (told, said))
         return float((p.exp() * (p - q)).sum(-1).mean())
 
     before = distance()
     options = {auxiliary: {"weight": 1.0}} | ({"distill": {"share": 0.5}} if auxiliary == "distill" else {})
     config = replace(CONFIG, coefficient="none", auxiliaries=(auxiliary,), iterations=12, epochs=4, options=options)
-    tune(replace(config, actor_rate=5e-3), world, student, guidance=Guidance(teacher))
+    tune(replace(config, learning_rate=5e-3), world, student, guidance=Guidance(teacher))
     assert distance() < 0.8 * before
 
 

@@ -1,4 +1,4 @@
-"""The point world seen through a camera: a small picture of the point and of its goal."""
+"""The point world seen through a camera: a small image of the point and of its goal."""
 
 from dataclasses import replace
 
@@ -26,11 +26,11 @@ def spots(position):
 
 
 def recorded(episodes=300, seed=0):
-    """The point world with pictures of the point (red) and of its goal (green)."""
+    """The point world with images of the point (red) and of its goal (green)."""
     data = point_world.recorded(episodes, seed=seed)
     point, goal = spots(data.observation[STATE]), spots(data.observation[ENVIRONMENT_STATE][:, :2])
-    pictures = (255 * torch.stack([point, goal, torch.full_like(point, 0.2)], -1)).to(torch.uint8)
-    return replace(data, observation_fields=SPEC.observation, observation={**data.observation, IMAGE: pictures})
+    images = (255 * torch.stack([point, goal, torch.full_like(point, 0.2)], -1)).to(torch.uint8)
+    return replace(data, observation_fields=SPEC.observation, observation={**data.observation, IMAGE: images})
 
 
 def imagined_world(model, rows, **options):

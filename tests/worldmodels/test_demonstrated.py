@@ -82,7 +82,8 @@ def test_a_policy_learns_from_recordings_alone_by_configuration(tmp_path: Path):
     tuned = [
         "world=demonstrations", f"world.data={data}", f"finetune.policy={tmp_path}/train/push_cube/0/checkpoint",
         "finetune.algorithm=step_grpo", "finetune.iterations=3", "finetune.groups=6", "finetune.group_size=4",
-        "finetune.worlds=16", "finetune.evaluate_episodes=16", "finetune.evaluate_every=3", "world.options.patches=100",
+        "finetune.num_envs=16", "finetune.evaluate_episodes=16", "finetune.evaluate_every=3",
+        "world.options.patches=100",
         "finetune.target_success=null",
     ]  # fmt: skip
     assert main(["finetune", *shared, *tuned]) == 0

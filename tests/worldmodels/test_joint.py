@@ -82,7 +82,7 @@ def test_checkpoints_and_refusals(learned, tmp_path):
     first, second = (each.draw({"state": states(episodes, 4)}, draws())[ACTION] for each in (model, again))
     assert np.array_equal(first.numpy(), second.numpy())
     with pytest.raises(ConfigError, match="log-probabilities"):
-        model.evaluate({}, {})
+        model.log_prob({}, {})
     with pytest.raises(ConfigError, match="log-probabilities"):
         model.prepare_finetuning()
     with pytest.raises(ConfigError, match="reads no instructions"):

@@ -8,7 +8,7 @@ import torchvision
 from robopolicy.evaluation.image_quality import ALEXNET, LPIPS, SSIM, compare, perceptual, psnr, ssim, unit_of
 
 
-def pictures(side: int = 14) -> tuple[torch.Tensor, torch.Tensor]:
+def images(side: int = 14) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     first = torch.randint(0, 256, (2, side, side - 1, 3), dtype=torch.uint8, generator=generator)
     second = (first.float() * 0.7 + 20 * torch.rand(first.shape, generator=generator)).to(torch.uint8)
@@ -25,7 +25,7 @@ def at_hand(tmp_path, monkeypatch):
 
 
 def test_structural_similarity_by_a_slow_reference():
-    first, second = pictures()
+    first, second = images()
     assert torch.allclose(ssim(first, first), torch.ones(2)) and torch.equal(psnr(first, first), torch.full((2,), 80.0))
     place = np.arange(11) - 5.0
     window = np.exp(-(place[:, None] ** 2 + place[None] ** 2) / (2 * 1.5**2))
@@ -46,13 +46,13 @@ def test_structural_similarity_by_a_slow_reference():
 
 def test_without_weights_there_is_no_lpips_and_nothing_is_fetched(at_hand):
     assert perceptual() is None
-    assert set(compare(*pictures())) == {"", SSIM}
+    assert set(compare(*images())) == {"", SSIM}
 
 
 def test_lpips_where_weights_are_at_hand(at_hand):
     torch.manual_seed(0)
     torch.save(torchvision.models.alexnet(weights=None).state_dict(), at_hand)
-    first, second = pictures(48)
+    first, second = images(48)
     alike, different, nearly = (compare(first, other)[LPIPS] for other in (first, second, (first // 8) * 8))
     assert alike == 0 and 0 < nearly < different
 

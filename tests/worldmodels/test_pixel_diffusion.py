@@ -1,4 +1,4 @@
-"""Pixel diffusion dreams a moving dot, minds its actions, and reads states, reward and success off its own frames."""
+"""Pixel diffusion imagines a moving dot, minds its actions, and reads states, reward and success off its own frames."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from worldmodels.pixel_diffusion.model import PixelDiffusionModel
 from worldmodels.pixel_diffusion.networks import PixelDenoiser, PixelDiffusionConfig
 from worldmodels.starts import context_at
 
-READOUT = ReadoutConfig(batch_size=64, dreams=256, members=3)
+READOUT = ReadoutConfig(batch_size=64, imagined_steps=256, members=3)
 TINY = PixelDiffusionConfig(size="tiny", batch_size=32, readout=READOUT, precision="float32")
 
 
@@ -35,7 +35,7 @@ def learned():
     return model.eval(), held
 
 
-def test_it_dreams_the_picture_and_minds_its_actions(learned):
+def test_it_dreams_the_image_and_minds_its_actions(learned):
     model, held = learned
     figures = examine(model, held, torch.Generator().manual_seed(0), rows=100, steps=400, horizons=(1, 2, 3, 4, 5))
     print({k: v[IMAGE] for k, v in figures["open_loop"].items()}, figures["reward_error"], figures["success"])
@@ -47,7 +47,7 @@ def test_it_dreams_the_picture_and_minds_its_actions(learned):
     assert figures["success"]["f1"] > 0.5
 
 
-def test_carried_states_follow_their_structure_and_the_pictures(learned):
+def test_carried_states_follow_their_structure_and_the_images(learned):
     model, held = learned
     latent = model.initial(context_at(held, torch.arange(50)), np.arange(50))
     start = context_at(held, torch.arange(50)).last(ENVIRONMENT_STATE)
@@ -70,7 +70,7 @@ def test_carried_states_follow_their_structure_and_the_pictures(learned):
     assert float(error) < 0.15, error
 
 
-def test_the_next_picture_depends_on_the_pose(learned):
+def test_the_next_image_depends_on_the_pose(learned):
     model, held = learned
     latent = model.initial(context_at(held, torch.arange(50)), np.arange(50))
     moved = {**latent, "state": latent["state"].clone()}
@@ -119,7 +119,7 @@ def test_checkpoints_round_trip(learned, tmp_path):
 
 def test_training_batches_are_a_function_of_the_generator():
     data = recorded(20)
-    model = PixelDiffusionModel.build(replace(TINY, readout=replace(READOUT, dreams=8)), SPEC, data, 0)
+    model = PixelDiffusionModel.build(replace(TINY, readout=replace(READOUT, imagined_steps=8)), SPEC, data, 0)
     for part, _ in model.stages().values():
         first, again = (next(part.batches(data, torch.Generator().manual_seed(0))) for _ in range(2))
         assert torch.equal(first["frames"], again["frames"])
@@ -145,7 +145,7 @@ def test_an_untrained_denoiser_repeats_the_last_frame():
     assert float((new.float() - frames[:, -1].float()).abs().mean()) < 8
 
 
-def test_without_temperature_no_picture_is_left_to_chance():
+def test_without_temperature_no_image_is_left_to_chance():
     frames = torch.randint(0, 256, (3, 4, 16, 16, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     told = frames, torch.zeros(3, 4, 2), torch.zeros(3, 3)
     shown = {}
@@ -159,7 +159,7 @@ def test_without_temperature_no_picture_is_left_to_chance():
         PixelDiffusionConfig(temperature=-1.0)
 
 
-def test_several_cameras_are_one_picture():
+def test_several_cameras_are_one_image():
     second = "observation.images.side"
     spec = replace(SPEC, observation={**SPEC.observation, second: Field((PIXELS, PIXELS, 3), "uint8")})
     data = recorded(10)
@@ -183,12 +183,12 @@ def test_bad_settings_and_data_are_refused():
     with pytest.raises(NonFiniteError, match="state"):
         PixelDiffusionModel.build(TINY, SPEC, replace(data, observation=broken), 0)
     blind = point_world.recorded(4)
-    with pytest.raises(ConfigError, match="no pictures"):
+    with pytest.raises(ConfigError, match="no images"):
         PixelDiffusionModel.build(TINY, point_world.SPEC, blind, 0)
     with pytest.raises(ConfigError, match="do not divide"):
         PixelDenoiser(TINY, 18, 17, 2, 3)
     with pytest.raises(ConfigError, match="multiples of 8"):
         PixelDiffusionConfig(channels=(12, 24))
     with pytest.raises(ConfigError, match="share"):
-        ReadoutConfig(dreamed_share=1.5)
+        ReadoutConfig(imagined_share=1.5)
     assert PixelDiffusionConfig(size="diamond").networks.grid == 0

@@ -1,4 +1,4 @@
-"""Looking ahead: the best candidate is taken, doubt can cost or lure, and ended episodes earn nothing more."""
+"""Looking ahead: the best candidate is taken, uncertainty can cost or lure, and ended episodes earn nothing more."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ class Wanderer:
         actions = step.expand(rows, 2, 1)
         return Decision(actions, {"step": step}, torch.zeros(rows, 1), torch.ones(rows, 1, dtype=torch.bool))
 
-    def evaluate(self, observation, units):
+    def log_prob(self, observation, latents):
         raise NotImplementedError
 
     def reset(self, rows=None):
@@ -60,7 +60,7 @@ def decide(config, end=100.0, value=None, rows=64, deterministic=False):
     planned = PlannedPolicy(Wanderer(), Line(end), config, value)
     observation = {STATE: torch.zeros(rows, 1, 1)}
     decision = planned.act(observation, torch.Generator().manual_seed(0), deterministic=deterministic)
-    assert torch.equal(decision.units["step"], decision.actions[:, :1])
+    assert torch.equal(decision.latents["step"], decision.actions[:, :1])
     return float(decision.actions.mean()), planned
 
 

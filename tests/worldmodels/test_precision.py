@@ -1,4 +1,4 @@
-"""Networks of pictures run in bfloat16 where the hardware multiplies it."""
+"""Networks of images run in bfloat16 where the hardware multiplies it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The recurrent model's parts keep their formulas; it remembers what one frame does not show; it dreams in pictures."""
+"""The recurrent model's parts keep their formulas; it remembers what one frame does not show; it imagines in images."""
 
 import math
 from dataclasses import replace
@@ -126,17 +126,19 @@ def test_training_stretches_begin_anywhere_and_at_the_start_of_their_episodes():
     data = recorded(episodes=30)
     model = RssmModel.build(TINY, SPEC, data, 0)
     first, again = (next(model.batches(data, torch.Generator().manual_seed(0))) for _ in range(2))
-    assert torch.equal(first["stretch"].actions, again["stretch"].actions) and torch.equal(first["seen"], again["seen"])
-    stretch, seen = first["stretch"], first["seen"]
-    assert stretch.actions.shape == (64, 7, 2) and seen.shape == (64, 8) and bool(seen[:, 0].all())
+    assert torch.equal(first["subsequence"].actions, again["subsequence"].actions) and torch.equal(
+        first["seen"], again["seen"]
+    )
+    subsequence, seen = first["subsequence"], first["seen"]
+    assert subsequence.actions.shape == (64, 7, 2) and seen.shape == (64, 8) and bool(seen[:, 0].all())
     starts = data.observation[STATE][data.frame_starts]
-    begun = (stretch.frames[STATE][:, 0, None] == starts).all(-1).any(-1)
+    begun = (subsequence.frames[STATE][:, 0, None] == starts).all(-1).any(-1)
     assert 8 <= int(begun.sum()) < 64
     losses = model.loss(first, torch.Generator().manual_seed(0))
-    moved = replace(stretch, frames={key: value.clone() for key, value in stretch.frames.items()})
-    outside = ~torch.cat([stretch.valid[:, :1], stretch.valid], 1) & ~seen
+    moved = replace(subsequence, frames={key: value.clone() for key, value in subsequence.frames.items()})
+    outside = ~torch.cat([subsequence.valid[:, :1], subsequence.valid], 1) & ~seen
     moved.frames[STATE][outside] += 0.5
-    for name, value in model.loss({"stretch": moved, "seen": seen}, torch.Generator().manual_seed(0)).items():
+    for name, value in model.loss({"subsequence": moved, "seen": seen}, torch.Generator().manual_seed(0)).items():
         assert value.shape == (64,) and torch.allclose(value, losses[name])
 
 
@@ -217,7 +219,7 @@ def test_checkpoints_round_trip(learned, tmp_path):
 
 
 def dots(episodes=120, steps=8):
-    """Pictures of 16 px in which actions move a bright dot; nothing else is shown."""
+    """Images of 16 px in which actions move a bright dot; nothing else is shown."""
     generator = torch.Generator().manual_seed(0)
     frames, actions, progress = [], [], []
     grid = torch.stack(torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij"), -1)
@@ -247,7 +249,7 @@ def dots(episodes=120, steps=8):
     )
 
 
-def test_it_dreams_in_pictures(tmp_path):
+def test_it_dreams_in_images(tmp_path):
     spec, data = dots()
     config = RssmConfig(size="tiny", length=3, batch_size=32, burn_in=2, members=3)
     model, held = trained(config, spec, data, 250)
@@ -272,10 +274,10 @@ def test_bad_settings_and_data_are_refused():
         RssmConfig(seen_share=1.5)
     with pytest.raises(ConfigError, match="equal blocks"):
         RssmModel.build(replace(TINY, deter=65), SPEC, data, 0)
-    odd, pictures = dots(episodes=2)
+    odd, images = dots(episodes=2)
     field = Field((15, 15, 3), "uint8")
     shrunk = replace(
-        pictures, observation_fields={IMAGE: field}, observation={IMAGE: pictures.observation[IMAGE][:, 1:, 1:]}
+        images, observation_fields={IMAGE: field}, observation={IMAGE: images.observation[IMAGE][:, 1:, 1:]}
     )
     with pytest.raises(ConfigError, match="power of two"):
         RssmModel.build(TINY, replace(odd, observation={IMAGE: field}), shrunk, 0)

@@ -1,4 +1,4 @@
-"""Stretches of episodes hold what the episodes hold, and nothing of their neighbours."""
+"""Subsequences of episodes hold what the episodes hold, and nothing of their neighbours."""
 
 import torch
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Latent video dreams a moving dot, minds its actions, remembers as it was trained to, and branches exactly."""
+"""Latent video imagines a moving dot, minds its actions, remembers as it was trained to, and branches exactly."""
 
 import copy
 from dataclasses import replace
@@ -23,9 +23,9 @@ from worldmodels.protocol import Context
 from worldmodels.starts import context_at
 from worldmodels.video.configuration import VideoConfig
 from worldmodels.video.model import VideoModel
-from worldmodels.video.training import DynamicsStage, LatentVideo, stretch_at
+from worldmodels.video.training import DynamicsStage, LatentVideo, subsequence_at
 
-READOUT = ReadoutConfig(batch_size=64, dreams=256, members=3)
+READOUT = ReadoutConfig(batch_size=64, imagined_steps=256, members=3)
 TINY = VideoConfig(
     size="tiny",
     memory=2,
@@ -55,7 +55,7 @@ def learned():
 @pytest.fixture(scope="module")
 def fresh():
     data = recorded(20)
-    model = VideoModel.build(replace(TINY, readout=replace(READOUT, dreams=8)), SPEC, data, 0).eval()
+    model = VideoModel.build(replace(TINY, readout=replace(READOUT, imagined_steps=8)), SPEC, data, 0).eval()
     model.encode_episodes(data)  # keeps the statistics of latents, as training does before anything is imagined
     return model, data
 
@@ -64,7 +64,7 @@ def latent_at(model, data, steps):
     return model.initial(context_at(data, steps, model.context), steps.numpy())
 
 
-def test_it_dreams_the_picture_and_minds_its_actions(learned):
+def test_it_dreams_the_image_and_minds_its_actions(learned):
     model, held = learned
     figures = examine(model, held, torch.Generator().manual_seed(0), rows=100, steps=400, horizons=(1, 2, 3, 4, 5))
     for ahead, found in figures["open_loop"].items():
@@ -180,7 +180,7 @@ def test_history_is_spaced_in_rollouts_as_in_training(fresh, monkeypatch):
     long = int((data.lengths >= 8).nonzero()[0, 0])
     steps = data.starts[long] + torch.tensor([0, 2, 7])
     present = steps + data.episode_of_step[steps]
-    trained = stretch_at(video, present, model.config)
+    trained = subsequence_at(video, present, model.config)
     seen = {}
 
     def remember(history, actions, poses, noise):
@@ -233,18 +233,18 @@ def test_only_future_frames_of_the_episode_are_learned_from(fresh):
     stage, _ = model.stages()["dynamics"]
     assert isinstance(stage, DynamicsStage)
     first, again = (next(stage.batches(data, torch.Generator().manual_seed(0))) for _ in range(2))
-    stretch = first["stretch"]
-    assert torch.equal(stretch.future, again["stretch"].future) and bool((~stretch.valid).any())
+    subsequence = first["subsequence"]
+    assert torch.equal(subsequence.future, again["subsequence"].future) and bool((~subsequence.valid).any())
 
     def loss(changed):
-        return stage.eval().loss({"stretch": changed}, torch.Generator().manual_seed(0))["latents"]
+        return stage.eval().loss({"subsequence": changed}, torch.Generator().manual_seed(0))["latents"]
 
-    kept = loss(stretch)
+    kept = loss(subsequence)
     assert kept.shape == (TINY.batch_size,)
-    beyond = torch.where(stretch.valid[..., None, None, None], stretch.future, 1e3)
-    assert torch.allclose(loss(replace(stretch, future=beyond)), kept, rtol=1e-3)
-    within = torch.where(stretch.valid[..., None, None, None], stretch.future + 1, stretch.future)
-    assert not torch.allclose(loss(replace(stretch, future=within)), kept)
+    beyond = torch.where(subsequence.valid[..., None, None, None], subsequence.future, 1e3)
+    assert torch.allclose(loss(replace(subsequence, future=beyond)), kept, rtol=1e-3)
+    within = torch.where(subsequence.valid[..., None, None, None], subsequence.future + 1, subsequence.future)
+    assert not torch.allclose(loss(replace(subsequence, future=within)), kept)
 
 
 def test_an_earlier_frame_does_not_see_later_ones(learned):
@@ -269,13 +269,13 @@ def test_own_predictions_take_the_place_of_true_history():
     batch = next(batches)
     stage.train().loss(batch, generator)
     changed = (stage.cache != true).flatten(1).any(1)
-    stretch = batch["stretch"]
-    predicted = stretch.places[:, -TINY.chunk :][stretch.valid]
+    subsequence = batch["subsequence"]
+    predicted = subsequence.places[:, -TINY.chunk :][subsequence.valid]
     assert int(stage.updates) == 1 and bool(changed.any())
     assert set(changed.nonzero()[:, 0].tolist()) <= set(predicted.tolist())
     stage.cache += 1
-    history, _, _ = stage._spoiled(stretch, lambda *shape: torch.rand(shape, generator=generator))
-    assert torch.equal(history, stage.cache[stretch.places[:, : -TINY.chunk]].float())
+    history, _, _ = stage._spoiled(subsequence, lambda *shape: torch.rand(shape, generator=generator))
+    assert torch.equal(history, stage.cache[subsequence.places[:, : -TINY.chunk]].float())
     off, _ = VideoModel.build(replace(config, bootstrap=0.0), SPEC, data, 0).stages()["dynamics"]
     assert isinstance(off, DynamicsStage)
     batch = next(off.batches(data, torch.Generator().manual_seed(0)))
@@ -309,7 +309,7 @@ def test_several_cameras_are_predicted_together():
     assert np.array_equal(followed.imagined[IMAGE][:, 0], followed.real[IMAGE][:, 0])
 
 
-def test_pictures_alone_are_enough():
+def test_images_alone_are_enough():
     spec = replace(SPEC, observation={IMAGE: SPEC.observation[IMAGE]})
     data = recorded(6)
     data = replace(data, observation_fields=spec.observation, observation={IMAGE: data.observation[IMAGE]})
@@ -325,7 +325,7 @@ def test_bad_settings_and_data_are_refused():
     data = recorded(4)
     with pytest.raises(DataError, match="another world"):
         VideoModel.build(TINY, SPEC, replace(data, actions=data.actions[:, :1]), 0)
-    with pytest.raises(ConfigError, match="no pictures"):
+    with pytest.raises(ConfigError, match="no images"):
         VideoModel.build(TINY, point_world.SPEC, point_world.recorded(4), 0)
     for height, width, text in ((PIXELS, 2 * PIXELS, "one width"), (2 * PIXELS, PIXELS, "one size")):
         wide = {**SPEC.observation, "observation.images.side": Field((height, width, 3), "uint8")}

@@ -1,4 +1,4 @@
-"""Stretches of recorded episodes, as sequence models learn from them and as imagination begins with them."""
+"""Subsequences of recorded episodes, as sequence models learn from them and as imagination begins with them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from worldmodels.data.transitions import progress_reward
 
 @dataclass(frozen=True)
 class Sequences:
-    """M stretches of T actions, each between two of T + 1 frames.
+    """M subsequences of T actions, each between two of T + 1 frames.
 
     frames: key -> [M, T + 1, *shape]; actions: [M, T, A]; reward: [M, T], without what success is paid; success,
     terminated: [M, T] bool, after the action; valid: [M, T] bool, the action belongs to the episode. Before an episode
@@ -34,7 +34,7 @@ class Sequences:
 
 
 class SequenceData:
-    """Cuts stretches out of `episodes`, of the observation `keys` (None: all).
+    """Cuts subsequences out of `episodes`, of the observation `keys` (None: all).
 
     Raises DataError where reward, success or final frames are missing.
     """
@@ -53,7 +53,8 @@ class SequenceData:
         return self.episodes.step_count
 
     def cut(self, steps: Tensor, past: int, future: int) -> Sequences:
-        """Return the stretches from `past` actions before the actions `steps` [M] to `future` after, T = past + future.
+        """Return the subsequences from `past` actions before the actions `steps` [M] to `future` after, T = past +
+        future.
 
         The frame at index `past` is the one in which the action `steps` is taken.
         """
@@ -75,7 +76,7 @@ class SequenceData:
         )
 
     def sampler(self, past: int, future: int, batch_size: int, generator: torch.Generator) -> Iterator[Sequences]:
-        """Yield stretches at random steps for ever; `generator` is all the state."""
+        """Yield subsequences at random steps for ever; `generator` is all the state."""
         while True:
             steps = torch.randint(len(self), (batch_size,), generator=generator, device=generator.device)
             yield self.cut(steps.cpu(), past, future)

@@ -1,4 +1,4 @@
-"""What models of vectors and pictures read off the data before they learn: structure, means and deviations."""
+"""What models of vectors and images read off the data before they learn: structure, means and deviations."""
 
 import torch
 from torch import Tensor

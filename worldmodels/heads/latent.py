@@ -27,7 +27,7 @@ POSITIVE_SHARE = 0.25
 """Share of successful steps in a batch."""
 
 THUMBNAIL = 4
-"""Pictures are averaged to this many pixels a side where the heads of the uncertainty predict them."""
+"""Images are averaged to this many pixels a side where the heads of the uncertainty predict them."""
 
 
 @dataclass(frozen=True)

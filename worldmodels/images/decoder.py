@@ -12,18 +12,18 @@ from robopolicy.nn.blocks import ChannelNorm, dense
 
 
 def image_channels(size: tuple[int, ...], depth: int) -> list[int]:
-    """Return the channels from the picture down to maps of 4 x 4 pixels: 3, depth, 2 depth, then 4 depth each.
+    """Return the channels from the image down to maps of 4 x 4 pixels: 3, depth, 2 depth, then 4 depth each.
 
-    Raises ConfigError unless the picture is square and its side a power of two from 8 up.
+    Raises ConfigError unless the image is square and its side a power of two from 8 up.
     """
     stages = round(math.log2(size[0])) - 2
     if tuple(size) != (2 ** (stages + 2), 2 ** (stages + 2), 3) or stages < 1:
-        raise ConfigError(f"This model reads square pictures whose side is a power of two from 8 up, not {size}.")
+        raise ConfigError(f"This model reads square images whose side is a power of two from 8 up, not {size}.")
     return [3] + [depth * min(2**stage, 4) for stage in range(stages)]
 
 
 class ImageEncoder(nn.Module):
-    """Halves the picture until 4 x 4: uint8 [N, height, width, 3] -> [N, outputs]."""
+    """Halves the image until 4 x 4: uint8 [N, height, width, 3] -> [N, outputs]."""
 
     def __init__(self, size: Sequence[int], depth: int, outputs: int):
         super().__init__()
@@ -34,12 +34,12 @@ class ImageEncoder(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Flatten(), dense(16 * channels[-1], outputs))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Encode pictures."""
+        """Encode images."""
         return self.layers(rearrange(images, "n h w c -> n c h w").float() / 255 - 0.5)
 
 
 class ImageDecoder(nn.Module):
-    """Doubles 4 x 4 maps up to the picture: [N, inputs] -> [N, height, width, 3] in 0 to 1."""
+    """Doubles 4 x 4 maps up to the image: [N, inputs] -> [N, height, width, 3] in 0 to 1."""
 
     def __init__(self, size: Sequence[int], depth: int, inputs: int):
         super().__init__()
@@ -51,5 +51,5 @@ class ImageDecoder(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Decode pictures."""
+        """Decode images."""
         return rearrange(self.layers(features), "n c h w -> n h w c")

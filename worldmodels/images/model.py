@@ -1,4 +1,4 @@
-"""What models of pictures share: making, describing and restoring them, and fitting what is read off their frames."""
+"""What models of images share: making, describing and restoring them, and fitting what is read off their frames."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +24,8 @@ Batches = Callable[[Episodes, torch.Generator], Iterator[dict[str, Any]]]
 Losses = Callable[[Mapping[str, Any], torch.Generator], dict[str, Tensor]]
 
 
-class PictureModel(nn.Module, ABC):
-    """A `LearnedModel` whose `reader` reads everything but pictures off the frames that it imagines.
+class ImageModel(nn.Module, ABC):
+    """A `LearnedModel` whose `reader` reads everything but images off the frames that it imagines.
 
     Subclasses are made as cls(config, spec, structure, success_bonus, seed); users call `build` or `load_world_model`.
     """
@@ -42,7 +42,7 @@ class PictureModel(nn.Module, ABC):
     def build(cls, config: Any, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
         """Return a fresh model of the world of `spec`, its statistics read off `episodes`.
 
-        Raises ConfigError where there is no picture or cameras do not fit together, DataError where the data's fields
+        Raises ConfigError where there is no image or cameras do not fit together, DataError where the data's fields
         are not the world's, NonFiniteError where the data is not finite.
         """
         structure, statistics = read_statistics(spec, episodes)
@@ -80,7 +80,7 @@ class PictureModel(nn.Module, ABC):
         """Return the latent of episodes with `seeds` [R] that begin in `context`."""
 
     @abstractmethod
-    def _dream(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
+    def _imagine_frames(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
         """Return frames [n, 3, height, width, 3] around `steps` [n], as many of the last two imagined as it can."""
 
     @abstractmethod
@@ -93,7 +93,7 @@ class PictureModel(nn.Module, ABC):
 
     def readout_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield what `FrameReadout.losses` takes for ever; `generator` is all the state."""
-        return self.reader.batches(episodes, generator, partial(self._dream, SequenceData(episodes)))
+        return self.reader.batches(episodes, generator, partial(self._imagine_frames, SequenceData(episodes)))
 
     def calibrate(self, episodes: Episodes) -> None:
         """Set the threshold of success and the quantiles of the uncertainty on imagined steps of held-out episodes."""

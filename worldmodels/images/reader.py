@@ -1,6 +1,6 @@
-"""The part that models of pictures share: fields and statistics, and what is read off frames as they are imagined.
+"""The part that models of images share: fields and statistics, and what is read off frames as they are imagined.
 
-A model of pictures imagines the next frame of all cameras; everything else that a `LearnedModel` owes (vectors, reward,
+A model of images imagines the next frame of all cameras; everything else that a `LearnedModel` owes (vectors, reward,
 success, uncertainty, thresholds, observations) comes from here. The readout is fitted afterwards on true frames and on
 frames that the finished model imagined. Axes: N or B rows, V elements of all vector fields, A action dimension.
 """
@@ -34,7 +34,7 @@ CALIBRATION_STEPS = 2000
 PART = 128
 """Frames are imagined for training in parts of so many rows."""
 
-Dream = Callable[[Tensor, torch.Generator], Tensor]
+ImagineFrames = Callable[[Tensor, torch.Generator], Tensor]
 """Steps [n] -> frames [n, 3, height, width, 3] around each: before it, in which it is taken, and what it leads to; as
 many of the last two as the model can are imagined."""
 
@@ -43,10 +43,10 @@ Advance = Callable[[Latent, Tensor], tuple[Tensor, Tensor]]
 
 
 class FrameReader(nn.Module):
-    """Fields, statistics and readout of a model of pictures.
+    """Fields, statistics and readout of a model of images.
 
-    spec: the world that is imitated; pictures, vectors: its fields by key; size: height and width of a frame, all
-    cameras stacked in height. Raises ConfigError where there is no picture, or cameras differ in width.
+    spec: the world that is imitated; images, vectors: its fields by key; size: height and width of a frame, all
+    cameras stacked in height. Raises ConfigError where there is no image, or cameras differ in width.
     """
 
     state_mean: Tensor
@@ -72,8 +72,8 @@ class FrameReader(nn.Module):
         super().__init__()
         self.config, self.success_bonus = config, success_bonus
         self.spec = replace(spec, rewards=(PROGRESS, SUCCESS), history=1)
-        self.pictures = {key: item for key, item in spec.observation.items() if key.startswith(IMAGE_PREFIX)}
-        self.vectors = {key: item for key, item in spec.observation.items() if key not in self.pictures}
+        self.images = {key: item for key, item in spec.observation.items() if key.startswith(IMAGE_PREFIX)}
+        self.vectors = {key: item for key, item in spec.observation.items() if key not in self.images}
         self.size = stacked_size(spec)
         register_structure(self, structure)
         elements, actions = sum(field.size for field in self.vectors.values()), spec.action.size
@@ -111,27 +111,29 @@ class FrameReader(nn.Module):
             begin += field.size
         return states.new_zeros(*states.shape[:-1], 1)
 
-    def batches(self, episodes: Episodes, generator: torch.Generator, dream: Dream) -> Iterator[dict[str, Any]]:
+    def batches(
+        self, episodes: Episodes, generator: torch.Generator, imagine: ImagineFrames
+    ) -> Iterator[dict[str, Any]]:
         """Yield what `FrameReadout.losses` takes for ever; `generator` is all the state.
 
-        A share of the steps are successful, and a share shows frames that `dream` imagined.
+        A share of the steps are successful, and a share shows frames that `imagine` imagined.
         """
         data, config = SequenceData(episodes), self.config
         assert episodes.step_success is not None
         won = episodes.step_success.nonzero()[:, 0]
-        dreamed, frames = self._dream(len(data), won, dream)
-        dreamed_won = episodes.step_success[dreamed].nonzero()[:, 0]
+        imagined, frames = self._imagine_frames(len(data), won, imagine)
+        imagined_won = episodes.step_success[imagined].nonzero()[:, 0]
         count = config.batch_size
-        dreams = round(config.dreamed_share * count)
+        imagined_steps = round(config.imagined_share * count)
         while True:
             size = count, 1 + len(self.structure.free)
             draws = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64).cpu()
             noise = torch.randn(size, generator=generator, device=generator.device).cpu()[:, 1:]
-            chosen = choose(draws[:dreams, 0], len(dreamed), dreamed_won, config.positive_share)
-            true = choose(draws[dreams:, 0], len(data), won, config.positive_share)
-            cut = data.cut(torch.cat([dreamed[chosen], true]), 1, 1)
+            chosen = choose(draws[:imagined_steps, 0], len(imagined), imagined_won, config.positive_share)
+            true = choose(draws[imagined_steps:, 0], len(data), won, config.positive_share)
+            cut = data.cut(torch.cat([imagined[chosen], true]), 1, 1)
             seen = self.stack(cut.frames)
-            seen[:dreams] = frames[chosen]
+            seen[:imagined_steps] = frames[chosen]
             yield self._batch(cut, seen, config.state_noise * draws[:, 1:].float() * noise)
 
     def _batch(self, cut: Sequences, seen: Tensor, noise: Tensor) -> dict[str, Any]:
@@ -165,14 +167,14 @@ class FrameReader(nn.Module):
         return self.structure.complete(states)
 
     @torch.no_grad()
-    def _dream(self, count: int, won: Tensor, dream: Dream) -> tuple[Tensor, Tensor]:
+    def _imagine_frames(self, count: int, won: Tensor, imagine: ImagineFrames) -> tuple[Tensor, Tensor]:
         """Return steps [D] and the frames [D, 3, height, width, 3] around them, as far as possible imagined."""
         generator = torch.Generator().manual_seed(0)
-        draws = torch.rand(self.config.dreams, generator=generator, dtype=torch.float64)
+        draws = torch.rand(self.config.imagined_steps, generator=generator, dtype=torch.float64)
         steps, found = choose(draws, count, won, self.config.positive_share), []
         with progress("Imagining frames for the readout", len(steps)) as advance:
             for part in steps.split(PART):
-                found.append(dream(part, generator).cpu())
+                found.append(imagine(part, generator).cpu())
                 advance(len(part))
         return steps, torch.cat(found)
 
@@ -188,18 +190,18 @@ class FrameReader(nn.Module):
         episodes.
         """
         order = torch.randperm(episodes.step_count, generator=torch.Generator().manual_seed(0))
-        steps, read, doubt = order[:CALIBRATION_STEPS].sort().values, [], []
+        steps, read, found = order[:CALIBRATION_STEPS].sort().values, [], []
         assert episodes.step_success is not None
         for part in steps.split(PART):
             latent = initial(context_at(episodes, part, history), part.numpy())
             inputs, uncertainty = advance(latent, episodes.actions[part].to(self.state_mean.device))
             read.append(inputs)
-            doubt.append(uncertainty)
+            found.append(uncertainty)
         heads, inputs = self.readout.heads, torch.cat(read)
         reward = progress_reward(episodes)[steps].to(inputs.device)
         heads.choose_reward(inputs, (reward - self.reward_mean) / self.reward_std)
         self.success_threshold.copy_(calibrated_threshold(heads.success(inputs), episodes.step_success[steps]))
-        self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(doubt)))
+        self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(found)))
 
     def begin(self, context: Context, past: int) -> tuple[dict[str, Tensor], Tensor, int]:
         """Return the last `past` frames of a context, key -> [R, past, *shape], the actions between them [R, past - 1,
@@ -243,18 +245,18 @@ class FrameReader(nn.Module):
         inputs = readout.heads.inputs(summary, given, self.standard("state", after))
         return after, inputs, readout.heads.disagreement(past, given, taken)
 
-    def imagined(self, frame: Tensor, after: Tensor, inputs: Tensor, doubt: Tensor) -> Imagined:
+    def imagined(self, frame: Tensor, after: Tensor, inputs: Tensor, uncertainty: Tensor) -> Imagined:
         """Return one imagined step; success is terminal where the spec says so."""
         success = self.readout.heads.success(inputs) > self.success_threshold
         rewards = {
             PROGRESS: self.reward_mean + self.reward_std * self.readout.heads.rewards(inputs),
             SUCCESS: self.success_bonus * success.to(after.dtype),
         }
-        return Imagined(self._observation(after, frame), rewards, success, torch.zeros_like(success), doubt)
+        return Imagined(self._observation(after, frame), rewards, success, torch.zeros_like(success), uncertainty)
 
     def stack(self, frames: Mapping[str, Tensor]) -> Tensor:
         """Return the cameras' frames, key -> [N, T, *shape], as one, stacked in height."""
-        return torch.cat([frames[key] for key in self.pictures], -3)
+        return torch.cat([frames[key] for key in self.images], -3)
 
     def vector(self, frames: Mapping[str, Tensor], index: int | slice) -> Tensor:
         """Return the vector fields of frames `index`, key -> [N, T, *shape], one after the other, [N, ..., V]."""
@@ -273,8 +275,8 @@ class FrameReader(nn.Module):
         parts = state.split([field.size for field in self.vectors.values()], -1)
         pairs = zip(self.vectors.items(), parts, strict=True)
         observation = {key: part.reshape(len(state), *field.shape) for (key, field), part in pairs}
-        views = frame.split([field.shape[0] for field in self.pictures.values()], -3)
-        observation |= dict(zip(self.pictures, views, strict=True))
+        views = frame.split([field.shape[0] for field in self.images.values()], -3)
+        observation |= dict(zip(self.images, views, strict=True))
         return {key: observation[key] for key in self.spec.observation}
 
 
@@ -290,7 +292,7 @@ def stacked_size(spec: WorldSpec) -> tuple[int, int]:
     """Return height and width of all cameras' frames, one below the other."""
     shapes = [field.shape for key, field in spec.observation.items() if key.startswith(IMAGE_PREFIX)]
     if not shapes:
-        raise ConfigError(f"World '{spec.name}' shows no pictures: add world.cameras, or use worldmodel.kind=ensemble.")
+        raise ConfigError(f"World '{spec.name}' shows no images: add world.cameras, or use worldmodel.kind=ensemble.")
     if len({shape[1] for shape in shapes}) > 1:
         raise ConfigError(f"Cameras are stacked in height, so they need one width, not {shapes}.")
     return sum(shape[0] for shape in shapes), shapes[0][1]

@@ -1,4 +1,4 @@
-"""Vectors, reward, success and uncertainty, read off pictures in a row, true or imagined.
+"""Vectors, reward, success and uncertainty, read off images in a row, true or imagined.
 
 Axes: N rows, A action dimension, V elements of standardised vectors. Frames are uint8 [..., height, width, 3], pixels
 float [..., 3, height, width] in -1 to 1; several cameras are one frame, stacked in height.
@@ -28,9 +28,9 @@ class ReadoutConfig:
     """Steps a training step."""
     positive_share: float = 0.25
     """Share of successes among them."""
-    dreams: int = 2048
+    imagined_steps: int = 2048
     """Steps whose frames the finished model imagines."""
-    dreamed_share: float = 0.25
+    imagined_share: float = 0.25
     """Their share of the batches."""
     state_noise: float = 1.0
     """It is given states that are off by about up to so many standard deviations of a step's change, and learns to mend
@@ -40,11 +40,11 @@ class ReadoutConfig:
     """Heads whose disagreement is the uncertainty."""
 
     def __post_init__(self):
-        if min(self.batch_size, self.members, self.dreams) < 1:
-            raise ConfigError("The readout's batch_size, members and dreams must be at least 1.")
-        shares = self.positive_share, self.dreamed_share
+        if min(self.batch_size, self.members, self.imagined_steps) < 1:
+            raise ConfigError("The readout's batch_size, members and imagined_steps must be at least 1.")
+        shares = self.positive_share, self.imagined_share
         if min(shares) < 0 or max(shares) > 1:
-            raise ConfigError("positive_share and dreamed_share are between 0 and 1.")
+            raise ConfigError("positive_share and imagined_share are between 0 and 1.")
 
 
 def to_pixels(frames: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def to_frames(pixels: Tensor) -> Tensor:
 class FrameReadout(nn.Module):
     """Reads vectors, reward, success and uncertainty off two frames in a row, the state before and the action.
 
-    The change of the state is the carried state's own and the picture's together, so pictures mend a state that drifts.
+    The change of the state is the carried state's own and the image's together, so images mend a state that drifts.
     """
 
     def __init__(

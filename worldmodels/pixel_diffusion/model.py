@@ -1,4 +1,4 @@
-"""A diffusion model of the next picture, and a readout of everything else (DIAMOND, Alonso et al. 2024,
+"""A diffusion model of the next image, and a readout of everything else (DIAMOND, Alonso et al. 2024,
 arXiv:2405.12399).
 
 The next frame of all cameras is drawn by EDM diffusion from noise, given the last frames, actions and the robot's
@@ -7,7 +7,7 @@ true frames and on frames that the first one imagined. Deviations from DIAMOND: 
 network, ours from a carried state vector and two frames; the pose is told (Ctrl-World's idea); actions are
 continuous; training goes on from own predictions in a share of the rows only; another share starts where the sampler
 starts, what is diffused is the change from the last frame, and pixels that hardly change are held (see
-`PixelDiffusionConfig` and `PixelDenoiser`). Diffusing whole frames instead, pictures faded and ignored their actions
+`PixelDiffusionConfig` and `PixelDenoiser`). Diffusing whole frames instead, images faded and ignored their actions
 after as long.
 
 On `reach_planar`, where nothing is left to chance, states read off after 20 imagined steps err by 0.56 standard
@@ -28,7 +28,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.spec import WorldSpec
 from worldmodels.data.sequences import SequenceData
 from worldmodels.data.structure import StateStructure
-from worldmodels.images.model import PartStage, PictureModel
+from worldmodels.images.model import ImageModel, PartStage
 from worldmodels.images.reader import FrameReader
 from worldmodels.pixel_diffusion.networks import PixelDenoiser, PixelDiffusionConfig
 from worldmodels.protocol import Context, Imagined, Latent, Regression
@@ -37,8 +37,8 @@ MEASURED = 2000
 """Changes of pixels are measured over so many steps at most."""
 
 
-class PixelDiffusionModel(PictureModel):
-    """A `LearnedModel` of the fields of `spec`, pictures and vectors; make one with `build` or `load_world_model`.
+class PixelDiffusionModel(ImageModel):
+    """A `LearnedModel` of the fields of `spec`, images and vectors; make one with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
@@ -63,9 +63,9 @@ class PixelDiffusionModel(PictureModel):
 
     @classmethod
     def build(cls, config: PixelDiffusionConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return a fresh model of the world of `spec`, and see `PictureModel`."""
+        """Return a fresh model of the world of `spec`, and see `ImageModel`."""
         model = super().build(config, spec, episodes, seed)
-        data = SequenceData(episodes, tuple(model.reader.pictures))
+        data = SequenceData(episodes, tuple(model.reader.images))
         steps = torch.linspace(0, episodes.step_count - 1, min(MEASURED, episodes.step_count)).long()
         model.denoiser.keep_statistics(model.reader.stack(data.cut(steps, 0, 1).frames))
         return model
@@ -99,7 +99,7 @@ class PixelDiffusionModel(PictureModel):
                 "valid": cut.valid.to(device),
             }
 
-    def _dream(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
+    def _imagine_frames(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
         """Return frames [n, 3, height, width, 3] around `steps`, the last two imagined one from the other."""
         reader, past = self.reader, self.config.context
         cut = data.cut(steps, past, 1)
@@ -134,7 +134,7 @@ class PixelDiffusionModel(PictureModel):
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
         """Advance every row by a frame drawn from its own noise; success is terminal where the spec says so."""
         actions = actions.to(latent["state"].dtype)
-        frame, after, inputs, doubt = self._advance(latent, actions)
+        frame, after, inputs, uncertainty = self._advance(latent, actions)
         moved = {
             "frames": torch.cat([latent["frames"][:, 1:], frame[:, None]], 1),
             "actions": torch.cat([latent["actions"], actions[:, None]], 1)[:, 1:],
@@ -142,7 +142,7 @@ class PixelDiffusionModel(PictureModel):
             "seed": latent["seed"],
             "step": latent["step"] + 1,
         }
-        return moved, self.reader.imagined(frame, after, inputs, doubt)
+        return moved, self.reader.imagined(frame, after, inputs, uncertainty)
 
     def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
         return self._advance(latent, actions)[2:]

@@ -27,7 +27,7 @@ MAPS = 16
 
 @dataclass(frozen=True)
 class PixelSize:
-    """grid: pixels a side of the U-Net's finest maps (0: the picture's own); channels and residual blocks (layers) of
+    """grid: pixels a side of the U-Net's finest maps (0: the image's own); channels and residual blocks (layers) of
     its resolutions, each half as fine as the one before; readout, hidden: channels of the readout's first convolution,
     width of its layers.
     """
@@ -56,7 +56,7 @@ class PixelDiffusionConfig:
     cores, and the paper's own.
     """
     grid: int | None = None
-    """Pixels a side of the U-Net's finest maps, 0 for the picture's own."""
+    """Pixels a side of the U-Net's finest maps, 0 for the image's own."""
     channels: tuple[int, ...] = ()
     """Of its resolutions, each half as fine as the one before."""
     layers: int | None = None
@@ -112,13 +112,13 @@ class PixelDiffusionConfig:
 
 
 class PixelDenoiser(nn.Module):
-    """Denoises the next frame, given context, actions and pose: pictures are input, the others steer every block's
-    group norm and are drawn on maps beside the pictures.
+    """Denoises the next frame, given context, actions and pose: images are input, the others steer every block's
+    group norm and are drawn on maps beside the images.
 
     Deviations from DIAMOND: squares of pixels become channels, so that the finest maps have `grid` pixels a side (a
     CPU is fast on few pixels with many channels); what is diffused is the change from the last frame, in units of
     `change_std` (of which EDM's sigma_data is the standard deviation), so that a network that says nothing repeats it;
-    it is told the robot's pose in the last frame (as Ctrl-World is), which pictures alone tell coarsely.
+    it is told the robot's pose in the last frame (as Ctrl-World is), which images alone tell coarsely.
     """
 
     change_std: Tensor
@@ -132,7 +132,7 @@ class PixelDenoiser(nn.Module):
         coarsest = self.patch * 2 ** (len(sizes.channels) - 1)
         if height % coarsest or width % coarsest:
             raise ConfigError(
-                f"This U-Net halves pictures down to squares of {coarsest} pixels, {height} x {width} do not divide: "
+                f"This U-Net halves images down to squares of {coarsest} pixels, {height} x {width} do not divide: "
                 f"use another camera size, grid or number of channels."
             )
         count, area = len(sizes.channels), 3 * self.patch**2

@@ -1,7 +1,7 @@
 """The recurrent state-space model proper: frames in, latents along the way, frames out; it knows no episodes.
 
-Axes: N rows, M stretches of T + 1 frames with T actions between them, V elements of standardised vectors, E embedding,
-F summary of the latent, S categoricals of C classes, D deterministic units.
+Axes: N rows, M subsequences of T + 1 frames with T actions between them, V elements of standardised vectors, E
+embedding, F summary of the latent, S categoricals of C classes, D deterministic units.
 """
 
 from collections.abc import Mapping
@@ -85,30 +85,30 @@ class RssmConfig:
     burn_in: int = 4
     """Frames that imagination likes to begin with."""
     length: int = 16
-    """Frames that follow them in a training stretch."""
+    """Frames that follow them in a training subsequence."""
     batch_size: int = 32
-    """Stretches a training step."""
+    """Subsequences a training step."""
     start_share: float = 0.25
-    """Stretches that begin with their episode."""
+    """Subsequences that begin with their episode."""
     success_share: float = 0.25
-    """Stretches that hold a success."""
+    """Subsequences that hold a success."""
     seen_share: float = 0.5
     """Frames after the first few that the posterior reads; the others are guessed."""
-    pictures: int = 8
-    """Frames of a stretch that are decoded to pictures in training."""
+    images: int = 8
+    """Frames of a subsequence that are decoded to images in training."""
     members: int = 5
     """Heads whose disagreement is the uncertainty."""
     sample: bool = True
     """Imagine with samples of the prior, instead of its likeliest classes."""
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.burn_in, self.length, self.batch_size, self.pictures, self.members) < 1:
-            raise ConfigError("layers, burn_in, length, batch_size, pictures and members must be at least 1.")
+        if min(self.layers, self.burn_in, self.length, self.batch_size, self.images, self.members) < 1:
+            raise ConfigError("layers, burn_in, length, batch_size, images and members must be at least 1.")
         for name in ("unimix", "start_share", "success_share", "seen_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"worldmodel.rssm.{name} is {getattr(self, name)}; a share is between 0 and 1.")
         if self.start_share + self.success_share > 1:
-            raise ConfigError("start_share and success_share of the stretches are more than all of them.")
+            raise ConfigError("start_share and success_share of the subsequences are more than all of them.")
 
     @property
     def networks(self) -> RssmSize:
@@ -119,7 +119,7 @@ class RssmConfig:
 
 @dataclass(frozen=True)
 class Unrolled:
-    """Latents of stretches.
+    """Latents of subsequences.
 
     deter: [M, T + 1, D]; sample: [M, T + 1, S * C]; prior, posterior: log-probabilities [M, T + 1, S, C]; summary: what
     decoders and heads read of deter and sample, [M, T + 1, F]; decoded: [M, T + 1, V], the first of them given; state:
@@ -136,22 +136,22 @@ class Unrolled:
 
 
 class LatentDynamics(nn.Module):
-    """Encoders, recurrent core and decoders of vectors with `elements` elements and of `pictures`, key -> field.
+    """Encoders, recurrent core and decoders of vectors with `elements` elements and of `images`, key -> field.
 
     The vector is carried beside the latent: the core and the decoder read the last one, seen or decoded, and the
     decoder predicts changes, so that one step is as exact as that of a model without a latent.
     """
 
-    def __init__(self, config: RssmConfig, elements: int, actions: int, free: int, pictures: Mapping[str, Field]):
+    def __init__(self, config: RssmConfig, elements: int, actions: int, free: int, images: Mapping[str, Field]):
         super().__init__()
-        size, self.pictures = config.networks, tuple(pictures)
+        size, self.images = config.networks, tuple(images)
         width, flat = size.hidden, size.stochastic * size.classes
         encoders: dict[str, nn.Module] = {}
         decoders: dict[str, nn.Module] = {}
         if elements:
             hidden = (dense(width, width) for _ in range(config.layers - 1))
             encoders["vector"] = nn.Sequential(dense(elements, width), *hidden)
-        for key, field in pictures.items():
+        for key, field in images.items():
             encoders[module_name(key)] = ImageEncoder(field.shape, size.channels, width)
             decoders[module_name(key)] = ImageDecoder(field.shape, size.channels, width)
         self.encoders, self.decoders = nn.ModuleDict(encoders), nn.ModuleDict(decoders)
@@ -169,9 +169,9 @@ class LatentDynamics(nn.Module):
         self.change_decoder = perceptron(width + elements, width, config.layers, free) if free else None
 
     def embed(self, state: Tensor, frames: Mapping[str, Tensor]) -> Tensor:
-        """Return embeddings [M, T, E] of vectors [M, T, V] and pictures, key -> [M, T, height, width, 3]."""
+        """Return embeddings [M, T, E] of vectors [M, T, V] and images, key -> [M, T, height, width, 3]."""
         parts = [self.encoders["vector"](state)] if "vector" in self.encoders else []
-        for key in self.pictures:
+        for key in self.images:
             flat = self.encoders[module_name(key)](rearrange(frames[key], "m t h w c -> (m t) h w c"))
             parts.append(flat.unflatten(0, state.shape[:2]))
         return torch.cat(parts, -1)
@@ -194,14 +194,14 @@ class LatentDynamics(nn.Module):
         change = self.change_decoder(torch.cat([summary, state], -1))
         return (state + change @ spread).clamp(-BOUND, BOUND)
 
-    def picture(self, key: str, summary: Tensor) -> Tensor:
-        """Return pictures [N, height, width, 3] in 0 to 1."""
+    def image(self, key: str, summary: Tensor) -> Tensor:
+        """Return images [N, height, width, 3] in 0 to 1."""
         return self.decoders[module_name(key)](summary)
 
     def unroll(
         self, state: Tensor, embedding: Tensor, actions: Tensor, seen: Tensor, draws: Tensor, spread: Tensor
     ) -> Unrolled:
-        """Follow stretches of frames, vectors [M, T + 1, V] and embeddings [M, T + 1, E], and standardised actions
+        """Follow subsequences of frames, vectors [M, T + 1, V] and embeddings [M, T + 1, E], and standardised actions
         [M, T, A].
 
         seen: [M, T + 1] bool, whether the frame is read or guessed (the first is always read); draws: [T + 1, M, S]

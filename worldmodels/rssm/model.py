@@ -1,18 +1,18 @@
-"""A recurrent state-space model of vectors and pictures (DreamerV3, Hafner et al. 2023, arXiv:2301.04104).
+"""A recurrent state-space model of vectors and images (DreamerV3, Hafner et al. 2023, arXiv:2301.04104).
 
 What is known of an episode is a deterministic state and a categorical sample. A posterior reads frames, a prior guesses
 them; imagination follows the prior. Deviations from DreamerV3:
-- The state begins as a function of the first frame, and training stretches begin anywhere and at episodes' starts, so
-  that one frame is enough and a burn-in of several is used.
+- The state begins as a function of the first frame, and training subsequences begin anywhere and at episodes' starts,
+  so that one frame is enough and a burn-in of several is used.
 - Vectors are carried beside the latent and decoded as changes, standardised with statistics of the data and limited
   instead of symlog; constants are copied and derived elements recomputed as in the ensemble.
-- The posterior reads a random share of the frames of a stretch and the prior guesses the others, so imagination is
+- The posterior reads a random share of the frames of a subsequence and the prior guesses the others, so imagination is
   trained on its own guesses. Longer blindness (PlaNet's overshooting, arXiv:1811.04551) was tried and left out:
   recorded actions tell where things truly were, the model learns to believe them, and a policy tuned in it exploits
   that (pushing a cube, one such policy: 55 % success in reality, 87 % imagined; 59 % by a model trained on glimpses,
   with equal heads).
 - Heads are fitted again on the finished latents; there is no continuation head: episodes end by success or time limit.
-Axes: M stretches of T + 1 frames with T actions between them, V elements of all vector fields.
+  Axes: M subsequences of T + 1 frames with T actions between them, V elements of all vector fields.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,7 +43,7 @@ HEAD_STEPS = 200_000
 
 
 class RssmModel(nn.Module):
-    """A `LearnedModel` of the fields of `spec`, vectors and pictures; make one with `build` or `load_world_model`.
+    """A `LearnedModel` of the fields of `spec`, vectors and images; make one with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
@@ -65,15 +65,15 @@ class RssmModel(nn.Module):
         super().__init__()
         self.config, self.success_bonus = config, success_bonus
         self._spec = replace(spec, rewards=(PROGRESS, SUCCESS), history=1)
-        self.pictures = {key: item for key, item in spec.observation.items() if key.startswith(IMAGE_PREFIX)}
-        self.vectors = {key: item for key, item in spec.observation.items() if key not in self.pictures}
+        self.images = {key: item for key, item in spec.observation.items() if key.startswith(IMAGE_PREFIX)}
+        self.vectors = {key: item for key, item in spec.observation.items() if key not in self.images}
         register_structure(self, structure)
         elements, actions = sum(field.size for field in self.vectors.values()), spec.action.size
         free = len(structure.free)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.dynamics = LatentDynamics(config, elements, actions, free, self.pictures)
-            guessed = free + 3 * THUMBNAIL**2 * len(self.pictures)
+            self.dynamics = LatentDynamics(config, elements, actions, free, self.images)
+            guessed = free + 3 * THUMBNAIL**2 * len(self.images)
             sizes = config.networks.hidden, config.layers, config.members
             self.heads = LatentHeads(*sizes, elements=elements, actions=actions, guessed=guessed)
         for name, size in (("state", elements), ("action", actions), ("change", elements), ("reward", 1)):
@@ -128,9 +128,9 @@ class RssmModel(nn.Module):
         return structure_of(self)
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield {"stretch": Sequences, "seen": [M, T + 1] bool} for ever; `generator` is all the state.
+        """Yield {"subsequence": Sequences, "seen": [M, T + 1] bool} for ever; `generator` is all the state.
 
-        Stretches have burn_in frames and then `length` more. They begin at any step, so that success is as likely at
+        Subsequences have burn_in frames and then `length` more. They begin at any step, so that success is as likely at
         every place in them; a share begins with its episode, half of these as contexts do that reach back before it.
         """
         data, config = SequenceData(episodes, tuple(self._spec.observation)), self.config
@@ -154,28 +154,28 @@ class RssmModel(nn.Module):
             prefix = 1 + (draws[:, 3:4] * config.burn_in).long()
             seen = (draws[:, 4:] < config.seen_share) | (torch.arange(frames) < prefix)
             device = self.spread.device
-            yield {"stretch": _concatenated(*parts).to(device), "seen": seen.to(device)}
+            yield {"subsequence": _concatenated(*parts).to(device), "seen": seen.to(device)}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the scaled parts of the loss, each [M].
 
-        "vector": Huber errors of the free elements in standard deviations of their changes, summed; "picture": squared
+        "vector": Huber errors of the free elements in standard deviations of their changes, summed; "image": squared
         errors, summed over pixels; "dynamics", "representation": nats; "reward", "success": cross-entropies, where the
         frame before was seen. Frames outside of the episode do not count.
         """
-        stretch, seen, config = batch["stretch"], batch["seen"], self.config
-        rows, length = stretch.valid.shape
-        known = torch.cat([stretch.valid[:, :1], stretch.valid], 1).float()
-        state = self.vector(stretch.frames)
+        subsequence, seen, config = batch["subsequence"], batch["seen"], self.config
+        rows, length = subsequence.valid.shape
+        known = torch.cat([subsequence.valid[:, :1], subsequence.valid], 1).float()
+        state = self.vector(subsequence.frames)
         shape = length + 1, rows, config.networks.stochastic
-        latents = self.follow(state, stretch, seen, torch.rand(shape, generator=generator, device=generator.device))
+        latents = self.follow(state, subsequence, seen, torch.rand(shape, generator=generator, device=generator.device))
         error = ((latents.decoded - state)[:, 1:] * (self.state_std / self.change_std))[..., self.structure.free]
         vector = functional.smooth_l1_loss(error, torch.zeros_like(error), reduction="none").sum(-1)
         dynamics, representation = balanced_divergence(latents.posterior, latents.prior, config.free_nats)
         carried = latents.state.detach()
         inputs = self.heads.inputs(latents.summary[:, 1:], carried[:, :-1], carried[:, 1:])
-        heads = self.heads.losses(inputs, self._standard_reward(stretch.reward), stretch.success)
-        judged = stretch.valid * seen[:, :-1]
+        heads = self.heads.losses(inputs, self._standard_reward(subsequence.reward), subsequence.success)
+        judged = subsequence.valid * seen[:, :-1]
         result = {
             "vector": config.reconstruction_scale * _masked(vector, known[:, 1:]),
             "dynamics": config.dynamics_scale * _masked(dynamics, known),
@@ -183,19 +183,21 @@ class RssmModel(nn.Module):
             "reward": config.reward_scale * _masked(heads["reward"], judged),
             "success": config.success_scale * _masked(heads["success"], judged),
         }
-        if self.pictures:
-            result["picture"] = config.reconstruction_scale * self._picture_loss(stretch, latents, known, generator)
+        if self.images:
+            result["image"] = config.reconstruction_scale * self._image_loss(subsequence, latents, known, generator)
         return result
 
-    def _picture_loss(self, stretch: Sequences, latents: Unrolled, known: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the squared error [M], summed over pixels, of some frames of every stretch."""
+    def _image_loss(
+        self, subsequence: Sequences, latents: Unrolled, known: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return the squared error [M], summed over pixels, of some frames of every subsequence."""
         order = torch.randperm(known.shape[1], generator=generator, device=generator.device)
-        chosen = order[: self.config.pictures].to(known.device)
+        chosen = order[: self.config.images].to(known.device)
         flat = rearrange(latents.summary[:, chosen], "m t f -> (m t) f")
         total = torch.zeros_like(known[:, chosen])
-        for key in self.pictures:
-            wanted = rearrange(stretch.frames[key][:, chosen], "m t h w c -> (m t) h w c").float() / 255
-            error = (self.dynamics.picture(key, flat) - wanted).square().sum((1, 2, 3))
+        for key in self.images:
+            wanted = rearrange(subsequence.frames[key][:, chosen], "m t h w c -> (m t) h w c").float() / 255
+            error = (self.dynamics.image(key, flat) - wanted).square().sum((1, 2, 3))
             total = total + error.unflatten(0, total.shape)
         return _masked(total, known[:, chosen])
 
@@ -207,10 +209,10 @@ class RssmModel(nn.Module):
             "state", torch.cat([empty, *(frames[key].flatten(2).float() for key in self.vectors)], -1)
         )
 
-    def follow(self, state: Tensor, stretch: Sequences, seen: Tensor, draws: Tensor) -> Unrolled:
-        """Return the latents of stretches with vectors `state` [M, T + 1, V]; see `LatentDynamics.unroll`."""
-        embedding = self.dynamics.embed(state, stretch.frames)
-        actions = self._standard("action", stretch.actions)
+    def follow(self, state: Tensor, subsequence: Sequences, seen: Tensor, draws: Tensor) -> Unrolled:
+        """Return the latents of subsequences with vectors `state` [M, T + 1, V]; see `LatentDynamics.unroll`."""
+        embedding = self.dynamics.embed(state, subsequence.frames)
+        actions = self._standard("action", subsequence.actions)
         return self.dynamics.unroll(state, embedding, actions, seen, draws.to(state.device), self.spread)
 
     @torch.no_grad()
@@ -223,31 +225,31 @@ class RssmModel(nn.Module):
         first = first[torch.randperm(len(first), generator=generator)[: -(-HEAD_STEPS // length)]]
         found = []
         for part in first.split(256):
-            stretch = data.cut(part, 0, length).to(self.spread.device)
-            state = self.vector(stretch.frames)
+            subsequence = data.cut(part, 0, length).to(self.spread.device)
+            state = self.vector(subsequence.frames)
             seen = torch.ones(state.shape[:2], dtype=torch.bool, device=state.device)
             draws = torch.rand(length + 1, len(part), self.config.networks.stochastic, generator=generator)
-            latents = self.follow(state, stretch, seen, draws)
+            latents = self.follow(state, subsequence, seen, draws)
             steps = LatentSteps(
                 latents.summary[:, :-1],
                 latents.summary[:, 1:],
                 state[:, :-1],
                 state[:, 1:],
-                self._standard("action", stretch.actions),
-                self._guessed(state, stretch.frames),
-                self._standard_reward(stretch.reward),
-                stretch.success,
+                self._standard("action", subsequence.actions),
+                self._guessed(state, subsequence.frames),
+                self._standard_reward(subsequence.reward),
+                subsequence.success,
             )
-            found.append(steps.take(stretch.valid))
+            found.append(steps.take(subsequence.valid))
         return LatentSteps(
             *(torch.cat(values) for values in zip(*(part.__dict__.values() for part in found), strict=True))
         )
 
     def _guessed(self, state: Tensor, frames: Mapping[str, Tensor]) -> Tensor:
-        """Return what the heads of the uncertainty predict, [M, T, K]: changes of vectors, coarse next pictures."""
+        """Return what the heads of the uncertainty predict, [M, T, K]: changes of vectors, coarse next images."""
         change = (state[:, 1:] - state[:, :-1]) * (self.state_std / self.change_std)
         parts = [change[..., self.structure.free].clamp(-BOUND, BOUND)]
-        for key in self.pictures:
+        for key in self.images:
             pixels = rearrange(frames[key][:, 1:], "m t h w c -> (m t) c h w").float() / 127.5 - 1
             coarse = functional.adaptive_avg_pool2d(pixels, THUMBNAIL)
             parts.append(rearrange(coarse, "(m t) c h w -> m t (c h w)", m=len(state)))
@@ -293,7 +295,7 @@ class RssmModel(nn.Module):
         """Advance every row with a sample of the prior; success is terminal where the spec says so."""
         state = self._standard("state", latent["state"])
         action, sample = self._standard("action", actions.to(state.dtype)), self._one_hot(latent["sample"])
-        doubt = self.heads.disagreement(self.dynamics.summary(latent["deter"], sample), state, action)
+        uncertainty = self.heads.disagreement(self.dynamics.summary(latent["deter"], sample), state, action)
         deter = self.dynamics.step(latent["deter"], sample, state, action)
         prior = self.dynamics.core.prior(deter)
         chosen = draw(prior, self._draws(latent)) if self.config.sample else prior.argmax(-1)
@@ -308,7 +310,7 @@ class RssmModel(nn.Module):
             PROGRESS: self.reward_mean + self.reward_std * self.heads.rewards(inputs),
             SUCCESS: self.success_bonus * success.to(state.dtype),
         }
-        imagined = Imagined(self._observation(after, summary), rewards, success, torch.zeros_like(success), doubt)
+        imagined = Imagined(self._observation(after, summary), rewards, success, torch.zeros_like(success), uncertainty)
         moved = {"deter": deter, "sample": chosen, "state": after, "seed": latent["seed"], "step": latent["step"] + 1}
         return moved, imagined
 
@@ -317,8 +319,8 @@ class RssmModel(nn.Module):
         parts = state.split([field.size for field in self.vectors.values()], -1)
         pairs = zip(self.vectors.items(), parts, strict=True)
         observation = {key: part.reshape(len(state), *field.shape) for (key, field), part in pairs}
-        for key in self.pictures:
-            observation[key] = (255 * self.dynamics.picture(key, summary)).round().to(torch.uint8)
+        for key in self.images:
+            observation[key] = (255 * self.dynamics.image(key, summary)).round().to(torch.uint8)
         return {key: observation[key] for key in self._spec.observation}
 
     def _one_hot(self, sample: Tensor) -> Tensor:
@@ -354,7 +356,7 @@ def _masked(value: Tensor, mask: Tensor) -> Tensor:
 
 
 def _concatenated(first: Sequences, second: Sequences) -> Sequences:
-    """Join stretches of one length."""
+    """Join subsequences of one length."""
     frames = {key: torch.cat([value, second.frames[key]]) for key, value in first.frames.items()}
     names = [name for name in first.__dict__ if name != "frames"]
     return Sequences(frames, **{name: torch.cat([getattr(first, name), getattr(second, name)]) for name in names})

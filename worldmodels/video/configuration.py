@@ -11,7 +11,7 @@ from worldmodels.images.readout import ReadoutConfig
 
 @dataclass(frozen=True)
 class VideoSize:
-    """channels: of the autoencoder's resolutions, each half as fine as the one before, the finest half the picture's;
+    """channels: of the autoencoder's resolutions, each half as fine as the one before, the finest half the image's;
     latent: channels of a latent; patch: latents a side of a token; width, depth, heads: of the transformer; maps:
     channels of the convolutions around it; readout, hidden: channels of the readout's first convolution, width of its
     layers.
@@ -70,7 +70,7 @@ class VideoConfig:
     view_batch_size: int = 16
     """Frames a training step of the autoencoder."""
     moving: float = 2.0
-    """How much more pixels weigh, for the autoencoder, that differ from the mean picture."""
+    """How much more pixels weigh, for the autoencoder, that differ from the mean image."""
     divergence: float = 1e-5
     """Weight of its KL term."""
     autoencoder_share: float = 0.8

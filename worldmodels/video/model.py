@@ -1,7 +1,7 @@
 """A latent video model of all cameras, steered frame by frame by actions, with a memory of poses (Ctrl-World, Guo et
 al. 2025, arXiv:2510.10125), at a size that two CPU cores can train.
 
-First an autoencoder of single views, as differences from the camera's mean picture; then a transformer between
+First an autoencoder of single views, as differences from the camera's mean image; then a transformer between
 convolutions that denoises the latents of the next frames, all views of a frame together, given the recent frames and
 sparse older ones, each with the robot's pose; then a readout of vectors, reward, success and uncertainty, as of pixel
 diffusion. Deviations from Ctrl-World (1.5 B parameters, Stable Video Diffusion): trained from nothing; actions are the
@@ -28,7 +28,7 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.nn import edm
 from worldmodels.data.sequences import SequenceData
 from worldmodels.data.structure import StateStructure
-from worldmodels.images.model import PartStage, PictureModel
+from worldmodels.images.model import ImageModel, PartStage
 from worldmodels.images.reader import PART, FrameReader
 from worldmodels.images.readout import to_frames, to_pixels
 from worldmodels.protocol import Context, Imagined, Latent, Regression, combined
@@ -37,11 +37,11 @@ from worldmodels.video.networks import VideoTransformer, ViewAutoencoder
 from worldmodels.video.training import DynamicsStage, LatentVideo
 
 BACKGROUND_FRAMES = 2000
-"""The mean picture of a camera is that of so many frames at most."""
+"""The mean image of a camera is that of so many frames at most."""
 
 
-class VideoModel(PictureModel):
-    """A `LearnedModel` of the fields of `spec`, pictures and vectors; make one with `build` or `load_world_model`.
+class VideoModel(ImageModel):
+    """A `LearnedModel` of the fields of `spec`, images and vectors; make one with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
@@ -58,17 +58,17 @@ class VideoModel(PictureModel):
             torch.manual_seed(seed)
             fields = config.readout, spec, structure, success_bonus
             self.reader = FrameReader(*fields, depth=sizes.readout, hidden=sizes.hidden)
-            shapes = {field.shape for field in self.reader.pictures.values()}
+            shapes = {field.shape for field in self.reader.images.values()}
             if len(shapes) > 1:
                 raise ConfigError(f"One autoencoder reads all cameras, so they need one size, not {sorted(shapes)}.")
             height, width, _ = next(iter(shapes))
-            self.autoencoder = ViewAutoencoder(sizes, len(self.reader.pictures), height, width, config.precision)
+            self.autoencoder = ViewAutoencoder(sizes, len(self.reader.images), height, width, config.precision)
             factor = self.autoencoder.factor
             self.latent = sizes.latent, self.reader.size[0] // factor, width // factor
             self.transformer = VideoTransformer(
                 sizes,
                 self.latent,
-                views=len(self.reader.pictures),
+                views=len(self.reader.images),
                 history=len(config.ages),
                 chunk=config.chunk,
                 actions=spec.action.size,
@@ -79,9 +79,9 @@ class VideoModel(PictureModel):
 
     @classmethod
     def build(cls, config: VideoConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return a fresh model of the world of `spec` with the cameras' mean pictures, and see `PictureModel`."""
+        """Return a fresh model of the world of `spec` with the cameras' mean images, and see `ImageModel`."""
         model = super().build(config, spec, episodes, seed)
-        for view, key in enumerate(model.reader.pictures):
+        for view, key in enumerate(model.reader.images):
             frames = episodes.observation[key]
             chosen = torch.linspace(0, len(frames) - 1, min(BACKGROUND_FRAMES, len(frames))).long()
             model.autoencoder.background[view] = to_pixels(frames[chosen]).mean(0)
@@ -103,7 +103,7 @@ class VideoModel(PictureModel):
 
     def view_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield {"views": [N, V, 3, height, width]}, pixels of random frames; `generator` is all the state."""
-        cameras = [episodes.observation[key] for key in self.reader.pictures]
+        cameras = [episodes.observation[key] for key in self.reader.images]
         size = (self.config.view_batch_size,)
         while True:
             chosen = torch.randint(len(cameras[0]), size, generator=generator, device=generator.device).cpu()
@@ -119,7 +119,7 @@ class VideoModel(PictureModel):
     def encode_episodes(self, episodes: Episodes) -> LatentVideo:
         """Return all frames of `episodes` as latents, and keep the statistics of latents and of their changes."""
         reader, coder = self.reader, self.autoencoder
-        frames = [episodes.observation[key] for key in reader.pictures]
+        frames = [episodes.observation[key] for key in reader.images]
         found = []
         coder.mean.zero_()
         coder.std.fill_(1.0)
@@ -144,7 +144,7 @@ class VideoModel(PictureModel):
         self.change_std.copy_((change / each).sqrt().clamp_min(1e-6))
         return video
 
-    def _dream(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
+    def _imagine_frames(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
         """Return frames [n, 3, height, width, 3] around `steps`, which lie anywhere in an imagined chunk."""
         span, length = self.config.span, self.config.chunk
         back = torch.randint(length, (len(steps),), generator=generator)
@@ -297,7 +297,7 @@ class VideoModel(PictureModel):
 
     def _encode(self, frames: Tensor) -> Tensor:
         """Return latents [N, C, height, width] of frames with all views stacked, uint8 [N, height, width, 3]."""
-        views = rearrange(to_pixels(frames), "n c (v h) w -> n v c h w", v=len(self.reader.pictures))
+        views = rearrange(to_pixels(frames), "n c (v h) w -> n v c h w", v=len(self.reader.images))
         return torch.cat([self.autoencoder.encode(part) for part in views.split(PART)])
 
     def _decode(self, latents: Tensor) -> Tensor:

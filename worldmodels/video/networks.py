@@ -22,10 +22,10 @@ from robopolicy.nn.precision import Precision, autocast
 from worldmodels.video.configuration import VideoSize
 
 VISIBLE = 0.2
-"""A pixel that is so far from the mean picture (2 is from black to white) weighs fully."""
+"""A pixel that is so far from the mean image (2 is from black to white) weighs fully."""
 
 QUIET = -6.0
-"""Logarithm of the variance of encoded latents before training: little noise, so that pictures are soon sharp."""
+"""Logarithm of the variance of encoded latents before training: little noise, so that images are soon sharp."""
 
 Memory = list[tuple[Tensor, Tensor]]
 """Keys and values [N, heads, K * S, W / heads] of the history's tokens, block by block."""
@@ -35,7 +35,7 @@ class ViewAutoencoder(nn.Module):
     """diffusers' AutoencoderKL, which reads the views of a frame one by one, and latents in standard deviations.
 
     Squares of 2 x 2 pixels become channels first: a CPU is fast on few pixels with many channels. What is encoded is
-    how a view differs from its camera's mean picture, so that what never moves costs nothing. That picture is a buffer,
+    how a view differs from its camera's mean image, so that what never moves costs nothing. That image is a buffer,
     and so are the means and deviations of latents, the scaling factor of the field. Axes: V views of a frame.
     """
 

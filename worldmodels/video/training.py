@@ -2,8 +2,8 @@
 
 Sources: Ctrl-World (Guo et al. 2025, arXiv:2510.10125) for noise on history frames, hidden actions and collapsed
 history; Sword's dynamic latent bootstrapping for the cache: the model's own predictions of training frames are kept,
-and a growing share of the rows has them as history instead of the truth. Axes: M rows, L frames of a stretch, K history
-frames, F future frames, A action dimension, P pose elements.
+and a growing share of the rows has them as history instead of the truth. Axes: M rows, L frames of a subsequence, K
+history frames, F future frames, A action dimension, P pose elements.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +42,7 @@ class LatentVideo:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Subsequence:
     """What surrounds M present frames.
 
     history, history_poses, history_actions: [M, K, ...], the present frame last; before an episode its first frame
@@ -58,18 +58,18 @@ class Stretch:
     valid: Tensor
     places: Tensor
 
-    def to(self, device: torch.device) -> "Stretch":
+    def to(self, device: torch.device) -> "Subsequence":
         """Move every tensor."""
-        return Stretch(*(value.to(device) for value in self.__dict__.values()))
+        return Subsequence(*(value.to(device) for value in self.__dict__.values()))
 
 
-def stretch_at(video: LatentVideo, present: Tensor, config: VideoConfig) -> Stretch:
+def subsequence_at(video: LatentVideo, present: Tensor, config: VideoConfig) -> Subsequence:
     """Return what surrounds the frames `present` [M]; history frames are spaced by `config.ages`."""
     ages = torch.tensor(config.ages)
     history = (present[:, None] - ages).maximum(video.first[present][:, None])
     ahead = present[:, None] + torch.arange(1, 1 + config.chunk)
     future = ahead.minimum(video.last[present][:, None])
-    return Stretch(
+    return Subsequence(
         video.latents[history],
         video.poses[history],
         video.actions[history],
@@ -104,7 +104,7 @@ class DynamicsStage(nn.Module):
         self.register_buffer("cache", torch.zeros(0))
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Return {"stretch": Stretch} for ever; `generator` is all the state."""
+        """Return {"subsequence": Subsequence} for ever; `generator` is all the state."""
         video = self._encode(episodes)
         self._still = video.actions[:1].to(self._change_std.device)
         if self.config.bootstrap:
@@ -115,7 +115,7 @@ class DynamicsStage(nn.Module):
         present = (video.last > torch.arange(count)).nonzero()[:, 0]
         while True:
             draws = torch.randint(len(present), (self.config.batch_size,), generator=generator, device=generator.device)
-            yield {"stretch": stretch_at(video, present[draws.cpu()], self.config).to(self._change_std.device)}
+            yield {"subsequence": subsequence_at(video, present[draws.cpu()], self.config).to(self._change_std.device)}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"latents": [M]}, EDM's weighted error of future frames; 1: what repeating a frame costs a step ahead.
@@ -123,50 +123,50 @@ class DynamicsStage(nn.Module):
         The history is made worse first: own predictions, collapse, noise. The future is predicted as a change from the
         present frame as it is given, so errors in it are to be mended.
         """
-        stretch, config = batch["stretch"], self.config
-        rows = len(stretch.future)
+        subsequence, config = batch["subsequence"], self.config
+        rows = len(subsequence.future)
 
         def draw(*shape: int) -> Tensor:
-            return torch.rand(shape, generator=generator, device=generator.device).to(stretch.future.device)
+            return torch.rand(shape, generator=generator, device=generator.device).to(subsequence.future.device)
 
-        history, actions, poses = self._spoiled(stretch, draw)
+        history, actions, poses = self._spoiled(subsequence, draw)
         reach = torch.full(history.shape[1:2], config.memory_noise, device=history.device)
         reach[-config.recent :] = config.present_noise
         noise = reach * draw(*history.shape[:2])
         drawn = torch.randn(history.shape, generator=generator, device=generator.device).to(history.device)
         history = history + noise[..., None, None, None] * drawn
         present, scale = history[:, -1], self._change_std[:, None, None]
-        change = (stretch.future - present[:, None]) / scale
+        change = (subsequence.future - present[:, None]) / scale
         shares = config.first_share, generator, config.temperature
         noisy, sigma, first = edm.training_noise_with_starts(change, config.edm, *shares)
-        shown = draw(*stretch.valid.shape) >= config.action_dropout
+        shown = draw(*subsequence.valid.shape) >= config.action_dropout
         memory = self.transformer.remember(history, actions, poses, noise)
-        network = self.transformer.network(memory, present, stretch.actions, shown)
+        network = self.transformer.network(memory, present, subsequence.actions, shown)
         found = edm.denoise(network, noisy, sigma, config.edm)
         if self.config.bootstrap and self.training:
-            self._keep(stretch, present[:, None] + found.detach() * scale, first)
+            self._keep(subsequence, present[:, None] + found.detach() * scale, first)
         error = edm.weighted_error(found, change, sigma, config.edm).mean((2, 3, 4))
-        return {"latents": (error * stretch.valid).sum(1) * rows / stretch.valid.sum().clamp_min(1)}
+        return {"latents": (error * subsequence.valid).sum(1) * rows / subsequence.valid.sum().clamp_min(1)}
 
-    def _spoiled(self, stretch: Stretch, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _spoiled(self, subsequence: Subsequence, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return history, its actions and its poses, in some rows predicted or collapsed to the present frame."""
-        config, history = self.config, stretch.history
+        config, history = self.config, subsequence.history
         count = history.shape[1]
         own, collapsed = draw(len(history)), draw(len(history)) < config.collapse
         if config.bootstrap:
             share = config.bootstrap * min(1.0, float(self.updates) / config.bootstrap_steps)
-            kept = self.cache[stretch.places[:, :count].to(self.cache.device)].to(history)
+            kept = self.cache[subsequence.places[:, :count].to(self.cache.device)].to(history)
             history = torch.where((own < share)[:, None, None, None, None], kept, history)
         last = collapsed[:, None, None]
-        actions = torch.where(last, self._still, stretch.history_actions)
-        poses = torch.where(last, stretch.history_poses[:, -1:], stretch.history_poses)
+        actions = torch.where(last, self._still, subsequence.history_actions)
+        poses = torch.where(last, subsequence.history_poses[:, -1:], subsequence.history_poses)
         return torch.where(last[..., None, None], history[:, -1:], history), actions, poses
 
     @torch.no_grad()
-    def _keep(self, stretch: Stretch, predicted: Tensor, first: Tensor) -> None:
+    def _keep(self, subsequence: Subsequence, predicted: Tensor, first: Tensor) -> None:
         """Put predictions [M, F, ...] of rows that began as the sampler does into the cache, and count the update."""
-        places = stretch.places[:, -predicted.shape[1] :]
+        places = subsequence.places[:, -predicted.shape[1] :]
         for row in first.nonzero()[:, 0].tolist():
-            valid = stretch.valid[row]
+            valid = subsequence.valid[row]
             self.cache[places[row, valid].to(self.cache.device)] = predicted[row, valid].to(self.cache)
         self.updates += 1

@@ -16,7 +16,7 @@ from robopolicy.policies.token.configuration import TokenPolicyConfig
 from robopolicy.policies.token.policy import TokenPolicy
 
 TOKEN_POLICY = "token_policy"
-FORMAT = 1
+FORMAT = 2
 TOKENIZER = "tokenizer"
 
 

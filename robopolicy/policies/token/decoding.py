@@ -47,10 +47,12 @@ class Decoding(Protocol):
     def sample(
         self, language: ActionLanguage, prompt: Prompt, generator: torch.Generator, *, deterministic: bool
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the units, "tokens" [N, K] int64 among them, and logp [N, K]; deterministic: the likeliest tokens."""
+        """Return the latents, "tokens" [N, K] int64 among them, and logp [N, K]; deterministic: the likeliest
+        tokens.
+        """
         ...
 
-    def score(self, language: ActionLanguage, prompt: Prompt, units: Mapping[str, Tensor]) -> Tensor:
+    def score(self, language: ActionLanguage, prompt: Prompt, latents: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probabilities [N, K, V] from which the K recorded tokens were drawn."""
         ...
 
@@ -64,9 +66,9 @@ class Decoding(Protocol):
 class CausalDecoding(nn.Module):
     """From left to right, each token given those before it; scored in one teacher-forced pass."""
 
-    def __init__(self, units: int):
+    def __init__(self, length: int):
         super().__init__()
-        self.units = units
+        self.length = length
 
     def sample(
         self,
@@ -82,23 +84,23 @@ class CausalDecoding(nn.Module):
         kept: tokens [N, K] and how many of them each row goes on from [N].
         """
         hidden = language.model.extend(prompt.reading, prompt.observation)
-        draws = torch.rand((len(hidden), self.units), generator=generator, device=generator.device).to(hidden.device)
+        draws = torch.rand((len(hidden), self.length), generator=generator, device=generator.device).to(hidden.device)
         tokens, scores = [], []
-        for unit in range(self.units):
+        for place in range(self.length):
             logp = language.log_probabilities(hidden[:, -1])
             check_finite("log-probabilities of action tokens", logp)
-            token = logp.argmax(-1) if deterministic else _draw(logp, draws[:, unit])
+            token = logp.argmax(-1) if deterministic else _draw(logp, draws[:, place])
             if kept is not None:
-                token = torch.where(unit < kept[1], kept[0][:, unit], token)
+                token = torch.where(place < kept[1], kept[0][:, place], token)
             tokens.append(token)
             scores.append(_of_tokens(logp, token))
-            if unit + 1 < self.units:
+            if place + 1 < self.length:
                 hidden = language.model.extend(prompt.reading, language.embedding(token)[:, None])
         return {"tokens": torch.stack(tokens, 1)}, torch.stack(scores, 1)
 
-    def score(self, language: ActionLanguage, prompt: Prompt, units: Mapping[str, Tensor]) -> Tensor:
+    def score(self, language: ActionLanguage, prompt: Prompt, latents: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probabilities [N, K, V] given each token's predecessors."""
-        return language.log_probabilities(self._teacher_forced(language, prompt, units["tokens"]))
+        return language.log_probabilities(self._teacher_forced(language, prompt, latents["tokens"]))
 
     def loss(
         self, language: ActionLanguage, prompt: Prompt, tokens: Tensor, valid: Tensor, generator: torch.Generator
@@ -109,7 +111,7 @@ class CausalDecoding(nn.Module):
     def _teacher_forced(self, language: ActionLanguage, prompt: Prompt, tokens: Tensor) -> Tensor:
         """Return the hidden states [N, K, width] from which the tokens [N, K] are said."""
         said = language.embedding(tokens[:, :-1])
-        return language.model.extend(prompt.reading, torch.cat([prompt.observation, said], 1))[:, -self.units :]
+        return language.model.extend(prompt.reading, torch.cat([prompt.observation, said], 1))[:, -self.length :]
 
 
 class MaskedDecoding(nn.Module):
@@ -131,17 +133,17 @@ class MaskedDecoding(nn.Module):
     so advantages should (as those relative to a group do).
     """
 
-    def __init__(self, units: int, width: int, steps: int, schedule: DecodeSchedule):
+    def __init__(self, length: int, width: int, steps: int, schedule: DecodeSchedule):
         super().__init__()
-        self.schedule = commit_schedule(units, steps, schedule)
+        self.schedule = commit_schedule(length, steps, schedule)
         self.mask = nn.Parameter(0.02 * torch.randn(width))
-        self.position = nn.Embedding(units, width)
+        self.position = nn.Embedding(length, width)
         nn.init.normal_(self.position.weight, std=0.02)
 
     def sample(
         self, language: ActionLanguage, prompt: Prompt, generator: torch.Generator, *, deterministic: bool
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Say K tokens in S passes; the units also have "order" [N, K] int64, the pass of each; see `Decoding`."""
+        """Say K tokens in S passes; the latents also have "order" [N, K] int64, the pass of each; see `Decoding`."""
         reading, device = _read(language, prompt), prompt.observation.device
         shape = (len(prompt.observation), self.position.num_embeddings)
         steps = len(self.schedule)
@@ -161,17 +163,17 @@ class MaskedDecoding(nn.Module):
             tokens, logp = torch.where(now, drawn, tokens), torch.where(now, drawn_logp, logp)
         return {"tokens": tokens, "order": order}, logp
 
-    def score(self, language: ActionLanguage, prompt: Prompt, units: Mapping[str, Tensor]) -> Tensor:
+    def score(self, language: ActionLanguage, prompt: Prompt, latents: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probabilities [N, K, V], those of a position from the pass in which it was committed.
 
         The S masked states of a row are rebuilt from "order" and looked at together, as N x S rows.
         """
-        tokens, steps = units["tokens"], len(self.schedule)
-        order = units.get("order")
+        tokens, steps = latents["tokens"], len(self.schedule)
+        order = latents.get("order")
         if order is None or order.shape != tokens.shape or bool((order >= steps).any()):
             raise SpecError(
                 f"Masked decoding scores tokens {list(tokens.shape)} with an 'order' of the same shape, in which of "
-                f"the {steps} passes they were said: give all units that act of this policy returned."
+                f"the {steps} passes they were said: give all latents that act of this policy returned."
             )
         reading = _read(language, prompt)
         reading.repeat(steps)
@@ -206,29 +208,29 @@ class MaskedDecoding(nn.Module):
         return torch.where(said[..., None], language.embedding(tokens), self.mask) + self.position.weight
 
 
-def commit_schedule(units: int, steps: int, schedule: DecodeSchedule) -> tuple[int, ...]:
-    """Return how many of K = `units` positions each pass commits; they add up to K. Raises ConfigError.
+def commit_schedule(length: int, steps: int, schedule: DecodeSchedule) -> tuple[int, ...]:
+    """Return how many of K = `length` positions each pass commits; they add up to K. Raises ConfigError.
 
     EVEN: `steps` passes of as equal size as possible. ASCENDING: 1, 2, 4, ... until all are said, so that the first
     tokens, which are said knowing least, are said most carefully (ASS, arXiv:2509.23924); steps does not matter.
     """
     if schedule is DecodeSchedule.ASCENDING:
-        return tuple(min(2**step, units - 2**step + 1) for step in range(units.bit_length()))
-    if not 1 <= steps <= units:
+        return tuple(min(2**step, length - 2**step + 1) for step in range(length.bit_length()))
+    if not 1 <= steps <= length:
         raise ConfigError(
-            f"policy.token.decode_steps is {steps}, but a chunk has {units} tokens and every pass says at least one: "
-            f"set policy.token.decode_steps to 1 .. {units}, or policy.token.decode_schedule=ascending."
+            f"policy.token.decode_steps is {steps}, but a chunk has {length} tokens and every pass says at least one: "
+            f"set policy.token.decode_steps to 1 .. {length}, or policy.token.decode_schedule=ascending."
         )
-    return tuple((step + 1) * units // steps - step * units // steps for step in range(steps))
+    return tuple((step + 1) * length // steps - step * length // steps for step in range(steps))
 
 
-def make_decoding(config: TokenConfig, units: int, model: LanguageModel) -> CausalDecoding | MaskedDecoding:
-    """Return what config.decoding names for K = `units` tokens; raises ConfigError where `model` cannot do that."""
+def make_decoding(config: TokenConfig, length: int, model: LanguageModel) -> CausalDecoding | MaskedDecoding:
+    """Return what config.decoding names for K = `length` tokens; raises ConfigError where `model` cannot do that."""
     if config.decoding is TokenDecoding.CAUSAL:
-        return CausalDecoding(units)
+        return CausalDecoding(length)
     if config.model:
         model.require_attend("policy.token.decoding=masked")
-    return MaskedDecoding(units, model.width, config.decode_steps, config.decode_schedule)
+    return MaskedDecoding(length, model.width, config.decode_steps, config.decode_schedule)
 
 
 def _read(language: ActionLanguage, prompt: Prompt) -> Reading:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
-from robopolicy.core.policy import Decision, Evaluation, TensorObservation
+from robopolicy.core.policy import Decision, Scores, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, check_finite, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.action_tokens import make_action_tokenizer
@@ -88,7 +88,7 @@ class TokenPolicy(nn.Module):
             self.action_embedding = nn.Embedding(self.action_tokens.vocabulary, width)
             nn.init.normal_(self.action_embedding.weight, std=0.02)
             self.head = nn.Linear(width, self.action_tokens.vocabulary)
-            self.decoding = make_decoding(token, self.action_tokens.units, self.language)
+            self.decoding = make_decoding(token, self.action_tokens.length, self.language)
             if token.lora_rank:
                 self.language.add_lora(token.lora_rank, token.lora_alpha)
         self.adapters: dict[str, float] | None = None
@@ -99,81 +99,85 @@ class TokenPolicy(nn.Module):
 
     @property
     def spec(self) -> PolicySpec:
-        """What it reads and writes; units are the K tokens of a chunk."""
+        """What it reads and writes; the sampling steps are the K tokens of a chunk."""
         return PolicySpec(
             observation=self.fields,
             action=self.action,
             history=self.config.history,
             chunk=self.config.chunk,
             prediction=self.config.chunk,
-            units=self.action_tokens.units,
+            scored_steps=self.action_tokens.length,
             fps=self.fps,
             instructions=self.instructions,
             categorical=True,
-            units_per_action=self.action_tokens.units_per_action,
+            steps_per_action=self.action_tokens.steps_per_action,
         )
 
     @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide for every row; units: "tokens" [B, K] int64, and in masked decoding "order" [B, K] int64.
+        """Decide for every row; latents: "tokens" [B, K] int64, and in masked decoding "order" [B, K] int64.
 
         deterministic: the likeliest token each time; these are no choices, so mask is False and logp zero. Raises
         SpecError or NonFiniteError on a bad observation or unknown words, and NonFiniteError rather than returning a
         non-finite action.
         """
         prompt = self._prompt(observation)
-        units, logp = self.decoding.sample(self._action_language, prompt, generator, deterministic=deterministic)
+        latents, logp = self.decoding.sample(self._action_language, prompt, generator, deterministic=deterministic)
         mask = torch.full(logp.shape, not deterministic, device=logp.device)
-        return self._decision(units, logp, mask)
+        return self._decision(latents, logp, mask)
 
     @torch.no_grad()
     def resume(
-        self, observation: TensorObservation, units: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
+        self, observation: TensorObservation, latents: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
     ) -> Decision:
-        """`act` that keeps the first count[b] tokens of units["tokens"] [B, K]; see `Resumes`."""
+        """`act` that keeps the first count[b] tokens of latents["tokens"] [B, K]; see `Resumes`."""
         if not isinstance(self.decoding, CausalDecoding):
-            raise ConfigError("Masked decoding has no first tokens to go on from: set finetune.branch_unit=null.")
+            raise ConfigError(
+                "Masked decoding has no first tokens to go on from: set finetune.branch_sampling_step=null."
+            )
         found, logp = self.decoding.sample(
             self._action_language,
             self._prompt(observation),
             generator,
             deterministic=False,
-            kept=(units["tokens"], count),
+            kept=(latents["tokens"], count),
         )
         return self._decision(found, logp, torch.arange(logp.shape[1], device=logp.device) >= count[:, None])
 
-    def _decision(self, units: dict[str, Tensor], logp: Tensor, mask: Tensor) -> Decision:
+    def _decision(self, latents: dict[str, Tensor], logp: Tensor, mask: Tensor) -> Decision:
         """Turn tokens into actions within the world's bounds."""
-        chosen = units["tokens"]
+        chosen = latents["tokens"]
         actions = self.action_normalizer.inverse(self.action_tokens.decode(chosen))
         actions = torch.minimum(torch.maximum(actions, self.action_low), self.action_high)
         check_finite("actions", actions)
-        return Decision(actions, units, torch.where(mask, logp, 0.0), mask)
+        return Decision(actions, latents, torch.where(mask, logp, 0.0), mask)
 
-    def evaluate(self, observation: TensorObservation, units: Mapping[str, Tensor]) -> Evaluation:
-        """Score the units that `act` returned, tokens [N, K]: logp and entropy [N, K] at the sampling temperature.
+    def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
+        """Score the latents that `act` returned, tokens [N, K]: logp and entropy [N, K] at the sampling temperature.
 
-        Optional units: "unit" [N, k] int64 selects k of the K tokens per row; "executed" [N, C] bool: tokens of control
-        steps that were not executed score 0 (with frequencies every token is part of every step, and all count). In
-        masked decoding other tokens may have been said in view of those, so that this is an approximation there.
-        extras: log_probabilities [N, K, V] of the whole action vocabulary.
+        Optional latents: "chosen" [N, k] int64 selects k of the K tokens per row; "executed" [N, C] bool: tokens of
+        control steps that were not executed score 0 (with frequencies every token is part of every step, and all
+        count). In masked decoding other tokens may have been said in view of those, so that this is an approximation
+        there. extras: log_probabilities [N, K, V] of the whole action vocabulary.
         """
-        tokens = units["tokens"]
-        if tuple(tokens.shape[1:]) != (self.action_tokens.units,):
-            raise SpecError(f"The tokens have shape {list(tokens.shape)}, this policy's are [N, {self.spec.units}].")
-        every = self.decoding.score(self._action_language, self._prompt(observation), units)
+        tokens = latents["tokens"]
+        if tuple(tokens.shape[1:]) != (self.action_tokens.length,):
+            raise SpecError(
+                f"The tokens have shape {list(tokens.shape)}, this policy's are [N, {self.spec.scored_steps}]."
+            )
+        every = self.decoding.score(self._action_language, self._prompt(observation), latents)
         logp = every.gather(-1, tokens[..., None]).squeeze(-1)
         entropy = -(every.exp() * every).sum(-1)
-        if "executed" in units and self.action_tokens.units_per_action:
-            counted = units["executed"].repeat_interleave(self.action_tokens.units_per_action, dim=1)
+        if "executed" in latents and self.action_tokens.steps_per_action:
+            counted = latents["executed"].repeat_interleave(self.action_tokens.steps_per_action, dim=1)
             logp, entropy = logp * counted, entropy * counted
-        if "unit" in units:
-            chosen = units["unit"]
+        if "chosen" in latents:
+            chosen = latents["chosen"]
             logp, entropy = logp.gather(1, chosen), entropy.gather(1, chosen)
             every = every.gather(1, chosen[..., None].expand(-1, -1, every.shape[-1]))
-        return Evaluation(logp, entropy, {"log_probabilities": every})
+        return Scores(logp, entropy, {"log_probabilities": every})
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"tokens": [N]}: the mean cross entropy of the demonstrated tokens, at temperature 1.
@@ -191,8 +195,8 @@ class TokenPolicy(nn.Module):
         check_finite("actions", actions)
         tokens = self.action_tokens.encode(self.action_normalizer(actions.float()))
         counted = torch.ones_like(tokens, dtype=torch.bool)
-        if self.action_tokens.units_per_action:
-            counted = valid.repeat_interleave(self.action_tokens.units_per_action, dim=1)
+        if self.action_tokens.steps_per_action:
+            counted = valid.repeat_interleave(self.action_tokens.steps_per_action, dim=1)
         prompt = self._prompt(observation, generator)
         return {"tokens": self.decoding.loss(self._action_language, prompt, tokens, counted, generator)}
 
@@ -207,13 +211,15 @@ class TokenPolicy(nn.Module):
                 raise ConfigError(f"No data to normalise '{key}' with.{did_you_mean(key, values)}")
             normalizer.fit(values[key])
 
-    def prepare_finetuning(self, units: int | None = None, *, train_encoder: bool = True) -> None:
+    def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
         """Get ready for policy gradients, which train all K tokens; train_encoder False freezes the observation's part.
 
-        Raises ConfigError for another number of units.
+        Raises ConfigError for another number of steps.
         """
-        if units not in (None, self.action_tokens.units):
-            raise ConfigError(f"A token policy is fine-tuned in all its {self.action_tokens.units} units, not {units}.")
+        if steps not in (None, self.action_tokens.length):
+            raise ConfigError(
+                f"A token policy is fine-tuned in all its {self.action_tokens.length} tokens, not {steps}."
+            )
         self.finetuning = {"train_encoder": train_encoder}
         if not train_encoder:
             self.observation_tokens.requires_grad_(False)

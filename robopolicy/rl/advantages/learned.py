@@ -1,4 +1,4 @@
-"""Advantages of units and decisions from what a model says about them: (rollouts, context) -> A [B, T] or [B, T, K]."""
+"""Advantages of steps and decisions from what a model says about them: (rollouts, context) -> A [B, T] or [B, T, K]."""
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ def process_rloo(
     """
     reward, alive = rollouts.extras["process"], rollouts.alive
     groups, every = Segments.of(rollouts.group), torch.ones_like(rollouts.group, dtype=torch.bool)
-    units = (alive.sum(1) * reward.shape[-1]).clamp(min=1)
-    mean = reward.sum((1, 2)) / units
+    steps = (alive.sum(1) * reward.shape[-1]).clamp(min=1)
+    mean = reward.sum((1, 2)) / steps
     others = mean - leave_one_out(mean, every, groups)
     centred = torch.where(alive[..., None], reward - others[:, None, None], 0.0).flatten(1)
     following = (centred.flip(1).cumsum(1).flip(1) if to_go else centred).reshape(reward.shape)

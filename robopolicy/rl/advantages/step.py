@@ -109,7 +109,7 @@ def step_groups(
     return episode_weight * episode + step_weight * step.reshape(to_go.shape)
 
 
-@mechanism(Slot.ADVANTAGE, "rank_grpo", source="Rank-GRPO (unit = action, return to go)", needs=(Need.GROUPS,))
+@mechanism(Slot.ADVANTAGE, "rank_grpo", source="Rank-GRPO (step = action, return to go)", needs=(Need.GROUPS,))
 def rank_grpo(rollouts: Rollouts, context: Context) -> Tensor:
     """A_t = return to go, standardised within the group at the same step; with ratio_level=action_mean on tokens."""
     return step_groups(rollouts, context, episode_weight=0.0, step_weight=1.0)

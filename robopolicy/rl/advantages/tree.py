@@ -10,23 +10,23 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
 
-def in_units(rollouts: Rollouts) -> bool:
-    """Whether episodes branch inside decisions, so that nodes of their tree are units, not decisions."""
-    return rollouts.branch_unit is not None and bool((rollouts.branch_unit > 0).any())
+def in_sampling_steps(rollouts: Rollouts) -> bool:
+    """Whether episodes branch inside decisions, so that nodes of their tree are steps, not decisions."""
+    return rollouts.branch_sampling_step is not None and bool((rollouts.branch_sampling_step > 0).any())
 
 
 def owners(rollouts: Rollouts) -> Tensor:
-    """Return, for a tree of episodes, the position of the row that owns each decision (or unit), [B, T] ([B, T * K]).
+    """Return, for a tree of episodes, the position of the row that owns each decision (or step), [B, T] ([B, T * K]).
 
     A row that branched off at decision s shares the decisions before s with its parent, which owns them (or its own
     parent does). Rows with the same owner at t have everything up to t in common: the leaves of one subtree.
     """
     count, length = rollouts.shape
-    branch = rollouts.branch_step
-    if in_units(rollouts):
-        assert rollouts.branch_unit is not None
-        units = rollouts.mask.shape[-1]
-        branch, length = branch * units + rollouts.branch_unit, length * units
+    branch = rollouts.branch_decision
+    if in_sampling_steps(rollouts):
+        assert rollouts.branch_sampling_step is not None
+        steps = rollouts.mask.shape[-1]
+        branch, length = branch * steps + rollouts.branch_sampling_step, length * steps
     position = torch.full((int(rollouts.episode.max()) + 1,), -1, dtype=torch.int64, device=rollouts.episode.device)
     position[rollouts.episode] = torch.arange(count, device=position.device)
     parent = torch.where(rollouts.parent >= 0, position[rollouts.parent.clamp(min=0)], -1)
@@ -43,7 +43,7 @@ def owners(rollouts: Rollouts) -> Tensor:
 def subtree_values(rollouts: Rollouts) -> tuple[Tensor, Segments]:
     """Return the mean return of the leaves under every node, and the nodes as segments, flat.
 
-    Nodes are decisions, [B, T] and [B * T], or, where episodes branch inside them, units, [B, T * K] and [B * T * K].
+    Nodes are decisions, [B, T] and [B * T], or, where episodes branch inside them, steps, [B, T * K] and [B * T * K].
     """
     owner = owners(rollouts)
     time = torch.arange(owner.shape[1], device=owner.device).expand(owner.shape)
@@ -60,10 +60,10 @@ def shared_credit(rollouts: Rollouts, advantage: Tensor) -> Tensor:
     """
     if not bool((rollouts.parent >= 0).any()):
         return advantage
-    owner, shape, units = owners(rollouts), rollouts.mask.shape, rollouts.mask.shape[-1]
-    if in_units(rollouts) or advantage.dim() == 3:
+    owner, shape, steps = owners(rollouts), rollouts.mask.shape, rollouts.mask.shape[-1]
+    if in_sampling_steps(rollouts) or advantage.dim() == 3:
         advantage = advantage if advantage.dim() == 3 else advantage[..., None].expand(shape)
-        owner = owner if owner.shape[1] == shape[1] * units else owner.repeat_interleave(units, 1)
+        owner = owner if owner.shape[1] == shape[1] * steps else owner.repeat_interleave(steps, 1)
     flat = advantage.flatten(1)
     place = torch.arange(flat.shape[1], device=flat.device).expand(flat.shape)
     nodes = Segments.of(owner.flatten(), place.flatten())
@@ -75,7 +75,7 @@ def _nodes_alive(rollouts: Rollouts, values: Tensor) -> Tensor:
     return rollouts.alive.repeat_interleave(values.shape[1] // rollouts.shape[1], 1)
 
 
-def _as_units(values: Tensor, rollouts: Rollouts) -> Tensor:
+def _as_steps(values: Tensor, rollouts: Rollouts) -> Tensor:
     """Bring [B, T] or [B, T * K] to what an advantage returns: [B, T] or [B, T, K]."""
     return values if values.shape == rollouts.shape else values.reshape(rollouts.mask.shape)
 
@@ -117,7 +117,7 @@ def branch_grpo(rollouts: Rollouts, context: Context) -> Tensor:
     size = depths.size(counted)[depths.index]
     scaled = (flat - mean) / (std + 1e-8)
     found = torch.where(alive & (size > 1) & (std > 1e-6), scaled, 0.0)
-    return _as_units(found.reshape(values.shape), rollouts)
+    return _as_steps(found.reshape(values.shape), rollouts)
 
 
 @mechanism(Slot.ADVANTAGE, "fork", source="PORTool (fork-relative)", needs=(Need.GROUPS,))
@@ -133,7 +133,7 @@ def fork(rollouts: Rollouts, context: Context, *, trajectory: float = 1.0, forks
     episode = broadcast(group_normalised(returns, counts, groups), rollouts)
     share = values.shape[1] // rollouts.shape[1]
     advantage = trajectory * episode.repeat_interleave(share, 1) + forks * (values - before)
-    return _as_units(torch.where(_nodes_alive(rollouts, values), advantage, 0.0), rollouts)
+    return _as_steps(torch.where(_nodes_alive(rollouts, values), advantage, 0.0), rollouts)
 
 
 def _rows(per_row: Tensor, rollouts: Rollouts) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.rl.registry import Need, Slot, mechanism
-from robopolicy.rl.weights import unit_mean
+from robopolicy.rl.weights import step_mean
 
 
 @mechanism(Slot.AUXILIARY, "dagger", source="DAgger, arXiv:1011.0686", needs=(Need.TEACHER,))
@@ -34,28 +34,28 @@ def dagger(inputs: Any, *, weight: float = 1.0) -> Tensor:
     return weight * torch.stack([item.mean() for item in losses.values()]).sum()
 
 
-@mechanism(Slot.AUXILIARY, "distill", source="TIP; Vision-OPD", needs=(Need.TEACHER, Need.SAME_UNITS))
+@mechanism(Slot.AUXILIARY, "distill", source="TIP; Vision-OPD", needs=(Need.TEACHER, Need.SAME_STEPS))
 def distill(inputs: Any, *, weight: float = 1.0, share: float = 1.0, alpha: float = 1.0, gamma: float = 1.0) -> Tensor:
-    """Match the teacher's whole distribution at the student's units: KL(student || teacher), averaged.
+    """Match the teacher's whole distribution at the student's steps: KL(student || teacher), averaged.
 
-    share < 1 picks that share of the units without replacement, with probability growing with
+    share < 1 picks that share of the steps without replacement, with probability growing with
     (entropy / log V)^alpha (Jensen-Shannon divergence / log 2)^gamma (TIP): where the student is unsure and where it
     disagrees. Gaussian steps have equal spreads, so their KL is the squared distance of means and all of them count.
     """
     with torch.no_grad():
-        told = inputs.teacher.evaluate(inputs.observation, inputs.units).extras
-    said = inputs.evaluation.extras
+        told = inputs.teacher.log_prob(inputs.observation, inputs.latents).extras
+    said = inputs.scores.extras
     if "log_probabilities" in said and "log_probabilities" in told:
         student, teacher = said["log_probabilities"], told["log_probabilities"]
         divergence = (student.exp() * (student - teacher)).sum(-1)
         mask = inputs.mask
         if share < 1:
             mask = _informative(student.detach(), teacher, mask, share, alpha, gamma, inputs.context.generator)
-        return weight * (unit_mean(mask) * torch.where(mask, divergence, 0.0)).sum()
+        return weight * (step_mean(mask) * torch.where(mask, divergence, 0.0)).sum()
     if "mean" in said and "mean" in told:
         spread = said["std"].detach().square().clamp(min=1e-6)
         divergence = ((said["mean"] - told["mean"]).square() / (2 * spread)).mean((-2, -1))
-        return weight * (unit_mean(inputs.mask) * torch.where(inputs.mask, divergence, 0.0)).sum()
+        return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, divergence, 0.0)).sum()
     raise ConfigError(
         "finetune.auxiliaries=[distill] needs a teacher of the student's kind; auxiliaries=[dagger] imitates any."
     )
@@ -64,7 +64,7 @@ def distill(inputs: Any, *, weight: float = 1.0, share: float = 1.0, alpha: floa
 def _informative(
     student: Tensor, teacher: Tensor, mask: Tensor, share: float, alpha: float, gamma: float, draws: torch.Generator
 ) -> Tensor:
-    """Return which of the units [n, k] TIP keeps; Gumbel keys draw without replacement."""
+    """Return which of the steps [n, k] TIP keeps; Gumbel keys draw without replacement."""
     vocabulary = torch.tensor(float(student.shape[-1]), device=student.device)
     entropy = -(student.exp() * student).sum(-1) / vocabulary.log()
     middle = torch.logaddexp(student, teacher) - torch.log(torch.tensor(2.0))

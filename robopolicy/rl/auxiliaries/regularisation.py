@@ -7,7 +7,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.rl.registry import Slot, mechanism
-from robopolicy.rl.weights import unit_mean
+from robopolicy.rl.weights import step_mean
 
 
 @mechanism(Slot.AUXILIARY, "velocity", source="AC-Flow (Wasserstein-2 to the reference velocity); ReinFlow")
@@ -18,37 +18,37 @@ def stay_near_velocity(inputs: Any, *, weight: float = 0.1) -> Tensor:
     policy.likelihood=matching it is the distance of the predictions (velocities) themselves.
     """
     with torch.no_grad():
-        base = inputs.base.evaluate(inputs.observation, inputs.units).extras
-    said = inputs.evaluation.extras
+        base = inputs.base.log_prob(inputs.observation, inputs.latents).extras
+    said = inputs.scores.extras
     distance = (said["mean"] - base["mean"]).square() / said["std"].detach().square().clamp(min=1e-4)
-    return weight * (unit_mean(inputs.mask) * torch.where(inputs.mask, distance.mean((-2, -1)), 0.0)).sum()
+    return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, distance.mean((-2, -1)), 0.0)).sum()
 
 
 @mechanism(Slot.AUXILIARY, "entropy", source="Williams & Peng 1991; ReinFlow, arXiv:2505.22094")
 def entropy_bonus(inputs: Any, *, weight: float = 0.01) -> Tensor:
-    """Minus the mean entropy of the scored units: keeps tokens, or learned noise, exploring.
+    """Minus the mean entropy of the scored steps: keeps tokens, or learned noise, exploring.
 
     Raises ConfigError where the entropy is constant: denoising steps with fixed noise.
     """
-    if not inputs.evaluation.entropy.requires_grad:
+    if not inputs.scores.entropy.requires_grad:
         raise ConfigError(
             "finetune.auxiliaries=[entropy]: this policy's noise is fixed, so its entropy is constant. Use tokens, or "
             "policy.kind=flow policy.flow_noise=learned."
         )
-    return -weight * (unit_mean(inputs.mask) * inputs.evaluation.entropy).sum()
+    return -weight * (step_mean(inputs.mask) * inputs.scores.entropy).sum()
 
 
 @mechanism(Slot.AUXILIARY, "kl_base", source="estimators: joschu.net/blog/kl-approx")
 def stay_near_base(inputs: Any, *, weight: float = 0.01, estimator: str = "k3") -> Tensor:
-    """KL to the base policy on the units that were chosen, by an estimator: k1, k2 or k3.
+    """KL to the base policy on the steps that were chosen, by an estimator: k1, k2 or k3.
 
     k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x with x = log pi - log pi_base. k2's gradient is that of the KL on data of
     the current policy; k1's vanishes in expectation and is here for comparison.
     """
     with torch.no_grad():
-        base = inputs.base.evaluate(inputs.observation, inputs.units).logp
-    x = (inputs.evaluation.logp - base).clamp(-10, 10)
+        base = inputs.base.log_prob(inputs.observation, inputs.latents).logp
+    x = (inputs.scores.logp - base).clamp(-10, 10)
     forms = {"k1": x, "k2": 0.5 * x.square(), "k3": torch.expm1(-x) + x}
     if estimator not in forms:
         raise ConfigError(f"finetune.options.kl_base.estimator={estimator}.{did_you_mean(estimator, forms)}")
-    return weight * (unit_mean(inputs.mask) * torch.where(inputs.mask, forms[estimator], 0.0)).sum()
+    return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, forms[estimator], 0.0)).sum()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.rl.registry import Need, Slot, mechanism
-from robopolicy.rl.weights import unit_mean
+from robopolicy.rl.weights import step_mean
 
 
 @mechanism(Slot.AUXILIARY, "best_of_n", source="Digi-Q, arXiv:2502.15760; IDQL, arXiv:2304.10573", needs=(Need.VALUES,))
@@ -32,10 +32,10 @@ def best_of_n(
         best, winner = value.max(0)
         better = best > model.values(here)
     rows = winner * len(chosen) + torch.arange(len(chosen), device=winner.device)
-    units = {key: item[rows] for key, item in decision.units.items()}
+    latents = {key: item[rows] for key, item in decision.latents.items()}
     mask = decision.mask[rows] & better[:, None]
-    logp = policy.evaluate(here, units).logp
-    return -weight * (unit_mean(mask) * torch.where(mask, logp, 0.0)).sum()
+    logp = policy.log_prob(here, latents).logp
+    return -weight * (step_mean(mask) * torch.where(mask, logp, 0.0)).sum()
 
 
 @mechanism(Slot.AUXILIARY, "spo", source="SPO, arXiv:2406.04314", needs=(Need.VALUES, Need.GAUSSIAN))
@@ -59,20 +59,20 @@ def step_preferences(
     if inputs.context.iteration < warmup:
         return torch.zeros((), device=inputs.mask.device)
     model, policy, draws = inputs.models["q_ensemble"].model, inputs.policy, inputs.context.generator
-    count, units = inputs.mask.shape
+    count, steps = inputs.mask.shape
     rows = torch.randperm(count, generator=draws, device=draws.device)[:decisions]
-    unit = torch.randint(units, (len(rows),), generator=draws, device=draws.device)
+    step = torch.randint(steps, (len(rows),), generator=draws, device=draws.device)
     here = {key: _at(value, rows) for key, value in inputs.observation.items()}
-    chain = inputs.units["chain"][rows]
-    one = {"chain": chain, "unit": unit[:, None]}
-    normal = policy.evaluate(here, one).extras
+    chain = inputs.latents["chain"][rows]
+    one = {"chain": chain, "chosen": step[:, None]}
+    normal = policy.log_prob(here, one).extras
     mean = normal["mean"][:, 0]
     std = normal["std"].detach().expand(len(rows), *normal["std"].shape[-3:])[:, 0].expand_as(mean)
     noise = torch.randn((children, *mean.shape), generator=draws, device=draws.device)
     latents = mean.detach() + std * noise
     repeated = {key: _at(value, torch.arange(len(rows)).repeat(children)) for key, value in here.items()}
     with torch.no_grad():
-        actions = policy.finish(repeated, latents.flatten(0, 1), (unit + 1).repeat(children))
+        actions = policy.finish(repeated, latents.flatten(0, 1), (step + 1).repeat(children))
         value = model.action_values(repeated, actions).reshape(children, -1)
         share = ((value - value.mean(0)) / (value.std(unbiased=False) + 1e-6)).softmax(0)
         best, worst = value.argmax(0), value.argmin(0)

@@ -26,7 +26,7 @@ def decoupled_ppo(scored: Scored, *, limit: float = 5.0) -> Coefficients:
 
 @mechanism(Slot.COEFFICIENT, "cispo", source="MiniMax-M1, arXiv:2506.13585")
 def cispo(scored: Scored, *, low: float = 1.0, high: float = 0.28) -> Coefficients:
-    """REINFORCE weighted by the clipped ratio: c = clip(r, 1 - low, 1 + high) A; no unit ever loses its gradient."""
+    """REINFORCE weighted by the clipped ratio: c = clip(r, 1 - low, 1 + high) A; no step ever loses its gradient."""
     return scored.ratio.clamp(1 - low, 1 + high) * scored.advantage, {}
 
 
@@ -71,7 +71,7 @@ def asym_re(scored: Scored, *, shift: float = -0.1) -> Coefficients:
 def min_pro(scored: Scored, *, cap: float = 5.0) -> Coefficients:
     """REINFORCE weighted by r_t times the smallest ratio before it, instead of the product of all of them.
 
-    c = sg(clip(r_t min_{j < t} r_j, 0, cap)) A, over the scored units of an episode in order (the form of the cap is
+    c = sg(clip(r_t min_{j < t} r_j, 0, cap)) A, over the scored steps of an episode in order (the form of the cap is
     ours: the paper's is uncertain). Stays bounded where prefix products explode or vanish.
     """
     log_ratio = torch.where(scored.mask, scored.log_ratio, 0.0).flatten(1)

@@ -24,7 +24,7 @@ def ppo(
         c = r A  where  (A >= 0 and r <= 1 + high) or (A < 0 and r >= 1 - low),  else 0.
 
     dual_clip: with A < 0 also 0 where r exceeds it (Ye et al. 2020, arXiv:1912.09729). clamped: entries whose log-ratio
-    was clamped get 0, as the clamp's own gradient says. Clip widths broadcast, e.g. one per unit [K].
+    was clamped get 0, as the clamp's own gradient says. Clip widths broadcast, e.g. one per step [K].
     """
     ratio = log_ratio.exp()
     inside = torch.where(advantage >= 0, ratio <= 1 + clip_high, ratio >= 1 - clip_low)
@@ -45,14 +45,14 @@ def clipped(scored: Scored, *, dual_clip: float | None = None) -> Coefficients:
     return c, {}
 
 
-def clip_schedule(units: int, base: float, epsilon: float, rate: float) -> Tensor:
-    """Return DPPO's clip width per unit, [K], from `base` at the noisiest to `epsilon` at the cleanest unit.
+def clip_schedule(steps: int, base: float, epsilon: float, rate: float) -> Tensor:
+    """Return DPPO's clip width per step, [K], from `base` at the noisiest to `epsilon` at the cleanest step.
 
         eps_i = base + (epsilon - base) * (e^(rate t_i) - 1) / (e^rate - 1),   t_i = i / (K - 1)
 
     Source: Ren et al. 2024, arXiv:2409.00588. K = 1 is the cleanest step (t = 1); rate 0 is the linear limit. A width
     belongs to its log-probability reduction: .01 on a mean over 28 dimensions is about .28 on their sum.
     """
-    t = torch.linspace(0.0, 1.0, units, dtype=torch.float64) if units > 1 else torch.ones(1, dtype=torch.float64)
+    t = torch.linspace(0.0, 1.0, steps, dtype=torch.float64) if steps > 1 else torch.ones(1, dtype=torch.float64)
     shape = t if rate == 0 else torch.expm1(rate * t) / math.expm1(rate)
     return (base + (epsilon - base) * shape).float()

@@ -1,7 +1,7 @@
 """Preferences between episodes with the same start, as coefficients: the better return is preferred.
 
 Minibatches hold whole episodes and, for there to be pairs, whole groups: finetune.minibatch_episodes at least a few
-times group_size. An episode's log-ratio is the sum over its scored units, to the policy at the start of the iteration.
+times group_size. An episode's log-ratio is the sum over its scored steps, to the policy at the start of the iteration.
 """
 
 import torch
@@ -22,8 +22,8 @@ def preferred(scored: Scored) -> Tensor:
     return (group[:, None] == group[None]) & (returns[:, None] > returns[None] + 1e-6)
 
 
-def _to_units(per_episode: Tensor, scored: Scored) -> Tensor:
-    """Give every scored unit its episode's coefficient, [b] -> [b, t, K]; averaged over pairs by the caller."""
+def _to_steps(per_episode: Tensor, scored: Scored) -> Tensor:
+    """Give every scored step its episode's coefficient, [b] -> [b, t, K]; averaged over pairs by the caller."""
     return torch.where(scored.mask, per_episode[:, None, None], 0.0)
 
 
@@ -42,7 +42,7 @@ def dpo(scored: Scored, *, beta: float = 0.1) -> Coefficients:
     margin = beta * (log_ratio[:, None] - log_ratio[None])
     pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * _pair_mean(pairs)
     right = ((margin > 0) & pairs).sum() / pairs.sum().clamp(min=1)
-    return _to_units(pull.sum(1) - pull.sum(0), scored), {"pairs": pairs.sum().float(), "preferred_right": right}
+    return _to_steps(pull.sum(1) - pull.sum(0), scored), {"pairs": pairs.sum().float(), "preferred_right": right}
 
 
 @mechanism(Slot.COEFFICIENT, "sppo", source="SPPO, arXiv:2405.00675", needs=(Need.WHOLE_GROUPS,))
@@ -57,7 +57,7 @@ def sppo(scored: Scored, *, eta: float = 1.0) -> Coefficients:
     rate = (wins * same).sum(1) / same.sum(1).clamp(min=1)
     rate = torch.where(same.any(1), rate, 0.5)
     log_ratio = episode_log_ratio(scored)
-    return _to_units(2 * (eta * (rate - 0.5) - log_ratio), scored), {"win_rate_spread": rate.std(unbiased=False)}
+    return _to_steps(2 * (eta * (rate - 0.5) - log_ratio), scored), {"win_rate_spread": rate.std(unbiased=False)}
 
 
 @mechanism(Slot.COEFFICIENT, "p3o", source="P3O, arXiv:2310.00212", needs=(Need.WHOLE_GROUPS,))
@@ -73,4 +73,4 @@ def p3o(scored: Scored, *, clip: float = 0.2) -> Coefficients:
     log_ratio = episode_log_ratio(scored)
     ratio = log_ratio.clamp(-3, 3).exp()
     kept = torch.where(gain >= 0, ratio <= 1 + clip, ratio >= 1 - clip)
-    return _to_units(torch.where(kept, ratio * gain, 0.0), scored), {"kept": kept.float().mean()}
+    return _to_steps(torch.where(kept, ratio * gain, 0.0), scored), {"kept": kept.float().mean()}

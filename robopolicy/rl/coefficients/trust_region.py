@@ -57,11 +57,11 @@ def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2) -> Coefficient
 def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
     """Return |mean - mean_old|^2 / (2 std^2) averaged over the executed elements, and std, both [b, t, K].
 
-    It is KL(old || new) of a Gaussian step a dimension. units["mean"] holds the behaviour's means [b, t, K', P, A].
+    It is KL(old || new) of a Gaussian step a dimension. latents["mean"] holds the behaviour's means [b, t, K', P, A].
     """
     mean, std = scored.extra("mean"), scored.extra("std")
-    old = scored.rollouts.units["mean"]
-    old = torch.gather(old, 2, scored.unit[..., None, None].expand(mean.shape))
+    old = scored.rollouts.latents["mean"]
+    old = torch.gather(old, 2, scored.chosen[..., None, None].expand(mean.shape))
     executed = scored.rollouts.valid[:, :, None, :, None].to(mean.dtype)
     chunk = executed.shape[3]
     distance = ((mean - old).square() / (2 * std.square().clamp(min=1e-12)))[..., :chunk, :] * executed
@@ -71,9 +71,9 @@ def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
 
 @mechanism(Slot.COEFFICIENT, "gaussian_kl", source="exact trust region of a Gaussian step", needs=(Need.MEANS,))
 def gaussian_kl(scored: Scored, *, nats: float = 0.005) -> Coefficients:
-    """PPO whose clip is exact: a unit stops once KL(old || new) of its Gaussian exceeds `nats` a dimension.
+    """PPO whose clip is exact: a step stops once KL(old || new) of its Gaussian exceeds `nats` a dimension.
 
-    Units beyond the bound keep their gradient only where it brings them back.
+    Steps beyond the bound keep their gradient only where it brings them back.
     """
     divergence, _ = mean_shift(scored)
     away = scored.advantage * (scored.ratio - 1) > 0
@@ -117,7 +117,7 @@ def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -
 
 @mechanism(Slot.COEFFICIENT, "hapo_clip", source="HAPO (heterogeneous clipping)", needs=(Need.CATEGORICAL,))
 def hapo_clip(scored: Scored, *, strength: float = 0.5) -> Coefficients:
-    """PPO whose widths depend on a unit's entropy: sure units may fall further, unsure ones may rise further.
+    """PPO whose widths depend on a step's entropy: sure steps may fall further, unsure ones may rise further.
 
     h in [-1, 1] is the log-entropy, centred on the batch's mean and scaled by its largest deviation. Where h < 0 the
     lower width becomes low (1 - strength h), where h > 0 the upper one high (1 + strength h).

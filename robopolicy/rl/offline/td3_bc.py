@@ -112,7 +112,7 @@ class Td3Bc(Learner):
         return self.actor(state)
 
     def log_prob(self, state: Tensor, action: Tensor) -> Tensor:
-        """Return the log density [B], up to a constant, of a unit Gaussian around what it would do."""
+        """Return the log density [B], up to a constant, of a step Gaussian around what it would do."""
         return -0.5 * (action - self.actor(state)).square().sum(-1)
 
     def tree(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.policy import Evaluation, TensorObservation
+from robopolicy.core.policy import Scores, TensorObservation
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.segments import Segments
 from robopolicy.core.spec import Field
@@ -36,7 +36,7 @@ class Tools:
     history: int
     instructions: tuple[str, ...]
     observe: Callable[[Rollouts, Tensor], TensorObservation]
-    score: Callable[[Any, Rollouts, Tensor], Evaluation]
+    score: Callable[[Any, Rollouts, Tensor], Scores]
 
 
 class SideModel(Protocol):

@@ -19,7 +19,7 @@ from robopolicy.rl.side_models.base import (
 
 
 class _ImplicitReward(_Learned):
-    """r = beta (log phi - log base) of every unit, where phi is a copy of the policy trained on outcomes alone.
+    """r = beta (log phi - log base) of every step, where phi is a copy of the policy trained on outcomes alone.
 
     Adds extras["process"] [B, T, K]. The sum over an episode is its logit of success (Rafailov et al. 2024,
     arXiv:2404.12358: a log-ratio is an advantage). On denoising chains the same holds with transition densities.
