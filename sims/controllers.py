@@ -4,9 +4,9 @@ import inspect
 from typing import Any
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.registry import load_dotted
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.world import Controller
-from sims.dotted_path import load_dotted
 
 
 def load_controller(dotted_path: str, spec: WorldSpec) -> Controller:

@@ -16,8 +16,8 @@ import numpy as np
 from gymnasium import spaces
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, require_extra
+from robopolicy.core.registry import add_working_folder
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
-from sims.dotted_path import add_working_folder
 from sims.suites.mujoco_state import MujocoCamera, MujocoState, has_mujoco_state
 
 ROBOT_KEYS = ("observation", "agent_pos", "state", "robot_state", "proprio")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
-from sims.dotted_path import load_dotted
+from robopolicy.core.registry import load_dotted
 from sims.suites.environment import GOAL_KEYS, Description
 
 ENVIRONMENT, PROGRESS = "environment", "progress"

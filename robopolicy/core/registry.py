@@ -1,0 +1,130 @@
+"""Names of things that have kinds (worlds, policies, world models, mechanisms): where each is found, imported when used.
+
+A kind is one line, name -> "package.module:Name". Strangers add theirs without a change here: under an entry point of
+their own package, or by writing the dotted path where a name is asked for.
+"""
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
+
+_asked_for: set[str] = set()
+"""Dotted paths that the user has named in this process; a checkpoint may then bring them up again."""
+
+
+def add_working_folder() -> None:
+    """Let imports find modules in the working folder, as they do under `python -m`."""
+    folder = os.getcwd()  # noqa: PTH109 (sys.path holds text)
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
+
+
+def is_dotted(name: str) -> bool:
+    """Whether `name` is a dotted path, "package.module:Name", not the name of something registered."""
+    module, colon, attribute = name.partition(":")
+    parts = (*module.split("."), *attribute.split("."))
+    return bool(colon) and all(part.isidentifier() for part in parts)
+
+
+def load_dotted(path: str, what: str) -> Any:
+    """Return the object at `path`, "package.module:Name"; `what` says in errors what it is for.
+
+    Raises ConfigError on a malformed path, a module that cannot be imported, or a name that it lacks.
+    """
+    if not is_dotted(path):
+        raise ConfigError(f"{what} '{path}' is not a dotted path: write package.module:Name.")
+    module_name, _, name = path.partition(":")
+    add_working_folder()
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise ConfigError(f"{what} '{path}': importing {module_name} failed: {error}.") from error
+        raise ConfigError(
+            f"{what} '{path}': there is no module '{error.name}'. It must be installed, or lie in the working folder "
+            f"({os.getcwd()})."  # noqa: PTH109
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"{what} '{path}': importing {module_name} raised {type(error).__name__}: {error}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            public = [known for known in vars(found) if not known.startswith("_")]
+            raise ConfigError(f"{what} '{path}': the module has no '{name}'.{did_you_mean(name, public)}")
+        found = getattr(found, part)
+    return found
+
+
+def ask_for(paths: Iterable[str]) -> None:
+    """Import what the user names by dotted path, so that checkpoints which need it can be loaded. Raises ConfigError."""
+    for path in paths:
+        load_dotted(path, "Plugin") if ":" in path else load_dotted(f"{path}:__name__", "Plugin")
+        _asked_for.add(path)
+
+
+class Registry:
+    """The kinds of one thing.
+
+    what: in words for errors, e.g. "world model"; group: the entry points that add to it; known: name ->
+    "package.module:Name" of those that ship with us.
+    """
+
+    def __init__(self, what: str, group: str, known: Mapping[str, str]):
+        self.what, self.group, self._known = what, group, dict(known)
+
+    @cached_property
+    def _installed(self) -> dict[str, str]:
+        """Return what other installed packages add; a name of ours is never replaced."""
+        found = {point.name: point.value for point in importlib.metadata.entry_points(group=self.group)}
+        return {name: path for name, path in found.items() if name not in self._known}
+
+    def names(self) -> tuple[str, ...]:
+        """Return every registered name, ours first; nothing is imported."""
+        return (*self._known, *sorted(self._installed))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known or name in self._installed
+
+    def path(self, name: str) -> str:
+        """Return the dotted path behind `name`; a dotted path is its own. Raises ConfigError with the nearest name."""
+        found = self._known.get(name) or self._installed.get(name)
+        if found is None and not is_dotted(name):
+            raise ConfigError(
+                f"There is no {self.what} '{name}'.{did_you_mean(name, self.names())} "
+                f"There are {', '.join(self.names())}; your own is named by its dotted path, package.module:Name."
+            )
+        return found or name
+
+    def load(self, name: str) -> Any:
+        """Import and return what `name` (or a dotted path) stands for. Raises ConfigError."""
+        path = self.path(name)
+        found = load_dotted(path, self.what.capitalize())
+        _asked_for.add(path)
+        return found
+
+    def load_saved(self, name: str, where: Any) -> Any:
+        """Return what a checkpoint at `where` names: ours, installed, or asked for by the user in this process.
+
+        Files do not choose what is imported: raises CheckpointError that says what is needed otherwise.
+        """
+        if name in self or name in _asked_for or name.partition(":")[0] in _asked_for:
+            return self.load(name)
+        if is_dotted(name):
+            raise CheckpointError(
+                f"{where} needs the {self.what} '{name}', which is not part of robopolicy. If you trust it, name it: "
+                f"run.plugins=[{name}] (in Python: robopolicy.core.registry.ask_for)."
+            )
+        raise CheckpointError(
+            f"{where} holds '{name}', not a {self.what} that is known here.{did_you_mean(name, self.names())}"
+        )
+
+    def name_of(self, kind: type) -> str:
+        """Return the name under which `kind` is found again: a registered one, else its dotted path."""
+        path = f"{kind.__module__}:{kind.__qualname__}"
+        both = {**self._installed, **self._known}
+        return next((name for name, known in both.items() if known == path), path)
