@@ -1,4 +1,4 @@
-"""Names of things that have kinds (worlds, policies, world models, mechanisms): where each is found, imported when used.
+"""Names of what has kinds (worlds, policies, world models, mechanisms): where each is found, imported when used.
 
 A kind is one line, name -> "package.module:Name". Strangers add theirs without a change here: under an entry point of
 their own package, or by writing the dotted path where a name is asked for.
@@ -38,7 +38,7 @@ def load_dotted(path: str, what: str) -> Any:
     Raises ConfigError on a malformed path, a module that cannot be imported, or a name that it lacks.
     """
     if not is_dotted(path):
-        raise ConfigError(f"{what} '{path}' is not a dotted path: write package.module:Name.")
+        raise ConfigError(f"{what} '{path}' is not a dotted path: write package.module:name.")
     module_name, _, name = path.partition(":")
     add_working_folder()
     try:
@@ -61,7 +61,7 @@ def load_dotted(path: str, what: str) -> Any:
 
 
 def ask_for(paths: Iterable[str]) -> None:
-    """Import what the user names by dotted path, so that checkpoints which need it can be loaded. Raises ConfigError."""
+    """Import what the user names by dotted path; checkpoints that need it can then be loaded. Raises ConfigError."""
     for path in paths:
         load_dotted(path, "Plugin") if ":" in path else load_dotted(f"{path}:__name__", "Plugin")
         _asked_for.add(path)
