@@ -111,8 +111,8 @@ class EpisodePlayer:
             )
         if step is not None and not 0 <= step < policy.spec.scored_steps:
             raise ConfigError(
-                f"branch_sampling_step is {step}, a decision has {policy.spec.scored_steps} scored steps: choose one of "
-                "them, from 0."
+                f"branch_sampling_step is {step}, a decision has {policy.spec.scored_steps} scored steps: choose one "
+                "of them, from 0."
             )
         self.clear()
 
