@@ -132,7 +132,9 @@ def props_collector(
 ) -> PropsCollector:
     """Return a collector whose parts make up config's groups or decisions."""
     parts = config.props
-    share = replace(config, groups=max(1, config.groups // parts), decisions=max(1, config.rollout_length // parts))
+    share = replace(
+        config, groups=max(1, config.groups // parts), rollout_length=max(1, config.rollout_length // parts)
+    )
     return PropsCollector(
         Collector(world, copy_for_collecting(policy), algorithm, share, seed), policy, generator, parts
     )

@@ -168,7 +168,7 @@ def test_models_and_replay_survive_a_resume(changes: dict, tmp_path):
         ({"algorithm": "dppo"}, "Gaussians"),
         ({"algorithm": "grpo_guard"}, "means"),
         ({"algorithm": "distillation"}, "teacher"),
-        ({"advantage": "process_rloo"}, "rewards every unit"),
+        ({"advantage": "process_rloo"}, "rewards every step"),
         ({"advantage": "q_values"}, "action values"),
         ({"hint": "pivot"}, "demonstrated states"),
         ({"auxiliaries": ("spo",), "models": ("q_ensemble",)}, "Gaussians"),
