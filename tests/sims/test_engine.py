@@ -8,6 +8,7 @@ import pytest
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
 from robopolicy.core.randomness import uniforms
+from robopolicy.core.resources import resource
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from sims.engine import MujocoWorld, load_model
 from sims.registry import load_task, make_world
@@ -189,12 +190,16 @@ def make_and_reset(name, **options):
     return world.snapshot()
 
 
-def test_models_must_switch_off_warm_start(tmp_path, monkeypatch):
-    task = load_task("push_cube")
-    text = (tmp_path / "model.xml").absolute()
-    text.write_text("<mujoco><worldbody/></mujoco>")
-    with pytest.raises(ConfigError, match="warmstart"):
-        load_model(dataclasses.replace(task, model=str(text)))
+def test_a_scene_that_does_not_say_so_is_run_without_warm_start_and_automatic_reset(tmp_path):
+    text = resource("assets", "planar/push_cube.xml").read_text()
+    assert text.count('<flag warmstart="disable" autoreset="disable"/>') == 1
+    plain = tmp_path / "model.xml"
+    plain.write_text(text.replace('<flag warmstart="disable" autoreset="disable"/>', ""))
+    flags = [
+        load_model(dataclasses.replace(load_task("push_cube"), model=each)).opt.disableflags
+        for each in ("planar/push_cube.xml", str(plain))
+    ]
+    assert flags[0] == flags[1]
 
 
 def test_unknown_names_are_explained():

@@ -1,0 +1,1 @@
+"""What a stranger brings: each module is one thing that robopolicy finds by dotted path or entry point."""
