@@ -122,9 +122,9 @@ def evaluate_policy(
     """
     seeds = np.asarray(seeds, dtype=np.int64)
     if seeds.ndim != 1 or len(seeds) == 0:
-        raise ConfigError("Scores needs at least one seed: ask for episodes=1 or more.")
+        raise ConfigError("Evaluation needs at least one seed: ask for episodes=1 or more.")
     if len(np.unique(seeds)) != len(seeds):
-        raise ConfigError("Scores seeds repeat: repeated episodes are not independent, use distinct seeds.")
+        raise ConfigError("Evaluation seeds repeat: repeated episodes are not independent, use distinct seeds.")
     actor = Actor(policy, deterministic=deterministic, device=device)
     success, cut = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
