@@ -1,4 +1,4 @@
-"""Test settings: offline, software rendering, one thread a worker, shapes checked by jaxtyping where annotated."""
+"""Test settings: offline, software rendering, one thread a worker."""
 
 import os
 
