@@ -9,7 +9,7 @@ from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError, SpecError
-from robopolicy.core.policy import Policy, to_tensors
+from robopolicy.core.policy import Policy, is_policy, to_tensors
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation, WorldSpec, validate_observation
 from robopolicy.core.world import Controller, Step, World
@@ -37,7 +37,7 @@ def record(
     wanted = len(seeds) if episodes is None else episodes
     if not len(seeds) or wanted < 1:
         raise DataError("Nothing to record: give at least one seed and ask for at least one episode.")
-    if isinstance(actor, Policy) and generator is None:
+    if is_policy(actor) and generator is None:
         raise DataError("A policy draws noise: pass the generator it shall use.")
     rows = _Rows(world, actor, seeds)
     stepwise = bool(spec.cameras) or not spec.terminate_on_success
@@ -161,7 +161,7 @@ def _decide(
     deterministic: bool,
 ) -> np.ndarray:
     """Return the actor's next chunk, [B, C, A]."""
-    if not isinstance(actor, Policy):
+    if not is_policy(actor):
         return np.asarray(actor.act(observation), dtype=np.float64)[:, None]
     assert generator is not None
     wanted = actor.spec

@@ -1,27 +1,29 @@
 """Does a policy listen? Judge it under other instructions than the world's: one that ignores them does not notice."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
 import torch
-from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Decision, Policy, Scores, TensorObservation
+from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.core.world import Rows
 
 WRONG = "wrong"
 
 
-class Misinformed:
-    """A policy that is told `text` in every row, or with "wrong" another of `instructions`, the next ones in turn."""
+class OtherInstruction:
+    """A policy that reads `text` in every row instead of the world's instruction.
+
+    text: an instruction, or "wrong" for another one of `instructions` than the world's, the next ones in turn from row
+    to row. Raises ConfigError for "wrong" where there is no other instruction.
+    """
 
     def __init__(self, policy: Policy, text: str, instructions: Sequence[str]):
         self.policy, self.text, self.instructions = policy, text, tuple(instructions)
         if text == WRONG and len(self.instructions) < 2:
-            raise ConfigError("evaluate.instruction=wrong needs a world with several instructions; this one has one.")
+            raise ConfigError("instruction=wrong needs a world with several instructions; this one has one.")
 
     @property
     def spec(self) -> PolicySpec:
@@ -31,23 +33,15 @@ class Misinformed:
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide under the other instruction."""
-        return self.policy.act(self._told(observation), generator, deterministic=deterministic)
-
-    def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-        """Score under the other instruction."""
-        return self.policy.log_prob(self._told(observation), latents)
+        """Decide under the other instruction; see `Policy.act`."""
+        return self.policy.act(self._replaced(observation), generator, deterministic=deterministic)
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the policy."""
         self.policy.reset(rows)
 
-    def save(self, folder: Path) -> None:
-        """Save the policy, which knows nothing of this."""
-        self.policy.save(folder)
-
-    def _told(self, observation: TensorObservation) -> TensorObservation:
-        texts: Any = observation[TASK]
+    def _replaced(self, observation: TensorObservation) -> TensorObservation:
+        texts = cast(list[str], observation[TASK])
         if self.text != WRONG:
             return {**observation, TASK: [self.text] * len(texts)}
         others = len(self.instructions) - 1
@@ -55,6 +49,6 @@ class Misinformed:
         return {**observation, TASK: [self.instructions[index % (others + 1)] for index in place]}
 
 
-def misinform(policy: Policy, text: str, instructions: Sequence[str]) -> Policy:
-    """Return `policy` as it is for the text "", else one that is told `text`, or "wrong" ones of `instructions`."""
-    return Misinformed(policy, text, instructions) if text else policy
+def with_instruction(policy: Policy, text: str, instructions: Sequence[str]) -> Policy:
+    """Return `policy` as it is for the text "", else one that reads `text`, or "wrong" ones of `instructions`."""
+    return OtherInstruction(policy, text, instructions) if text else policy

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from robopolicy.core.errors import SpecError
-from robopolicy.core.policy import Policy, to_tensors
+from robopolicy.core.policy import Policy, is_policy, to_tensors
 from robopolicy.core.randomness import derive
 from robopolicy.core.spec import Observation, WorldSpec, require_fit, validate_observation
 from robopolicy.core.world import Controller, Step, World
@@ -36,14 +36,14 @@ class Actor:
 
     def check(self, spec: WorldSpec, observation: Observation) -> None:
         """Raise SpecError unless a policy finds its observation fields and the world takes its actions."""
-        if not isinstance(self.policy, Policy):
+        if not is_policy(self.policy):
             return
         require_fit(self.policy.spec, spec)
         validate_observation(observation, self.policy.spec.observation, history=self.policy.spec.history)
 
     def decide(self, observation: Observation, generator: torch.Generator) -> np.ndarray:
         """Return the next chunk, [B, C, A] float64; a controller's is one step long."""
-        if isinstance(self.policy, Policy):
+        if is_policy(self.policy):
             decision = self.policy.act(
                 to_tensors(observation, self.device), generator, deterministic=self.deterministic
             )

@@ -19,7 +19,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.world import Renders, World
-from robopolicy.evaluation.instructions import misinform
+from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
 from robopolicy.evaluation.video import record_grid, write_video
@@ -96,7 +96,7 @@ def run(config: Config) -> int:
         world = build_world(
             config.world, policy, episodes=config.evaluate.episodes, seed=config.run.seed, device=device
         )
-        policy = misinform(policy, section.instruction, world.spec.instructions)
+        policy = with_instruction(policy, section.instruction, world.spec.instructions)
         verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
         if section.videos and isinstance(world, Renders):
