@@ -23,8 +23,9 @@ from sims.recorded import DemonstratedWorld
 from sims.registry import TASKS, load_task, make_world
 from worldmodels import load_world_model
 from worldmodels.checkpoint import holds
+from worldmodels.configuration import PlanConfig
 from worldmodels.env import ImaginedWorld, Truncation
-from worldmodels.planning import PlanConfig, PlannedPolicy
+from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import Context, LearnedModel, Starts
 from worldmodels.starts import keyframes, recorded_starts
 

@@ -5,16 +5,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.policies.denoising import DenoisingPolicyConfig
+from robopolicy.policies.configuration import DenoisingPolicyConfig
+from robopolicy.policies.joint_configuration import JointConfig
 from robopolicy.policies.token.configuration import TokenConfig
-from robopolicy.training.finetune import FinetuneConfig
-from robopolicy.training.fit import FitConfig
-from robopolicy.training.pretrain import PretrainConfig
-from worldmodels.ensemble import EnsembleConfig
-from worldmodels.joint import JointConfig
-from worldmodels.pixel_diffusion.networks import PixelDiffusionConfig
-from worldmodels.planning import PlanConfig
-from worldmodels.rssm.dynamics import RssmConfig
+from robopolicy.training.configuration import FinetuneConfig, FitConfig, PretrainConfig
+from worldmodels.configuration import EnsembleConfig, PlanConfig
+from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
+from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.video.configuration import VideoConfig
 
 

@@ -8,12 +8,12 @@ import torch
 
 from robopolicy.benchmarks import joint, planning, styles, trajectories, video
 from robopolicy.benchmarks.replay import replay
-from robopolicy.nn.edm import EdmConfig
+from robopolicy.nn.configuration import EdmConfig
 from robopolicy.verbs.bench_worlds import EXPERIMENTS
+from worldmodels.configuration import TrajectoryConfig
 from worldmodels.data.transitions import TransitionData
-from worldmodels.images.readout import ReadoutConfig
-from worldmodels.pixel_diffusion.networks import PixelDiffusionConfig
-from worldmodels.trajectory_diffusion import TrajectoryConfig
+from worldmodels.images.configuration import ReadoutConfig
+from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 from worldmodels.video.configuration import VideoConfig
 
 

@@ -1,5 +1,15 @@
-"""Learned worlds: models that predict what actions lead to, wrapped as a `World`."""
+"""Learned worlds: models that predict what actions lead to, wrapped as a `World`. Imported when first used."""
 
-from worldmodels.checkpoint import load_world_model, save_world_model
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from worldmodels.checkpoint import load_world_model, save_world_model
 
 __all__ = ["load_world_model", "save_world_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("worldmodels.checkpoint"), name)

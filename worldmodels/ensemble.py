@@ -7,7 +7,7 @@ all of them are elites.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -17,50 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, DataError
-from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
+from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.vectors import StateVector
 from robopolicy.nn.members import Members
+from worldmodels.configuration import EnsembleConfig
+from worldmodels.data.statistics import require_fields
 from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
 from worldmodels.data.transitions import PROGRESS, SUCCESS, TransitionData, success_bonus
 from worldmodels.heads.calibration import quantiles_of
 from worldmodels.heads.state import BOUND, StepHeads, success_batch
 from worldmodels.protocol import Context, Imagined, Latent, Regression, draws_of
-
-
-@dataclass(frozen=True)
-class EnsembleConfig:
-    """An ensemble of dynamics networks."""
-
-    members: int = 5
-    """Networks, whose disagreement is the uncertainty."""
-    width: int = 200
-    """Of their layers."""
-    depth: int = 3
-    """Their hidden layers."""
-    head_width: int = 192
-    """Width of the heads of reward and success."""
-    batch_size: int = 256
-    """Transitions a training step, for every member."""
-    sample: bool = False
-    """Draw from the predicted Gaussian, as MOPO does, instead of following the mean of the random member: in a
-    simulator without noise what is drawn adds up where precision matters (ten policies ranked on pick_place: Pearson
-    .81, bias -.41; following the mean .98 and +.06).
-    """
-    min_logvar: float = -10.0
-    """Initial soft lower bound of the log-variance."""
-    max_logvar: float = 0.5
-    """Initial soft upper bound of the log-variance."""
-    beta: float = 1.0
-    """Each element's likelihood is weighted by its predicted variance to this power (beta-NLL, Seitzer 2022): 0 is the
-    plain likelihood, which neglects contacts, 1 weighs errors like a squared error.
-    """
-    positive_share: float = 0.25
-    """Share of successful steps in a batch of the success head."""
-
-    def __post_init__(self) -> None:
-        if min(self.members, self.width, self.depth, self.batch_size) < 1:
-            raise ConfigError("members, width, depth and batch_size must be at least 1.")
 
 
 class EnsembleModel(nn.Module):
@@ -87,15 +54,15 @@ class EnsembleModel(nn.Module):
     ):
         super().__init__()
         self.config, self.success_bonus = config, success_bonus
-        fields = {key: field for key, field in spec.observation.items() if not key.startswith(IMAGE_PREFIX)}
+        self.state_vector = StateVector.of(spec)
+        fields = {key: field for key, field in spec.observation.items() if key in self.state_vector.fields}
         self._spec = replace(spec, observation=fields, rewards=(PROGRESS, SUCCESS), history=1)
         register_structure(self, structure)
-        self.sizes = [field.size for field in fields.values()]
-        states, actions, free = sum(self.sizes), spec.action.size, len(structure.free)
+        states, actions, free = self.state_vector.size, spec.action.size, len(structure.free)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.dynamics = Members(config.members, states + actions, config.width, config.depth, 2 * free)
-            self.heads = StepHeads(states, actions, config.head_width, success_bonus)
+            self.heads = StepHeads(self.state_vector, actions, config.head_width, success_bonus)
         self.max_logvar = nn.Parameter(torch.full((free,), config.max_logvar))
         self.min_logvar = nn.Parameter(torch.full((free,), config.min_logvar))
         for name, size in (("state", states), ("action", actions), ("delta", free)):
@@ -107,17 +74,12 @@ class EnsembleModel(nn.Module):
     def build(cls, config: EnsembleConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
         """Return a fresh ensemble for `spec`, with structure and statistics read off `episodes`.
 
-        Raises DataError when the data's width is not the spec's.
+        Raises DataError where the data's fields are not the world's, or there are only images.
         """
-        data = TransitionData.of(episodes)
-        fields = [field for key, field in spec.observation.items() if not key.startswith(IMAGE_PREFIX)]
-        names = tuple(name for field in fields for name in (field.names or ("",) * field.size))
-        if data.state.shape[1] != len(names) or data.action.shape[1] != spec.action.size:
-            raise DataError(
-                f"Transitions have {data.state.shape[1]} state and {data.action.shape[1]} action elements, world "
-                f"'{spec.name}' has {len(names)} and {spec.action.size}: the data comes from another world."
-            )
-        structure = find_structure(data.state, data.next_state, names)
+        vector = StateVector.of(spec)
+        require_fields(spec, vector.fields, episodes)
+        data = TransitionData.of(episodes, vector)
+        structure = find_structure(data.state, data.next_state, vector.names)
         model = cls(config, spec, structure, success_bonus(episodes), seed)
         model.fit_statistics(data)
         return model
@@ -181,7 +143,7 @@ class EnsembleModel(nn.Module):
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
         """Yield training batches for ever; each member draws its own steps, `generator` is all the state."""
-        data = TransitionData.of(episodes)
+        data = TransitionData.of(episodes, self.state_vector)
         config, device = self.config, self.state_mean.device
         won = data.success.nonzero()[:, 0]
         while True:
@@ -194,7 +156,7 @@ class EnsembleModel(nn.Module):
     @torch.no_grad()
     def calibrate(self, episodes: Episodes) -> None:
         """Set the threshold of success, the quantiles of the uncertainty and what is paid on held-out episodes."""
-        data, device = TransitionData.of(episodes), self.state_mean.device
+        data, device = TransitionData.of(episodes, self.state_vector), self.state_mean.device
         self.heads.calibrate(data)
         found = []
         for state, action in zip(data.state.split(8192), data.action.split(8192), strict=True):
@@ -204,10 +166,8 @@ class EnsembleModel(nn.Module):
 
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
         """Return the latent: the state vector, the episode's seed and the number of the next step."""
-        parts = [
-            np.asarray(context.last(key), dtype=np.float32).reshape(len(seeds), -1) for key in self.spec.observation
-        ]
-        state = torch.from_numpy(np.concatenate(parts, axis=1)).to(self.state_mean.device)
+        present = {key: context.last(key) for key in self.state_vector.keys}
+        state = torch.from_numpy(self.state_vector.pack(present)).to(self.state_mean.device)
         return {
             "state": state,
             "seed": torch.from_numpy(np.asarray(seeds, dtype=np.int64)).to(state.device),
@@ -233,8 +193,8 @@ class EnsembleModel(nn.Module):
             PROGRESS: self.heads.progress(state, actions, after),
             SUCCESS: self.success_bonus * success.to(state.dtype),
         }
-        parts = zip(self._spec.observation.items(), after.split(self.sizes, -1), strict=True)
-        observation = {key: part.reshape(rows, *field.shape) for (key, field), part in parts}
+        fields = self.state_vector.unpack(after)
+        observation = {key: fields[key] for key in self._spec.observation}
         imagined = Imagined(observation, rewards, success, torch.zeros_like(success), _disagreement(mean))
         return {"state": after, "seed": latent["seed"], "step": latent["step"] + 1}, imagined
 

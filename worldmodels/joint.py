@@ -9,7 +9,7 @@ small transformer, and what is seen is the world's vector fields. Values are Mon
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Decision, Scores, TensorObservation
-from robopolicy.core.spec import IMAGE_PREFIX, PolicySpec, WorldSpec
+from robopolicy.core.spec import PolicySpec, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Rows
 from robopolicy.nn import edm
 from robopolicy.nn.denoisers import TimeEmbedding
-from robopolicy.nn.edm import EdmConfig
+from robopolicy.policies.joint_configuration import JointConfig
 from worldmodels.data.sequences import SequenceData
 from worldmodels.heads.value import returns_to_go
-from worldmodels.planning import AGGREGATES
+from worldmodels.planning import AGGREGATED
 from worldmodels.protocol import Regression
 
 STATE, ACTION, FUTURE, VALUE = "state", "action", "future", "value"
@@ -36,56 +37,14 @@ ROLES = {"policy": (STATE,), "world": (STATE, ACTION), "value": (STATE, ACTION, 
 """What is given in each role; everything else is drawn."""
 
 
-@dataclass(frozen=True)
-class JointConfig:
-    """A diffusion model that is policy, world model and value at once, and how it plans with itself."""
-
-    chunk: int = 4
-    """Actions of a decision."""
-    width: int = 64
-    """Of the transformer."""
-    depth: int = 3
-    """Its layers."""
-    heads: int = 4
-    """Its attention heads."""
-    batch_size: int = 256
-    """Decisions a training step."""
-    policy_share: float = 0.5
-    """Of a batch: decisions of successful episodes, from which it learns to act; the rest, split between world and
-    value, is of all episodes.
-    """
-    discount: float = 0.99
-    """Of the returns that values are, a control step."""
-    candidates: int = 8
-    """Actions that planning chooses from, 1 for none."""
-    futures: int = 2
-    """Futures imagined for each of them."""
-    values: int = 2
-    """Values imagined for each future."""
-    aggregate: str = "majority"
-    """How the values of a candidate become one score: mean, lower_bound, median, or majority, the mean of those on the
-    side where more of them are.
-    """
-    edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=6, order=1, sigma_max=20.0))
-
-    def __post_init__(self):
-        if min(self.chunk, self.width, self.depth, self.candidates, self.futures, self.values) < 1:
-            raise ConfigError("A joint model needs sizes and counts of at least 1.")
-        if self.width % self.heads:
-            raise ConfigError(f"A joint model's width {self.width} must be a multiple of its heads, {self.heads}.")
-        if not 0 < self.policy_share < 1:
-            raise ConfigError(f"policy_share {self.policy_share} must be in (0, 1).")
-        if self.aggregate not in AGGREGATES:
-            raise ConfigError(f"aggregate={self.aggregate} is not known: {', '.join(AGGREGATES)}.")
-
-
 class JointModel(nn.Module):
     """A `Policy` that knows what it leads to; make one with `build` or `restore`. It has no log-probabilities."""
 
     def __init__(self, config: JointConfig, spec: WorldSpec, seed: int = 0):
         super().__init__()
         self.config, self.world = config, spec
-        self.keys = [key for key in spec.observation if not key.startswith(IMAGE_PREFIX)]
+        self.state_vector = StateVector.of(spec)
+        self.keys = self.state_vector.keys
         if not self.keys or len(spec.instructions) > 1:
             raise ConfigError(
                 f"A joint model sees vectors and reads no instructions: '{spec.name}' has "
@@ -192,7 +151,7 @@ class JointModel(nn.Module):
         futures[FUTURE] = self.draw(futures, generator)[FUTURE]
         seen = {name: value.repeat_interleave(config.values, 0) for name, value in futures.items()}
         value = self.draw(seen, generator)[VALUE][:, 0]
-        scores = AGGREGATES[config.aggregate](value.reshape(len(state), config.candidates, -1))
+        scores = AGGREGATED[config.aggregate](value.reshape(len(state), config.candidates, -1))
         best = scores.argmax(1) + torch.arange(len(state), device=scores.device) * config.candidates
         return action[best], scores
 
@@ -215,8 +174,7 @@ class JointModel(nn.Module):
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
         """Draw a decision, or plan one. deterministic changes nothing: what is drawn is the initial noise alone."""
-        parts = [value for key in self.keys if isinstance(value := observation[key], Tensor)]
-        state = torch.cat([part[:, -1].flatten(1).float() for part in parts], 1)
+        state = self.state_vector.pack(observation)[:, -1]
         if self.config.candidates > 1:
             flat, _ = self.plan(state, generator)
         else:
@@ -278,7 +236,7 @@ class JointModel(nn.Module):
     def _cut(self, data: SequenceData, returns: Tensor, rows: Tensor) -> dict[str, Tensor]:
         """Return the frames of the decisions at steps `rows` [M]: after an episode's end its last frame stays."""
         cut = data.cut(rows, 0, self.config.chunk)
-        state = torch.cat([cut.frames[key].flatten(2).float() for key in self.keys], -1)
+        state = self.state_vector.pack(cut.frames)
         change, value = state[:, -1] - state[:, 0], returns[rows][:, None]
         return {STATE: state[:, 0], ACTION: cut.actions.flatten(1), FUTURE: change, VALUE: value}
 

@@ -6,26 +6,26 @@ Deviations from COPlanner's public code: episodes that end earn nothing after it
 step may be added as a value.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.policy import Decision, Policy, Scores, TensorObservation, to_tensors
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Decision, Policy, TensorObservation, to_tensors
 from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.core.world import Rows
+from worldmodels.configuration import PlanConfig
 from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import Context, WorldModel
 
 Value = Callable[[TensorObservation], Tensor]
 """What an observation is worth, [N]."""
 
-AGGREGATES: dict[str, Callable[[Tensor], Tensor]] = {
+AGGREGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda scores: scores.mean(-1),
     "lower_bound": lambda scores: scores.mean(-1) - scores.std(-1, correction=0),
     "median": lambda scores: scores.median(-1).values,
@@ -34,39 +34,13 @@ AGGREGATES: dict[str, Callable[[Tensor], Tensor]] = {
 """How the scores [..., F] of several imagined futures become one."""
 
 
-@dataclass(frozen=True)
-class PlanConfig:
-    """Looking ahead in a world model: of several decisions of a policy, take the one that the model thinks best of."""
-
-    candidates: int = 5
-    """Decisions tried for each row."""
-    horizon: int = 10
-    """Control steps imagined, whole chunks of the policy."""
-    discount: float = 0.97
-    """Of rewards and of uncertainty, a control step."""
-    uncertainty: float = 0.0
-    """What a unit of it adds: negative to stay where the model knows (conservative), positive to go where it does not
-    (optimistic, for exploring).
-    """
-    futures: int = 1
-    """How often each candidate is imagined."""
-    aggregate: str = "mean"
-    """How their scores become one: mean, lower_bound (mean minus deviation), median or majority."""
-
-    def __post_init__(self):
-        if min(self.candidates, self.horizon, self.futures) < 1 or not 0 < self.discount <= 1:
-            raise ConfigError("Planning needs candidates, horizon and futures >= 1 and a discount in (0, 1].")
-        if self.aggregate not in AGGREGATES:
-            raise ConfigError(f"aggregate={self.aggregate} is not known.{did_you_mean(self.aggregate, AGGREGATES)}")
-
-
 class PlannedPolicy(nn.Module):
     """A `Policy` that looks ahead: of several decisions of `policy` it takes the one that `model` thinks best of.
 
     value: adds what the last imagined observation is worth where the episode goes on. Decisions are those of `policy`,
-    units and log-probabilities included, so whatever they are good for they stay good for. `last_scores` [B, N] are
-    those of the latest decision, candidate 0 first: the policy's own noise-free choice if it was asked to be
-    deterministic.
+    latents and log-probabilities included, so that `policy.log_prob` scores them; choosing among them is not scored.
+    `last_scores` [B, N] are those of the latest decision, candidate 0 first: the policy's own noise-free choice if it
+    was asked to be deterministic.
     """
 
     def __init__(self, policy: Policy, model: WorldModel, config: PlanConfig | None = None, value: Value | None = None):
@@ -86,14 +60,6 @@ class PlannedPolicy(nn.Module):
         """Reset the policy."""
         self.policy.reset(rows)
 
-    def save(self, folder: Path) -> None:
-        """Save the policy; planning is not part of a checkpoint."""
-        self.policy.save(folder)
-
-    def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-        """Score decisions under the policy; choosing among them is not scored."""
-        return self.policy.log_prob(observation, latents)
-
     @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
@@ -112,7 +78,7 @@ class PlannedPolicy(nn.Module):
                 tried.mask.index_copy(0, first, sure.mask),
             )
         scores = self._imagine(repeated(observation, count * self.config.futures), tried.actions, generator)
-        self.last_scores = AGGREGATES[self.config.aggregate](scores.reshape(rows, count, -1)).cpu()
+        self.last_scores = AGGREGATED[self.config.aggregate](scores.reshape(rows, count, -1)).cpu()
         best = self.last_scores.argmax(1) + torch.arange(rows) * count
         best = best.to(tried.actions.device)
         latents = {name: value[best] for name, value in tried.latents.items()}

@@ -10,7 +10,6 @@ state are repaired as in the ensemble; subsequences that end early repeat their 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -18,14 +17,16 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.errors import DataError
 from robopolicy.core.progress import progress
-from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
+from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.vectors import StateVector
 from robopolicy.nn import edm
-from robopolicy.nn.edm import EdmConfig
 from robopolicy.nn.unet import UNetDenoiser
-from worldmodels.data.sequences import SequenceData
+from worldmodels.configuration import TrajectoryConfig
+from worldmodels.data.sequences import SequenceData, Sequences
+from worldmodels.data.statistics import require_fields
 from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
 from worldmodels.data.transitions import TransitionData, success_bonus
 from worldmodels.heads.state import StepHeads
@@ -33,27 +34,6 @@ from worldmodels.protocol import Regression
 
 LogProb = Callable[[Tensor, Tensor], Tensor]
 """(states [N, S], actions [N, A] in the world's units) -> log-probability [N] under the target policy."""
-
-
-@dataclass(frozen=True)
-class TrajectoryConfig:
-    """length: steps of a subsequence; width, depth: of the U-Net over time, whose width is best twice the channels of a
-    step (with fewer, what should be denoised does not get through the first layer); edm: the paper's but for fewer
-    steps; head_width: of the heads of reward and success.
-    """
-
-    length: int = 32
-    width: int = 128
-    depth: int = 2
-    batch_size: int = 64
-    head_width: int = 192
-    edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=32, churn=20.0))
-
-    def __post_init__(self):
-        if self.length % 2 ** (self.depth - 1):
-            raise ConfigError(
-                f"length {self.length} must be a multiple of {2 ** (self.depth - 1)} at depth {self.depth}."
-            )
 
 
 class TrajectoryDiffusion(nn.Module):
@@ -70,8 +50,8 @@ class TrajectoryDiffusion(nn.Module):
     ):
         super().__init__()
         self.config = config
-        fields = {key: each for key, each in spec.observation.items() if not key.startswith(IMAGE_PREFIX)}
-        self.states, self.actions = sum(each.size for each in fields.values()), spec.action.size
+        self.state_vector = StateVector.of(spec)
+        self.states, self.actions = self.state_vector.size, spec.action.size
         register_structure(self, structure)
         channels = 2 * self.states + self.actions
         self.register_buffer("mean", torch.zeros(channels))
@@ -79,17 +59,19 @@ class TrajectoryDiffusion(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.network = UNetDenoiser(config.length, channels, 1, config.width, config.depth)
-            self.heads = StepHeads(self.states, self.actions, config.head_width, success_bonus)
+            self.heads = StepHeads(self.state_vector, self.actions, config.head_width, success_bonus)
 
     @classmethod
     def build(cls, config: TrajectoryConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return an untrained generator for `spec`, with structure and statistics read off `episodes`."""
-        data = TransitionData.of(episodes)
-        fields = [each for key, each in spec.observation.items() if not key.startswith(IMAGE_PREFIX)]
-        names = tuple(name for each in fields for name in (each.names or ("",) * each.size))
-        if data.state.shape[1] != len(names) or data.action.shape[1] != spec.action.size:
-            raise DataError(f"The data has other states or actions than world '{spec.name}'.")
-        model = cls(config, spec, find_structure(data.state, data.next_state, names), success_bonus(episodes), seed)
+        """Return an untrained generator for `spec`, with structure and statistics read off `episodes`.
+
+        Raises DataError where the data's fields are not the world's, or there are only images.
+        """
+        vector = StateVector.of(spec)
+        require_fields(spec, vector.fields, episodes)
+        data = TransitionData.of(episodes, vector)
+        structure = find_structure(data.state, data.next_state, vector.names)
+        model = cls(config, spec, structure, success_bonus(episodes), seed)
         rows = beginnings(episodes, config.length)
         rows = rows[:: max(1, len(rows) // 20_000)]
         steps = model._channels(SequenceData(episodes).cut(rows, 0, config.length))
@@ -115,7 +97,7 @@ class TrajectoryDiffusion(nn.Module):
 
     def calibrate(self, episodes: Episodes) -> None:
         """Set the threshold of success and what is paid on held-out episodes."""
-        self.heads.calibrate(TransitionData.of(episodes))
+        self.heads.calibrate(TransitionData.of(episodes, self.state_vector))
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield standardised subsequences for ever; `generator` is all the state."""
@@ -190,9 +172,9 @@ class TrajectoryDiffusion(nn.Module):
 
         return push
 
-    def _channels(self, cut: Any) -> Tensor:
+    def _channels(self, cut: Sequences) -> Tensor:
         """Return [M, L, 2 S + A] in the data's units."""
-        state = torch.cat([cut.frames[key].flatten(2) for key in cut.frames if not key.startswith(IMAGE_PREFIX)], -1)
+        state = self.state_vector.pack(cut.frames)
         return torch.cat([state[:, :-1], state.diff(dim=1), cut.actions], -1).float()
 
     def _joined(self, steps: Tensor) -> Tensor:

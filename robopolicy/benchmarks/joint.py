@@ -12,10 +12,11 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import evaluate_policy
-from robopolicy.training.fit import FitConfig
+from robopolicy.policies.joint_configuration import JointConfig
+from robopolicy.training.configuration import FitConfig
 from robopolicy.training.stages import fit_stages
 from sims.registry import make_world
-from worldmodels.joint import JointConfig, JointModel
+from worldmodels.joint import JointModel
 
 TASK = "reach_planar"
 

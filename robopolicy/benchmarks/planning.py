@@ -21,14 +21,15 @@ from robopolicy.core.world import World
 from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.world_model import open_loop
 from robopolicy.policies import DenoisingPolicyConfig, build_policy
-from robopolicy.training.fit import FitConfig
-from robopolicy.training.pretrain import PretrainConfig, pretrain
+from robopolicy.training.configuration import FitConfig, PretrainConfig
+from robopolicy.training.pretrain import pretrain
 from robopolicy.training.stages import fit_stages
 from sims.registry import make_world
+from worldmodels.configuration import EnsembleConfig, PlanConfig
 from worldmodels.data.transitions import TransitionData
-from worldmodels.ensemble import EnsembleConfig, EnsembleModel
+from worldmodels.ensemble import EnsembleModel
 from worldmodels.env import ImaginedWorld
-from worldmodels.planning import PlanConfig, PlannedPolicy
+from worldmodels.planning import PlannedPolicy
 from worldmodels.starts import recorded_starts
 
 SIGNS = {"policy": None, "planned": 0.0, "cautious": -1.0, "curious": 1.0}

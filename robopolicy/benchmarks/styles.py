@@ -19,11 +19,11 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, WorldSpec
 from robopolicy.data.record import record
 from robopolicy.data.restyle import restyled
 from robopolicy.evaluation.world_model import one_step, open_loop
-from robopolicy.training.fit import FitConfig
+from robopolicy.training.configuration import FitConfig
 from robopolicy.training.stages import fit_stages
 from sims.registry import make_world
+from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 from worldmodels.pixel_diffusion.model import PixelDiffusionModel
-from worldmodels.pixel_diffusion.networks import PixelDiffusionConfig
 
 CAMERA = "top"
 UNSEEN = 1000

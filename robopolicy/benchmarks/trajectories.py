@@ -22,13 +22,14 @@ from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.rl.offline.batches import Batch
 from robopolicy.rl.offline.td3_bc import Td3Bc, Td3BcConfig
-from robopolicy.training.fit import FitConfig
+from robopolicy.training.configuration import FitConfig
 from robopolicy.training.imagined_values import AgentController, Interface
 from robopolicy.training.stages import fit_stages
 from sims.registry import make_world
+from worldmodels.configuration import EnsembleConfig, TrajectoryConfig
 from worldmodels.data.transitions import TransitionData
-from worldmodels.ensemble import EnsembleConfig, EnsembleModel
-from worldmodels.trajectory_diffusion import TrajectoryConfig, TrajectoryDiffusion
+from worldmodels.ensemble import EnsembleModel
+from worldmodels.trajectory_diffusion import TrajectoryDiffusion
 
 TAUGHT_TASK = "reach_planar"
 EPISODES = 200

@@ -23,7 +23,8 @@ from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.image_quality import SSIM, UNITS
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import follow, open_loop
-from robopolicy.training.fit import FitConfig, fit
+from robopolicy.training.configuration import FitConfig
+from robopolicy.training.fit import fit
 from robopolicy.training.stages import fit_stages
 from sims.engine import MujocoWorld
 from sims.experts import NOISE_LEVELS, NoisyController

@@ -12,7 +12,8 @@ from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.doctor.findings import Finding, Health, element_names, listed, name_factor
 from robopolicy.doctor.images import IMAGES_DIR, image_check
-from robopolicy.nn.normalizer import CONSTANT_SCALE, NormalizationMode, Normalizer
+from robopolicy.nn.configuration import NormalizationMode
+from robopolicy.nn.normalizer import CONSTANT_SCALE, Normalizer
 from robopolicy.policies import DenoisingPolicy
 
 OUTSIDE = {NormalizationMode.MIN_MAX: 1.25, NormalizationMode.MEAN_STD: 3.5}

@@ -4,7 +4,6 @@ Actions are expected in [-1, 1] (what lies outside is clipped to it).
 """
 
 import math
-from enum import Enum
 
 import torch
 from einops import rearrange
@@ -12,13 +11,7 @@ from scipy.fft import dct
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
-
-
-class ActionTokens(Enum):
-    """bins: one token per action element; frequencies: one per kept frequency and action dimension."""
-
-    BINS = "bins"
-    FREQUENCIES = "frequencies"
+from robopolicy.nn.configuration import ActionTokens
 
 
 class BinTokenizer(nn.Module):

@@ -7,21 +7,13 @@ weights agree exactly.
 """
 
 import math
-from enum import Enum
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
-
-
-class DenoiserKind(Enum):
-    """Residual MLP (small chunks, fastest), transformer, or 1-D convolutional U-Net (long chunks)."""
-
-    MLP = "mlp"
-    TRANSFORMER = "transformer"
-    UNET = "unet"
+from robopolicy.nn.configuration import DenoiserKind
 
 
 class Denoiser(Protocol):

@@ -6,56 +6,18 @@ Used with three sets of numbers: trajectories (policy-guided diffusion), pixels 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.nn.configuration import EdmConfig
 
 Network = Callable[[Tensor, Tensor], Tensor]
 """(scaled input [N, ...], c_noise [N]) -> prediction [N, ...]; what it is conditioned on is bound before."""
 
 Guidance = Callable[[Tensor, float], Tensor]
 """(denoised data [N, ...], how much of the way is done in [0, 1]) -> what to add to it."""
-
-
-@dataclass(frozen=True)
-class EdmConfig:
-    """Diffusion's noise and sampler (EDM); by default the paper's training and a deterministic sampler."""
-
-    sigma_data: float = 0.5
-    """Standard deviation of the data."""
-    log_mean: float = -1.2
-    """Mean of the training noise's logarithm."""
-    log_std: float = 1.2
-    """Standard deviation of the training noise's logarithm."""
-    sigma_min: float = 0.002
-    """Lowest noise level of the sampler."""
-    sigma_max: float = 80.0
-    """Highest noise level of the sampler."""
-    rho: float = 7.0
-    """How its levels crowd towards the lowest."""
-    steps: int = 18
-    """How many there are."""
-    order: int = 2
-    """Of the sampler: 2 is Heun's method, 1 Euler's."""
-    churn: float = 0.0
-    """Noise that is added and taken out again on the way, 0 for none (an ODE)."""
-    churn_low: float = 0.0
-    """Lowest level at which that happens."""
-    churn_high: float = 1e6
-    """Highest level at which that happens."""
-    churn_noise: float = 1.003
-    """Standard deviation of that noise."""
-    offset_noise: float = 0.0
-    """Share of training noise that is one draw a channel (keeps frames from drifting in brightness)."""
-
-    def __post_init__(self):
-        if self.steps < 1 or self.order not in (1, 2):
-            raise ConfigError(f"EDM needs steps >= 1 and order 1 or 2, got {self.steps} and {self.order}.")
-        if not 0 < self.sigma_min < self.sigma_max:
-            raise ConfigError(f"EDM needs 0 < sigma_min < sigma_max, got {self.sigma_min} and {self.sigma_max}.")
 
 
 def levels(config: EdmConfig) -> Tensor:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from einops import rearrange
@@ -12,25 +11,8 @@ from torch.nn import functional
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, Field
-from robopolicy.nn.normalizer import NormalizationMode, Normalizer
-
-
-@dataclass(frozen=True)
-class ImageEncoderConfig:
-    """A small convolutional encoder, one a camera, made for images of about 64 pixels.
-
-    features: size of each frame's vector; channels: of the three convolutions; frozen: never trained;
-    random_shift: pixels of augmentation in training losses (DrQ, arXiv:2107.09645), 0 for none.
-    """
-
-    features: int = 64
-    """Size of each frame's vector."""
-    channels: tuple[int, int, int] = (32, 64, 64)
-    """Of the three convolutions."""
-    frozen: bool = False
-    """Never trained."""
-    random_shift: int = 0
-    """Pixels of augmentation in training losses (DrQ, arXiv:2107.09645), 0 for none."""
+from robopolicy.nn.configuration import ImageEncoderConfig, NormalizationMode
+from robopolicy.nn.normalizer import Normalizer
 
 
 class ImageEncoder(nn.Module):

@@ -1,23 +1,14 @@
 """Affine normalisation fitted on data; it is a module, so it travels inside the checkpoint that needs it."""
 
-from enum import Enum
-
 import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import DataError
 from robopolicy.core.spec import check_finite
+from robopolicy.nn.configuration import NormalizationMode
 
 CONSTANT_SCALE = 1e-4
 """A dimension whose scale is below this is constant: it is centred, never divided by nearly nothing."""
-
-
-class NormalizationMode(Enum):
-    """mean_std: zero mean, unit deviation; min_max: the data's range becomes [-1, 1]; identity: untouched."""
-
-    MEAN_STD = "mean_std"
-    MIN_MAX = "min_max"
-    IDENTITY = "identity"
 
 
 class Normalizer(nn.Module):

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, Field
+from robopolicy.nn.configuration import NormalizationMode
 from robopolicy.nn.encoders import module_name, shift_images
-from robopolicy.nn.normalizer import NormalizationMode, Normalizer
+from robopolicy.nn.normalizer import Normalizer
 
 
 class ObservationTokens(nn.Module):

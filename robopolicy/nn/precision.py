@@ -1,10 +1,8 @@
 """In which precision networks are run: bfloat16 where the hardware multiplies it."""
 
-from typing import Literal
-
 import torch
 
-Precision = Literal["auto", "float32", "bfloat16"]
+from robopolicy.nn.configuration import Precision
 
 
 def autocast(precision: Precision, device: torch.device) -> torch.autocast:

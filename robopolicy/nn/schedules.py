@@ -10,38 +10,12 @@ so a schedule is a table of (a, b, c, d, std) with one row a step, and training 
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
-
-
-class Prediction(Enum):
-    """What the denoiser predicts: the noise, the clean sample or the velocity (diffusion's v, flow's noise - data)."""
-
-    EPSILON = "epsilon"
-    SAMPLE = "sample"
-    VELOCITY = "velocity"
-
-
-class Spacing(Enum):
-    """Which training steps are sampled: trailing starts at the noisiest one, leading ends at the cleanest one."""
-
-    TRAILING = "trailing"
-    LEADING = "leading"
-
-
-class FlowNoise(Enum):
-    """ode: none; sde: Flow-GRPO's marginal-preserving noise; constant: the same bounded noise on every step; learned:
-    ReinFlow's, a network's function of observation and time within the bounds.
-    """
-
-    ODE = "ode"
-    SDE = "sde"
-    CONSTANT = "constant"
-    LEARNED = "learned"
+from robopolicy.nn.configuration import FlowNoise, Prediction, Spacing
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
-"""Policies: they act in worlds and score their own decisions."""
+"""Policies: they act in worlds and score their own decisions. What is here is imported when it is first used."""
 
-from robopolicy.policies.checkpoint import load_policy
-from robopolicy.policies.configuration import DenoisingPolicyConfig
-from robopolicy.policies.denoising import DenoisingPolicy, build_policy
-from robopolicy.policies.token.configuration import TokenConfig, TokenPolicyConfig
-from robopolicy.policies.token.policy import TokenPolicy, build_token_policy
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from robopolicy.policies.checkpoint import load_policy
+    from robopolicy.policies.configuration import DenoisingPolicyConfig
+    from robopolicy.policies.denoising import DenoisingPolicy, build_policy
+    from robopolicy.policies.token.configuration import TokenConfig, TokenPolicyConfig
+    from robopolicy.policies.token.policy import TokenPolicy, build_token_policy
 
 __all__ = [
     "DenoisingPolicy",
@@ -16,3 +20,20 @@ __all__ = [
     "build_token_policy",
     "load_policy",
 ]
+
+_MODULES = {
+    "DenoisingPolicy": "denoising",
+    "DenoisingPolicyConfig": "configuration",
+    "TokenConfig": "token.configuration",
+    "TokenPolicy": "token.policy",
+    "TokenPolicyConfig": "token.configuration",
+    "build_policy": "denoising",
+    "build_token_policy": "token.policy",
+    "load_policy": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

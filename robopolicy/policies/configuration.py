@@ -4,10 +4,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.nn.denoisers import DenoiserKind
-from robopolicy.nn.encoders import ImageEncoderConfig
-from robopolicy.nn.normalizer import NormalizationMode
-from robopolicy.nn.schedules import DiffusionSchedule, FlowNoise, FlowSchedule, Prediction, Spacing
+from robopolicy.nn.configuration import (
+    DenoiserKind,
+    FlowNoise,
+    ImageEncoderConfig,
+    NormalizationMode,
+    Prediction,
+    Spacing,
+)
 
 
 class PolicyKind(Enum):
@@ -137,25 +141,3 @@ class DenoisingPolicyConfig:
                 raise ConfigError(f"{name} is {value}: give a positive bound, or null for none.")
         if self.logp_clamp is not None and self.logp_clamp[0] >= self.logp_clamp[1]:
             raise ConfigError(f"logp_clamp is {self.logp_clamp}: the lower bound comes first.")
-
-
-def make_schedule(config: DenoisingPolicyConfig) -> DiffusionSchedule | FlowSchedule:
-    """Build the noise schedule that the configuration describes."""
-    if config.kind is PolicyKind.FLOW:
-        return FlowSchedule(
-            config.sampling_steps,
-            noise=config.flow_noise,
-            level=config.flow_noise_level,
-            bounds=config.flow_noise_bounds,
-            min_std=config.min_sampling_std,
-            clip=config.clip,
-        )
-    return DiffusionSchedule(
-        config.denoising_steps,
-        config.sampling_steps,
-        config.prediction,
-        eta=config.eta,
-        min_std=config.min_sampling_std,
-        clip=config.clip,
-        spacing=config.spacing,
-    )

@@ -17,19 +17,20 @@ from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.policy import Decision, Scores, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, check_finite, validate_observation
 from robopolicy.core.world import Rows
+from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.denoisers import make_denoiser
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.nn.noise import NoiseHead
 from robopolicy.nn.normalizer import Normalizer
-from robopolicy.nn.schedules import FlowNoise, Normal, truncated_noise
+from robopolicy.nn.schedules import Normal, truncated_noise
 from robopolicy.policies.configuration import (
     DenoisingPolicyConfig,
     Likelihood,
     LogpReduction,
     PolicyKind,
-    make_schedule,
 )
 from robopolicy.policies.matching import matching_latents, matching_loss
+from robopolicy.policies.schedule import make_schedule
 
 ACTION = "action"
 """LeRobot's key of the action in data passed to `fit_normalizers`."""

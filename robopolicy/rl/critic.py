@@ -9,7 +9,9 @@ from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import TASK, Field
-from robopolicy.nn.normalizer import NormalizationMode, Normalizer
+from robopolicy.core.vectors import StateVector
+from robopolicy.nn.configuration import NormalizationMode
+from robopolicy.nn.normalizer import Normalizer
 
 
 class StateFeatures(nn.Module):
@@ -23,7 +25,7 @@ class StateFeatures(nn.Module):
     def __init__(self, fields: Mapping[str, Field], history: int, instructions: tuple[str, ...] = ("",)):
         super().__init__()
         self.instructions = instructions
-        self.keys = [key for key, field in fields.items() if len(field.shape) == 1]
+        self.keys = [key for key in StateVector.of(fields).keys if len(fields[key].shape) == 1]
         if not self.keys:
             raise ConfigError(
                 f"A state critic needs a vector field, but the observation has only {', '.join(fields) or 'nothing'}: "

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from robopolicy.rl.ratios import RatioLevel
+from robopolicy.rl.ratio_level import RatioLevel
 
 PRESETS: dict[str, dict[str, Any]] = {
     "dppo": {"advantage": "gae", "credit": ("denoising_discount",), "coefficient": "ppo", "weight": "step_mean"},

@@ -1,33 +1,12 @@
 """Log-probability ratios between two policies, at the level of a step, an action, a decision or an episode."""
 
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-
-
-class RatioLevel(Enum):
-    """What one ratio is about, and whether the steps inside share the sum or the mean of their log-ratios.
-
-    step: every step by itself (PPO on tokens, DPPO); action: the tokens of one control step (Rank-GRPO); decision: the
-    whole chunk (ReinFlow, FPO); episode: everything (GSPO uses episode_mean).
-    """
-
-    STEP = "step"
-    ACTION_SUM = "action_sum"
-    ACTION_MEAN = "action_mean"
-    DECISION_SUM = "decision_sum"
-    DECISION_MEAN = "decision_mean"
-    EPISODE_SUM = "episode_sum"
-    EPISODE_MEAN = "episode_mean"
-
-    @property
-    def whole_episodes(self) -> bool:
-        """Whether minibatches must hold whole episodes."""
-        return self in (RatioLevel.EPISODE_SUM, RatioLevel.EPISODE_MEAN)
+from robopolicy.rl.ratio_level import RatioLevel
 
 
 class LogRatios(NamedTuple):

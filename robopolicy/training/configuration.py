@@ -1,9 +1,54 @@
-"""What can be set about fine-tuning, with the defaults that worked."""
+"""What can be set about pre-training and fine-tuning, with the defaults that worked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.rl.algorithm import AlgorithmConfig
+from robopolicy.rl.configuration import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """Regression defaults: AdamW, a linear warm-up, then a cosine."""
+
+    steps: int = 4000
+    """Training steps."""
+    learning_rate: float = 1e-3
+    """At its highest, after the warm-up."""
+    final_rate: float = 0.01
+    """What it falls to, as a share of itself."""
+    warmup: int = 100
+    """Steps over which it rises."""
+    weight_decay: float = 1e-6
+    """AdamW's."""
+    gradient_clip: float = 1.0
+    """Bound on the gradient's global norm."""
+    ema_decay: float = 0.995
+    """Of the moving average of the weights, which is what is kept; 0 switches it off."""
+    ema_power: float = 0.75
+    """How fast the average forgets its beginning: after step s the decay is at most 1 - (1 + s)^-power."""
+    log_every: int = 100
+    """Steps between logged losses."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints, from which a killed run goes on."""
+
+    def __post_init__(self):
+        if self.steps < 1 or self.log_every < 1 or self.checkpoint_every < 1:
+            raise ConfigError("steps, log_every and checkpoint_every must be at least 1.")
+        if not 0 <= self.ema_decay < 1:
+            raise ConfigError(f"ema_decay is {self.ema_decay}; it must be in [0, 1), where 0 switches it off.")
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """Behaviour-cloning defaults: samples per step, and how to fit them."""
+
+    batch_size: int = 256
+    """Samples a step."""
+    fit: FitConfig = field(default_factory=FitConfig)
+
+    def __post_init__(self):
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1.")
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
+from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.finetune import Evaluate
-from robopolicy.training.fit import FitConfig
-from robopolicy.training.pretrain import PretrainConfig, pretrain
+from robopolicy.training.pretrain import pretrain
 from robopolicy.training.stages import fit_stages
 from worldmodels import load_world_model, save_world_model
 

@@ -1,30 +1,16 @@
 """Behaviour cloning: fit a policy to the action chunks of episodes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import TASK, PolicySpec
-from robopolicy.training.fit import FitConfig, FitResult, fit
-
-
-@dataclass(frozen=True)
-class PretrainConfig:
-    """Behaviour-cloning defaults: samples per step, and how to fit them."""
-
-    batch_size: int = 256
-    """Samples a step."""
-    fit: FitConfig = field(default_factory=FitConfig)
-
-    def __post_init__(self):
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1.")
+from robopolicy.training.configuration import PretrainConfig
+from robopolicy.training.fit import FitResult, fit
 
 
 def pretrain(

@@ -5,7 +5,8 @@ from dataclasses import replace
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
-from robopolicy.training.fit import FitConfig, FitResult, fit
+from robopolicy.training.configuration import FitConfig
+from robopolicy.training.fit import FitResult, fit
 from worldmodels.protocol import Staged
 
 

@@ -24,8 +24,9 @@ from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.policies import TokenPolicy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.collection import start_pool
+from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations, demonstrate
-from robopolicy.training.finetune import FinetuneConfig, finetune
+from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 

@@ -23,7 +23,8 @@ from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.two_worlds import TwoWorlds
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.sections import ImaginationSection
-from robopolicy.training.finetune import FinetuneConfig, FinetuneResult, finetune
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.finetune import film, guidance_of, print_advice, summary

@@ -27,8 +27,9 @@ from robopolicy.policies import (
 )
 from robopolicy.policies.configuration import PolicyKind
 from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.fit import FitResult
-from robopolicy.training.pretrain import PretrainConfig, pretrain
+from robopolicy.training.pretrain import pretrain
 from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from worldmodels.joint import JointModel

@@ -10,9 +10,7 @@ import torch
 from robopolicy.core.policy import Decision
 from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.spec import Field
-from robopolicy.nn.denoisers import DenoiserKind
-from robopolicy.nn.encoders import ImageEncoderConfig
-from robopolicy.nn.schedules import FlowNoise, Prediction
+from robopolicy.nn.configuration import DenoiserKind, FlowNoise, ImageEncoderConfig, Prediction
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, build_policy, load_policy
 from robopolicy.policies.configuration import LogpReduction, PolicyKind
 

@@ -9,8 +9,8 @@ from robopolicy.cli import main
 from robopolicy.core.spec import STATE
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.policies import DenoisingPolicyConfig, build_policy
-from robopolicy.training.fit import FitConfig
-from robopolicy.training.pretrain import PretrainConfig, pretrain
+from robopolicy.training.configuration import FitConfig, PretrainConfig
+from robopolicy.training.pretrain import pretrain
 
 SMALL = ["world=reach_planar", "collect.episodes=12", "doctor.episodes=12"]
 

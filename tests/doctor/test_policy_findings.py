@@ -11,7 +11,7 @@ from robopolicy.core.policy import Decision
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, Field, PolicySpec
 from robopolicy.data.record import record
 from robopolicy.doctor import Health, examine_policy
-from robopolicy.nn.normalizer import NormalizationMode
+from robopolicy.nn.configuration import NormalizationMode
 from robopolicy.policies import DenoisingPolicyConfig, build_policy
 from sims.experts import NoisyController
 from sims.registry import load_task, make_world

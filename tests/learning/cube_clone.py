@@ -6,8 +6,8 @@ from robopolicy.data.record import record
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy, build_policy
-from robopolicy.training.fit import FitConfig
-from robopolicy.training.pretrain import PretrainConfig, pretrain
+from robopolicy.training.configuration import FitConfig, PretrainConfig
+from robopolicy.training.pretrain import pretrain
 from sims.experts import NoisyController
 from sims.registry import load_task, make_world
 

@@ -14,7 +14,8 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE
 from robopolicy.rl.advantages import group as group_advantages
 from robopolicy.rl.context import Context
-from robopolicy.training.finetune import FinetuneConfig, finetune
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import finetune
 from robopolicy.training.update import Learner
 
 LOCK = FinetuneConfig(

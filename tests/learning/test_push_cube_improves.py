@@ -12,14 +12,15 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, episode_seeds
 from robopolicy.data.record import record
 from robopolicy.rl.critic import state_critic
-from robopolicy.training.finetune import FinetuneConfig, finetune
-from robopolicy.training.fit import FitConfig
+from robopolicy.training.configuration import FinetuneConfig, FitConfig
+from robopolicy.training.finetune import finetune
 from robopolicy.training.stages import fit_stages
 from sims.experts import NOISE_LEVELS, NoisyController
 from sims.registry import load_task, make_world
-from worldmodels.ensemble import EnsembleConfig, EnsembleModel
+from worldmodels.configuration import EnsembleConfig, PlanConfig
+from worldmodels.ensemble import EnsembleModel
 from worldmodels.env import ImaginedWorld
-from worldmodels.planning import PlanConfig, PlannedPolicy
+from worldmodels.planning import PlannedPolicy
 from worldmodels.starts import recorded_starts
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.nn.denoisers import Denoiser, DenoiserKind, make_denoiser
+from robopolicy.nn.configuration import DenoiserKind
+from robopolicy.nn.denoisers import Denoiser, make_denoiser
 from robopolicy.nn.unet import UNetDenoiser
 
 P, A, D = 8, 3, 5

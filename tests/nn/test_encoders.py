@@ -5,7 +5,8 @@ import torch
 
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.spec import Field
-from robopolicy.nn.encoders import ImageEncoder, ImageEncoderConfig, ObservationEncoder, shift_images
+from robopolicy.nn.configuration import ImageEncoderConfig
+from robopolicy.nn.encoders import ImageEncoder, ObservationEncoder, shift_images
 
 STATE, CAMERA = "observation.state", "observation.images.front"
 FIELDS = {STATE: Field((3,)), CAMERA: Field((32, 32, 3), "uint8", 0, 255)}

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robopolicy.core.errors import DataError, NonFiniteError
-from robopolicy.nn.normalizer import NormalizationMode, Normalizer
+from robopolicy.nn.configuration import NormalizationMode
+from robopolicy.nn.normalizer import Normalizer
 
 
 def _samples(seed: int = 0) -> torch.Tensor:

@@ -6,15 +6,8 @@ import pytest
 import torch
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.nn.schedules import (
-    DiffusionSchedule,
-    FlowNoise,
-    FlowSchedule,
-    Normal,
-    Prediction,
-    Spacing,
-    truncated_noise,
-)
+from robopolicy.nn.configuration import FlowNoise, Prediction, Spacing
+from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, Normal, truncated_noise
 
 
 def _generator(seed: int = 0) -> torch.Generator:

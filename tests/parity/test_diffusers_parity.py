@@ -6,7 +6,8 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from robopolicy.nn.schedules import DiffusionSchedule, FlowNoise, FlowSchedule, Prediction, Spacing
+from robopolicy.nn.configuration import FlowNoise, Prediction, Spacing
+from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule
 
 NAMES = {Prediction.EPSILON: "epsilon", Prediction.SAMPLE: "sample", Prediction.VELOCITY: "v_prediction"}
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}

@@ -13,12 +13,13 @@ import torch
 from torch.distributions import Normal
 
 from robopolicy.policies import DenoisingPolicyConfig, build_policy
-from robopolicy.rl.algorithm import AlgorithmConfig, build_algorithm
+from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.collect import play, start_streams
+from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import Context
 from robopolicy.rl.objective import policy_loss
+from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import with_executed
-from robopolicy.training.finetune import FinetuneConfig
 from robopolicy.training.update import Learner
 from sims.registry import make_world
 

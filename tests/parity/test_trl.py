@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from robopolicy.rl.algorithm import AlgorithmConfig, build_algorithm
+from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.coefficients.ppo import ppo
+from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.objective import policy_loss
-from robopolicy.rl.ratios import RatioLevel, log_ratios
+from robopolicy.rl.ratio_level import RatioLevel
+from robopolicy.rl.ratios import log_ratios
 from robopolicy.rl.weights import constant_denominator, episode_mean, step_mean
 
 with warnings.catch_warnings():

@@ -8,8 +8,7 @@ import torch
 
 from robopolicy.core.errors import ConfigError, DataError, NonFiniteError, SpecError
 from robopolicy.core.spec import Field
-from robopolicy.nn.encoders import ImageEncoderConfig
-from robopolicy.nn.schedules import FlowNoise
+from robopolicy.nn.configuration import FlowNoise, ImageEncoderConfig
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, build_policy
 from robopolicy.policies.configuration import LogpReduction, PolicyKind
 

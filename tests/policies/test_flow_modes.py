@@ -9,12 +9,13 @@ import torch
 
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.randomness import episode_seeds
-from robopolicy.nn.schedules import FlowNoise
+from robopolicy.nn.configuration import FlowNoise
 from robopolicy.policies import build_policy, load_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.rl.critic import state_critic
-from robopolicy.rl.ratios import RatioLevel
-from robopolicy.training.finetune import FinetuneConfig, finetune
+from robopolicy.rl.ratio_level import RatioLevel
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import finetune
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from bandit_toys import ACTION, FIELDS, BanditWorld, mean_reward

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.spec import Field
-from robopolicy.nn.action_tokens import ActionTokens
+from robopolicy.nn.configuration import ActionTokens
 from robopolicy.nn.language import LanguageModel
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, build_token_policy, load_policy
 from robopolicy.policies.token.configuration import DecodeSchedule, TokenDecoding

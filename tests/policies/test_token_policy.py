@@ -12,8 +12,8 @@ from torch.nn import functional
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
 from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.spec import Field
-from robopolicy.evaluation.instructions import misinform
-from robopolicy.nn.action_tokens import ActionTokens
+from robopolicy.evaluation.instructions import with_instruction
+from robopolicy.nn.configuration import ActionTokens
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, build_token_policy, load_policy
 from robopolicy.policies.token.configuration import DecodeSchedule, TokenDecoding
 
@@ -312,9 +312,9 @@ def test_it_learns_to_listen():
         optimiser.step()
     right = policy.act(batch["observation"], generator(), deterministic=True).actions
     assert functional.mse_loss(right, actions) < 0.01
-    wrong = misinform(policy, "wrong", policy.instructions)
+    wrong = with_instruction(policy, "wrong", policy.instructions)
     assert (wrong.act(batch["observation"], generator(), deterministic=True).actions * actions).max() < 0
-    always = misinform(policy, "go left", policy.instructions)
+    always = with_instruction(policy, "go left", policy.instructions)
     assert (always.act(batch["observation"], generator(), deterministic=True).actions < 0).all()
     with pytest.raises(ConfigError, match="several instructions"):
-        misinform(policy, "wrong", ("go left",))
+        with_instruction(policy, "wrong", ("go left",))

@@ -15,7 +15,8 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.critic import state_critic
-from robopolicy.training.finetune import FinetuneConfig, finetune
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import finetune
 from robopolicy.training.update import Learner
 
 CONFIG = FinetuneConfig(

@@ -13,9 +13,10 @@ from robopolicy.core.run import RunFolder
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.coefficients import ppo as coefficients
 from robopolicy.rl.critic import Critic, state_critic
-from robopolicy.rl.ratios import RatioLevel
+from robopolicy.rl.ratio_level import RatioLevel
 from robopolicy.training import update
-from robopolicy.training.finetune import FinetuneConfig, FinetuneResult, finetune
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.state import load_trainer, save_trainer
 
 CONFIG = FinetuneConfig(

@@ -13,9 +13,10 @@ from robopolicy.policies import build_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.presets import PRESETS
-from robopolicy.rl.ratios import RatioLevel
+from robopolicy.rl.ratio_level import RatioLevel
 from robopolicy.rl.registry import Slot, mechanisms
-from robopolicy.training.finetune import FinetuneConfig, finetune
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.pretrain import regression_batches
 from sims.registry import load_task, make_world

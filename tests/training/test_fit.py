@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from robopolicy.core.errors import ConfigError, NonFiniteError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
-from robopolicy.training.fit import FitConfig, ema_decay_at, fit, learning_rate_at
+from robopolicy.training.configuration import FitConfig
+from robopolicy.training.fit import ema_decay_at, fit, learning_rate_at
 
 CONFIG = FitConfig(steps=60, learning_rate=0.2, warmup=5, ema_decay=0.8, log_every=10, checkpoint_every=20)
 

@@ -9,8 +9,8 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE
-from robopolicy.training.fit import FitConfig
-from robopolicy.training.pretrain import PretrainConfig, pretrain
+from robopolicy.training.configuration import FitConfig, PretrainConfig
+from robopolicy.training.pretrain import pretrain
 
 
 def _episodes() -> Episodes:

@@ -8,7 +8,8 @@ import torch
 from bandit_toys import BanditWorld, ChainPolicy, mean_reward
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.training.finetune import FinetuneConfig, finetune
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import finetune
 from robopolicy.training.props import sampling_error_loss
 
 CONFIG = FinetuneConfig(

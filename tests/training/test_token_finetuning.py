@@ -11,10 +11,11 @@ from robopolicy.policies import TokenConfig, TokenPolicyConfig, build_token_poli
 from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.presets import PRESETS
-from robopolicy.rl.ratios import RatioLevel
+from robopolicy.rl.ratio_level import RatioLevel
 from robopolicy.rl.registry import Slot, mechanisms
+from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import demonstrate
-from robopolicy.training.finetune import FinetuneConfig, finetune
+from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from sims.registry import load_task, make_world
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.nn.edm import EdmConfig, denoise, levels, loss, sample, training_noise
+from robopolicy.nn.configuration import EdmConfig
+from robopolicy.nn.edm import denoise, levels, loss, sample, training_noise
 
 MEAN, STD = 0.3, 0.5
 

@@ -12,10 +12,12 @@ from robopolicy.core.errors import CheckpointError, ConfigError, DataError, NonF
 from robopolicy.core.randomness import Generators, uniforms
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.evaluation.world_model import examine
-from robopolicy.training.fit import FitConfig, fit
+from robopolicy.training.configuration import FitConfig
+from robopolicy.training.fit import fit
 from worldmodels import load_world_model, save_world_model
+from worldmodels.configuration import EnsembleConfig
 from worldmodels.data.transitions import TransitionData
-from worldmodels.ensemble import EnsembleConfig, EnsembleModel
+from worldmodels.ensemble import EnsembleModel
 from worldmodels.env import PENALTY, ImaginedWorld, Truncation
 from worldmodels.protocol import Context
 from worldmodels.starts import context_at, keyframes, recorded_starts

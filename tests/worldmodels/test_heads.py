@@ -8,7 +8,8 @@ from point_world import recorded
 
 from robopolicy.core.randomness import Generators
 from robopolicy.evaluation.world_model import precision_recall
-from robopolicy.training.fit import FitConfig, fit
+from robopolicy.training.configuration import FitConfig
+from robopolicy.training.fit import fit
 from worldmodels.data.transitions import TransitionData
 from worldmodels.heads.calibration import calibrated_threshold, explains_as_well, quantiles_of
 from worldmodels.heads.latent import LatentHeads

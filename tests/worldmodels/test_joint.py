@@ -10,11 +10,13 @@ from point_world import GAIN, SPEC, recorded
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
-from robopolicy.nn.edm import EdmConfig
-from robopolicy.training.fit import FitConfig, fit
+from robopolicy.nn.configuration import EdmConfig
+from robopolicy.policies.joint_configuration import JointConfig
+from robopolicy.training.configuration import FitConfig
+from robopolicy.training.fit import fit
 from worldmodels import load_world_model, save_world_model
 from worldmodels.heads.value import returns_to_go
-from worldmodels.joint import ACTION, FUTURE, VALUE, JointConfig, JointModel
+from worldmodels.joint import ACTION, FUTURE, VALUE, JointModel
 
 CONFIG = JointConfig(chunk=1, width=32, depth=2, heads=2, batch_size=128, edm=EdmConfig(sigma_data=1.0, steps=6))
 

@@ -13,11 +13,13 @@ from robopolicy.core.errors import ConfigError, DataError, NonFiniteError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from robopolicy.evaluation.world_model import examine
-from robopolicy.training.fit import FitConfig
+from robopolicy.training.configuration import FitConfig
 from robopolicy.training.stages import fit_stages
-from worldmodels.images.readout import ReadoutConfig, to_frames, to_pixels
+from worldmodels.images.configuration import ReadoutConfig
+from worldmodels.images.readout import to_frames, to_pixels
+from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 from worldmodels.pixel_diffusion.model import PixelDiffusionModel
-from worldmodels.pixel_diffusion.networks import PixelDenoiser, PixelDiffusionConfig
+from worldmodels.pixel_diffusion.networks import PixelDenoiser
 from worldmodels.starts import context_at
 
 READOUT = ReadoutConfig(batch_size=64, imagined_steps=256, members=3)

@@ -10,7 +10,8 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
-from worldmodels.planning import PlanConfig, PlannedPolicy, majority_mean
+from worldmodels.configuration import PlanConfig
+from worldmodels.planning import PlannedPolicy, majority_mean
 from worldmodels.protocol import Imagined
 
 FIELD = {STATE: Field((1,))}

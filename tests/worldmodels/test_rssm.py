@@ -17,12 +17,13 @@ from robopolicy.core.errors import ConfigError, DataError, NonFiniteError
 from robopolicy.core.randomness import Generators, uniforms
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, WorldSpec
 from robopolicy.evaluation.world_model import examine, open_loop
-from robopolicy.training.fit import FitConfig, fit
+from robopolicy.training.configuration import FitConfig
+from robopolicy.training.fit import fit
 from worldmodels import load_world_model, save_world_model
 from worldmodels.env import ImaginedWorld
 from worldmodels.heads.two_hot import reward_bins, symexp, symlog, two_hot, two_hot_mean
 from worldmodels.protocol import Context
-from worldmodels.rssm.dynamics import RssmConfig
+from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.model import RssmModel
 from worldmodels.rssm.networks import balanced_divergence, draw, straight_through, unimixed
 from worldmodels.starts import context_at, recorded_starts

@@ -6,10 +6,11 @@ from point_world import GAIN, SPEC, recorded
 
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.randomness import Generators
-from robopolicy.nn.edm import EdmConfig
-from robopolicy.training.fit import FitConfig
+from robopolicy.nn.configuration import EdmConfig
+from robopolicy.training.configuration import FitConfig
 from robopolicy.training.stages import fit_stages
-from worldmodels.trajectory_diffusion import TrajectoryConfig, TrajectoryDiffusion, beginnings
+from worldmodels.configuration import TrajectoryConfig
+from worldmodels.trajectory_diffusion import TrajectoryDiffusion, beginnings
 
 CONFIG = TrajectoryConfig(length=8, width=32, depth=2, edm=EdmConfig(sigma_data=1.0, steps=12))
 

@@ -15,10 +15,10 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from robopolicy.evaluation.image_quality import SSIM, psnr
 from robopolicy.evaluation.world_model import examine, follow
-from robopolicy.training.fit import FitConfig
+from robopolicy.training.configuration import FitConfig
 from robopolicy.training.stages import fit_stages
 from worldmodels.env import Truncation
-from worldmodels.images.readout import ReadoutConfig
+from worldmodels.images.configuration import ReadoutConfig
 from worldmodels.protocol import Context
 from worldmodels.starts import context_at
 from worldmodels.video.configuration import VideoConfig

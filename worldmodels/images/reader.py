@@ -18,12 +18,14 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, WorldSpec
+from robopolicy.core.vectors import StateVector
 from worldmodels.data.sequences import SequenceData, Sequences
 from worldmodels.data.structure import StateStructure, register_structure, structure_of
 from worldmodels.data.transitions import PROGRESS, SUCCESS, progress_reward
 from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
 from worldmodels.heads.latent import THUMBNAIL, LatentSteps
-from worldmodels.images.readout import FrameReadout, ReadoutConfig, to_pixels
+from worldmodels.images.configuration import ReadoutConfig
+from worldmodels.images.readout import FrameReadout, to_pixels
 from worldmodels.protocol import Context, Imagined, Latent, draws_of
 from worldmodels.rssm.dynamics import BOUND
 from worldmodels.starts import context_at
@@ -45,7 +47,7 @@ Advance = Callable[[Latent, Tensor], tuple[Tensor, Tensor]]
 class FrameReader(nn.Module):
     """Fields, statistics and readout of a model of images.
 
-    spec: the world that is imitated; images, vectors: its fields by key; size: height and width of a frame, all
+    spec: the world that is imitated; images: its cameras' fields by key; state_vector: its vector fields; size: height and width of a frame, all
     cameras stacked in height. Raises ConfigError where there is no image, or cameras differ in width.
     """
 
@@ -73,10 +75,10 @@ class FrameReader(nn.Module):
         self.config, self.success_bonus = config, success_bonus
         self.spec = replace(spec, rewards=(PROGRESS, SUCCESS), history=1)
         self.images = {key: item for key, item in spec.observation.items() if key.startswith(IMAGE_PREFIX)}
-        self.vectors = {key: item for key, item in spec.observation.items() if key not in self.images}
+        self.state_vector = StateVector.of(spec)
         self.size = stacked_size(spec)
         register_structure(self, structure)
-        elements, actions = sum(field.size for field in self.vectors.values()), spec.action.size
+        elements, actions = self.state_vector.size, spec.action.size
         sizes = {"elements": elements, "actions": actions, "free": len(structure.free)}
         self.readout = FrameReadout(*self.size, depth=depth, hidden=hidden, members=config.members, **sizes)
         for name, size in (("state", elements), ("action", actions), ("change", elements), ("reward", 1)):
@@ -100,16 +102,15 @@ class FrameReader(nn.Module):
     @property
     def pose_size(self) -> int:
         """How many elements a pose has, at least one."""
-        return self.vectors[STATE].size if STATE in self.vectors else 1
+        fields = self.state_vector.fields
+        return fields[STATE].size if STATE in fields else 1
 
     def poses(self, states: Tensor) -> Tensor:
         """Return what the robot knows of itself, standardised, [..., P], of states [..., V]; one zero if nothing."""
-        begin = 0
-        for key, field in self.vectors.items():
-            if key == STATE:
-                return self.standard("state", states)[..., begin : begin + field.size]
-            begin += field.size
-        return states.new_zeros(*states.shape[:-1], 1)
+        place = self.state_vector.slices.get(STATE)
+        if place is None:
+            return states.new_zeros(*states.shape[:-1], 1)
+        return self.standard("state", states)[..., place]
 
     def batches(
         self, episodes: Episodes, generator: torch.Generator, imagine: ImagineFrames
@@ -259,11 +260,8 @@ class FrameReader(nn.Module):
         return torch.cat([frames[key] for key in self.images], -3)
 
     def vector(self, frames: Mapping[str, Tensor], index: int | slice) -> Tensor:
-        """Return the vector fields of frames `index`, key -> [N, T, *shape], one after the other, [N, ..., V]."""
-        found = [frames[key].flatten(2)[:, index].float() for key in self.vectors]
-        if not found:
-            return next(iter(frames.values())).flatten(2)[:, index, :0].float()
-        return torch.cat(found, -1)
+        """Return the state vectors [N, ..., V] of frames `index`, key -> [N, T, *shape]."""
+        return self.state_vector.pack({key: value[:, index] for key, value in frames.items()})
 
     def standard(self, name: str, value: Tensor) -> Tensor:
         """Return "state", "action" or "change" in standard deviations of the data, limited."""
@@ -272,11 +270,8 @@ class FrameReader(nn.Module):
 
     def _observation(self, state: Tensor, frame: Tensor) -> dict[str, Tensor]:
         """Return the observations of states [B, V] and stacked frames, key -> [B, *shape]."""
-        parts = state.split([field.size for field in self.vectors.values()], -1)
-        pairs = zip(self.vectors.items(), parts, strict=True)
-        observation = {key: part.reshape(len(state), *field.shape) for (key, field), part in pairs}
         views = frame.split([field.shape[0] for field in self.images.values()], -3)
-        observation |= dict(zip(self.images, views, strict=True))
+        observation = {**self.state_vector.unpack(state), **dict(zip(self.images, views, strict=True))}
         return {key: observation[key] for key in self.spec.observation}
 
 

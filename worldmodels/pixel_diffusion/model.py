@@ -30,7 +30,8 @@ from worldmodels.data.sequences import SequenceData
 from worldmodels.data.structure import StateStructure
 from worldmodels.images.model import ImageModel, PartStage
 from worldmodels.images.reader import FrameReader
-from worldmodels.pixel_diffusion.networks import PixelDenoiser, PixelDiffusionConfig
+from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
+from worldmodels.pixel_diffusion.networks import PixelDenoiser
 from worldmodels.protocol import Context, Imagined, Latent, Regression
 
 MEASURED = 2000

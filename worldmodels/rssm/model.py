@@ -28,6 +28,7 @@ from torch.nn import functional
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.vectors import StateVector
 from worldmodels.data.sequences import SequenceData, Sequences
 from worldmodels.data.statistics import read_statistics
 from worldmodels.data.structure import StateStructure, register_structure, structure_in, structure_of
@@ -35,7 +36,8 @@ from worldmodels.data.transitions import PROGRESS, SUCCESS, success_bonus
 from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
 from worldmodels.heads.latent import THUMBNAIL, HeadStage, LatentHeads, LatentSteps
 from worldmodels.protocol import Context, Imagined, Latent, Regression, draws_of
-from worldmodels.rssm.dynamics import BOUND, LatentDynamics, RssmConfig, Unrolled
+from worldmodels.rssm.configuration import RssmConfig
+from worldmodels.rssm.dynamics import BOUND, LatentDynamics, Unrolled
 from worldmodels.rssm.networks import balanced_divergence, draw
 
 HEAD_STEPS = 200_000
@@ -66,9 +68,9 @@ class RssmModel(nn.Module):
         self.config, self.success_bonus = config, success_bonus
         self._spec = replace(spec, rewards=(PROGRESS, SUCCESS), history=1)
         self.images = {key: item for key, item in spec.observation.items() if key.startswith(IMAGE_PREFIX)}
-        self.vectors = {key: item for key, item in spec.observation.items() if key not in self.images}
+        self.state_vector = StateVector.of(spec)
         register_structure(self, structure)
-        elements, actions = sum(field.size for field in self.vectors.values()), spec.action.size
+        elements, actions = self.state_vector.size, spec.action.size
         free = len(structure.free)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -202,12 +204,8 @@ class RssmModel(nn.Module):
         return _masked(total, known[:, chosen])
 
     def vector(self, frames: Mapping[str, Tensor]) -> Tensor:
-        """Return the standardised vector fields of frames, key -> [M, T, *shape], one after the other, [M, T, V]."""
-        shape = next(iter(frames.values())).shape[:2]
-        empty = torch.zeros(*shape, 0, device=self.spread.device)
-        return self._standard(
-            "state", torch.cat([empty, *(frames[key].flatten(2).float() for key in self.vectors)], -1)
-        )
+        """Return the standardised state vectors [M, T, V] of frames, key -> [M, T, *shape]."""
+        return self._standard("state", self.state_vector.pack(frames))
 
     def follow(self, state: Tensor, subsequence: Sequences, seen: Tensor, draws: Tensor) -> Unrolled:
         """Return the latents of subsequences with vectors `state` [M, T + 1, V]; see `LatentDynamics.unroll`."""
@@ -273,9 +271,8 @@ class RssmModel(nn.Module):
         device, rows = self.spread.device, len(seeds)
         arrays = {key: np.ascontiguousarray(context.observation[key]) for key in self._spec.observation}
         frames = {key: torch.from_numpy(value).to(device) for key, value in arrays.items()}
-        present = [frames[key][:, -1].flatten(1).float() for key in self.vectors]
         latent = {
-            "state": torch.cat([torch.zeros(rows, 0, device=device), *present], -1),
+            "state": self.state_vector.pack({key: value[:, -1] for key, value in frames.items()}),
             "seed": torch.from_numpy(np.asarray(seeds, dtype=np.int64)).to(device),
             "step": torch.zeros(rows, dtype=torch.int64, device=device),
         }
@@ -316,9 +313,7 @@ class RssmModel(nn.Module):
 
     def _observation(self, state: Tensor, summary: Tensor) -> dict[str, Tensor]:
         """Return the observations of states [B, V] and summaries [B, F], key -> [B, *shape]."""
-        parts = state.split([field.size for field in self.vectors.values()], -1)
-        pairs = zip(self.vectors.items(), parts, strict=True)
-        observation = {key: part.reshape(len(state), *field.shape) for (key, field), part in pairs}
+        observation = self.state_vector.unpack(state)
         for key in self.images:
             observation[key] = (255 * self.dynamics.image(key, summary)).round().to(torch.uint8)
         return {key: observation[key] for key in self._spec.observation}

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.nn.edm import EdmConfig
-from robopolicy.nn.precision import Precision
-from worldmodels.images.readout import ReadoutConfig
+from robopolicy.nn.configuration import EdmConfig, Precision
+from worldmodels.images.configuration import ReadoutConfig
 
 
 @dataclass(frozen=True)

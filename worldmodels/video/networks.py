@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.nn.configuration import Precision
 from robopolicy.nn.denoisers import TimeEmbedding
 from robopolicy.nn.edm import Network
-from robopolicy.nn.precision import Precision, autocast
+from robopolicy.nn.precision import autocast
 from worldmodels.video.configuration import VideoSize
 
 VISIBLE = 0.2

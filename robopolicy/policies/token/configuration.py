@@ -4,9 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.nn.action_tokens import ActionTokens
-from robopolicy.nn.encoders import ImageEncoderConfig
-from robopolicy.nn.normalizer import NormalizationMode
+from robopolicy.nn.configuration import ActionTokens, ImageEncoderConfig, NormalizationMode
 
 
 class TokenDecoding(Enum):

@@ -1,0 +1,118 @@
+"""What can be chosen about networks, normalisation and noise, with its defaults; imports nothing heavy."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from robopolicy.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ImageEncoderConfig:
+    """A small convolutional encoder, one a camera, made for images of about 64 pixels.
+
+    features: size of each frame's vector; channels: of the three convolutions; frozen: never trained;
+    random_shift: pixels of augmentation in training losses (DrQ, arXiv:2107.09645), 0 for none.
+    """
+
+    features: int = 64
+    """Size of each frame's vector."""
+    channels: tuple[int, int, int] = (32, 64, 64)
+    """Of the three convolutions."""
+    frozen: bool = False
+    """Never trained."""
+    random_shift: int = 0
+    """Pixels of augmentation in training losses (DrQ, arXiv:2107.09645), 0 for none."""
+
+
+class NormalizationMode(Enum):
+    """mean_std: zero mean, unit deviation; min_max: the data's range becomes [-1, 1]; identity: untouched."""
+
+    MEAN_STD = "mean_std"
+    MIN_MAX = "min_max"
+    IDENTITY = "identity"
+
+
+class ActionTokens(Enum):
+    """bins: one token per action element; frequencies: one per kept frequency and action dimension."""
+
+    BINS = "bins"
+    FREQUENCIES = "frequencies"
+
+
+class DenoiserKind(Enum):
+    """Residual MLP (small chunks, fastest), transformer, or 1-D convolutional U-Net (long chunks)."""
+
+    MLP = "mlp"
+    TRANSFORMER = "transformer"
+    UNET = "unet"
+
+
+class Prediction(Enum):
+    """What the denoiser predicts: the noise, the clean sample or the velocity (diffusion's v, flow's noise - data)."""
+
+    EPSILON = "epsilon"
+    SAMPLE = "sample"
+    VELOCITY = "velocity"
+
+
+class Spacing(Enum):
+    """Which training steps are sampled: trailing starts at the noisiest one, leading ends at the cleanest one."""
+
+    TRAILING = "trailing"
+    LEADING = "leading"
+
+
+class FlowNoise(Enum):
+    """ode: none; sde: Flow-GRPO's marginal-preserving noise; constant: the same bounded noise on every step; learned:
+    ReinFlow's, a network's function of observation and time within the bounds.
+    """
+
+    ODE = "ode"
+    SDE = "sde"
+    CONSTANT = "constant"
+    LEARNED = "learned"
+
+
+@dataclass(frozen=True)
+class EdmConfig:
+    """Diffusion's noise and sampler (EDM); by default the paper's training and a deterministic sampler."""
+
+    sigma_data: float = 0.5
+    """Standard deviation of the data."""
+    log_mean: float = -1.2
+    """Mean of the training noise's logarithm."""
+    log_std: float = 1.2
+    """Standard deviation of the training noise's logarithm."""
+    sigma_min: float = 0.002
+    """Lowest noise level of the sampler."""
+    sigma_max: float = 80.0
+    """Highest noise level of the sampler."""
+    rho: float = 7.0
+    """How its levels crowd towards the lowest."""
+    steps: int = 18
+    """How many there are."""
+    order: int = 2
+    """Of the sampler: 2 is Heun's method, 1 Euler's."""
+    churn: float = 0.0
+    """Noise that is added and taken out again on the way, 0 for none (an ODE)."""
+    churn_low: float = 0.0
+    """Lowest level at which that happens."""
+    churn_high: float = 1e6
+    """Highest level at which that happens."""
+    churn_noise: float = 1.003
+    """Standard deviation of that noise."""
+    offset_noise: float = 0.0
+    """Share of training noise that is one draw a channel (keeps frames from drifting in brightness)."""
+
+    def __post_init__(self):
+        if self.steps < 1 or self.order not in (1, 2):
+            raise ConfigError(f"EDM needs steps >= 1 and order 1 or 2, got {self.steps} and {self.order}.")
+        if not 0 < self.sigma_min < self.sigma_max:
+            raise ConfigError(f"EDM needs 0 < sigma_min < sigma_max, got {self.sigma_min} and {self.sigma_max}.")
+
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+AGGREGATES = ("mean", "lower_bound", "median", "majority")
+"""How the scores of several imagined futures become one."""

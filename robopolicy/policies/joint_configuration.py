@@ -1,0 +1,49 @@
+"""What can be set about the joint model of actions, futures and values."""
+
+from dataclasses import dataclass, field
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.nn.configuration import AGGREGATES, EdmConfig
+
+
+@dataclass(frozen=True)
+class JointConfig:
+    """A diffusion model that is policy, world model and value at once, and how it plans with itself."""
+
+    chunk: int = 4
+    """Actions of a decision."""
+    width: int = 64
+    """Of the transformer."""
+    depth: int = 3
+    """Its layers."""
+    heads: int = 4
+    """Its attention heads."""
+    batch_size: int = 256
+    """Decisions a training step."""
+    policy_share: float = 0.5
+    """Of a batch: decisions of successful episodes, from which it learns to act; the rest, split between world and
+    value, is of all episodes.
+    """
+    discount: float = 0.99
+    """Of the returns that values are, a control step."""
+    candidates: int = 8
+    """Actions that planning chooses from, 1 for none."""
+    futures: int = 2
+    """Futures imagined for each of them."""
+    values: int = 2
+    """Values imagined for each future."""
+    aggregate: str = "majority"
+    """How the values of a candidate become one score: mean, lower_bound, median, or majority, the mean of those on the
+    side where more of them are.
+    """
+    edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=6, order=1, sigma_max=20.0))
+
+    def __post_init__(self):
+        if min(self.chunk, self.width, self.depth, self.candidates, self.futures, self.values) < 1:
+            raise ConfigError("A joint model needs sizes and counts of at least 1.")
+        if self.width % self.heads:
+            raise ConfigError(f"A joint model's width {self.width} must be a multiple of its heads, {self.heads}.")
+        if not 0 < self.policy_share < 1:
+            raise ConfigError(f"policy_share {self.policy_share} must be in (0, 1).")
+        if self.aggregate not in AGGREGATES:
+            raise ConfigError(f"aggregate={self.aggregate} is not known: {', '.join(AGGREGATES)}.")

@@ -1,0 +1,63 @@
+"""Which mechanisms an algorithm is made of, with the defaults."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.rl.presets import PRESETS
+from robopolicy.rl.ratio_level import RatioLevel
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Which mechanisms: a preset, and per slot what replaces its choice (null: the preset's).
+
+    `robopolicy algorithms` lists everything.
+    """
+
+    algorithm: str = "dppo"
+    """Preset: ppo, dppo, grpo, gspo and many more."""
+    advantage: str | None = None
+    """How rewards become advantages."""
+    credit: tuple[str, ...] | None = None
+    """How a decision's advantage is shared out among its steps, and what modulates it."""
+    coefficient: str | None = None
+    """What a step's score is multiplied by in the loss: PPO's clipped ratio, DPO's, and so on."""
+    weight: str | None = None
+    """How the losses of steps are averaged."""
+    ratio_level: RatioLevel | None = None
+    """What one ratio is about: a step (PPO), an action, a decision (ReinFlow, FPO) or an episode (GSPO), and whether
+    the steps inside share the sum or the mean.
+    """
+    rewards: tuple[str, ...] | None = None
+    """What the policy is paid for, changed before advantages are made."""
+    selection: tuple[str, ...] | None = None
+    """Which of the played episodes it learns from."""
+    auxiliaries: tuple[str, ...] | None = None
+    """Losses on the side, such as bc, nearness to the base policy."""
+    controllers: tuple[str, ...] | None = None
+    """Settings that follow the diagnostics while training goes on."""
+    sampler: str | None = None
+    """Which starts are played next, out of the pool."""
+    allocator: str | None = None
+    """How many episodes every start gets."""
+    models: tuple[str, ...] | None = None
+    """What is learned beside the policy: process rewards, progress, action values."""
+    replay: str | None = None
+    """Episodes of earlier iterations that are learned from again."""
+    hint: str | None = None
+    """How far along a demonstration episodes begin."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Mechanism -> its options, such as finetune.options.grpo.epsilon=1e-6."""
+
+    def of(self, name: str, default: Any) -> Any:
+        """The choice for a slot: this configuration's, else the preset's, else `default`."""
+        value = getattr(self, name)
+        if value is not None:
+            return value
+        if self.algorithm not in PRESETS:
+            raise ConfigError(
+                f"finetune.algorithm={self.algorithm} is not known.{did_you_mean(self.algorithm, PRESETS)} "
+                f"There are {', '.join(PRESETS)}."
+            )
+        return PRESETS[self.algorithm].get(name, default)

@@ -1,0 +1,32 @@
+"""How vectors, reward and success are read off images, with the defaults."""
+
+from dataclasses import dataclass
+
+from robopolicy.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ReadoutConfig:
+    """How states, reward and success are read off frames."""
+
+    batch_size: int = 128
+    """Steps a training step."""
+    positive_share: float = 0.25
+    """Share of successes among them."""
+    imagined_steps: int = 2048
+    """Steps whose frames the finished model imagines."""
+    imagined_share: float = 0.25
+    """Their share of the batches."""
+    state_noise: float = 1.0
+    """It is given states that are off by about up to so many standard deviations of a step's change, and learns to mend
+    them.
+    """
+    members: int = 5
+    """Heads whose disagreement is the uncertainty."""
+
+    def __post_init__(self):
+        if min(self.batch_size, self.members, self.imagined_steps) < 1:
+            raise ConfigError("The readout's batch_size, members and imagined_steps must be at least 1.")
+        shares = self.positive_share, self.imagined_share
+        if min(shares) < 0 or max(shares) > 1:
+            raise ConfigError("positive_share and imagined_share are between 0 and 1.")
