@@ -15,15 +15,16 @@ from torch import Tensor
 
 from robopolicy.core.errors import DataError, did_you_mean
 from robopolicy.core.policy import TensorObservation
-from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, TASK, Field
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field
+from robopolicy.core.vectors import StateVector
 
 
 @dataclass(frozen=True)
 class Transitions:
     """Single steps for world models: state, next_state [n, S]; action [n, A]; reward [n]; terminated, success [n] bool.
 
-    state is `observation.state` followed by `observation.environment_state`; terminated: the task ended with this step
-    (a time limit does not count); success: the episode has succeeded by the end of this step; episode: [n] int64.
+    state: a `StateVector`; terminated: the task ended with this step (a time limit does not count); success: the
+    episode has succeeded by the end of this step; episode: [n] int64.
     reward, terminated and success are None where the data does not say.
     """
 
@@ -277,12 +278,18 @@ class Episodes:
             "action_valid": targets <= last,
         }
 
-    def transitions(self) -> Transitions:
-        """Return every step whose next observation is known, in order of time."""
-        keys = [key for key in (STATE, ENVIRONMENT_STATE) if key in self.observation]
-        if not keys:
-            raise DataError(f"Transitions need '{STATE}' or '{ENVIRONMENT_STATE}'; these episodes have only images.")
-        states = torch.cat([self.observation[key] for key in keys], -1)
+    def transitions(self, vector: StateVector | None = None) -> Transitions:
+        """Return every step whose next observation is known, in order of time.
+
+        vector: what its states are made of; None: all vector fields of the episodes. Raises DataError where there is
+        none, SpecError where the episodes lack a field of it.
+        """
+        vector = StateVector.of(self.observation_fields) if vector is None else vector
+        if not vector.size:
+            raise DataError(
+                "Transitions need vector fields such as observation.state; these episodes have only images."
+            )
+        states = vector.pack(self.observation)
         steps = torch.arange(self.step_count, device=self.device)
         episode, last = self.episode_of_step, torch.zeros(self.step_count, dtype=torch.bool, device=self.device)
         last[self.starts + self.lengths - 1] = True

@@ -11,7 +11,7 @@ import numpy as np
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import NonFiniteError
 from robopolicy.core.progress import progress
-from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import World
 from robopolicy.doctor.columns import explain_columns
 from robopolicy.doctor.explain import Explanation, Score, explain_exactly, explain_nearly, report
@@ -60,7 +60,7 @@ class Replayer:
         self.world, self.spec = world, world.spec
         self.seeds = np.resize(episodes.seeds[chosen].cpu().numpy(), world.batch_size)
         fields = self.spec.observation
-        self.keys = [key for key in fields if key in episodes.observation and not key.startswith(IMAGE_PREFIX)]
+        self.keys = [key for key in StateVector.of(fields).keys if key in episodes.observation]
         self.names = tuple(name for key in self.keys for name in element_names(fields[key], key))
         self.groups = np.repeat(np.arange(len(self.keys)), [fields[key].size for key in self.keys])
         columns = np.concatenate([episodes.observation[key].cpu().numpy() for key in self.keys], axis=-1)

@@ -19,7 +19,8 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, episode_seeds
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import IMAGE_PREFIX, Observation, WorldSpec
+from robopolicy.core.spec import Observation, WorldSpec
+from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Rows, World
 from robopolicy.rl.offline.batches import Batch, edge_of_reach, value_bound
 
@@ -73,16 +74,14 @@ class Interface:
     def __init__(self, spec: WorldSpec):
         if not (np.isfinite(spec.action.low).all() and np.isfinite(spec.action.high).all()):
             raise ConfigError(f"World '{spec.name}' has unbounded actions: agents with critics need a box.")
-        self.keys = [key for key in spec.observation if not key.startswith(IMAGE_PREFIX)]
+        self.vector = StateVector.of(spec)
         self.low = torch.as_tensor(np.broadcast_to(spec.action.low, spec.action.shape).copy(), dtype=torch.float32)
         self.high = torch.as_tensor(np.broadcast_to(spec.action.high, spec.action.shape).copy(), dtype=torch.float32)
-        self.size = sum(spec.observation[key].size for key in self.keys)
-        self.actions = spec.action.size
+        self.size, self.actions = self.vector.size, spec.action.size
 
     def state(self, observation: Observation) -> Tensor:
-        """Return the newest frame's vectors, [B, S]."""
-        frames = [np.asarray(observation[key][:, -1], dtype=np.float32) for key in self.keys]
-        return torch.from_numpy(np.concatenate([frame.reshape(len(frame), -1) for frame in frames], 1))
+        """Return the state vectors of the newest frame, [B, S]."""
+        return torch.from_numpy(self.vector.pack({key: observation[key][:, -1] for key in self.vector.keys}))
 
     def to_world(self, action: Tensor) -> np.ndarray:
         """Return actions in the world's units."""

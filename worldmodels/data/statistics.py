@@ -1,11 +1,14 @@
 """What models of vectors and images read off the data before they learn: structure, means and deviations."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
-from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec, check_finite
+from robopolicy.core.spec import Field, WorldSpec, check_finite
+from robopolicy.core.vectors import StateVector
 from worldmodels.data.structure import StateStructure, find_structure, no_structure
 from worldmodels.data.transitions import progress_reward
 
@@ -13,21 +16,13 @@ from worldmodels.data.transitions import progress_reward
 def read_statistics(spec: WorldSpec, episodes: Episodes) -> tuple[StateStructure, dict[str, tuple[Tensor, Tensor]]]:
     """Return the state's structure, and name -> (mean, standard deviation) of "state", "action", "change", "reward".
 
-    The state is all non-image fields, one after the other; change is the state's in one step. Raises DataError where
+    The state is the world's `StateVector`; change is the state's in one step. Raises DataError where
     the data's fields are not the world's, NonFiniteError where the data is not finite.
     """
-    wanted = {key: field.shape for key, field in spec.observation.items()}
-    given = {key: tuple(value.shape[1:]) for key, value in episodes.observation.items() if key in wanted}
-    if given != wanted or episodes.actions.shape[1:] != spec.action.shape:
-        raise DataError(
-            f"World '{spec.name}' shows {wanted} and takes actions {list(spec.action.shape)}, the episodes hold "
-            f"{given} and {list(episodes.actions.shape[1:])}: the data comes from another world."
-        )
-    vectors = {key: field for key, field in spec.observation.items() if not key.startswith(IMAGE_PREFIX)}
-    parts = [episodes.observation[key].flatten(1).float() for key in vectors]
-    state = torch.cat([torch.zeros(episodes.step_count + len(episodes), 0), *parts], -1)
+    require_fields(spec, spec.observation, episodes)
+    vector = StateVector.of(spec)
+    state = vector.pack(episodes.observation)
     frames = torch.arange(episodes.step_count) + episodes.episode_of_step
-    names = tuple(name for field in vectors.values() for name in (field.names or ("",) * field.size))
     values = {
         "state": state,
         "action": episodes.actions,
@@ -39,5 +34,16 @@ def read_statistics(spec: WorldSpec, episodes: Episodes) -> tuple[StateStructure
         check_finite(f"episodes: {name}", value)
         mean = value.mean(0)
         found[name] = mean, (value - mean).square().mean(0).sqrt().clamp_min(1e-6)
-    structure = find_structure(state[frames], state[frames + 1], names) if vectors else no_structure()
+    structure = find_structure(state[frames], state[frames + 1], vector.names) if vector.size else no_structure()
     return structure, found
+
+
+def require_fields(spec: WorldSpec, fields: Mapping[str, Field], episodes: Episodes) -> None:
+    """Raise DataError unless `episodes` hold `fields` of the world of `spec`, and its actions, in their shapes."""
+    wanted = {key: field.shape for key, field in fields.items()}
+    given = {key: tuple(value.shape[1:]) for key, value in episodes.observation.items() if key in wanted}
+    if given != wanted or episodes.actions.shape[1:] != spec.action.shape:
+        raise DataError(
+            f"World '{spec.name}' shows {wanted} and takes actions {list(spec.action.shape)}, the episodes hold "
+            f"{given} and {list(episodes.actions.shape[1:])}: the data comes from another world."
+        )

@@ -8,6 +8,7 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
 from robopolicy.core.spec import check_finite
+from robopolicy.core.vectors import StateVector
 
 SUCCESS = "success"
 """Name of the reward term that is paid for success."""
@@ -37,7 +38,7 @@ def success_bonus(episodes: Episodes) -> float:
 class TransitionData:
     """Control steps for training.
 
-    state, next_state: [N, S], the world's non-image fields one after the other; action: [N, A]; reward: [N], without
+    state, next_state: [N, S], the world's vector fields (`StateVector`); action: [N, A]; reward: [N], without
     the success bonus; success, terminated: [N] bool after the step.
     """
 
@@ -56,9 +57,12 @@ class TransitionData:
             check_finite(f"transitions: {name}", getattr(self, name))
 
     @staticmethod
-    def of(episodes: Episodes) -> "TransitionData":
-        """Return the steps of `episodes`; DataError where reward or success is missing."""
-        steps, reward = episodes.transitions(), progress_reward(episodes)
+    def of(episodes: Episodes, vector: StateVector | None = None) -> "TransitionData":
+        """Return the steps of `episodes`; DataError where reward or success is missing.
+
+        vector: what their states are made of; None: all vector fields of the episodes.
+        """
+        steps, reward = episodes.transitions(vector), progress_reward(episodes)
         if steps.success is None or steps.terminated is None:
             raise DataError("A world model learns success and the end of the task: this dataset records neither.")
         return TransitionData(steps.state, steps.action, steps.next_state, reward, steps.success, steps.terminated)

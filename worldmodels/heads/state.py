@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.vectors import StateVector
 from robopolicy.nn.members import Members
 from worldmodels.data.transitions import TransitionData
 from worldmodels.heads.calibration import calibrated_threshold, explains_as_well
@@ -37,9 +38,10 @@ class StepHeads(nn.Module):
     success_threshold: Tensor
     pays_potential: Tensor
 
-    def __init__(self, states: int, actions: int, width: int, bonus: float):
+    def __init__(self, state_vector: StateVector, actions: int, width: int, bonus: float):
         super().__init__()
-        self.bonus = bonus
+        self.state_vector, self.bonus = state_vector, bonus
+        states = state_vector.size
         self.reward = Members(1, 2 * states + actions, width, 2, 1)
         self.success = Members(1, states, width, 2, 1)
         self.potential = Members(1, states, width, 2, 1)
@@ -60,7 +62,7 @@ class StepHeads(nn.Module):
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
         """Yield what `loss` takes for ever; `generator` is all the state."""
-        data, device = TransitionData.of(episodes), self.state_mean.device
+        data, device = TransitionData.of(episodes, self.state_vector), self.state_mean.device
         won = data.success.nonzero()[:, 0]
         while True:
             rows = torch.randint(len(data), (BATCH,), generator=generator, device=generator.device).cpu()

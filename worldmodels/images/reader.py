@@ -47,8 +47,9 @@ Advance = Callable[[Latent, Tensor], tuple[Tensor, Tensor]]
 class FrameReader(nn.Module):
     """Fields, statistics and readout of a model of images.
 
-    spec: the world that is imitated; images: its cameras' fields by key; state_vector: its vector fields; size: height and width of a frame, all
-    cameras stacked in height. Raises ConfigError where there is no image, or cameras differ in width.
+    spec: the world that is imitated; images: its cameras' fields by key; state_vector: its vector fields; size: height
+    and width of a frame, all cameras stacked in height. Raises ConfigError where there is no image, or cameras differ
+    in width.
     """
 
     state_mean: Tensor

@@ -1,0 +1,122 @@
+"""`StateVector`: the vector fields of an observation as one vector, in one order everywhere.
+
+Worlds list their fields in any order, models and agents read one vector. The order of that vector is fixed here:
+`observation.state`, then `observation.environment_state`, then every other field but images as the spec lists them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import SpecError, did_you_mean
+from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, Field, PolicySpec, WorldSpec
+
+
+@dataclass(frozen=True)
+class StateVector:
+    """Which fields make up a vector of S elements, in its order; make one with `of`.
+
+    fields: key -> field of one frame, images left out.
+    """
+
+    fields: Mapping[str, Field]
+
+    @staticmethod
+    def of(described: "WorldSpec | PolicySpec | Mapping[str, Field]") -> "StateVector":
+        """Return the vector of a spec, or of fields by key; it has no elements where there are only images."""
+        given = described if isinstance(described, Mapping) else described.observation
+        vectors = {key: field for key, field in given.items() if not key.startswith(IMAGE_PREFIX)}
+        first = [key for key in (STATE, ENVIRONMENT_STATE) if key in vectors]
+        return StateVector({key: vectors[key] for key in (*first, *(key for key in vectors if key not in first))})
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the fields, in the vector's order."""
+        return tuple(self.fields)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Number of elements of each field."""
+        return [field.size for field in self.fields.values()]
+
+    @property
+    def size(self) -> int:
+        """Number of elements S."""
+        return sum(self.sizes)
+
+    @cached_property
+    def slices(self) -> dict[str, slice]:
+        """Return key -> where the field's elements are in the vector."""
+        ends = np.cumsum([0, *self.sizes]).tolist()
+        return {key: slice(ends[place], ends[place + 1]) for place, key in enumerate(self.fields)}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Name of every element [S]; empty where a field does not name its elements."""
+        return tuple(name for field in self.fields.values() for name in (field.names or ("",) * field.size))
+
+    @overload
+    def pack(self, observation: Mapping[str, np.ndarray]) -> np.ndarray: ...
+
+    @overload
+    def pack(self, observation: Mapping[str, Tensor] | Mapping[str, Tensor | list[str]]) -> Tensor: ...
+
+    def pack(self, observation: Mapping) -> np.ndarray | Tensor:
+        """Return the vectors [..., S], float32, of an observation, key -> [..., *shape]; numpy or torch, as given.
+
+        The leading axes (batch, history, time) are those of the fields and are kept. Keys beyond the vector's fields
+        are ignored. Raises SpecError where a field is missing or has another shape.
+        """
+        parts = [_flat(observation, key, field) for key, field in self.fields.items()]
+        if not parts:
+            return _empty(observation)
+        tensors = [part.float() for part in parts if isinstance(part, Tensor)]
+        if tensors:
+            return torch.cat(tensors, -1)
+        return np.concatenate([np.asarray(part, np.float32) for part in parts], -1)
+
+    @overload
+    def unpack(self, vector: np.ndarray) -> dict[str, np.ndarray]: ...
+
+    @overload
+    def unpack(self, vector: Tensor) -> dict[str, Tensor]: ...
+
+    def unpack(self, vector: np.ndarray | Tensor) -> Mapping[str, np.ndarray | Tensor]:
+        """Return the fields of vectors [..., S], key -> [..., *shape]: views of `vector` where that is possible.
+
+        Raises SpecError where the vectors have another number of elements.
+        """
+        if vector.shape[-1] != self.size:
+            raise SpecError(f"Vectors of {', '.join(self.keys)} have {self.size} elements, not {vector.shape[-1]}.")
+        return {
+            key: vector[..., self.slices[key]].reshape(*vector.shape[:-1], *field.shape)
+            for key, field in self.fields.items()
+        }
+
+
+def _flat(observation: Mapping, key: str, field: Field) -> np.ndarray | Tensor:
+    """Return a field of an observation with its own axes made one, [..., size]."""
+    if key not in observation:
+        raise SpecError(
+            f"The observation has no '{key}'; it has: {', '.join(observation)}.{did_you_mean(key, observation)}"
+        )
+    value = observation[key]
+    lead = value.ndim - len(field.shape)
+    if lead < 0 or tuple(value.shape[lead:]) != tuple(field.shape):
+        raise SpecError(f"'{key}' has shape {list(value.shape)}, which does not end in {list(field.shape)}.")
+    return value.reshape(*value.shape[:lead], field.size)
+
+
+def _empty(observation: Mapping) -> np.ndarray | Tensor:
+    """Return vectors without elements [..., 0], with the leading axes of the images [..., height, width, channels]."""
+    image = next((value for key, value in observation.items() if key.startswith(IMAGE_PREFIX)), None)
+    if image is None:
+        raise SpecError(f"The observation has neither vectors nor images: {', '.join(observation) or 'nothing'}.")
+    if isinstance(image, Tensor):
+        return torch.zeros(*image.shape[:-3], 0, device=image.device)
+    return np.zeros((*image.shape[:-3], 0), np.float32)
