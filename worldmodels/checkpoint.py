@@ -9,15 +9,9 @@ import torch
 
 from robopolicy.core.errors import CheckpointError, did_you_mean
 from robopolicy.core.spec import Field, WorldSpec
-from robopolicy.core.storage import (
-    load_tensors,
-    read_json,
-    recover_folder,
-    storage_errors,
-    write_folder_atomic,
-    write_json,
-)
+from robopolicy.core.storage import read_json, recover_folder, storage_errors, write_folder_atomic, write_json
 from robopolicy.core.structured import to_plain
+from robopolicy.core.tensors import load_tensors
 from worldmodels.protocol import LearnedModel
 
 FORMAT = 2

@@ -1,4 +1,7 @@
-"""Writing episodes as LeRobotDataset v3, through lerobot's own writer, so that every LeRobot tool reads them.
+"""Writing episodes as LeRobotDataset v3, so that every LeRobot tool reads them, all episodes at once.
+
+The files equal those of LeRobot's own writer feature by feature (the tests compare them), without importing it: that
+writer takes 50 ms and more an episode, one table and its statistics take less than 1 ms.
 
 Columns beside the observations and `action`: `next.reward` and one `next.reward.<term>` per term, `next.success`,
 `next.done` (last step of the episode), `next.terminated` (the task ended there; False at a time limit) and
@@ -7,21 +10,20 @@ shape, lie in `meta/robopolicy/`, which LeRobot ignores. `lerobot_reading` holds
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
-from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX
-from robopolicy.core.storage import save_tree, write_folder_atomic
+from robopolicy.core.storage import write_folder_atomic
+from robopolicy.core.tensors import save_tree
 from robopolicy.data.lerobot_reading import SIDECAR, read_dataset, read_information
+from robopolicy.data.lerobot_tables import write_tables
 
 __all__ = ["read_dataset", "write_dataset"]
 
@@ -57,71 +59,10 @@ def write_dataset(
 
 
 def _fill(target: Path, episodes: Episodes, features: dict[str, Any], before: Path | None) -> None:
-    from lerobot.configs.video import RGBEncoderConfig
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
-    target.rmdir()
-    longest = int(episodes.lengths.max())
-    options: dict[str, Any] = {
-        "repo_id": f"local/{target.name.strip('.')}",
-        "root": target,
-        "video_backend": "pyav",
-        "streaming_encoding": True,
-        "encoder_queue_maxsize": longest + 1,
-        "rgb_encoder": RGBEncoderConfig(vcodec="h264", pix_fmt="yuv444p", crf=10),
-    }
-    if before is None:
-        dataset = LeRobotDataset.create(
-            fps=max(1, round(episodes.fps)), features=features, metadata_buffer_size=1000, **options
-        )
-    else:
-        shutil.copytree(before, target)
-        dataset = LeRobotDataset.resume(**options)
-    png = any(feature["dtype"] == "image" for feature in dataset.features.values())
-    with _quiet_writer(skip_embedding=not png), progress("writing episodes", len(episodes)) as advance:
-        for episode in range(len(episodes)):
-            _save_episode(dataset, episodes, episode, features)
-            advance()
-        dataset.finalize()
+    if before is not None:
+        shutil.copytree(before, target, dirs_exist_ok=True)
+    write_tables(target, episodes, features, existing=before is not None)
     _save_sidecar(target, episodes, before)
-
-
-def _save_episode(dataset: Any, episodes: Episodes, episode: int, features: Mapping[str, Any]) -> None:
-    length, start = int(episodes.lengths[episode]), int(episodes.starts[episode])
-    columns = _columns(episodes, episode, start, length)
-    cameras = [key for key, feature in features.items() if feature["dtype"] in ("image", "video")]
-    if not cameras:
-        steps = np.arange(length)
-        own = {"frame_index": steps, "timestamp": (steps / dataset.fps).astype(np.float32), "index": steps}
-        own |= {"task_index": np.zeros(length, np.int64), "size": length}
-        own |= {"episode_index": dataset.num_episodes, "task": [episodes.tasks[episode]] * length}
-        dataset.save_episode(episode_data={**columns, **own})
-        return
-    for step in range(length):
-        dataset.add_frame({**{key: value[step] for key, value in columns.items()}, "task": episodes.tasks[episode]})
-    dataset.save_episode()
-
-
-def _columns(episodes: Episodes, episode: int, start: int, length: int) -> dict[str, np.ndarray]:
-    """Return the columns of one episode, each [L, *shape]."""
-    first = int(episodes.frame_starts[episode])
-    columns = {key: value[first : first + length] for key, value in episodes.observation.items()}
-    columns["action"] = episodes.actions[start : start + length]
-    done = torch.zeros(length, 1, dtype=torch.bool)
-    done[-1] = True
-    columns["next.done"] = done
-    reward = episodes.reward
-    if reward is not None and episodes.rewards is not None:
-        columns["next.reward"] = reward[start : start + length, None]
-        for name, values in episodes.rewards.items():
-            columns[f"next.reward.{name}"] = values[start : start + length, None]
-    if episodes.step_success is not None:
-        columns["next.success"] = episodes.step_success[start : start + length, None]
-    if episodes.terminated is not None:
-        columns["next.terminated"] = done & episodes.terminated[episode].cpu()
-    if episodes.seeds is not None:
-        columns["episode_seed"] = episodes.seeds[episode].repeat(length, 1)
-    return {key: value.cpu().numpy() for key, value in columns.items()}
 
 
 def _features(episodes: Episodes, images: str) -> dict[str, Any]:
@@ -195,28 +136,3 @@ def _joined(earlier: Episodes, tree: Mapping[str, Any]) -> dict[str, Any]:
         "lengths": torch.cat([earlier.lengths, tree["lengths"]]),
         "final_known": torch.cat([known, tree["final_known"]]),
     }
-
-
-@contextmanager
-def _quiet_writer(skip_embedding: bool) -> Iterator[None]:
-    """Keep the writers' own bars and banners (several lines an episode) off the terminal.
-
-    skip_embedding: leave out lerobot's walk over every row in search of image files to embed, which does nothing
-    and takes 70 % of the time where a dataset has no PNG columns.
-    """
-    import datasets
-    from av import logging as av_logging
-    from lerobot.datasets import dataset_writer
-
-    shown, embed = datasets.is_progress_bar_enabled(), dataset_writer.embed_images
-    datasets.disable_progress_bars()
-    av_logging.set_libav_level(av_logging.ERROR)
-    if skip_embedding:
-        dataset_writer.embed_images = lambda dataset: dataset
-    try:
-        yield
-    finally:
-        dataset_writer.embed_images = embed
-        av_logging.set_libav_level(av_logging.INFO)
-        if shown:
-            datasets.enable_progress_bars()

@@ -18,7 +18,8 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, DataError, did_you_mean
 from robopolicy.core.spec import IMAGE_PREFIX, Field
-from robopolicy.core.storage import load_tree, recover_folder
+from robopolicy.core.storage import recover_folder
+from robopolicy.core.tensors import load_tree
 
 SIDECAR = "meta/robopolicy"
 """Folder inside a dataset with what LeRobot's format has no place for."""

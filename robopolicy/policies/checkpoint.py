@@ -10,15 +10,9 @@ from safetensors.torch import save_file
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
 from robopolicy.core.policy import Policy
 from robopolicy.core.spec import Field
-from robopolicy.core.storage import (
-    load_tensors,
-    read_json,
-    recover_folder,
-    storage_errors,
-    write_folder_atomic,
-    write_json,
-)
+from robopolicy.core.storage import read_json, recover_folder, storage_errors, write_folder_atomic, write_json
 from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.tensors import load_tensors
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.token.checkpoint import TOKEN_POLICY, load_token_policy

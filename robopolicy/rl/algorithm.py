@@ -47,10 +47,6 @@ class Algorithm:
         needs = frozenset[Need]().union(*(entry.needs for entry in self.entries))
         return needs | {Need.WHOLE_EPISODES} if self.ratio_level.whole_episodes else needs
 
-    def credits_with(self, need: Need) -> bool:
-        """Whether a credit mechanism has this need, so that the trainer has to provide for it."""
-        return any(entry.slot is Slot.CREDIT and need in entry.needs for entry in self.entries)
-
     def check(self, have: frozenset[Need]) -> None:
         """Raise ConfigError naming the first mechanism that cannot work with what there is."""
         require(list(self.entries), have)
@@ -83,11 +79,12 @@ def build_algorithm(config: AlgorithmConfig) -> Algorithm:
     entries: list[Mechanism] = []
 
     def one(slot: Slot, name: str) -> Callable[..., Any]:
-        entries.append(find(slot, name))
-        return choose(slot, name, config.options.get(name))
+        entry = find(slot, name)
+        entries.append(entry)
+        return choose(slot, name, config.options.get(entry.name))
 
     def several(slot: Slot) -> dict[str, Callable[..., Any]]:
-        return {name: one(slot, name) for name in config.of(slot.value, ())}
+        return {find(slot, name).name: one(slot, name) for name in config.of(slot.value, ())}
 
     def maybe(slot: Slot) -> Callable[..., Any] | None:
         name = config.of(slot.value, None)
@@ -114,7 +111,7 @@ def build_algorithm(config: AlgorithmConfig) -> Algorithm:
     for name in config.options:
         if name not in used:
             raise ConfigError(
-                f"finetune.options.{name}: '{name}' is not part of this algorithm.{did_you_mean(name, used)} "
+                f"options.{name}: '{name}' is not part of this algorithm.{did_you_mean(name, used)} "
                 f"It uses {', '.join(sorted(used))}."
             )
     return algorithm

@@ -57,7 +57,7 @@ class AlgorithmConfig:
             return value
         if self.algorithm not in PRESETS:
             raise ConfigError(
-                f"finetune.algorithm={self.algorithm} is not known.{did_you_mean(self.algorithm, PRESETS)} "
+                f"algorithm={self.algorithm} is not known.{did_you_mean(self.algorithm, PRESETS)} "
                 f"There are {', '.join(PRESETS)}."
             )
         return PRESETS[self.algorithm].get(name, default)

@@ -2,18 +2,24 @@
 
 A mechanism's options are the keyword-only parameters of its function, so that its signature is its configuration.
 What it needs of steps or rollouts is declared beside its name; `require` turns a wrong combination into a clear error.
+Ours are read off our source files (`discovery`) and imported when used. Others come from installed packages (entry
+points `robopolicy.mechanisms`, modules that register on import) or by dotted path, "package.module:name".
 """
 
-import importlib
+import importlib.metadata
 import inspect
-import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, partial
 from typing import Any
 
 from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.registry import is_dotted, load_dotted
+from robopolicy.rl.discovery import declared
+
+GROUP = "robopolicy.mechanisms"
+"""Entry points of installed packages, each a module that registers its mechanisms when it is imported."""
 
 
 class Slot(Enum):
@@ -44,9 +50,8 @@ class Need(Enum):
     CATEGORICAL = "steps drawn from categorical distributions (a token policy)"
     GAUSSIAN = "steps drawn from Gaussians (a denoising policy)"
     MEANS = "the means of the behaviour's steps (a denoising policy, which then keeps them)"
+    FINISHES = "a policy that can complete a half-made decision without noise (a denoising policy)"
     CRITIC = "a critic"
-    STATE_KEY = "keys of visited states"
-    TREE = "episodes that branch off one another"
     IMAGES = "camera images in the observation"
     INSTRUCTIONS = "a world with several instructions"
     TEACHER = "a teacher (finetune.teacher=CHECKPOINT)"
@@ -56,77 +61,81 @@ class Need(Enum):
     BASE = "the base policy, frozen"
     IMPLICIT = "a model that rewards every step (finetune.models=[prime] or [oprl])"
     VALUES = "a model of action values (finetune.models=[q_ensemble])"
+    ENTROPY = "the entropy of every step under the policy that acted"
+    BLACKOUT_SCORES = "scores of the same steps with patches of the camera images made black (cameras)"
+    CONTRAST_SCORES = "scores of the same steps under another instruction (a world with several instructions)"
+    TEACHER_SCORES = "the teacher's scores of the same steps (a teacher of the policy's kind: finetune.teacher)"
     EXPERTS = "recorded episodes of experts (finetune.experts=[DATASET])"
     DEMONSTRATIONS = "demonstrated states to begin from (finetune.starts=N and a world with an expert and snapshots)"
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One entry. function: as its slot says; source: paper or project; needs, gives: what it cannot do without and what
-    others need that it provides.
+    """One entry. path: "package.module:Name" of what its slot says; source: paper or project; needs, gives: what it
+    cannot do without and what others need that it provides; text: its docstring; options: with their defaults.
     """
 
     slot: Slot
     name: str
-    function: Callable[..., Any]
-    source: str
-    needs: frozenset[Need]
+    path: str
+    source: str = ""
+    needs: frozenset[Need] = frozenset()
     gives: frozenset[Need] = frozenset()
+    text: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function or class itself; its module is imported now."""
+        found = _functions.get(self.path)
+        return load_dotted(self.path, "Mechanism") if found is None else found
 
     @property
     def line(self) -> str:
         """The first sentence of its docstring."""
-        return " ".join((self.function.__doc__ or "").strip().split("\n\n")[0].split())
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Its options with their defaults."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return {item.name: item.default for item in parameters if item.kind is inspect.Parameter.KEYWORD_ONLY}
+        return " ".join(self.text.split("\n\n")[0].split())
 
 
-_MECHANISMS: dict[tuple[Slot, str], Mechanism] = {}
+_registered: dict[tuple[Slot, str], Mechanism] = {}
+_functions: dict[str, Callable[..., Any]] = {}
+"""Path -> what was registered on import."""
 
 
 def mechanism[F: Callable[..., Any]](
     slot: Slot, name: str, *, source: str = "", needs: tuple[Need, ...] = (), gives: tuple[Need, ...] = ()
 ) -> Callable[[F], F]:
-    """Register a function (or a class, whose instances have state) in a slot."""
+    """Register a function (or a class, whose instances have state) in a slot; ValueError where the name is taken."""
 
     def register(function: F) -> F:
-        if (slot, name) in _MECHANISMS:
-            raise ValueError(f"Two mechanisms are called {slot.value} '{name}'.")
-        _MECHANISMS[slot, name] = Mechanism(slot, name, function, source, frozenset(needs), frozenset(gives))
+        entry = _described(slot, name, function, _path_of(function), source, frozenset(needs), frozenset(gives))
+        known = _ours().get((slot, name), _registered.get((slot, name)))
+        if known is not None and known.path != entry.path:
+            raise ValueError(f"Two mechanisms are called {slot.value} '{name}': {known.path} and {entry.path}.")
+        _registered[slot, name], _functions[entry.path] = entry, function
         return function
 
     return register
 
 
-@cache
-def discover() -> None:
-    """Import every module of `robopolicy.rl`, so that the mechanisms in them register."""
-    package = importlib.import_module("robopolicy.rl")
-    for module in pkgutil.walk_packages(package.__path__, "robopolicy.rl."):
-        importlib.import_module(module.name)
-
-
 def mechanisms(slot: Slot | None = None) -> list[Mechanism]:
     """Return all mechanisms, or those of one slot, by slot and name."""
-    discover()
+    _import_installed()
     order = list(Slot)
-    chosen = [entry for entry in _MECHANISMS.values() if slot in (None, entry.slot)]
+    chosen = [entry for entry in {**_registered, **_ours()}.values() if slot in (None, entry.slot)]
     return sorted(chosen, key=lambda entry: (order.index(entry.slot), entry.name))
 
 
 def find(slot: Slot, name: str) -> Mechanism:
-    """Return the mechanism, or raise ConfigError with the nearest name."""
-    known = [entry.name for entry in mechanisms(slot)]
+    """Return the mechanism of this name or dotted path, or raise ConfigError with the nearest name."""
+    if is_dotted(name):
+        return _at(slot, name)
+    known = {entry.name: entry for entry in mechanisms(slot)}
     if name not in known:
         raise ConfigError(
-            f"finetune.{slot.value}: there is no mechanism '{name}'.{did_you_mean(name, known)} "
-            "'robopolicy algorithms' lists them."
+            f"{slot.value}: there is no mechanism '{name}'.{did_you_mean(name, known)} "
+            "'robopolicy algorithms' lists them; your own is named by its dotted path, package.module:name."
         )
-    return _MECHANISMS[slot, name]
+    return known[name]
 
 
 def choose(slot: Slot, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -138,9 +147,60 @@ def choose(slot: Slot, name: str, options: Mapping[str, Any] | None = None) -> C
     for option in options or {}:
         if option not in entry.options:
             raise ConfigError(
-                f"finetune.options.{name}.{option}: '{name}' has no such option.{did_you_mean(option, entry.options)}"
+                f"options.{entry.name}.{option}: '{entry.name}' has no such option."
+                f"{did_you_mean(option, entry.options)}"
             )
     return partial(entry.function, **(options or {}))
+
+
+def _described(
+    slot: Slot,
+    name: str,
+    function: Callable[..., Any],
+    path: str,
+    source: str = "",
+    needs: frozenset[Need] = frozenset(),
+    gives: frozenset[Need] = frozenset(),
+) -> Mechanism:
+    parameters = inspect.signature(function).parameters.values()
+    options = {item.name: item.default for item in parameters if item.kind is inspect.Parameter.KEYWORD_ONLY}
+    return Mechanism(slot, name, path, source, needs, gives, inspect.getdoc(function) or "", options)
+
+
+def _path_of(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}:{getattr(function, '__qualname__', '')}"
+
+
+@cache
+def _ours() -> dict[tuple[Slot, str], Mechanism]:
+    """Return what our own source files declare; ValueError where one name comes twice in a slot."""
+    found: dict[tuple[Slot, str], Mechanism] = {}
+    for item in declared():
+        key = Slot[item.slot], item.name
+        if key in found:
+            raise ValueError(f"Two mechanisms are called {key[0].value} '{item.name}'.")
+        needs, gives = (frozenset(Need[name] for name in names) for names in (item.needs, item.gives))
+        found[key] = Mechanism(*key, item.path, item.source, needs, gives, item.text, item.options)
+    return found
+
+
+@cache
+def _import_installed() -> None:
+    """Import the modules that other packages offer under the entry points, so that what is in them registers."""
+    for point in importlib.metadata.entry_points(group=GROUP):
+        load_dotted(point.value if point.attr else f"{point.module}:__name__", "Mechanism")
+
+
+def _at(slot: Slot, path: str) -> Mechanism:
+    """Return what lies at a dotted path: as its decorator declares it, or a plain function by its own name."""
+    function = load_dotted(path, f"Mechanism for {slot.value}")
+    if not callable(function):
+        raise ConfigError(f"{slot.value}: '{path}' is {function!r}, not a function or class.")
+    decorated = [entry for entry in {**_registered, **_ours()}.values() if entry.path == _path_of(function)]
+    if decorated and slot not in {entry.slot for entry in decorated}:
+        raise ConfigError(f"{slot.value}: '{path}' is a mechanism for {decorated[0].slot.value}.")
+    plain = _described(slot, path.rpartition(":")[2].rpartition(".")[2], function, path)
+    return next((entry for entry in decorated if entry.slot is slot), plain)
 
 
 def require(entries: list[Mechanism], have: frozenset[Need]) -> None:

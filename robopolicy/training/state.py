@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError
-from robopolicy.core.storage import Tree, load_tree, recover_folder, save_tree, write_folder_atomic
+from robopolicy.core.storage import recover_folder, write_folder_atomic
+from robopolicy.core.tensors import Tree, load_tree, save_tree
 
 _NAME = "trainer"
 

@@ -4,7 +4,6 @@
 slots with finetune.advantage=NAME, finetune.credit=[NAME,NAME]; set options with finetune.options.NAME.OPTION=VALUE.
 """
 
-import inspect
 from typing import Any
 
 from rich.markup import escape
@@ -64,7 +63,7 @@ def show_slot(slot: Slot, entries: list[Mechanism]) -> None:
 
 def explain(entry: Mechanism) -> None:
     """Print one mechanism's full text and options."""
-    output.print(f"[bold]{entry.slot.value} {entry.name}[/]\n{escape(inspect.getdoc(entry.function) or '')}")
+    output.print(f"[bold]{entry.slot.value} {entry.name}[/]\n{escape(entry.text)}")
     for option, default in entry.options.items():
         output.print(f"  finetune.options.{entry.name}.{option}={default}", markup=False)
     for need in sorted(entry.needs, key=lambda item: item.name):

@@ -7,15 +7,8 @@ import torch
 
 from robopolicy.core.errors import CheckpointError, StorageError
 from robopolicy.core.run import RunFolder
-from robopolicy.core.storage import (
-    load_tree,
-    read_json,
-    recover_folder,
-    save_tree,
-    write_atomic,
-    write_folder_atomic,
-    write_json,
-)
+from robopolicy.core.storage import read_json, recover_folder, write_atomic, write_folder_atomic, write_json
+from robopolicy.core.tensors import load_tree, save_tree
 
 
 def test_trees_round_trip(tmp_path):

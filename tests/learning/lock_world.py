@@ -12,7 +12,8 @@ from torch import nn
 from robopolicy.core.policy import Decision, Scores
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
-from robopolicy.core.storage import save_tree, write_folder_atomic
+from robopolicy.core.storage import write_folder_atomic
+from robopolicy.core.tensors import save_tree
 from robopolicy.core.world import Snapshot, Step
 
 LONGEST = 8

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from robopolicy.core.policy import Decision, Scores
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import STATE, TASK, Field, PolicySpec, WorldSpec
-from robopolicy.core.storage import load_tree, save_tree, write_folder_atomic
+from robopolicy.core.storage import write_folder_atomic
+from robopolicy.core.tensors import load_tree, save_tree
 from robopolicy.core.world import Step
 
 FIELDS = {STATE: Field((2,))}

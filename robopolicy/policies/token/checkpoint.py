@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.spec import Field
-from robopolicy.core.storage import load_tensors, storage_errors, write_folder_atomic, write_json
+from robopolicy.core.storage import storage_errors, write_folder_atomic, write_json
 from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.tensors import load_tensors
 from robopolicy.nn.language import WordTokenizer, described_backbone, load_pretrained_tokenizer
 from robopolicy.policies.token.configuration import TokenPolicyConfig
 from robopolicy.policies.token.policy import TokenPolicy
