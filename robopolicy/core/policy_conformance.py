@@ -1,24 +1,107 @@
-"""`check_policy`: every promise of the `Policy` protocol that can be tested from outside, on any policy."""
+"""`check_policy`: every promise of the policy protocols that can be tested from outside, level by level.
 
+A policy that acts is evaluated, served and ranked; one that also scores its decisions can be compared with another on
+them; one that also learns is trained and fine-tuned (see `robopolicy.core.policy`).
+"""
+
+import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import NonFiniteError, RobopolicyError, SpecError
-from robopolicy.core.policy import Decision, Policy, TensorObservation
+from robopolicy.core.policy import Decision, Policy, ScoredPolicy, TensorObservation, Trainable, lacking
 from robopolicy.core.spec import TASK, PolicySpec
 
 TOLERANCE = 1e-5
 
 
+class Level(IntEnum):
+    """How much of the protocols a policy keeps; a higher level has everything of the lower ones."""
+
+    ACTS = 1
+    SCORES = 2
+    TRAINS = 3
+
+
+PROTOCOLS: dict[Level, type] = {Level.ACTS: Policy, Level.SCORES: ScoredPolicy, Level.TRAINS: Trainable}
+ALLOWS: dict[Level, str] = {
+    Level.ACTS: "evaluate, record, collect, serve, drive and rank it; imitate it as a teacher",
+    Level.SCORES: "compare log-probabilities of recorded decisions with it: a teacher or base of the same steps",
+    Level.TRAINS: "train it on demonstrations; finetune it in simulators, world models and on recorded data",
+}
+"""What can be done with a policy of a level, beside what the lower ones allow."""
+
+
+@dataclass(frozen=True)
+class PolicyReport:
+    """What `check_policy` found: the level that the policy keeps, and what it lacks for the next one."""
+
+    level: Level
+    lacks: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return one line a level: whether it is kept, and what it allows or what is missing."""
+        found = []
+        for level in Level:
+            if level <= self.level:
+                found.append(f"{level.name.lower()}: yes. You can {ALLOWS[level]}.")
+            elif level == self.level + 1:
+                found.append(f"{level.name.lower()}: no, it lacks {', '.join(self.lacks)}.")
+            else:
+                found.append(f"{level.name.lower()}: no.")
+        return found
+
+
+def check_policy(
+    policy: Policy,
+    load: Callable[[Path], Policy] | None = None,
+    *,
+    level: Level | None = None,
+    batch: int = 6,
+    device: torch.device | str = "cpu",
+) -> PolicyReport:
+    """Check `policy` up to `level`, None for as far as it has the methods; return the level that it keeps.
+
+    acts: shapes, types, ranges and finiteness of decisions; equal generators give equal decisions after a reset, and
+    nothing draws from global randomness; observations stay untouched; bad ones raise SpecError or NonFiniteError.
+    scores: `log_prob` gives `act`'s log-probabilities to 1e-5 and treats rows apart; other generators decide otherwise.
+    trains: scores have gradients; train and eval mode act alike; `loss` is finite, per sample, repeatable and moves the
+    weights; a copy prepared for fine-tuning conforms, moves by a step of its optimiser, leaves the policy it came from
+    alone, and comes back through `state_dict`. Given `load`, a saved policy decides bitwise alike.
+    The policy itself is not changed. Raises AssertionError naming the first promise that is broken, or what `level`
+    asks for and the policy lacks.
+    """
+    name = type(policy).__name__
+    missing = lacking(policy, Policy)
+    assert not missing, f"{name} lacks a method of the Policy protocol: {', '.join(missing)}"
+    reached = max(item for item in Level if not lacking(policy, PROTOCOLS[item]))
+    lacks = () if reached is Level.TRAINS else lacking(policy, PROTOCOLS[Level(reached + 1)])
+    if level is not None and level > reached:
+        wanted = ", ".join(lacking(policy, PROTOCOLS[level]))
+        raise AssertionError(f"{name} {reached.name.lower()}; for the level {level.name.lower()} it lacks {wanted}")
+    reached = reached if level is None else level
+    observation = example_observation(policy.spec, batch, torch.Generator().manual_seed(0), device)
+    scored = cast(ScoredPolicy, policy) if reached >= Level.SCORES else None
+    _check_acting(policy, scored, observation)
+    if reached >= Level.TRAINS:
+        _check_training(cast(Trainable, policy), observation)
+    if load is not None:
+        assert hasattr(policy, "save"), f"{name} has no save, so that it cannot be loaded"
+        _check_round_trip(cast(Trainable, policy), observation, load)
+    return PolicyReport(reached, lacks)
+
+
 def example_observation(
     spec: PolicySpec, batch: int, generator: torch.Generator, device: torch.device | str = "cpu"
 ) -> TensorObservation:
-    """Return a random observation that fits `spec`: floats uniform in the field's range within [-1, 1]."""
+    """Return a random observation [batch, H, ...] that fits `spec`: floats uniform in each field's range in [-1, 1]."""
     observation: TensorObservation = {TASK: [spec.instructions[row % len(spec.instructions)] for row in range(batch)]}
     for key, field in spec.observation.items():
         shape = (batch, spec.history, *field.shape)
@@ -32,32 +115,8 @@ def example_observation(
     return observation
 
 
-def check_policy(
-    policy: Policy,
-    load: Callable[[Path], Policy] | None = None,
-    *,
-    batch: int = 6,
-    device: torch.device | str = "cpu",
-) -> None:
-    """Raise AssertionError naming the first promise of `Policy` that `policy` breaks.
-
-    Checked: shapes, types, ranges and finiteness of decisions; equal generators give equal decisions and nothing draws
-    from global randomness; `evaluate` gives `act`'s log-probabilities to 1e-5, treats rows apart, and has gradients;
-    train and eval mode agree; observations stay untouched; bad observations raise SpecError or NonFiniteError; and,
-    given `load`, a saved policy decides bitwise alike.
-    """
-    assert isinstance(policy, Policy), f"{type(policy).__name__} lacks a method of the Policy protocol"
-    observation = example_observation(policy.spec, batch, torch.Generator().manual_seed(0), device)
-    for deterministic in (False, True):
-        _check_decision(policy, observation, deterministic)
-    _check_scores(policy, observation)
-    _check_modes(policy, observation)
-    _check_errors(policy, observation)
-    if load is not None:
-        _check_round_trip(policy, observation, load)
-
-
 def _act(policy: Policy, observation: TensorObservation, seed: int = 1, deterministic: bool = False) -> Decision:
+    policy.reset()
     return policy.act(observation, torch.Generator().manual_seed(seed), deterministic=deterministic)
 
 
@@ -74,6 +133,17 @@ def _copy(observation: TensorObservation) -> TensorObservation:
     return {key: value.clone() if isinstance(value, Tensor) else list(value) for key, value in observation.items()}
 
 
+def _check_acting(policy: Policy, scored: ScoredPolicy | None, observation: TensorObservation) -> None:
+    """Check what acts and, given `scored`, the same policy, what scores."""
+    for deterministic in (False, True):
+        _check_decision(policy, observation, deterministic)
+        if scored is not None:
+            _check_choices(scored, observation, deterministic)
+    if scored is not None:
+        _check_scores(scored, observation)
+    _check_errors(policy, observation)
+
+
 def _check_decision(policy: Policy, observation: TensorObservation, deterministic: bool) -> None:
     spec = policy.spec
     how = f"act(deterministic={deterministic})"
@@ -82,67 +152,59 @@ def _check_decision(policy: Policy, observation: TensorObservation, deterministi
     before, random_state = _copy(observation), torch.get_rng_state()
     decision = _act(policy, observation, deterministic=deterministic)
     assert torch.equal(random_state, torch.get_rng_state()), f"{how} drew from torch's global generator"
-    for key, value in before.items():
-        after = observation[key]
-        same = torch.equal(value, cast(Tensor, after)) if isinstance(value, Tensor) else value == after
-        assert same, f"{how} changed '{key}' of its observation"
+    _check_untouched(before, observation, how)
     expected = (batch, spec.chunk, *spec.action.shape)
     assert tuple(decision.actions.shape) == expected, f"{how}: actions {list(decision.actions.shape)}, not {expected}"
     assert bool(decision.actions.isfinite().all()), f"{how}: actions are not finite"
     low, high = torch.tensor(spec.action.low), torch.tensor(spec.action.high)
     actions = decision.actions.cpu()
     assert bool(((actions >= low - TOLERANCE) & (actions <= high + TOLERANCE)).all()), f"{how}: action out of range"
-    for name, value, dtype in (("logp", decision.logp, torch.float32), ("mask", decision.mask, torch.bool)):
-        assert tuple(value.shape) == (batch, spec.scored_steps), f"{how}: {name} is {list(value.shape)}, not [B, K]"
-        assert value.dtype == dtype, f"{how}: {name} is {value.dtype}, not {dtype}"
-    tensors = {"actions": decision.actions, "logp": decision.logp, **decision.latents}
+    tensors = {"actions": decision.actions, "logp": decision.logp, "mask": decision.mask, **decision.latents}
     for name, value in tensors.items():
         assert not value.requires_grad, f"{how}: {name} carries gradient"
         assert len(value) == batch, f"{how}: {name} has {len(value)} rows, not {batch}"
     repeated = _act(policy, observation, deterministic=deterministic)
-    assert _equal(decision, repeated), f"{how}: equal generators gave different decisions"
+    assert _equal(decision, repeated), f"{how}: equal generators gave different decisions after a reset"
     with torch.inference_mode():
         assert _equal(decision, _act(policy, observation, deterministic=deterministic)), (
             f"{how}: inference_mode differs"
         )
+
+
+def _check_untouched(before: TensorObservation, observation: TensorObservation, how: str) -> None:
+    for key, value in before.items():
+        after = observation[key]
+        same = torch.equal(value, cast(Tensor, after)) if isinstance(value, Tensor) else value == after
+        assert same, f"{how} changed '{key}' of its observation"
+
+
+def _check_choices(policy: ScoredPolicy, observation: TensorObservation, deterministic: bool) -> None:
+    """Check the log-probabilities that a decision comes with."""
+    how = f"act(deterministic={deterministic})"
+    decision, expected = _act(policy, observation, deterministic=deterministic), policy.spec.scored_steps
+    assert expected >= 1, f"spec: scored_steps is {expected}, so that nothing can be scored"
+    for name, value, dtype in (("logp", decision.logp, torch.float32), ("mask", decision.mask, torch.bool)):
+        shape = (len(decision.actions), expected)
+        assert tuple(value.shape) == shape, f"{how}: {name} is {list(value.shape)}, not [B, K] = {list(shape)}"
+        assert value.dtype == dtype, f"{how}: {name} is {value.dtype}, not {dtype}"
     if not deterministic:
         assert bool(decision.mask.any()), f"{how}: no step has a density, so nothing can be scored"
         other = _act(policy, observation, seed=2)
         assert not torch.equal(decision.actions, other.actions), f"{how}: another generator gave the same actions"
 
 
-def _check_scores(policy: Policy, observation: TensorObservation) -> None:
+def _check_scores(policy: ScoredPolicy, observation: TensorObservation) -> None:
     decision = _act(policy, observation)
     scores = policy.log_prob(observation, decision.latents)
-    assert scores.logp.shape == decision.logp.shape, f"evaluate: logp is {list(scores.logp.shape)}, not [N, K]"
-    assert scores.entropy.shape == decision.logp.shape, "evaluate: entropy is not [N, K]"
+    assert scores.logp.shape == decision.logp.shape, f"log_prob: logp is {list(scores.logp.shape)}, not [N, K]"
+    assert scores.entropy.shape == decision.logp.shape, "log_prob: entropy is not [N, K]"
     error = (scores.logp - decision.logp)[decision.mask].abs().max().item()
-    assert error <= TOLERANCE, f"evaluate: logp differs from act's by {error:.2e}, more than {TOLERANCE:.0e}"
+    assert error <= TOLERANCE, f"log_prob: logp differs from act's by {error:.2e}, more than {TOLERANCE:.0e}"
     order = torch.arange(len(decision.logp) - 1, -1, -1, device=decision.logp.device)
     turned = {key: value[order] if isinstance(value, Tensor) else value[::-1] for key, value in observation.items()}
     swapped = policy.log_prob(turned, {name: value[order] for name, value in decision.latents.items()}).logp[order]
     error = (swapped - scores.logp)[decision.mask].abs().max().item()
-    assert error <= TOLERANCE, f"evaluate: a row's logp depends on the other rows ({error:.2e})"
-    if isinstance(policy, nn.Module):
-        assert scores.logp.requires_grad, "evaluate: logp has no gradient"
-        weights = [weight for weight in policy.parameters() if weight.requires_grad]
-        gradients = torch.autograd.grad(scores.logp[decision.mask].sum(), weights, allow_unused=True)
-        found = [gradient for gradient in gradients if gradient is not None]
-        assert all(bool(gradient.isfinite().all()) for gradient in found), "evaluate: a gradient is not finite"
-        assert any(bool(gradient.abs().sum() > 0) for gradient in found), "evaluate: every gradient is zero"
-
-
-def _check_modes(policy: Policy, observation: TensorObservation) -> None:
-    if not isinstance(policy, nn.Module):
-        return
-    was_training = policy.training
-    try:
-        policy.train()
-        training = _act(policy, observation)
-        policy.eval()
-        assert _equal(training, _act(policy, observation)), "train and eval mode act differently (dropout, batch norm)"
-    finally:
-        policy.train(was_training)
+    assert error <= TOLERANCE, f"log_prob: a row's logp depends on the other rows ({error:.2e})"
 
 
 def _check_errors(policy: Policy, observation: TensorObservation) -> None:
@@ -170,7 +232,98 @@ def _expect(policy: Policy, observation: TensorObservation, error: type[Robopoli
     raise AssertionError(f"act {what} raised no {error.__name__}")
 
 
-def _check_round_trip(policy: Policy, observation: TensorObservation, load: Callable[[Path], Policy]) -> None:
+def _check_training(policy: Trainable, observation: TensorObservation) -> None:
+    """Check what pre-training and fine-tuning do with a policy, on copies of it."""
+    assert isinstance(policy, nn.Module), f"{type(policy).__name__} is no torch.nn.Module"
+    parameters = list(policy.trainable_parameters())
+    own = {id(parameter) for parameter in policy.parameters()}
+    assert parameters, "trainable_parameters: there are none"
+    assert all(id(item) in own for item in parameters), "trainable_parameters: one is not among parameters()"
+    assert all(item.requires_grad for item in parameters), "trainable_parameters: one does not require gradients"
+    _check_modes(policy, observation)
+    _check_loss(policy, observation)
+    _check_finetuning(policy, observation)
+
+
+def _check_modes(policy: Trainable, observation: TensorObservation) -> None:
+    other = copy.deepcopy(policy)
+    training = _act(other.train(), observation)
+    assert _equal(training, _act(other.eval(), observation)), (
+        "train and eval mode act differently (dropout, batch norm)"
+    )
+
+
+def example_batch(spec: PolicySpec, observation: TensorObservation, device: torch.device | str = "cpu") -> dict:
+    """Return what `loss` takes, for N observations: actions [N, P, A] within the range, the last row padded."""
+    count, draws = len(cast(list, observation[TASK])), torch.Generator().manual_seed(3)
+    low, high = (torch.tensor(bound).clamp(-1, 1).expand(spec.action.shape) for bound in _bounds(spec))
+    actions = low + (high - low) * torch.rand((count, spec.prediction, *spec.action.shape), generator=draws)
+    valid = torch.ones((count, spec.prediction), dtype=torch.bool)
+    valid[-1, 1:] = False
+    return {"observation": observation, "actions": actions.float().to(device), "action_valid": valid.to(device)}
+
+
+def _bounds(spec: PolicySpec) -> tuple[Any, Any]:
+    return spec.action.low, spec.action.high
+
+
+def _check_loss(policy: Trainable, observation: TensorObservation) -> None:
+    batch = example_batch(policy.spec, observation, next(policy.parameters()).device)
+    before, random_state = _copy(observation), torch.get_rng_state()
+    losses, again = (policy.loss(batch, torch.Generator().manual_seed(4)) for _ in range(2))
+    assert torch.equal(random_state, torch.get_rng_state()), "loss drew from torch's global generator"
+    _check_untouched(before, observation, "loss")
+    assert isinstance(losses, Mapping) and len(losses), "loss returns no parts by name"
+    count = len(batch["actions"])
+    for name, value in losses.items():
+        assert tuple(value.shape) == (count,), f"loss: '{name}' is {list(value.shape)}, not [N] = [{count}]"
+        assert bool(value.isfinite().all()), f"loss: '{name}' is not finite"
+        assert torch.equal(value, again[name]), f"loss: equal generators gave a different '{name}'"
+    _check_gradient(policy, torch.stack([value.mean() for value in losses.values()]).sum(), "loss")
+
+
+def _check_gradient(policy: Trainable, value: Tensor, what: str) -> list[Tensor | None]:
+    """Return the gradient of a scalar at each trainable parameter."""
+    assert value.requires_grad, f"{what} has no gradient"
+    gradients = torch.autograd.grad(value, list(policy.trainable_parameters()), allow_unused=True)
+    found = [gradient for gradient in gradients if gradient is not None]
+    assert all(bool(gradient.isfinite().all()) for gradient in found), f"{what}: a gradient is not finite"
+    assert any(bool(gradient.abs().sum() > 0) for gradient in found), f"{what}: every gradient is zero"
+    return list(gradients)
+
+
+def _check_finetuning(policy: Trainable, observation: TensorObservation) -> None:
+    """Prepare a copy, let it take a step, and see that scores follow, that weights come back, that the rest stays."""
+    original = _act(policy, observation)
+    for train_encoder in (True, False):
+        tuned = copy.deepcopy(policy).eval()
+        tuned.prepare_finetuning(train_encoder=train_encoder)
+        how = f"after prepare_finetuning(train_encoder={train_encoder})"
+        try:
+            _check_acting(tuned, tuned, observation)
+        except AssertionError as error:
+            raise AssertionError(f"{how}: {error}") from error
+        decision = _act(tuned, observation)
+        logp = tuned.log_prob(observation, decision.latents).logp[decision.mask]
+        gradients = _check_gradient(tuned, logp.mean(), f"log_prob, {how}")
+        weights = {name: value.detach().clone() for name, value in tuned.state_dict().items()}
+        _step(tuned, gradients)
+        moved = tuned.log_prob(observation, decision.latents).logp[decision.mask]
+        assert not torch.equal(moved, logp), f"{how} a step on trainable_parameters() leaves log_prob as it was"
+        assert _equal(original, _act(policy, observation)), f"{how} a copy changes the policy it was copied from"
+        tuned.load_state_dict(weights)
+        assert _equal(decision, _act(tuned, observation)), f"{how} load_state_dict does not bring the decisions back"
+
+
+@torch.no_grad()
+def _step(policy: Trainable, gradients: Sequence[Tensor | None]) -> None:
+    """Go up the gradients a little."""
+    for parameter, gradient in zip(policy.trainable_parameters(), gradients, strict=True):
+        if gradient is not None:
+            parameter.add_(1e-2 * gradient / gradient.norm().clamp(min=1e-8))
+
+
+def _check_round_trip(policy: Trainable, observation: TensorObservation, load: Callable[[Path], Policy]) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "checkpoint"
         policy.save(folder)

@@ -1,5 +1,6 @@
 """Every policy passes `check_policy`, and every broken promise is caught."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from robopolicy.core.policy import Decision
-from robopolicy.core.policy_conformance import check_policy
-from robopolicy.core.spec import Field
+from robopolicy.core.policy import Decision, Scores
+from robopolicy.core.policy_conformance import Level, PolicyReport, check_policy
+from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.nn.configuration import DenoiserKind, FlowNoise, ImageEncoderConfig, Prediction
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, build_policy, load_policy
 from robopolicy.policies.configuration import LogpReduction, PolicyKind
@@ -49,7 +50,8 @@ CONFIGS: dict[str, DenoisingPolicyConfig] = {
 def test_denoising_policies_conform(name: str, steps: int | None):
     if steps == 1 and name in ("flow_sde", "ddpm"):
         pytest.skip("their last step has no density")
-    check_policy(_policy(CONFIGS[name], steps=steps), load_policy)
+    report = check_policy(_policy(CONFIGS[name], steps=steps), load_policy, level=Level.TRAINS)
+    assert report == PolicyReport(Level.TRAINS)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -90,6 +92,37 @@ class _Broken(DenoisingPolicy):
             return replace(scores, logp=scores.logp + 1e-3 * torch.arange(len(scores.logp))[:, None] / 100)
         return scores
 
+    def loss(self, batch: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        losses = super().loss(batch, generator)
+        if self.breakage == "mean loss":
+            return {name: value.mean() for name, value in losses.items()}
+        if self.breakage == "loss without gradient":
+            return {name: value.detach() for name, value in losses.items()}
+        if self.breakage == "loss at random":
+            return {name: value + torch.rand(()) for name, value in losses.items()}
+        return losses
+
+    def trainable_parameters(self) -> list[torch.nn.Parameter]:
+        if self.breakage == "trains nothing":
+            return []
+        if self.breakage == "trains a stranger":
+            return [torch.nn.Parameter(torch.zeros(2))]
+        return super().trainable_parameters()
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        if self.breakage == "does not resume":
+            return None
+        return super().load_state_dict(state_dict, *args, **options)
+
+    def __deepcopy__(self, memory: dict) -> Any:
+        other = self.__class__.__new__(self.__class__)
+        other.__dict__ = copy.copy(self.__dict__)
+        other.__dict__["_modules"] = {
+            name: module if self.breakage == "shares weights" else copy.deepcopy(module, memory)
+            for name, module in self._modules.items()
+        }
+        return other
+
     def _validate(self, observation: Any) -> None:
         if self.breakage != "unchecked":
             super()._validate(observation)
@@ -115,9 +148,16 @@ class _Broken(DenoisingPolicy):
         ("mutates", "changed 'observation.state'"),
         ("frozen noise", "same actions"),
         ("detached", "no gradient"),
-        ("rows", "evaluate"),
+        ("rows", "log_prob"),
         ("unchecked", "raised"),
         ("forgets", "decides differently"),
+        ("mean loss", r"not \[N\]"),
+        ("loss without gradient", "loss has no gradient"),
+        ("loss at random", "global generator"),
+        ("trains nothing", "there are none"),
+        ("trains a stranger", "not among parameters"),
+        ("does not resume", "does not bring the decisions back"),
+        ("shares weights", "changes the policy it was copied from"),
     ],
 )
 def test_broken_promises_are_caught(breakage: str, complaint: str | None):
@@ -130,6 +170,59 @@ def test_broken_promises_are_caught(breakage: str, complaint: str | None):
     else:
         with pytest.raises(AssertionError, match=complaint):
             check_policy(policy, load_policy)
+
+
+class _Scored:
+    """Half of a denoising policy: it acts and scores, and is neither trained nor saved."""
+
+    def __init__(self, inner: DenoisingPolicy):
+        self.inner, self.spec = inner, inner.spec
+
+    def act(self, observation: Any, generator: torch.Generator, *, deterministic: bool = False) -> Decision:
+        return self.inner.act(observation, generator, deterministic=deterministic)
+
+    def log_prob(self, observation: Any, latents: Any) -> Scores:
+        return self.inner.log_prob(observation, latents)
+
+    def reset(self, rows: Any = None) -> None: ...
+
+
+class _Plain:
+    """A policy with a queue: it decides four steps, hands them out one by one and says nothing about itself."""
+
+    spec = PolicySpec(FIELDS, ACTION, 1, 1, 1, 0, 10.0)
+
+    def __init__(self) -> None:
+        self.queue: list[torch.Tensor] = []
+
+    def act(self, observation: Any, generator: torch.Generator, *, deterministic: bool = False) -> Decision:
+        validate_observation(observation, self.spec.observation, history=1)
+        if not self.queue:
+            state = observation["observation.state"][:, -1, :1].clamp(-0.5, 0.5)
+            self.queue = [(step + 1) * 0.25 * state.expand(-1, 2)[:, None] for step in range(4)]
+        return Decision(self.queue.pop(0))
+
+    def reset(self, rows: Any = None) -> None:
+        self.queue = []
+
+
+def test_what_finetune_cannot_use_is_not_passed_as_trainable():
+    scored = _Scored(_policy(SMALL))
+    report = check_policy(scored)
+    assert report.level is Level.SCORES and "prepare_finetuning" in report.lacks and "loss" in report.lacks
+    with pytest.raises(AssertionError, match=r"for the level trains it lacks parameters, .*prepare_finetuning, save"):
+        check_policy(scored, level=Level.TRAINS)
+    no, yes = report.lines()[-1], report.lines()[0]
+    assert no.startswith("trains: no, it lacks parameters") and yes.startswith("acts: yes") and "evaluate" in yes
+
+
+def test_a_plain_policy_with_a_queue_acts():
+    report = check_policy(_Plain())
+    assert report == PolicyReport(Level.ACTS, ("log_prob",))
+    assert report.lines()[1:] == ["scores: no, it lacks log_prob.", "trains: no."]
+    with pytest.raises(AssertionError, match="for the level scores it lacks log_prob"):
+        check_policy(_Plain(), level=Level.SCORES)
+    assert check_policy(_policy(SMALL), level=Level.ACTS).level is Level.ACTS
 
 
 def test_things_that_are_no_policy_are_refused():
