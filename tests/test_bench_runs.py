@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from robopolicy.benchmarks import imagination, ranking
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
-from robopolicy.verbs import bench, bench_imagination, bench_ranking
+from robopolicy.verbs import bench
 from robopolicy.verbs.rank import runs_of
 
 TINY = [
@@ -55,27 +56,27 @@ def test_checkpoints_are_named_by_what_differs():
 
 def test_models_of_several_kinds_rank_the_same_policies(tmp_path, monkeypatch, capsys):
     few = {"novice": ("novice", None), "base": ("diffusion", None), "tuned": ("diffusion", 0.9)}
-    monkeypatch.setattr(bench_ranking, "POLICIES", few)
+    monkeypatch.setattr(ranking, "POLICIES", few)
     chosen = "bench.name=ranking", "bench.tasks=[push_cube]", "bench.methods=[ensemble,rssm]"
     assert benchmark(tmp_path, *chosen) == 0
     shown = capsys.readouterr().out
-    assert "ensemble" in shown and "rssm" in shown and "mmrv" in shown
-    figures = json.loads((tmp_path / "bench/ranking/benchmark.json").read_text())["push_cube"]
-    names = [{row["name"] for row in figures[model]["policies"]} for model in ("ensemble 0", "rssm 0")]
+    assert "ensemble" in shown and "rssm" in shown and "MMRV" in shown
+    figures = json.loads((tmp_path / "bench/ranking/benchmark.json").read_text())["tasks"]["push_cube"]
+    names = [{row["name"] for row in figures[model]["0"]["policies"]} for model in ("ensemble", "rssm")]
     assert names[0] == names[1] and len(names[0]) == 3
-    real = [{row["name"]: row["real"] for row in figures[model]["policies"]} for model in ("ensemble 0", "rssm 0")]
+    real = [{row["name"]: row["real"] for row in figures[model]["0"]["policies"]} for model in ("ensemble", "rssm")]
     assert real[0] == real[1]
     assert benchmark(tmp_path, *chosen) == 0, "nothing is done twice"
 
 
 def test_imagined_and_real_success_stand_beside_each_other(tmp_path, monkeypatch, capsys):
-    narrow = bench_imagination.ARMS["narrow, experts beside"]
+    narrow = imagination.ARMS["narrow, experts beside"]
     brief = replace(narrow, described=(), settings=(*narrow.settings, "finetune.iterations=1"))
-    monkeypatch.setitem(bench_imagination.ARMS, "narrow, experts beside", brief)
+    monkeypatch.setitem(imagination.ARMS, "narrow, experts beside", brief)
     arms = "bench.methods=[ensemble,'narrow, experts beside']"
     assert benchmark(tmp_path, "bench.name=imagination", "bench.tasks=[push_cube]", arms) == 0
     assert "imagined - real" in capsys.readouterr().out
-    figures = json.loads((tmp_path / "bench/imagination/benchmark.json").read_text())["push_cube"]
+    figures = json.loads((tmp_path / "bench/imagination/benchmark.json").read_text())["tasks"]["push_cube"]
     for row in figures.values():
         assert row["env_steps"] == [0]
         assert row["base"]["episodes"] == row["tuned"]["episodes"] == row["imagined"]["episodes"] == 8

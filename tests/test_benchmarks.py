@@ -9,12 +9,18 @@ import torch
 from robopolicy.benchmarks import joint, planning, styles, trajectories, video
 from robopolicy.benchmarks.replay import replay
 from robopolicy.nn.configuration import EdmConfig
-from robopolicy.verbs.bench_worlds import EXPERIMENTS
 from worldmodels.configuration import TrajectoryConfig
 from worldmodels.data.transitions import TransitionData
 from worldmodels.images.configuration import ReadoutConfig
 from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 from worldmodels.video.configuration import VideoConfig
+
+
+def whole(tables):
+    """Return tables after seeing that each has a title and lines as long as its header."""
+    for table in tables:
+        assert table.title and table.lines and all(len(line) == len(table.header) for line in table.lines)
+    return tables
 
 
 def test_a_replay_from_what_was_seen_goes_where_the_recording_went():
@@ -44,8 +50,7 @@ def test_the_experiments_run():
     found = trajectories.measure(0, scale)
     assert np.isfinite(found["ensemble"]["error"]).all() and set(found["guidance"]) == {"0.0", "1.0"}
     assert len(found["agents"]) == 4
-    for _, header, lines in EXPERIMENTS["trajectories"].tables([found]):
-        assert lines and all(len(line) == len(header) for line in lines)
+    assert len(whole(trajectories.tables({"seeds": {"0": found}}))) == 2
     tiny = planning.Scale(
         cautious=planning.Study("push_cube", 8, 4.0, 8, 0.4),
         imagined=16,
@@ -59,8 +64,7 @@ def test_the_experiments_run():
     )
     figures = planning.measure(0, tiny)
     assert set(figures) == {"policy", "planned", "cautious", "curious", "before"}
-    title, header, lines = EXPERIMENTS["planning"].tables([figures])[0]
-    assert title and len(lines) == 5 and all(len(line) == len(header) for line in lines)
+    assert len(whole(planning.tables({"seeds": {"0": figures}}))[0].lines) == 5
     looks = styles.Scale(
         episodes=8,
         held_out=4,
@@ -70,9 +74,9 @@ def test_the_experiments_run():
         model=PixelDiffusionConfig(size="tiny", readout=ReadoutConfig(batch_size=16, imagined_steps=16)),
     )
     seen = styles.measure(0, looks)
-    assert len(EXPERIMENTS["styles"].tables([seen])[0][2]) == 4
+    assert len(whole(styles.tables({"seeds": {"0": seen}}))[0].lines) == 4
     both = joint.measure(0, joint.Scale(episodes=8, noise=(0.2, 1.0), fit=20, candidates=2, judged=8))
-    assert len(EXPERIMENTS["joint"].tables([both])[0][2]) == 4
+    assert len(whole(joint.tables({"seeds": {"0": both}}))[0].lines) == 4
 
 
 @pytest.mark.slow
@@ -95,9 +99,10 @@ def test_the_experiment_with_images_runs_and_finds_its_models_again(tmp_path):
         model=tiny,
     )
     first = video.measure(0, scale, tmp_path)
-    for title, header, lines in EXPERIMENTS["video"].tables([{"fixed_cameras": first}]):
-        assert title and lines and all(len(line) == len(header) for line in lines)
-    assert all("<svg" in plot for _, plot in EXPERIMENTS["video"].images([{"fixed_cameras": first}]))
+    figures = {"seeds": {"0": {"fixed_cameras": first}}}
+    assert len(whole(video.tables(figures))) == 3
+    sections = video.sections(figures, tmp_path / "elsewhere")
+    assert sections and all("<svg" in section.svg for section in sections)
     assert (tmp_path / "imagined.mp4").stat().st_size > 1000
     again = video.measure(0, scale, tmp_path)
     assert all(again[name] == first[name] for name in ("model", "no memory", "no bootstrapping"))

@@ -236,7 +236,7 @@ def test_bench_algorithms_compares_methods_on_the_same_base_and_can_be_gone_on_w
         f"json={figures}",
     ]
     assert main(arguments) == 0
-    rows = json.loads(figures.read_text())["push_cube"]
+    rows = json.loads(figures.read_text())["tasks"]["push_cube"]
     assert set(rows) == {"PPO", "GRPO"}
     assert rows["PPO"]["base"] == rows["GRPO"]["base"]
     assert all(row["tuned"]["episodes"] == 8 for row in rows.values())

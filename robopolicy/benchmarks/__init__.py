@@ -1,1 +1,1 @@
-"""Speed side by side: each benchmark interleaves our engine with what others ship, in one process."""
+"""Claims that are checked: each file holds one, its settings, its measurement and its tables (README.md)."""

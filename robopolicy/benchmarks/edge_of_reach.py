@@ -1,4 +1,4 @@
-"""The edge of reach: with a perfect model, short imagined rollouts alone make values explode, and many critics cure it.
+"""The edge of reach: even in a perfect model, short imagined rollouts make values explode; many critics prevent it.
 
 Arms: `base` (soft actor-critic with two critics on truncated rollouts, the engine of MBPO), `penalty` (MOPO's price on
 the model's uncertainty, which true dynamics do not have), `patched` (the true value is paid where imagination stops; it
@@ -6,17 +6,23 @@ must be known), `RAVL` (the smallest of ten critics, kept from agreeing) and `lo
 Source: Sims et al. 2024, arXiv:2402.12527.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from robopolicy.benchmarks import point
+from robopolicy.benchmarks.runs import chosen_from
+from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.world import Snapshot, World
+from robopolicy.evaluation.curves import value_curves
+from robopolicy.evaluation.report import Section
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.rl.offline.batches import Batch
 from robopolicy.rl.offline.sac import Sac, SacConfig
@@ -27,6 +33,7 @@ from robopolicy.training.imagined_values import (
     Interface,
     learn_in_imagination,
 )
+from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 from worldmodels.env import ImaginedWorld, Truncation
 from worldmodels.oracle import OracleModel
@@ -73,6 +80,15 @@ ARMS = {
     "RAVL": Arm(critics=10),
     "long": Arm(whole=True),
 }
+
+
+PROBLEMS = {
+    "point": tuple(ARMS),
+    "push_cube": tuple(arm for arm in ARMS if arm != "patched"),
+}
+"""Problem -> its arms; true values are known for the point alone."""
+
+LENGTH = ImaginedValuesConfig(epochs=16, rollouts=1000, updates=250)
 
 
 def point_problem(seed: int) -> Problem:
@@ -178,3 +194,62 @@ def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig
         "success": judged.success_rate,
         "records": records,
     }
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"problems": {problem: {arm: {seed: figures}}}}, after running what is missing."""
+    chosen = chosen_from(config, ARMS)
+    found: dict[str, Any] = {}
+    for problem, arms in PROBLEMS.items():
+        found[problem] = {arm: {} for arm in arms if arm in chosen}
+        for seed in config.bench.seeds:
+            for arm in found[problem]:
+                path = root / problem / arm / f"{seed}.json"
+                if not path.exists():
+                    write_json(path, measure(build_problem(problem, seed), arm, seed, LENGTH))
+                found[problem][arm][str(seed)] = read_json(path)
+    return {"problems": found}
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return a table a problem."""
+    return [table_of(problem, arms) for problem, arms in figures["problems"].items()]
+
+
+def table_of(problem: str, arms: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return the table of a problem, values and returns of each seed."""
+    header = ["arm", "mean value", "times beyond what rewards allow", "return in the real world"]
+    lines = []
+    for arm, seeds in arms.items():
+        runs: Sequence[Mapping[str, Any]] = list(seeds.values())
+        cells = [", ".join(number(run[key]) for run in runs) for key in ("value", "beyond_bound")]
+        lines.append([arm, *cells, ", ".join(f"{run['return']:.2f}" for run in runs)])
+    return Table(f"{problem}: each seed, after learning", header, lines)
+
+
+def number(value: float) -> str:
+    """Return a number of any size to read: whole from a thousand on, else three digits."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
+    """Return how learned values grow."""
+    caption = "Mean value where rollouts begin, one line a seed, on a logarithmic scale."
+    return [
+        Section(
+            problem,
+            caption,
+            svg=value_curves({arm: [run["records"] for run in seeds.values()] for arm, seeds in arms.items()}),
+        )
+        for problem, arms in figures["problems"].items()
+    ]
+
+
+BENCHMARK = Benchmark(
+    "Do short imagined rollouts make values explode in a perfect model, and what keeps them bounded?",
+    ("seeds", "methods"),
+    benchmark,
+    tables,
+    sections,
+    frozenset({"records"}),
+)

@@ -4,10 +4,13 @@ The same weights act with one candidate and plan with several; beside them a mod
 After Cosmos Policy's best-of-N planning; its issue 17 is the second question.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from robopolicy.benchmarks.rates import rate_text, spread_text
 from robopolicy.benchmarks.recordings import expert
+from robopolicy.benchmarks.runs import each_seed
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.record import record
@@ -15,6 +18,7 @@ from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.policies.joint_configuration import JointConfig
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.stages import fit_stages
+from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 from worldmodels.joint import JointModel
 
@@ -60,3 +64,23 @@ def measure(seed: int, scale: Scale) -> dict[str, Any]:
             found[label] = {"success": judged.success_rate, "low": low, "high": high}
     world.close()
     return found
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return the success of acting and of planning."""
+    runs, lines = list(figures["seeds"].values()), []
+    for name in runs[0]:
+        if isinstance(runs[0][name], Mapping):
+            rates = [run[name] | {"success_rate": run[name]["success"]} for run in runs]
+            each = ", ".join(map(rate_text, rates))
+            lines.append([name, spread_text(rate["success_rate"] for rate in rates), each])
+    header = ["learned from, and decides by", "mean over seeds (range)", "each seed (Wilson 95 %)"]
+    return [Table(f"Success on {TASK}", header, lines)]
+
+
+BENCHMARK = Benchmark(
+    "Does a model of actions, futures and values act better with a look ahead, and must it have seen failures?",
+    ("seeds",),
+    each_seed(lambda seed, folder: measure(seed, Scale())),
+    tables,
+)

@@ -8,13 +8,16 @@ wherever anybody goes, in play and in further episodes of every actor. All explo
 alone, and planning without uncertainty, are beside both. Source: Wang et al. 2023, arXiv:2310.07220.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from robopolicy.benchmarks.rates import mean_text
 from robopolicy.benchmarks.recordings import expert
 from robopolicy.benchmarks.replay import TASK, replay
+from robopolicy.benchmarks.runs import each_seed
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.world import World
@@ -24,6 +27,7 @@ from robopolicy.policies import DenoisingPolicyConfig, build_policy
 from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.pretrain import pretrain
 from robopolicy.training.stages import fit_stages
+from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 from worldmodels.configuration import EnsembleConfig, PlanConfig
 from worldmodels.data.transitions import TransitionData
@@ -194,3 +198,25 @@ def followed(model: EnsembleModel, episodes: Episodes, horizon: int = 10) -> flo
     """Return the error of following held-out actions for `horizon` steps, mean over the observation's keys."""
     figures = open_loop(model, episodes, torch.Generator().manual_seed(0), 512, (horizon,))[str(horizon)]
     return sum(each["model"] for each in figures.values()) / len(figures)
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return how true imagined rollouts are, and what exploring is worth."""
+    header = ["decides", "error of imagined rollouts", "error of the model after exploring", "success exploring"]
+    runs, lines = list(figures["seeds"].values()), []
+    for name in runs[0]:
+        cells = []
+        for key in ("imagined_error", "model_error", "explored_success"):
+            values = [run[name][key] for run in runs if key in run[name]]
+            cells.append(mean_text(values, 3) if values else "")
+        lines.append([name, *cells])
+    title = "Mean (each seed), errors in standard deviations: imagined rollouts on push_cube, exploring on reach_planar"
+    return [Table(title, header, lines)]
+
+
+BENCHMARK = Benchmark(
+    "Do cautious plans stay true in imagination, and do curious ones teach the model more?",
+    ("seeds",),
+    each_seed(lambda seed, folder: measure(seed, Scale())),
+    tables,
+)

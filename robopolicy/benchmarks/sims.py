@@ -1,4 +1,4 @@
-"""`robopolicy bench sims`: the native engine against pure physics, gymnasium's vector environments and Meta-World.
+"""The native engine against pure physics, gymnasium's vector environments and Meta-World.
 
 Every arm runs in one process (gymnasium's AsyncVectorEnv has workers of its own), interleaved round-robin, and reports
 control steps per second: median, minimum and interquartile range over the rounds.
@@ -6,93 +6,33 @@ control steps per second: median, minimum and interquartile range over the round
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
 
-import math
 import multiprocessing
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-import gymnasium
 import mujoco
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from mujoco.rollout import Rollout
-from rich.console import Console
-from rich.table import Table
 
+from robopolicy.benchmarks.push_cube_env import PushCubeEnv
+from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, require_extra
 from robopolicy.core.progress import progress
-from robopolicy.core.randomness import uniforms
-from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
-from sims.engine import MujocoWorld, load_model, usable_threads
+from robopolicy.verbs.bench import Benchmark, Table
+from sims.engine import MujocoWorld, usable_threads
 from sims.registry import load_task
-from sims.tasks import push_cube
 
 STEPS = 8192
 """Control steps of one run of a native arm, at most one episode per row; vector environments run an eighth."""
 
 Arm = Callable[[], float]
 """Runs for a fraction of a second and returns control steps per second."""
-
-
-class PushCubeEnv(gymnasium.Env):
-    """Push-cube as a lean gymnasium environment: the same scene, observation and rewards, one world, plain floats.
-
-    This is what a careful user would write by hand; the tests hold it equal to the native engine.
-    """
-
-    def __init__(self) -> None:
-        self.task = load_task("push_cube")
-        self.model = load_model(self.task)
-        self.data = mujoco.MjData(self.model)
-        self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
-        sizes = {key: field.shape for key, field in self.task.observation.items()}
-        self.observation_space = gymnasium.spaces.Dict(
-            {key: gymnasium.spaces.Box(-np.inf, np.inf, shape, np.float32) for key, shape in sizes.items()}
-        )
-        self._goal, self._potential, self._steps = (0.0, 0.0), 0.0, 0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
-        """Start the episode of `seed`, or of one drawn from the environment's own generator."""
-        super().reset(seed=seed)
-        episode = seed if seed is not None else int(self.np_random.integers(2**62))
-        start = self.task.start(uniforms(np.asarray([episode]), self.task.uniforms))
-        mujoco.mj_resetData(self.model, self.data)
-        self.data.qpos[:] = start.qpos[0]
-        self.data.act[:] = start.qpos[0, 3:5]
-        self._goal, self._steps = (float(start.goal[0, 0]), float(start.goal[0, 1])), 0
-        observation, self._potential, _ = self._look()
-        return observation, {}
-
-    def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
-        """Run one control step."""
-        self.data.ctrl[0] = push_cube.SPEED * min(max(float(action[0]), -1.0), 1.0)
-        self.data.ctrl[1] = push_cube.SPEED * min(max(float(action[1]), -1.0), 1.0)
-        mujoco.mj_step(self.model, self.data, self.task.substeps)
-        self._steps += 1
-        observation, potential, distance = self._look()
-        success = distance < push_cube.TOLERANCE
-        reward = potential - self._potential + float(success)
-        self._potential = potential
-        return observation, reward, success, not success and self._steps >= self.task.horizon, {"is_success": success}
-
-    def _look(self) -> tuple[dict[str, np.ndarray], float, float]:
-        """Return the observation, the potential and the cube's distance to the goal."""
-        x, y, yaw, px, py = self.data.qpos.tolist()
-        vx, vy, spin, pvx, pvy = self.data.qvel.tolist()
-        tx, ty = self.data.act.tolist()
-        gx, gy = self._goal
-        cosine, sine = math.cos(yaw), math.sin(yaw)
-        state = np.array((px, py, pvx, pvy, tx - px, ty - py), dtype=np.float32)
-        environment = np.array(
-            (x, y, cosine, sine, vx, vy, spin, gx, gy, x - px, y - py, gx - x, gy - y), dtype=np.float32
-        )
-        distance = math.hypot(gx - x, gy - y)
-        potential = -10.0 * distance - 2.0 * max(math.hypot(x - px, y - py), push_cube.CONTACT)
-        return {STATE: state, ENVIRONMENT_STATE: environment}, potential, distance
 
 
 def rate(steps: int, run: Callable[[], Any]) -> float:
@@ -205,7 +145,6 @@ def benchmark_sims(
     tasks: Sequence[str] = ("push_cube", "push_t", "pick_place"),
     like_metaworld: str = "stack",
     gymnasium_envs: Sequence[int] = (4, 16),
-    show: bool = True,
 ) -> dict[str, Any]:
     """Measure every arm `rounds` times, interleaved, and return figures, ratios, bars and versions.
 
@@ -216,7 +155,7 @@ def benchmark_sims(
         raise ConfigError("A benchmark needs at least one round.")
     threads = threads or usable_threads()
     vectors = [SyncVectorEnv([PushCubeEnv] * n) for n in gymnasium_envs]
-    multiprocessing.set_forkserver_preload(["robopolicy.benchmarks.sims"])
+    multiprocessing.set_forkserver_preload(["robopolicy.benchmarks.push_cube_env"])
     workers = [AsyncVectorEnv([PushCubeEnv] * n, context="forkserver") for n in gymnasium_envs]
     arms: dict[str, Arm] = {}
     for name in dict.fromkeys((*tasks, like_metaworld)):
@@ -238,8 +177,6 @@ def benchmark_sims(
             env.close()
     result = report(samples, tasks, like_metaworld)
     result["settings"] |= {"rounds": rounds, "batch_size": batch_size, "chunk": chunk, "threads": threads}
-    if show:
-        print_table(result)
     return result
 
 
@@ -298,15 +235,30 @@ def report(samples: dict[str, list[float]], tasks: Sequence[str], like_metaworld
     return {"figures": figures, "ratios": ratios, "bars": bars, "settings": settings}
 
 
-def print_table(result: dict[str, Any]) -> None:
-    """Print figures, ratios and bars."""
-    console = Console()
-    table = Table("arm", "median /s", "minimum /s", "IQR /s", title="Simulation: control steps (or frames) per second")
-    for name, row in result["figures"].items():
-        table.add_row(name, *(f"{row[key]:,.0f}" for key in ("median", "min", "iqr")))
-    console.print(table)
-    for name, value in result["ratios"].items():
-        console.print(f"{name}: {value:.2f}")
-    for name, met in result["bars"].items():
-        console.print(f"[{'green' if met else 'red'}]{'met' if met else 'MISSED'}[/]  {name}")
-    console.print(", ".join(f"{name} {value}" for name, value in result["settings"].items()))
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return rates, ratios, and whether each bar is met."""
+    rates = [
+        [name, *(f"{row[key]:,.0f}" for key in ("median", "min", "iqr"))] for name, row in figures["figures"].items()
+    ]
+    header = ["arm", "median /s", "minimum /s", "interquartile range /s"]
+    used = ", ".join(f"{name} {value}" for name, value in figures["settings"].items())
+    ratios = [[name, f"{value:.2f}"] for name, value in figures["ratios"].items()]
+    bars = [[name, "met" if met else "MISSED"] for name, met in figures["bars"].items()]
+    return [
+        Table(f"Control steps (or frames) a second; {used}", header, rates),
+        Table("Ratios, medians of those within a round", ["of", "ratio"], ratios),
+        Table("Bars", ["bar", ""], bars),
+    ]
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Measure every arm bench.rounds times."""
+    return benchmark_sims(rounds=config.bench.rounds)
+
+
+BENCHMARK = Benchmark(
+    "How fast is the native engine beside pure physics, gymnasium's vector environments and Meta-World?",
+    ("rounds",),
+    benchmark,
+    tables,
+)

@@ -6,13 +6,16 @@ on held-out episodes, in the look that both know and in looks that neither does.
 images from its latent alone, was tried: it is no match for repeating the first frame, in any look.)
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from robopolicy.benchmarks.rates import mean_text
 from robopolicy.benchmarks.recordings import expert
 from robopolicy.benchmarks.replay import TASK
+from robopolicy.benchmarks.runs import each_seed
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, WorldSpec
@@ -21,6 +24,7 @@ from robopolicy.data.restyle import restyled
 from robopolicy.evaluation.world_model import one_step, open_loop
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.stages import fit_stages
+from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 from worldmodels.pixel_diffusion.model import PixelDiffusionModel
@@ -109,3 +113,25 @@ def figures(model: PixelDiffusionModel, episodes: Episodes, scale: Scale) -> dic
 def mean_of(each: list[dict[str, float]]) -> dict[str, float]:
     """Return the mean of every figure."""
     return {name: sum(found[name] for found in each) / len(each) for name in each[0]}
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return how well the known look and unseen ones are read."""
+    digits = {"reward_error": 3, "success_f1": 2, "image": 2, "image_copied": 2}
+    read = "error of the reward", "F1 of success"
+    header = ["learned from, examined in", *read, "PSNR 10 steps ahead, dB", "first frame repeated, dB"]
+    runs = list(figures["seeds"].values())
+    lines = []
+    for name, looks in runs[0].items():
+        for look in looks:
+            cells = [mean_text([run[name][look][key] for run in runs], count) for key, count in digits.items()]
+            lines.append([f"{name}, {look}", *cells])
+    return [Table("Mean (each seed); the reward's error is a share of its variance", header, lines)]
+
+
+BENCHMARK = Benchmark(
+    "Does a model that saw the same episodes in other looks read unseen looks better?",
+    ("seeds",),
+    each_seed(lambda seed, folder: measure(seed, Scale())),
+    tables,
+)

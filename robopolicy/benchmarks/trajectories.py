@@ -6,15 +6,18 @@ is asked on reach_planar, where few, nearly random actions are recorded and a be
 Source: Jackson et al. 2024, arXiv:2404.06356; the ensemble beside it rolls the target policy out step by step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.benchmarks.rates import rate_of, rate_text, spread_text
 from robopolicy.benchmarks.recordings import expert
 from robopolicy.benchmarks.replay import TASK, replay
+from robopolicy.benchmarks.runs import each_seed
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive, episode_seeds
@@ -25,6 +28,7 @@ from robopolicy.rl.offline.td3_bc import Td3Bc, Td3BcConfig
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.imagined_values import AgentController, Interface
 from robopolicy.training.stages import fit_stages
+from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 from worldmodels.configuration import EnsembleConfig, TrajectoryConfig
 from worldmodels.data.transitions import TransitionData
@@ -33,6 +37,8 @@ from worldmodels.trajectory_diffusion import TrajectoryDiffusion
 
 TAUGHT_TASK = "reach_planar"
 EPISODES = 200
+SHOWN = (1, 8, 16, 31)
+"""Steps after which the error of a trajectory is kept."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +143,8 @@ def measure(seed: int, scale: Scale) -> dict[str, Any]:
 
 
 def asked_for_truth(seed: int, scale: Scale) -> dict[str, Any]:
-    """Return {"guidance": {strength: {"log_likelihood", "error"}}, "ensemble": {"error"}}, errors by step in standard
-    deviations of the data.
+    """Return {"guidance": {strength: {"log_likelihood", "error_after_steps"}}, "ensemble":
+    {"error_after_steps"}}, errors in standard deviations of the data.
     """
     episodes, world = collect(TASK, seed, scale.recorded, scale.noise), make_world(TASK, 1, seed=seed)
     interface, generators = Interface(world.spec), Generators(seed)
@@ -156,7 +162,7 @@ def asked_for_truth(seed: int, scale: Scale) -> dict[str, Any]:
         flat = likelihood(target, interface)(state.flatten(0, 1), action.flatten(0, 1)).detach()
         true = replay(state[:, 0], action[:, :-1])
         error = ((state[:, 1:] - true) / spread).square().mean((0, 2)).sqrt()
-        found["guidance"][str(strength)] = {"log_likelihood": float(flat.mean()), "error": error.tolist()}
+        found["guidance"][str(strength)] = {"log_likelihood": float(flat.mean()), "error_after_steps": by_step(error)}
     world.close()
     return found
 
@@ -204,4 +210,42 @@ def _ensemble_error(
         actions.append(action)
     true = replay(state, torch.stack(actions, 1))
     error = ((torch.stack(states, 1) - true) / spread).square().mean((0, 2)).sqrt()
-    return {"error": error.tolist()}
+    return {"error_after_steps": by_step(error)}
+
+
+def by_step(error: Tensor) -> dict[str, float]:
+    """Return {steps: error after so many} of errors [L], at the steps that tables show."""
+    return {str(step): float(error[step - 1]) for step in SHOWN if step <= len(error)}
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return what guidance does to trajectories, and what agents learn from them; means over the seeds."""
+    runs = list(figures["seeds"].values())
+    steps = list(runs[0]["ensemble"]["error_after_steps"])
+    header = ["guidance", "log-likelihood of the target policy", *(f"error after {step} steps" for step in steps)]
+    lines = []
+    for strength in runs[0]["guidance"]:
+        found = [run["guidance"][strength] for run in runs]
+        errors = [f"{np.mean([each['error_after_steps'][step] for each in found]):.3f}" for step in steps]
+        lines.append([strength, f"{np.mean([each['log_likelihood'] for each in found]):.3f}", *errors])
+    ensemble = [f"{np.mean([run['ensemble']['error_after_steps'][step] for run in runs]):.3f}" for step in steps]
+    lines.append(["ensemble, step by step", "", *ensemble])
+    agents = []
+    for name in runs[0]["agents"]:
+        found = [run["agents"][name] for run in runs]
+        each = ", ".join(rate_text(rate_of(round(run["success"] * EPISODES), EPISODES)) for run in found)
+        returns = f"{np.mean([run['return'] for run in found]):.2f}" if "return" in found[0] else ""
+        agents.append([name, spread_text(run["success"] for run in found), each if returns else "", returns])
+    header_agents = ["learns from", "success: mean over seeds (range)", "each seed (Wilson 95 %)", "mean return"]
+    return [
+        Table(f"{TASK}: on-policy, and true? Errors in standard deviations of the data, means of seeds", header, lines),
+        Table(f"{TAUGHT_TASK}: TD3+BC judged in the simulator", header_agents, agents),
+    ]
+
+
+BENCHMARK = Benchmark(
+    "Are guided trajectories more on-policy, truer than step-by-step rollouts, and good to learn from?",
+    ("seeds",),
+    each_seed(lambda seed, folder: measure(seed, Scale())),
+    tables,
+)

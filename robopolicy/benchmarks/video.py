@@ -6,7 +6,7 @@ again. Ablations share autoencoder and readout with the model; only their dynami
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,17 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from robopolicy.benchmarks.runs import each_seed
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.image_quality import SSIM, UNITS
+from robopolicy.evaluation.plots import open_loop_errors
+from robopolicy.evaluation.report import Section, film
 from robopolicy.evaluation.video import above, write_video
-from robopolicy.evaluation.world_model import follow, open_loop
+from robopolicy.evaluation.world_model import HORIZONS, follow, open_loop
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
 from robopolicy.training.stages import fit_stages
+from robopolicy.verbs.bench import Benchmark, Table
 from sims.engine import MujocoWorld
 from sims.experts import NOISE_LEVELS, NoisyController
 from sims.registry import load_task
@@ -189,6 +193,60 @@ def measure(seed: int, scale: Scale, folder: Path) -> dict[str, Any]:
     for rows in (1, 16):
         figures["speed"][str(rows)] = speed(model, held, rows, scale.timed)
     longest = left.argsort(descending=True, stable=True)[: scale.filmed]
-    film = follow(model, held, begin[longest], min(max(scale.horizons), int(left[longest].min())))
-    write_video(above(film.real, film.imagined, model.spec.fps), folder / "imagined.mp4")
+    seen = follow(model, held, begin[longest], min(max(scale.horizons), int(left[longest].min())))
+    write_video(above(seen.real, seen.imagined, model.spec.fps), folder / "imagined.mp4")
     return figures
+
+
+SHOWN = (*HORIZONS, 75, 100)
+"""Horizons in the tables; all are in the figures."""
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return quality by horizon, and generated frames a second, means of the seeds."""
+    runs, found = list(figures["seeds"].values()), []
+    for setting, first in runs[0].items():
+        title, arms = setting.replace("_", " "), [name for name in first if name in (MODEL, *ABLATIONS)]
+        columns = [*((arm, "model") for arm in arms), (MODEL, "shuffled"), (MODEL, "copy")]
+        header = ["frames ahead", *arms, "told other actions", "first frame repeated"]
+        for name, unit, digits in (("psnr", "PSNR in dB", 1), ("ssim", "SSIM", 3)):
+            lines = []
+            for horizon in (step for step in first[MODEL][name] if int(step) in SHOWN):
+                means = [np.mean([run[setting][arm][name][horizon][what] for run in runs]) for arm, what in columns]
+                lines.append([horizon, *(f"{mean:.{digits}f}" for mean in means)])
+            found.append(Table(f"{title}: {unit}, more is better, mean of {len(runs)} seeds", header, lines))
+        speeds = [run[setting]["speed"] for run in runs]
+        header = ["episodes at a time", "one by one", "in chunks"]
+        lines = [
+            [rows, *(f"{np.mean([speed[rows][mode] for speed in speeds]):.0f}" for mode in header[1:])]
+            for rows in speeds[0]
+        ]
+        found.append(Table(f"{title}: generated frames a second", header, lines))
+    return found
+
+
+def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
+    """Return plots of quality against the horizon for the first seed, and the films of all."""
+    found = []
+    for setting, first in next(iter(figures["seeds"].values())).items():
+        cameras, title = first[MODEL]["cameras"], setting.replace("_", " ")
+        keys = sorted(next(iter(cameras.values())))
+        found += [
+            Section(f"{title}, following recorded actions: {key}", svg=open_loop_errors(cameras, key)) for key in keys
+        ]
+    for seed in figures["seeds"]:
+        for folder in sorted({path.parent for path in (root / seed).rglob("imagined.mp4")}):
+            found += film(folder)
+    return found
+
+
+BENCHMARK = Benchmark(
+    "Do imagined images follow their actions, far ahead, and does memory help a camera that moves?",
+    ("seeds",),
+    each_seed(
+        lambda seed, folder: {name: measure(seed, scale, folder / name) for name, scale in SCALES.items()},
+    ),
+    tables,
+    sections,
+    frozenset({"cameras", "parameters", "ages"}),
+)

@@ -2,54 +2,144 @@
 
 - sims: our engine against pure physics, gymnasium's vector environments on the same scene, and Meta-World's own,
   interleaved in one process.
-- algorithms: success against environment steps on the same tasks, bases and seeds.
+- recipes: demonstrations, pre-training and fine-tuning with nothing but a recipe's name, seed by seed.
+- algorithms: success against environment steps on the same tasks, base policies and seeds.
 - mechanisms: ten small experiments, each asking whether a paper's claim shows.
 
 Of world models:
 
 - ranking: do they order policies as the simulator does?
-- imagination: fine-tuning inside them, judged for real, also on narrow data.
-- edge_of_reach: values in a perfect model, and what cures them.
+- imagination: fine-tuning inside them, judged in the simulator, also on narrow data.
+- looking_ahead: planning in them without any training.
+- edge_of_reach: values in a perfect model, and what keeps them bounded.
 - trajectories: are guided ones true, and good to learn from?
 - planning: do cautious plans stay true?
-- styles: are unseen looks read better after other looks?
+- styles: are unseen looks read better after training on other looks?
 - joint: planning with one model of actions, futures and values.
 - video: images far ahead, with and without memory.
 
-All but the first go on where they were interrupted.
+`tables` writes the tables of results in the READMEs from assets/figures. All but sims go on where they were
+interrupted. A benchmark of your own is named by its dotted path, bench.name=package.module:BENCHMARK.
 """
 
-import importlib
+import dataclasses
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from robopolicy.configuration import Config
-from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.runs import publish
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.registry import Registry
+from robopolicy.core.run import versions
+from robopolicy.core.storage import write_atomic, write_json
+from robopolicy.evaluation.report import Report, Section, render
+from robopolicy.runs import output, print_table, publish
 
-BENCHMARKS = {
-    "sims": "",
-    "algorithms": "bench_algorithms",
-    "mechanisms": "bench_mechanisms",
-    "edge_of_reach": "bench_edge",
-    "trajectories": "bench_worlds",
-    "planning": "bench_worlds",
-    "joint": "bench_worlds",
-    "styles": "bench_worlds",
-    "video": "bench_worlds",
-    "ranking": "bench_ranking",
-    "imagination": "bench_imagination",
-}
-"""Name -> the module that has its `benchmark`; sims knows nothing of runs."""
+Figures = Mapping[str, Any]
+"""What a benchmark measured, ready for JSON; assets/figures/<benchmark>.json holds what `json=PATH` wrote."""
+
+BENCHMARKS = Registry(
+    "benchmark",
+    "robopolicy.benchmarks",
+    {
+        name: f"robopolicy.benchmarks.{name}:BENCHMARK"
+        for name in (
+            "sims",
+            "recipes",
+            "algorithms",
+            "mechanisms",
+            "ranking",
+            "imagination",
+            "looking_ahead",
+            "edge_of_reach",
+            "trajectories",
+            "planning",
+            "styles",
+            "joint",
+            "video",
+            "tables",
+        )
+    },
+)
+"""Name -> where its `Benchmark` is. They stand above the verbs that they run, so they are looked up, not imported."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text; the first column names its rows."""
+
+    title: str
+    header: list[str]
+    lines: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One claim that is checked.
+
+    claim: what is asked, in a sentence; reads: which settings of `bench.` it understands; measure: (configuration,
+    folder of the benchmark) -> figures, without doing again what lies in the folder; tables: figures -> tables, for the
+    terminal, the report and the READMEs alike; sections: (figures, folder) -> plots and videos of the report; bulky:
+    keys of figures that only the report needs, left out of json=PATH.
+    """
+
+    claim: str
+    reads: tuple[str, ...]
+    measure: Callable[[Config, Path], Figures]
+    tables: Callable[[Figures], list[Table]]
+    sections: Callable[[Figures, Path], list[Section]] = lambda figures, root: []
+    bulky: frozenset[str] = frozenset()
 
 
 def run(config: Config) -> int:
-    """Run one benchmark."""
+    """Run one benchmark: print its tables, write report.html and benchmark.json into runs/bench/<name>."""
     name = config.bench.name
-    if name not in BENCHMARKS:
-        raise ConfigError(f"There is no benchmark '{name}'.{did_you_mean(name, BENCHMARKS)}")
-    if name == "sims":
-        from robopolicy.benchmarks.sims import benchmark_sims
-
-        publish(config, benchmark_sims(rounds=config.bench.rounds))
-    else:
-        importlib.import_module(f"robopolicy.verbs.{BENCHMARKS[name]}").benchmark(config)
+    benchmark: Benchmark = BENCHMARKS.load(name)
+    refuse_unread(config, benchmark)
+    root = config.run.root / "bench" / name.replace(":", "-")
+    figures = benchmark.measure(config, root)
+    report = Report(title=name.replace("_", " ").capitalize(), subtitle=benchmark.claim)
+    report.sections += benchmark.sections(figures, root)
+    for table in benchmark.tables(figures):
+        report.sections.append(Section(table.title, header=table.header, rows=table.lines))
+        print_table(table.title, table.header, table.lines)
+    write_atomic(root / "report.html", render(report))
+    write_json(root / "benchmark.json", figures)
+    made = {"command": command_of(config), "versions": versions(), "threads": torch.get_num_threads()}
+    publish(config, made | without(figures, benchmark.bulky))
+    output.print(f"Report: {root / 'report.html'}")
     return 0
+
+
+def refuse_unread(config: Config, benchmark: Benchmark) -> None:
+    """Raise ConfigError where a setting of `bench.` is given that this benchmark does not read."""
+    defaults = type(config.bench)()
+    for item in dataclasses.fields(config.bench):
+        changed = getattr(config.bench, item.name) != getattr(defaults, item.name)
+        if changed and item.name not in ("name", *benchmark.reads):
+            known = ", ".join(f"bench.{key}" for key in benchmark.reads) or "no setting of bench"
+            raise ConfigError(f"bench.{item.name} says nothing to '{config.bench.name}', which reads {known}.")
+
+
+def command_of(config: Config) -> str:
+    """Return the command line that repeats this benchmark with the same settings."""
+    defaults, words = type(config.bench)(), ["robopolicy", "bench", config.bench.name]
+    for item in dataclasses.fields(config.bench):
+        value = getattr(config.bench, item.name)
+        if item.name != "name" and value != getattr(defaults, item.name):
+            text = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+            words.append(f"bench.{item.name}={text}")
+    return shlex.join(words)
+
+
+def without(figures: Any, keys: frozenset[str]) -> Any:
+    """Return nested `figures` without what stands under `keys`, at any depth."""
+    if isinstance(figures, Mapping):
+        return {key: without(value, keys) for key, value in figures.items() if key not in keys}
+    if isinstance(figures, list):
+        return [without(value, keys) for value in figures]
+    return figures

@@ -4,7 +4,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from robopolicy.benchmarks.sims import PushCubeEnv, benchmark_sims, report
+from robopolicy.benchmarks.push_cube_env import PushCubeEnv
+from robopolicy.benchmarks.sims import benchmark_sims, report
 from robopolicy.core.errors import ConfigError
 from sims.registry import load_task, make_world
 
@@ -70,6 +71,6 @@ def test_a_benchmark_needs_a_round():
 def test_the_benchmark_runs_end_to_end():
     pytest.importorskip("metaworld")
     result = benchmark_sims(
-        rounds=2, batch_size=16, chunk=4, tasks=("push_cube",), like_metaworld="push_t", gymnasium_envs=(2,), show=True
+        rounds=2, batch_size=16, chunk=4, tasks=("push_cube",), like_metaworld="push_t", gymnasium_envs=(2,)
     )
     assert all(row["min"] > 0 for row in result["figures"].values())

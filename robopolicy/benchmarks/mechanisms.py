@@ -1,4 +1,4 @@
-"""`bench mechanisms`: small experiments that ask whether a paper's claim shows here, with the ablation beside it.
+"""Small experiments that ask whether a paper's claim shows here, with the ablation beside it.
 
 All variants of a check start from the same pre-trained policies, play the same starts and differ in one thing. Judged
 is the policy after the last iteration (not the best one on the way), on the same validation episodes.
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from robopolicy.benchmarks.rates import rate_of, rate_text, spread_text
+from robopolicy.benchmarks.runs import Outcome, Variant, chosen_from, run_variant
 from robopolicy.configuration import Config
-from robopolicy.evaluation.intervals import wilson
-from robopolicy.evaluation.report import Report, Section
-from robopolicy.runs import print_table
-from robopolicy.verbs.bench_runs import Outcome, Variant, chosen_from, conclude, rate_text, run_variant
+from robopolicy.verbs.bench import Benchmark, Table
 
 TASK = "push_cube"
 SMALL = (
@@ -184,19 +183,9 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def benchmark(config: Config) -> dict[str, Any]:
-    """Run what is missing, print a table a check, write benchmark.json and report.html, and return the figures."""
-    names = chosen_from(config, CHECKS)
-    root = config.run.root / "bench" / "mechanisms"
-    report = Report(title="Mechanisms", subtitle=f"{TASK}, {len(config.bench.seeds)} seeds, after the last iteration")
-    figures = {}
-    for name in names:
-        figures[name] = measure(config, root, name)
-        header, lines = table_of(figures[name])
-        report.sections.append(Section(name, CHECKS[name].claim, header=header, rows=lines))
-        print_table(f"{name}: {CHECKS[name].claim}", header, lines)
-    conclude(config, root, report, figures)
-    return figures
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"checks": {name: {variant: figures}}}, after running what is missing."""
+    return {"checks": {name: measure(config, root, name) for name in chosen_from(config, CHECKS)}}
 
 
 def measure(config: Config, root: Path, name: str) -> dict[str, dict[str, Any]]:
@@ -236,17 +225,27 @@ def rate(runs: Sequence[Outcome], mode: str, index: int) -> dict[str, float]:
     successes = sum(
         round(evaluations(run)[index][f"{mode}_success"] * run.result["base"][mode]["episodes"]) for run in runs
     )
-    low, high = wilson(successes, episodes)
-    return {"success_rate": successes / episodes, "low": low, "high": high, "episodes": episodes}
+    return rate_of(successes, episodes)
 
 
-def table_of(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and lines of a check."""
-    extra = list(next(iter(rows.values()))["figures"])
-    header = ["variant", "base", "after", "after, stochastic", "seeds", *extra]
-    lines = []
-    for name, row in rows.items():
-        rates = [rate_text(row[key]) for key in ("base deterministic", "last deterministic", "last stochastic")]
-        seeds = " ".join(f"{value:.0%}" for value in row["seeds"])
-        lines.append([name, *rates, seeds, *(f"{row['figures'][key]:,.2f}" for key in extra)])
-    return header, lines
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return a table a check."""
+    found = []
+    for name, rows in figures["checks"].items():
+        extra = list(next(iter(rows.values()))["figures"])
+        header = ["variant", "base", "after", "after, with noise", "seeds: mean (range)", *extra]
+        lines = []
+        for variant, row in rows.items():
+            rates = [rate_text(row[key]) for key in ("base deterministic", "last deterministic", "last stochastic")]
+            spread = spread_text(row["seeds"])
+            lines.append([variant, *rates, spread, *(f"{row['figures'][key]:,.2f}" for key in extra)])
+        found.append(Table(f"{name}: {CHECKS[name].claim}", header, lines))
+    return found
+
+
+BENCHMARK = Benchmark(
+    f"Do the claims of ten papers show on {TASK}, after the last iteration?",
+    ("seeds", "methods", "overrides"),
+    benchmark,
+    tables,
+)

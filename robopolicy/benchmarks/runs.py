@@ -1,9 +1,9 @@
-"""What benchmarks of fine-tuning share: data, pre-training and fine-tuning of one variant, each in a run folder.
+"""What benchmarks share: recordings, pre-training, world models and fine-tuning, each in a run folder of its own.
 
 A benchmark that was interrupted goes on where it stopped, and each of its runs can be looked at by itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,8 @@ from rich.rule import Rule
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.run import RunFolder
-from robopolicy.core.storage import read_json, write_atomic, write_json
-from robopolicy.evaluation.intervals import wilson
-from robopolicy.evaluation.report import Report, render
-from robopolicy.runs import output, publish
+from robopolicy.core.storage import read_json, write_json
+from robopolicy.runs import output
 from robopolicy.verbs import collect, finetune, train, worldmodel
 
 TOKEN = (
@@ -30,7 +28,10 @@ TOKEN = (
 
 @dataclass(frozen=True)
 class Changes:
-    """Settings: what a pre-trained policy or a world model changes about every recipe, and about that of some tasks."""
+    """Settings by which a pre-trained policy or a world model departs from every recipe, and from those of some tasks.
+
+    always: settings everywhere; tasks: task -> further settings there.
+    """
 
     always: tuple[str, ...] = ()
     tasks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class Changes:
 
 
 EXAMINED = "worldmodel.examine_rows=64", "worldmodel.examine_steps=1000"
-IMAGES_DIR = {
+IMAGE_MODELS = {
     "pixel_diffusion": (
         "worldmodel.kind=pixel_diffusion",
         "world.cameras=[top]",
@@ -64,7 +65,7 @@ IMAGES_DIR = {
         *EXAMINED,
     ),
 }
-"""Settings of models that inside in images, each a quarter to half an hour of training. Where little is left to
+"""Settings of world models that imagine images, each a quarter to half an hour of training. Where little is left to
 chance, one step of diffusion (the expected image) is as true as three, twice as fast, and all that need be learned.
 """
 
@@ -89,19 +90,19 @@ BASES = {
     "novice": Changes(("train.fit.steps=60",)),
     "token_novice": Changes((*TOKEN, "train.fit.steps=150")),
 }
-"""By name; few and many: demonstrations; novices: stopped while success is rare. Tokens need more than the dozen
-demonstrations of pick_place.
+"""Pre-trained policies by name. few, many: how many demonstrations; novice: training stopped while success is rare.
+Token policies need more than the dozen demonstrations of pick_place.
 """
 
 TUNED_BASES: dict[str, tuple[str, ...]] = {
     "warm": ("finetune.target_success=0.7", "finetune.evaluate_every=1", "finetune.videos=0"),
 }
-"""Policies that have been fine-tuned (from the base `diffusion`) as far as this, to start from."""
+"""Policies to start from that have been fine-tuned already (from the base `diffusion`), as far as this."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """base: which pre-trained policy it starts from; settings: what it changes about fine-tuning."""
+    """A way to fine-tune. base: name of the pre-trained policy (`BASES`) it starts from; settings: of fine-tuning."""
 
     base: str
     settings: tuple[str, ...] = ()
@@ -109,7 +110,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """result: what fine-tuning wrote about base and tuned policy; records: its metrics, one an iteration."""
+    """What a run of fine-tuning left. result: result.json on base and tuned policy; records: metrics, by iteration."""
 
     result: Mapping[str, Any]
     records: Sequence[Mapping[str, Any]]
@@ -136,8 +137,9 @@ def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> P
 
 
 def modelled(config: Config, root: Path, task: str, label: str, seed: int, settings: Sequence[str]) -> Path:
-    """Return the run folder of a world model under root/task that learns as `settings` say; with cameras from
-    recordings of its own, without from those of policies.
+    """Return the run folder of a world model under root/task, trained with `settings` where it is missing.
+
+    A model with cameras records demonstrations of its own; others share those that policies learn from.
     """
     folder = root / task / "worldmodel" / label / str(seed)
     if not (folder / "result.json").exists():
@@ -152,7 +154,7 @@ def modelled(config: Config, root: Path, task: str, label: str, seed: int, setti
 
 
 def run_variant(config: Config, root: Path, task: str, label: str, variant: Variant, seed: int) -> Outcome:
-    """Do what has not been done yet under root/task, and return what came of it."""
+    """Return what fine-tuning a variant gave, after doing what is missing under root/task."""
     tuned = root / task / "finetune" / label / str(seed)
     if not (tuned / "result.json").exists():
         if variant.base in TUNED_BASES:
@@ -176,22 +178,19 @@ def chosen_from(config: Config, known: Mapping[str, Any]) -> tuple[str, ...]:
     return config.bench.methods or tuple(known)
 
 
-def conclude(config: Config, root: Path, report: Report, figures: Mapping[str, Any]) -> None:
-    """Write report.html and benchmark.json into `root`, and the figures to json=PATH when asked."""
-    write_atomic(root / "report.html", render(report))
-    write_json(root / "benchmark.json", figures)
-    publish(config, figures)
-    output.print(f"Report: {root / 'report.html'}")
+def each_seed(measure: Callable[[int, Path], dict[str, Any]]) -> Callable[[Config, Path], dict[str, Any]]:
+    """Return the measurement of a benchmark that asks one thing seed by seed.
 
+    measure: (seed, folder for what is worth keeping) -> figures; they are kept in <root>/<seed>.json and measured once.
+    """
 
-def pooled(measured: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the success rate over all seeds' episodes with its Wilson interval."""
-    successes = sum(row["successes"] for row in measured)
-    episodes = sum(row["episodes"] for row in measured)
-    low, high = wilson(successes, episodes)
-    return {"success_rate": successes / episodes, "low": low, "high": high, "episodes": episodes}
+    def benchmark(config: Config, root: Path) -> dict[str, Any]:
+        found = {}
+        for seed in config.bench.seeds:
+            path = root / f"{seed}.json"
+            if not path.exists():
+                write_json(path, measure(seed, root / str(seed)))
+            found[str(seed)] = read_json(path)
+        return {"seeds": found}
 
-
-def rate_text(rate: Mapping[str, float]) -> str:
-    """Return a rate with its interval."""
-    return f"{rate['success_rate']:.1%} [{rate['low']:.1%}, {rate['high']:.1%}]"
+    return benchmark

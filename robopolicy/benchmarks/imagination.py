@@ -1,36 +1,28 @@
-"""`bench imagination`: fine-tuning inside world models, judged for real; and when imagination fools a policy.
+"""Fine-tuning inside world models, judged in the simulator; and what happens when imagination fools a policy.
 
-The first arms learn from broad data, the others from 5,000 steps of near-perfect demonstrations, where imagined and
-real success part, with a remedy each; the model is refreshed around a policy that is kept near its base.
+The first arms learn from broad data. The others learn from 5,000 steps of near-perfect demonstrations, where imagined
+and real success part, with one remedy each; the last trains its model on while the policy is kept near its base.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from robopolicy.benchmarks.rates import pooled, rate_of, rate_text, spread_text
+from robopolicy.benchmarks.runs import IMAGE_MODELS, chosen_from, modelled, pretrained, settings_of
 from robopolicy.configuration import Config, compose
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json
 from robopolicy.evaluation.curves import imagination_curves
-from robopolicy.evaluation.report import Report, Section
-from robopolicy.runs import print_table
+from robopolicy.evaluation.report import Section
 from robopolicy.verbs import imagine
-from robopolicy.verbs.bench_runs import (
-    IMAGES_DIR,
-    chosen_from,
-    conclude,
-    modelled,
-    pooled,
-    pretrained,
-    rate_text,
-    settings_of,
-)
+from robopolicy.verbs.bench import Benchmark, Table
 
 LONGER = ("finetune.target_success=0.98",)
-"""Imagined steps are cheap, and some of what succeeds in imagination fails in earnest."""
+"""Tuned for longer: imagined steps are cheap, and some of what succeeds in imagination fails in the simulator."""
 
 NEAR = "finetune.auxiliaries=[bc]"
 CAREFUL = (*LONGER, NEAR)
@@ -79,7 +71,7 @@ ARMS: dict[str, Arm] = {
     "ensemble": Arm("ensemble", settings=LONGER),
     "ensemble, near its base": Arm("ensemble", settings=CAREFUL),
     "rssm": Arm("rssm", ("worldmodel.kind=rssm",), settings=LONGER),
-    "pixel_diffusion": Arm("pixel_diffusion", IMAGES_DIR["pixel_diffusion"], settings=(*LONGER, *FEWER)),
+    "pixel_diffusion": Arm("pixel_diffusion", IMAGE_MODELS["pixel_diffusion"], settings=(*LONGER, *FEWER)),
     "narrow": narrow(),
     "narrow, stopped": narrow("imagine.gap=0.2"),
     "narrow, near its base": narrow(NEAR),
@@ -91,22 +83,10 @@ ARMS: dict[str, Arm] = {
 """Name -> what is done."""
 
 
-def benchmark(config: Config) -> dict[str, Any]:
-    """Run what is missing, print the tables, write benchmark.json and report.html, and return the figures."""
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"tasks": {task: {arm: figures}}}, after running what is missing."""
     names = chosen_from(config, ARMS)
-    root = config.run.root / "bench" / "imagination"
-    figures = {task: {name: measure(config, root, task, name) for name in names} for task in config.bench.tasks}
-    subtitle = f"{len(config.bench.seeds)} seeds; real success of policies that were tuned in imagination alone"
-    report = Report(title="Fine-tuning in imagination", subtitle=subtitle)
-    for task, rows in figures.items():
-        header, lines = table_of(rows)
-        report.sections.append(Section(task, "Wilson 95 % intervals over all seeds.", header=header, rows=lines))
-        print_table(task, header, lines)
-        drawn = imagination_curves({name: row["records"] for name, row in rows.items()})
-        caption = "Noise-free policy on the same starts, one line a seed of training."
-        report.sections.append(Section(f"{task}: imagined beside real", caption, svg=drawn))
-    conclude(config, root, report, figures)
-    return figures
+    return {"tasks": {task: {name: measure(config, root, task, name) for name in names} for task in config.bench.tasks}}
 
 
 def measure(config: Config, root: Path, task: str, name: str) -> dict[str, Any]:
@@ -122,7 +102,8 @@ def measure(config: Config, root: Path, task: str, name: str) -> dict[str, Any]:
         "env_steps": [result["env_steps"] for result in results],
         "seconds": [model["seconds"] + result["seconds"] for model, result in zip(models, results, strict=True)],
         "records": [
-            [row for row in RunFolder(folder).metrics() if "deterministic_real_success" in row] for folder in folders
+            [{key: row[key] for key in RECORDED} for row in RunFolder(folder).metrics() if RECORDED[-1] in row]
+            for folder in folders
         ],
     }
 
@@ -143,14 +124,54 @@ def tuned_in_imagination(config: Config, root: Path, task: str, name: str, seed:
     return folder
 
 
-def table_of(rows: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and lines."""
-    header = ["arm", "base", "tuned, real", "each seed", "tuned, imagined", "imagined - real", "real steps", "minutes"]
-    lines: list[Sequence[str]] = []
+RECORDED = ("iteration", "env_steps", "deterministic_success", "deterministic_real_success")
+"""What is kept of every evaluation on the way."""
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return a table a task."""
+    return [table_of(task, rows) for task, rows in figures["tasks"].items()]
+
+
+def table_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return the table of a task: base and tuned policy in the simulator, and the tuned one in imagination.
+
+    A Wilson interval of a rate over all seeds treats them as one policy; the spread over seeds stands beside it.
+    """
+    header = ["fine-tuned in", "base", "tuned: mean over seeds (range)", "each seed", "tuned, imagined"]
+    header += ["imagined - real", "real steps"]
+    timed = any("seconds" in row for row in rows.values())
+    if timed:
+        header.append("minutes")
+    lines: list[list[str]] = []
     for name, row in rows.items():
-        each = " ".join(f"{value:.1%}" for value in row["each"])
-        gap = row["imagined"]["success_rate"] - row["tuned"]["success_rate"]
-        rates = [rate_text(row[key]) for key in ("base", "tuned")]
-        figures = f"{100 * gap:+.1f}", f"{np.mean(row['env_steps']):,.0f}", f"{np.mean(row['seconds']) / 60:.1f}"
-        lines.append([name, *rates, each, rate_text(row["imagined"]), *figures])
-    return header, [list(line) for line in lines]
+        count = row["tuned"]["episodes"] // len(row["each"])
+        each = ", ".join(rate_text(rate_of(round(value * count), count)) for value in row["each"])
+        gap = 100 * (row["imagined"]["success_rate"] - row["tuned"]["success_rate"])
+        rates = [rate_text(row["base"]), spread_text(row["each"]), each, rate_text(row["imagined"])]
+        lines.append([name.replace("_", " "), *rates, f"{gap:+.1f}", f"{np.mean(row['env_steps']):,.0f}"])
+        if timed:
+            lines[-1].append(f"{np.mean(row['seconds']) / 60:.1f}" if "seconds" in row else "")
+    return Table(f"{task}: in brackets Wilson 95 % intervals", header, lines)
+
+
+def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
+    """Return plots of imagined beside real success while fine-tuning."""
+    caption = "Noise-free policy on the same starts, one line a seed of training."
+    return [
+        Section(
+            f"{task}: imagined beside real",
+            caption,
+            svg=imagination_curves({name: row["records"] for name, row in rows.items()}),
+        )
+        for task, rows in figures["tasks"].items()
+    ]
+
+
+BENCHMARK = Benchmark(
+    "Does fine-tuning in imagination alone raise success in the simulator, and what helps where the model is wrong?",
+    ("tasks", "seeds", "methods", "overrides"),
+    benchmark,
+    tables,
+    sections,
+)

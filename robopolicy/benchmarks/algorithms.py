@@ -1,0 +1,187 @@
+"""Fine-tuning methods on the same tasks, base policies and seeds: success against environment steps."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from robopolicy.benchmarks.rates import pooled, rate_text, short, spread_text
+from robopolicy.benchmarks.runs import Variant, chosen_from, run_variant
+from robopolicy.build import build_world, choose_device, open_policy
+from robopolicy.configuration import Config, compose
+from robopolicy.core.progress import progress
+from robopolicy.core.run import RunFolder
+from robopolicy.core.structured import narrowed
+from robopolicy.evaluation.curves import method_curves
+from robopolicy.evaluation.report import Section
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import finetune
+from robopolicy.verbs.bench import Benchmark, Table
+
+GENTLE = (
+    "finetune.iterations=60",
+    "finetune.learning_rate=3e-4",
+    "finetune.clip=0.05",
+    "finetune.clip_base=0.05",
+    "finetune.target_kl=0.03",
+)
+"""Small steps for methods without a critic: their advantages are noisier."""
+
+METHODS: dict[str, Variant] = {
+    "PPO": Variant("diffusion"),
+    "flow PPO": Variant("flow"),
+    "GRPO": Variant("diffusion", ("finetune.algorithm=grpo", *GENTLE)),
+    "step GRPO": Variant("diffusion", ("finetune.algorithm=step_grpo", *GENTLE)),
+    "BranchGRPO": Variant(
+        "diffusion", ("finetune.algorithm=branch_grpo", "finetune.group_size=2", "finetune.branch_at=[2,5]", *GENTLE)
+    ),
+    "GRPO-Guard": Variant(
+        "diffusion", ("finetune.algorithm=grpo_guard", *GENTLE, "finetune.clip=0.003", "finetune.clip_base=0.003")
+    ),
+    "MC-GRPO": Variant(
+        "diffusion", ("finetune.algorithm=mc_grpo", "finetune.group_size=3", "finetune.groups=170", *GENTLE)
+    ),
+    "token GRPO": Variant(
+        "token",
+        (
+            "finetune.algorithm=step_grpo",
+            "finetune.iterations=120",
+            "finetune.groups=32",
+            "finetune.learning_rate=1.5e-4",
+            "finetune.epochs=2",
+            "finetune.minibatch=1024",
+            "finetune.target_kl=0.2",
+            "finetune.ratio_tolerance=1e-4",
+            "finetune.finetuned_steps=null",
+        ),
+    ),
+}
+"""Rows of the tables. Methods that compare groups play 512 episodes an iteration, with tokens 256."""
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"tasks": {task: {method: figures}}, "iteration": {task: {method: seconds}}}, after doing what is missing.
+
+    The second part, BranchGRPO beside GRPO at equal leaves, is measured where both are and bench.rounds is not 0.
+    """
+    names = chosen_from(config, METHODS)
+    tasks = {task: {name: measure(config, root, task, name) for name in names} for task in config.bench.tasks}
+    if not config.bench.rounds or not {"GRPO", "BranchGRPO"} <= set(names):
+        return {"tasks": tasks}
+    return {"tasks": tasks, "iteration": {task: time_per_iteration(config, root, task) for task in tasks}}
+
+
+def measure(config: Config, root: Path, task: str, name: str) -> dict[str, Any]:
+    """Return a method's figures on a task, over all seeds and for each; runs that have ended are not run again.
+
+    base, tuned, stochastic: success over all seeds' episodes, of base and tuned policy without exploration noise and of
+    the tuned one with it; each: of every seed, base and tuned; curves: seed -> [(environment steps, success)].
+    """
+    label = name.replace(" ", "_")
+    runs = [run_variant(config, root, task, label, METHODS[name], seed) for seed in config.bench.seeds]
+    results = [run.result for run in runs]
+    return {
+        "base": pooled([result["base"]["deterministic"] for result in results]),
+        "tuned": pooled([result["tuned"]["deterministic"] for result in results]),
+        "stochastic": pooled([result["tuned"]["stochastic"] for result in results]),
+        "each": [{when: short(result[when]["deterministic"]) for when in ("base", "tuned")} for result in results],
+        "env_steps": [result["env_steps"] for result in results],
+        "seconds": [result["seconds"] for result in results],
+        "curves": [
+            [(row["env_steps"], row["deterministic_success"]) for row in run.records if "deterministic_success" in row]
+            for run in runs
+        ],
+    }
+
+
+EQUAL_LEAVES = {
+    "GRPO, 8 episodes a start": ("finetune.algorithm=grpo", "finetune.group_size=8"),
+    "BranchGRPO, 2 roots x 4 leaves": (
+        "finetune.algorithm=branch_grpo",
+        "finetune.group_size=2",
+        "finetune.branch_at=[2,5]",
+    ),
+    "BranchGRPO, split inside the chain": (
+        "finetune.algorithm=branch_grpo",
+        "finetune.group_size=2",
+        "finetune.branch_at=[2,5]",
+        "finetune.branch_sampling_step=2",
+    ),
+}
+
+
+def time_per_iteration(config: Config, root: Path, task: str, rounds: int = 5) -> dict[str, dict[str, float]]:
+    """Return seconds of an iteration (median over the rounds) at equal leaves, the methods taking turns in one process.
+
+    Every turn starts from the same base policy and plays one iteration to warm up and one that counts. No epoch is
+    stopped early: all learn from everything that they collected.
+    """
+    base = root / task / "train" / "diffusion" / str(config.bench.seeds[0]) / "checkpoint"
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in EQUAL_LEAVES}
+    with progress("BranchGRPO beside GRPO", rounds * len(EQUAL_LEAVES)) as advance, TemporaryDirectory() as folder:
+        for turn in range(rounds):
+            for name, settings in EQUAL_LEAVES.items():
+                quick = ("finetune.iterations=2", "finetune.evaluate_every=0", "finetune.target_kl=null")
+                chosen = compose([f"recipe={task}", *GENTLE, *settings, *quick])
+                device = choose_device(chosen.run)
+                policy = open_policy(base, device)
+                policy.prepare_finetuning(chosen.finetune.finetuned_steps)
+                world = build_world(chosen.world, policy, batch_size=chosen.finetune.num_envs, device=device)
+                run = RunFolder(Path(folder) / f"{turn} {name}")
+                finetune(policy, None, world, narrowed(FinetuneConfig, chosen.finetune), run, seed=turn)
+                world.close()
+                last = run.metrics()[-1]
+                seconds[name].append((last["seconds_collect"], last["seconds_update"]))
+                advance()
+    medians = {name: np.median(np.array(found), axis=0) for name, found in seconds.items()}
+    whole = medians[next(iter(medians))].sum()
+    return {
+        name: {"collect": float(found[0]), "update": float(found[1]), "share_of_grpo": float(found.sum() / whole)}
+        for name, found in medians.items()
+    }
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return a table a task, each method beside the base that it started from, and the time of an iteration."""
+    found = [table_of(task, rows) for task, rows in figures["tasks"].items()]
+    for task, rows in figures.get("iteration", {}).items():
+        lines = [
+            [name, f"{row['collect']:.2f}", f"{row['update']:.2f}", f"{row['share_of_grpo']:.2f}"]
+            for name, row in rows.items()
+        ]
+        header = ["at equal leaves", "collect, s", "update, s", "iteration / GRPO's"]
+        found.append(Table(f"{task}: time of an iteration (median over rounds, taking turns)", header, lines))
+    return found
+
+
+def table_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return the table of a task."""
+    header = ["method", "base", "fine-tuned", "each seed, fine-tuned", "with noise", "steps / 1e3", "minutes"]
+    lines = []
+    for name, row in rows.items():
+        steps, seconds = (sum(row[key]) / len(row[key]) for key in ("env_steps", "seconds"))
+        spreads = [spread_text(each[when]["success_rate"] for each in row["each"]) for when in ("base", "tuned")]
+        each = ", ".join(rate_text(each["tuned"]) for each in row["each"])
+        lines.append([name, *spreads, each, rate_text(row["stochastic"]), f"{steps / 1e3:,.0f}", f"{seconds / 60:.1f}"])
+    return Table(f"{task}: mean over seeds (range), each seed with its Wilson 95 % interval", header, lines)
+
+
+def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
+    """Return the learning curves."""
+    curves: dict[str, dict[str, Sequence[Any]]] = {
+        task: {name: row["curves"] for name, row in rows.items()} for task, rows in figures["tasks"].items()
+    }
+    bases = {task: next(iter(rows.values()))["base"]["success_rate"] for task, rows in figures["tasks"].items()}
+    caption = "Mean of the seeds, band from the lowest to the highest."
+    return [Section("Learning", caption, svg=method_curves(curves, bases))]
+
+
+BENCHMARK = Benchmark(
+    "How far do fine-tuning methods take the same base policies, for how many environment steps?",
+    ("tasks", "seeds", "methods", "rounds", "overrides"),
+    benchmark,
+    tables,
+    sections,
+)

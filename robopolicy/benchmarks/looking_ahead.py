@@ -1,0 +1,80 @@
+"""A look ahead in a world model, without any training: the same policy beside itself, planning and not.
+
+Policies and models share no data: a model learns from recordings of its own seed. Of several candidates, each imagined
+some steps, the policy takes the one that the model thinks best of.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from robopolicy.benchmarks.rates import rate_text, short, spread_text
+from robopolicy.benchmarks.runs import Changes, chosen_from, modelled, pretrained, settings_of
+from robopolicy.configuration import Config, compose
+from robopolicy.core.storage import read_json
+from robopolicy.evaluation.report import UNPLANNED
+from robopolicy.verbs import evaluate
+from robopolicy.verbs.bench import Benchmark, Table
+
+FIRST_SEED = 100
+"""Of the policies; world models take theirs from bench.seeds."""
+
+PLANS = {
+    "8 candidates": (),
+    "32 candidates": ("plan.candidates=32",),
+}
+"""Arm -> what it changes about planning."""
+
+MODEL = Changes(("worldmodel.kind=ensemble",), {"pick_place": ("worldmodel.fit.steps=12000",)})
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"tasks": {task: {plan: {seed: success in the simulator}}}}, after doing what is missing."""
+    found: dict[str, Any] = {task: {plan: {} for plan in chosen_from(config, PLANS)} for task in config.bench.tasks}
+    for task, plans in found.items():
+        for plan, seeds in plans.items():
+            for seed in config.bench.seeds:
+                seeds[str(seed)] = measure(config, root, task, plan, seed)
+    return {"tasks": found}
+
+
+def measure(config: Config, root: Path, task: str, plan: str, seed: int) -> dict[str, Any]:
+    """Return {"base" | "policy": {"deterministic" | "stochastic": rate}}: a policy alone, and looking ahead."""
+    label = plan.replace(" ", "_")
+    result = root / task / "evaluate" / label / str(seed) / "result.json"
+    if not result.exists():
+        policy = pretrained(config, root, task, "diffusion", FIRST_SEED + seed) / "checkpoint"
+        base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
+        learned = *MODEL.of(task), f"worldmodel.policies=[{base}]"
+        model = modelled(config, root, task, "ensemble", seed, learned) / "checkpoint"
+        chosen = f"evaluate.policy={policy}", f"plan.model={model}", "evaluate.videos=0", *PLANS[plan]
+        evaluate.run(compose([*settings_of(config, root, task, seed), f"run.name={label}", *chosen]))
+    found = read_json(result)
+    return {
+        who: {mode: short(found[name][mode]) for mode in ("deterministic", "stochastic")}
+        for who, name in {"base": UNPLANNED, "policy": "policy"}.items()
+    }
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return a row a task and plan."""
+    header = ["task, plan", "alone: mean over seeds (range)", "looking ahead", "each seed, looking ahead"]
+    lines = []
+    for task, plans in figures["tasks"].items():
+        for plan, seeds in plans.items():
+            rows = list(seeds.values())
+            spreads = [
+                spread_text(row[who]["deterministic"]["success_rate"] for row in rows) for who in ("base", "policy")
+            ]
+            lines.append(
+                [f"{task}, {plan}", *spreads, ", ".join(rate_text(row["policy"]["deterministic"]) for row in rows)]
+            )
+    return [Table("Success in the simulator; in brackets Wilson 95 % intervals of each seed", header, lines)]
+
+
+BENCHMARK = Benchmark(
+    "Does a policy succeed more often when it looks ahead in a world model, without being trained any further?",
+    ("tasks", "seeds", "methods", "overrides"),
+    benchmark,
+    tables,
+)

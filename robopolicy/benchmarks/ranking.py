@@ -1,0 +1,150 @@
+"""Do world models order policies as the simulator does? Independently trained policies, every model.
+
+No two policies share demonstrations, weights or seeds, nor does a world model share any with them: it learns from
+demonstrations, disturbed experts and one policy of its own seed.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from robopolicy.benchmarks.rates import mean_text
+from robopolicy.benchmarks.runs import (
+    IMAGE_MODELS,
+    Changes,
+    Variant,
+    chosen_from,
+    modelled,
+    pretrained,
+    run_variant,
+    settings_of,
+)
+from robopolicy.configuration import Config, compose
+from robopolicy.core.storage import read_json
+from robopolicy.evaluation.curves import ranking_panels
+from robopolicy.evaluation.report import Section, ranking_plot
+from robopolicy.verbs import rank
+from robopolicy.verbs.bench import Benchmark, Table
+
+FIRST_SEED = 100
+"""Of the policies; world models take theirs from bench.seeds."""
+
+POLICIES: dict[str, tuple[str, float | None]] = {
+    "novice": ("novice", None),
+    "few": ("few", None),
+    "flow": ("flow", None),
+    "base": ("diffusion", None),
+    "many": ("many", None),
+    "tuned_50": ("diffusion", 0.5),
+    "tuned_60": ("flow", 0.6),
+    "tuned_70": ("diffusion", 0.7),
+    "tuned_80": ("flow", 0.8),
+    "tuned_90": ("diffusion", 0.9),
+}
+"""Name -> what it was pre-trained as, and the success at which its fine-tuning stopped, if there was any."""
+
+MODELS = {
+    "ensemble": Changes(("worldmodel.kind=ensemble",), {"pick_place": ("worldmodel.fit.steps=12000",)}),
+    "rssm": Changes(("worldmodel.kind=rssm",)),
+    **{kind: Changes(settings) for kind, settings in IMAGE_MODELS.items()},
+}
+"""By kind. State models take minutes, those of images longer. Telling policies a few points apart takes a truer model
+than improving one: on pick_place more than twice the recipe's training.
+"""
+
+SHORTER = {"video": ("rank.episodes=64",)}
+"""Where as many episodes of every policy as the recipe says would take hours."""
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"tasks": {task: {kind: {seed: ranking}}}}, after training and ranking what is missing."""
+    kinds = chosen_from(config, MODELS)
+    return {"tasks": {task: measure(config, root, task, kinds) for task in config.bench.tasks}}
+
+
+def measure(config: Config, root: Path, task: str, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """Return the rankings of a task by kind and seed of model; what has been trained or ranked is not done again."""
+    policies = [
+        trained_policy(config, root, task, name, FIRST_SEED + index) / "checkpoint"
+        for index, name in enumerate(POLICIES)
+    ]
+    found: dict[str, Any] = {kind: {} for kind in kinds}
+    for seed in config.bench.seeds:
+        for kind in kinds:
+            result = root / task / "rank" / kind / str(seed) / "result.json"
+            if not result.exists():
+                model = trained_model(config, root, task, kind, seed) / "checkpoint"
+                chosen = f"rank.policies=[{','.join(map(str, policies))}]", f"rank.models=[{model}]", "rank.noise=[]"
+                changed = f"run.name={kind}", *chosen, *SHORTER.get(kind, ())
+                rank.run(compose([*settings_of(config, root, task, seed), *changed]))
+            found[kind][str(seed)] = read_json(result)["models"][kind]
+    return found
+
+
+def trained_policy(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
+    """Return the run folder of one of `POLICIES`."""
+    base, target = POLICIES[name]
+    if target is None:
+        return pretrained(config, root, task, base, seed)
+    settings = f"finetune.target_success={target}", "finetune.evaluate_every=1", "finetune.videos=0"
+    run_variant(config, root, task, name, Variant(base, settings), seed)
+    return root / task / "finetune" / name / str(seed)
+
+
+def trained_model(config: Config, root: Path, task: str, kind: str, seed: int) -> Path:
+    """Return the run folder of a world model, trained on data of its own."""
+    base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
+    return modelled(config, root, task, kind, seed, (*MODELS[kind].of(task), f"worldmodel.policies=[{base}]"))
+
+
+SHOWN = {"pearson": "Pearson", "spearman": "Spearman", "mmrv": "MMRV", "bias": "imagined - real"}
+"""Statistics in the table; all are in the figures."""
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return a table a task: the mean over seeds of the model, every seed, and the first one's bootstrap interval."""
+    found = []
+    for task, kinds in figures["tasks"].items():
+        lines = []
+        for kind, seeds in kinds.items():
+            each = [ranking["statistics"] for ranking in seeds.values()]
+            lines.append([kind.replace("_", " "), *(cell([row[name] for row in each]) for name in SHOWN)])
+        title = (
+            f"{task}: mean over seeds of the model (each); square brackets: bootstrap over policies of the first seed"
+        )
+        found.append(Table(title, ["world model", *SHOWN.values()], lines))
+    return found
+
+
+def cell(estimates: Sequence[Mapping[str, Any]]) -> str:
+    """Return a statistic of every seed, with the first one's bootstrap interval over policies."""
+    if any(estimate["value"] is None for estimate in estimates):
+        return "undefined"
+    interval = estimates[0]["interval_over_policies"]
+    values = [estimate["value"] for estimate in estimates]
+    text = mean_text(values, 3) if len(values) > 1 else f"{values[0]:.3f}"
+    return text if interval is None else f"{text} [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
+    """Return a plot of every model, and one with names for each seed of it."""
+    panels, plots = {}, []
+    for task, kinds in figures["tasks"].items():
+        for kind, seeds in kinds.items():
+            title = f"{task}, {kind.replace('_', ' ')}"
+            panels[title] = [[(row["real"], row["model"]) for row in found["policies"]] for found in seeds.values()]
+            for seed, found in seeds.items():
+                plots.append(
+                    Section(f"{title}, seed {seed}, against the simulator", svg=ranking_plot(found["policies"]))
+                )
+    return [Section("Every model", "A point a policy, a colour a seed.", svg=ranking_panels(panels)), *plots]
+
+
+BENCHMARK = Benchmark(
+    f"Do world models order {len(POLICIES)} independently trained policies as the simulator does, on the same starts?",
+    ("tasks", "seeds", "methods", "overrides"),
+    benchmark,
+    tables,
+    sections,
+    frozenset({"real_interval", "model_interval", "interval_over_episodes", "warnings", "path"}),
+)

@@ -1,0 +1,49 @@
+"""Success rates in tables: pooled over seeds with a Wilson interval, and their spread from seed to seed.
+
+The two answer different questions. A Wilson interval says how well so many episodes measure one trained policy; the
+mean and range over seeds say how much training itself varies. Tables name which is which.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from robopolicy.evaluation.intervals import wilson
+
+Rate = Mapping[str, float]
+"""success_rate, low, high (Wilson, 95 %) and episodes."""
+
+
+def rate_of(successes: int, episodes: int) -> dict[str, float]:
+    """Return a success rate with its Wilson interval."""
+    low, high = wilson(successes, episodes)
+    return {"success_rate": successes / episodes, "low": low, "high": high, "episodes": episodes}
+
+
+def pooled(measured: Sequence[Rate]) -> dict[str, float]:
+    """Return the success rate over all seeds' episodes (summaries with `successes` and `episodes`)."""
+    return rate_of(int(sum(row["successes"] for row in measured)), int(sum(row["episodes"] for row in measured)))
+
+
+def short(rate: Rate) -> dict[str, float]:
+    """Return a summary of an evaluation without its outcomes: what tables need."""
+    return rate_of(int(rate["successes"]), int(rate["episodes"]))
+
+
+def rate_text(rate: Rate) -> str:
+    """Return a rate with its Wilson interval, in percent: "93.5 % [89.2, 96.1]"."""
+    return f"{100 * rate['success_rate']:.1f} % [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}]"
+
+
+def spread_text(rates: Iterable[float]) -> str:
+    """Return mean and range over seeds, in percent: "95.3 % (93.5 to 96.5)"."""
+    values = 100 * np.asarray(list(rates), dtype=float)
+    if len(values) == 1:
+        return f"{values[0]:.1f} % (one seed)"
+    return f"{values.mean():.1f} % ({values.min():.1f} to {values.max():.1f})"
+
+
+def mean_text(values: Iterable[float], digits: int) -> str:
+    """Return the mean, and in brackets every seed's value."""
+    each = [float(value) for value in values]
+    return f"{np.mean(each):.{digits}f} ({', '.join(f'{value:.{digits}f}' for value in each)})"
