@@ -15,7 +15,7 @@ from robopolicy.core.errors import ConfigError, NonFiniteError
 from robopolicy.core.randomness import numpy_generator
 from robopolicy.core.spec import TASK, Observation, WorldSpec, check_finite, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
-from worldmodels.protocol import ChunkModel, Imagined, Latent, Starts, WorldModel, combined
+from worldmodels.protocol import ChunkModel, Context, DecoderFree, Imagined, Latent, Starts, WorldModel, combined
 
 PENALTY = "uncertainty"
 """Name of the reward term that an uncertain step costs."""
@@ -40,8 +40,9 @@ class Truncation:
 class ImaginedWorld:
     """World and Snapshots over a world model.
 
-    starts: where episodes begin, by seed: the true simulator's starts pair imagined with real episodes, contexts of a
-    dataset start anywhere in it; batch_size: rows B; history: H frames; truncation: when imagination is cut; penalty:
+    model: what it shows is the observation, which is the latent where a model has no decoder (`DecoderFree`); starts:
+    where episodes begin, by seed: the true simulator's starts pair imagined with real episodes, contexts of a dataset
+    start anywhere in it; batch_size: rows B; history: H frames; truncation: when imagination is cut; penalty:
     price of a unit of uncertainty, a reward term of its own (MOPO, Yu et al. 2020, arXiv:2005.13239); debounce:
     consecutive steps that must look successful before success is believed; seed: of the generator that draws episode
     seeds when `reset` is given none.
@@ -99,8 +100,7 @@ class ImaginedWorld:
         context = self._starts(chosen)
         latent = self.model.initial(context, chosen)
         self._latent = _scatter(self._latent, latent, index, self._batch_size)
-        for key in self._spec.observation:
-            known = context.observation[key]
+        for key, known in self._first_frames(context, latent).items():
             self._frames[key][index] = known[:, np.maximum(np.arange(-self._spec.history, 0), -known.shape[1])]
         self._arrays["task"][index] = self._spec.instructions[0] if context.task is None else context.task
         for name in ("steps", "streak", "success", "terminated", "truncated", "horizon_end"):
@@ -170,6 +170,18 @@ class ImaginedWorld:
         self._arrays |= {
             name: np.zeros(rows, dtype=bool) for name in ("success", "terminated", "truncated", "horizon_end")
         }
+
+    def _first_frames(self, context: Context, latent: Latent) -> dict[str, np.ndarray]:
+        """Return the frames that episodes begin with, key -> [R, T, *shape]: those of the context, or what the latent
+        shows where there is no decoder, as one frame.
+        """
+        if not isinstance(self.model, DecoderFree):
+            return {key: context.observation[key] for key in self._spec.observation}
+        shown = self.model.show(latent)
+        frames = {key: shown[key].cpu().numpy()[:, None] for key in self._spec.observation}
+        for key, frame in frames.items():
+            check_finite(f"the first {key}", frame)
+        return frames
 
     def _imagine(self, actions: np.ndarray) -> Iterator[Imagined]:
         """Yield what the steps of a chunk [B, C, A] lead to for rows that have not ended; together where models can."""

@@ -8,7 +8,6 @@ step may be added as a value.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.core.world import Rows
 from worldmodels.configuration import PlanConfig
 from worldmodels.env import ImaginedWorld
-from worldmodels.protocol import Context, WorldModel
+from worldmodels.protocol import Context, WorldModel, fields_read
 
 Value = Callable[[TensorObservation], Tensor]
 """What an observation is worth, [N]."""
@@ -54,7 +53,7 @@ class PlannedPolicy(nn.Module):
     def spec(self) -> PolicySpec:
         """That of the policy, which besides needs to see what the model sees."""
         spec = self.policy.spec
-        return replace(spec, observation={**spec.observation, **self.model.spec.observation})
+        return replace(spec, observation={**spec.observation, **fields_read(self.model)})
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the policy."""
@@ -110,10 +109,11 @@ class PlannedPolicy(nn.Module):
 
     def _begin(self, observation: TensorObservation, rows: int) -> ImaginedWorld:
         """Return a world of `rows` rows that begins where `observation` is."""
-        missing = [key for key in self.model.spec.observation if key not in observation]
+        fields = fields_read(self.model)
+        missing = [key for key in fields if key not in observation]
         if missing:
             raise ConfigError(f"The world model that plans sees {', '.join(missing)}, and what is observed lacks it.")
-        frames = {key: _array(observation[key]) for key in self.model.spec.observation}
+        frames = {key: value.cpu().numpy() for key in fields if isinstance(value := observation[key], Tensor)}
         task = np.array(observation[TASK]) if TASK in observation else None
         self._context = Context(frames, task)
         if self._world is None or self._world.batch_size != rows:
@@ -139,7 +139,3 @@ def majority_mean(scores: Tensor) -> Tensor:
     high = scores >= middle
     chosen = torch.where(2 * high.sum(-1, keepdim=True) >= scores.shape[-1], high, ~high)
     return (scores * chosen).sum(-1) / chosen.sum(-1)
-
-
-def _array(value: Any) -> np.ndarray:
-    return value.cpu().numpy()

@@ -6,7 +6,7 @@ depend on rows or batches, and a copied latent branches exactly.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -15,10 +15,13 @@ from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import uniforms
-from robopolicy.core.spec import WorldSpec
+from robopolicy.core.spec import Field, WorldSpec
 
 Latent = dict[str, Tensor]
 """What a model carries from step to step, name -> [B, ...]."""
+
+LATENT = "observation.latent"
+"""Key under which a model without a decoder shows its latent."""
 
 
 def draws_of(latent: Latent, count: int) -> np.ndarray:
@@ -32,7 +35,8 @@ class Context:
     """Where R imagined episodes begin: H frames each, the last of them the present one (H = 1 after a reset).
 
     observation: key -> [R, H, *shape]; task: [R] texts, or none where there is one instruction; actions: [R, H - 1, A],
-    what was done between the frames; state: what a simulator needs to go on from there, name -> [R, ...], if known.
+    what was done between the frames, None where that is not known; state: what a simulator needs to go on from there,
+    name -> [R, ...], if known.
     """
 
     observation: Mapping[str, np.ndarray]
@@ -47,6 +51,12 @@ class Context:
         """Return the present frame [R, *shape]."""
         return self.observation[key][:, -1]
 
+    def connected(self) -> "Context":
+        """Return the frames between which actions are known: all of them, or the present one where none is known."""
+        if self.actions is not None:
+            return self
+        return replace(self, observation={key: value[:, -1:] for key, value in self.observation.items()})
+
 
 Starts = Callable[[np.ndarray], Context]
 """Episode seeds [R] -> where these episodes begin."""
@@ -56,8 +66,9 @@ Starts = Callable[[np.ndarray], Context]
 class Imagined:
     """One imagined control step of B rows.
 
-    observation: the new frame, key -> [B, *shape]; rewards: name -> [B]; success: [B] bool, the goal is reached;
-    terminated: [B] bool, the task ended (success included, where that ends it); uncertainty: [B], in the model's units.
+    observation: the new frame, key -> [B, *shape], the fields of the model's spec; rewards: name -> [B]; success: [B]
+    bool, the goal is reached; terminated: [B] bool, the task ended (success included, where that ends it); uncertainty:
+    [B], in the model's units.
     """
 
     observation: Mapping[str, Tensor]
@@ -84,7 +95,10 @@ class WorldModel(Protocol):
 
     @property
     def spec(self) -> WorldSpec:
-        """The spec of the world it imitates, with the reward terms that it predicts."""
+        """The spec of the world it imitates, with the reward terms that it predicts and the fields that it shows.
+
+        Those are the world's own, or fewer, or fields that the model makes itself: see `DecoderFree`.
+        """
         ...
 
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
@@ -103,6 +117,30 @@ class ChunkModel(WorldModel, Protocol):
     def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
         """Advance every row by T control steps with actions [B, T, A], without gradient; one `Imagined` a step."""
         ...
+
+
+@runtime_checkable
+class DecoderFree(WorldModel, Protocol):
+    """A world model that cannot decode observations: its spec has its latent as a field, `LATENT` say, and no other.
+
+    Imagined episodes show that field from their first frame on, and policies that learn there read it. The real world
+    does not show it: there `EncodedPolicy` turns what is observed into it, and `encoded` turns recorded episodes into
+    some from which such a policy can be pre-trained (both in `worldmodels.encoding`, both by `initial` and `show`).
+    """
+
+    @property
+    def reads(self) -> Mapping[str, Field]:
+        """Fields of the imitated world's own observation that `initial` reads, by key."""
+        ...
+
+    def show(self, latent: Latent) -> Mapping[str, Tensor]:
+        """Return what is seen where a latent is, key -> [B, *shape], without gradient: the fields of `spec`."""
+        ...
+
+
+def fields_read(model: WorldModel) -> Mapping[str, Field]:
+    """Return the fields of a context from which `model` begins episodes: those that it shows, if it can decode them."""
+    return model.reads if isinstance(model, DecoderFree) else model.spec.observation
 
 
 class Regression(Protocol):

@@ -16,7 +16,8 @@ from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.evaluation.image_quality import compare
 from worldmodels.data.transitions import SUCCESS, progress_reward
-from worldmodels.protocol import LearnedModel
+from worldmodels.encoding import encoded
+from worldmodels.protocol import DecoderFree, LearnedModel
 from worldmodels.starts import context_at
 
 HORIZONS = (1, 2, 5, 10, 20, 30, 40, 50)
@@ -36,7 +37,8 @@ def examine(
 
     open_loop: by horizon and observation key, three figures of following recorded actions from `rows` steps: "model",
     "shuffled" (it follows other rows' actions: must be clearly worse, or the model ignores actions) and "copy" (the
-    frame it began with). Vectors: root mean squared error in standard deviations of the data, less is better. Images:
+    frame it began with). A model without a decoder is compared with the latents of recorded frames. Vectors: root mean
+    squared error in standard deviations of the data, less is better. Images:
     PSNR in dB, more is better, and with SSIM or LPIPS behind their key, these. Of one step from `steps` contexts,
     success: precision, recall and F1 of the head; reward_error: squared error over variance.
     """
@@ -90,22 +92,23 @@ def open_loop(
     order = torch.randperm(len(begin), generator=generator)
     frames = begin + episodes.episode_of_step[begin]
     context = context_at(episodes, begin, model.context)
+    truth = encoded(model, episodes) if isinstance(model, DecoderFree) else episodes
+    first = {key: truth.observation[key][frames] for key in model.spec.observation}
     latent, confused = (model.initial(context, begin.numpy()) for _ in range(2))
     found: dict[str, dict[str, dict[str, float]]] = {}
     with progress("Following recorded actions", longest) as advance:
         for ahead in range(1, longest + 1):
             steps = torch.minimum(begin + ahead - 1, begin + left - 1)
             latent, seen = model.imagine(latent, episodes.actions[steps])
-            confused, mistaken = model.imagine(confused, episodes.actions[steps[order]])
+            confused, astray = model.imagine(confused, episodes.actions[steps[order]])
             alive = left >= ahead
             if ahead in horizons and int(alive.sum()) >= 10:
                 index = torch.minimum(frames + ahead, frames + left)
-                first = {key: torch.from_numpy(context.last(key)) for key in model.spec.observation}
                 scores = {
-                    name: _scores(predicted, episodes, index, alive)
+                    name: _scores(predicted, truth, index, alive)
                     for name, predicted in (
                         ("model", seen.observation),
-                        ("shuffled", mistaken.observation),
+                        ("shuffled", astray.observation),
                         ("copy", first),
                     )
                 }

@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import numpy as np
+import point_world
 import pytest
 import torch
+from point_world import recorded
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
@@ -13,6 +15,8 @@ from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
 from worldmodels.configuration import PlanConfig
 from worldmodels.planning import PlannedPolicy, majority_mean
 from worldmodels.protocol import Imagined
+from worldmodels.rssm.configuration import RssmConfig
+from worldmodels.rssm.model import RssmModel
 
 FIELD = {STATE: Field((1,))}
 SPEC = WorldSpec("line", FIELD, Field((1,), low=-1.0, high=1.0), 10.0, 100, rewards=("right",))
@@ -108,3 +112,23 @@ def test_what_the_model_sees_is_asked_for_and_missed():
     assert planned.spec.cameras == ("top",) and planned.policy.spec.cameras == ()
     with pytest.raises(ConfigError, match=r"observation\.images\.top"):
         planned.act({STATE: torch.zeros(1, 1, 1)}, torch.Generator())
+
+
+def test_a_policy_that_sees_several_frames_plans_in_a_model_that_reads_actions_between_them():
+    episodes = recorded(20)
+    model = RssmModel.build(RssmConfig(size="tiny", batch_size=4, length=4), point_world.SPEC, episodes, 0)
+
+    class Onlooker(Wanderer):
+        spec = PolicySpec(point_world.SPEC.observation, point_world.SPEC.action, 3, 2, 2, 1, 10.0)
+
+        def act(self, observation, generator, *, deterministic=False):
+            decision = super().act(observation, generator, deterministic=deterministic)
+            return replace(decision, actions=decision.actions.expand(-1, 2, 2))
+
+    planned = PlannedPolicy(Onlooker(), model, PlanConfig(candidates=2, horizon=4))
+    seen = {key: value[:5, None].expand(-1, 3, -1) for key, value in episodes.observation.items()}
+    chosen = planned.act(seen, torch.Generator().manual_seed(0))
+    alone = {key: value[:, -1:].expand(-1, 3, -1) * 1.0 for key, value in seen.items()}
+    alone = {key: torch.cat([value[:, :2] + 5.0, value[:, 2:]], 1) for key, value in alone.items()}
+    other = planned.act(alone, torch.Generator().manual_seed(0))
+    assert torch.equal(chosen.actions, other.actions)  # what came before, under unknown actions, tells it nothing

@@ -211,6 +211,7 @@ class FrameReader(nn.Module):
 
         Missing frames repeat the first one, and their actions are zero.
         """
+        context = context.connected()
         arrays = {key: np.ascontiguousarray(context.observation[key][:, -past:]) for key in self.spec.observation}
         frames = {key: torch.from_numpy(value) for key, value in arrays.items()}
         rows, count = next(iter(frames.values())).shape[:2]

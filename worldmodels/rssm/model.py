@@ -268,7 +268,7 @@ class RssmModel(nn.Module):
         """Return the latent after the context's frames: deter [R, D], sample [R, S] class indices, state [R, V] in the
         world's units, the episode's seed and the number of the next step.
         """
-        device, rows = self.spread.device, len(seeds)
+        device, rows, context = self.spread.device, len(seeds), context.connected()
         arrays = {key: np.ascontiguousarray(context.observation[key]) for key in self._spec.observation}
         frames = {key: torch.from_numpy(value).to(device) for key, value in arrays.items()}
         latent = {

@@ -1,0 +1,97 @@
+"""From the real world into the latent that a model without a decoder shows: for policies that act on it.
+
+A policy that learns inside a `DecoderFree` model reads the model's latent. Everything else comes as observations of the
+real world: `encoded` turns recorded episodes into such that a policy can be pre-trained on, `EncodedPolicy` puts the
+model's encoder before a policy, so that it can be evaluated, recorded and served like any other.
+
+Both encode every frame by itself. A model with a memory knows more of an imagined episode than one frame tells; how
+much that costs a policy shows when it is evaluated in both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import SpecError
+from robopolicy.core.policy import Decision, Policy, TensorObservation
+from robopolicy.core.spec import PolicySpec, validate_observation
+from robopolicy.core.world import Rows
+from worldmodels.protocol import Context, DecoderFree
+
+PART = 4096
+"""Recorded frames are encoded in parts of so many."""
+
+
+@torch.no_grad()
+def encode(model: DecoderFree, frames: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what `model` shows at the start of episodes that begin with `frames`, both key -> [N, *shape].
+
+    The seed of these episodes is 0, so equal frames are encoded alike. Raises SpecError where a field is missing.
+    """
+    for key in model.reads:
+        if key not in frames:
+            raise SpecError(f"The model of '{model.spec.name}' reads '{key}', and what is observed lacks it.")
+    arrays = {key: frames[key].cpu().numpy()[:, None] for key in model.reads}
+    context = Context(arrays)
+    return dict(model.show(model.initial(context, np.zeros(len(context), dtype=np.int64))))
+
+
+def encoded(model: DecoderFree, episodes: Episodes) -> Episodes:
+    """Return `episodes` as `model` shows them: the same actions, rewards and ends, every frame encoded by itself.
+
+    Raises SpecError where the episodes lack a field that the model reads.
+    """
+    fields = model.spec.observation
+    found: dict[str, list[Tensor]] = {key: [] for key in fields}
+    for rows in torch.arange(episodes.step_count + len(episodes)).split(PART):
+        shown = encode(
+            model, {key: episodes.observation[key][rows] for key in model.reads if key in episodes.observation}
+        )
+        for key, parts in found.items():
+            parts.append(shown[key].to(episodes.device))
+    observation = {key: torch.cat(parts) for key, parts in found.items()}
+    return replace(episodes, observation_fields=fields, observation=observation)
+
+
+class EncodedPolicy(nn.Module):
+    """A `Policy` for the real world, of one that reads what a `DecoderFree` model shows.
+
+    It encodes what it observes and hands it on; where the observation holds what the policy reads already, as it does
+    in imagination, it is handed on as it is. Learning goes on in the policy itself, inside the model.
+    """
+
+    def __init__(self, policy: Policy, model: DecoderFree):
+        super().__init__()
+        self.policy, self.model = policy, model
+
+    @property
+    def spec(self) -> PolicySpec:
+        """That of the policy, with the fields that the model reads in place of those that it shows."""
+        spec, shown = self.policy.spec, self.model.spec.observation
+        others = {key: field for key, field in spec.observation.items() if key not in shown}
+        return replace(spec, observation={**self.model.reads, **others})
+
+    def reset(self, rows: Rows = None) -> None:
+        """Reset the policy."""
+        self.policy.reset(rows)
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Encode and decide. Raises SpecError where the observation does not fit, NonFiniteError on NaN or infinity."""
+        if any(key not in observation for key in self.policy.spec.observation):
+            observation = {**observation, **self._encoded(observation)}
+        return self.policy.act(observation, generator, deterministic=deterministic)
+
+    def _encoded(self, observation: TensorObservation) -> dict[str, Tensor]:
+        """Return the fields that the model shows of every frame, key -> [B, H, *shape]."""
+        validate_observation(observation, self.model.reads, history=self.spec.history)
+        frames = {key: value for key in self.model.reads if isinstance(value := observation[key], Tensor)}
+        first = next(iter(frames.values()))
+        shown = encode(self.model, {key: value.flatten(0, 1) for key, value in frames.items()})
+        return {key: value.unflatten(0, first.shape[:2]).to(first.device) for key, value in shown.items()}
