@@ -4,7 +4,6 @@ Every number that this project prints about success carries one of these; two po
 so the comparison is paired. Axes: E episode.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,14 +21,8 @@ def wilson(successes: int, episodes: int, confidence: float = 0.95) -> tuple[flo
     if episodes < 1 or not 0 <= successes <= episodes:
         raise DataError(f"{successes} successes in {episodes} episodes is not a success rate: evaluate some episodes.")
     _check_confidence(confidence)
-    z = float(stats.norm.ppf(0.5 + confidence / 2))
-    rate = successes / episodes
-    scale = 1 + z**2 / episodes
-    centre = (rate + z**2 / (2 * episodes)) / scale
-    half = z * np.sqrt(rate * (1 - rate) / episodes + z**2 / (4 * episodes**2)) / scale
-    low = 0.0 if successes == 0 else float(centre - half)
-    high = 1.0 if successes == episodes else float(centre + half)
-    return low, high
+    interval = stats.binomtest(successes, episodes).proportion_ci(confidence, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 @dataclass(frozen=True)
@@ -86,26 +79,6 @@ def compare_paired(base: np.ndarray, tuned: np.ndarray, confidence: float = 0.95
         p_value=p_value,
         confidence=confidence,
     )
-
-
-def bootstrap_interval(
-    values: np.ndarray,
-    statistic: Callable[[np.ndarray], float],
-    generator: np.random.Generator,
-    *,
-    resamples: int = 2000,
-    confidence: float = 0.95,
-) -> tuple[float, float]:
-    """Return the percentile bootstrap interval (low, high) of `statistic` over the first axis of `values` [n, ...].
-
-    Resamples on which the statistic is undefined (NaN, for example a correlation of a constant) are left out; DataError
-    when that leaves fewer than half. Source: Efron 1979.
-    """
-    values = np.asarray(values)
-    if len(values) < 2:
-        raise DataError(f"A bootstrap needs at least two values, got {len(values)}.")
-    index = generator.integers(len(values), size=(resamples, len(values)))
-    return percentile_interval(np.array([statistic(values[row]) for row in index]), confidence)
 
 
 def percentile_interval(replicates: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:

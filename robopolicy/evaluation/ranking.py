@@ -18,53 +18,62 @@ from robopolicy.evaluation.intervals import percentile_interval
 from robopolicy.evaluation.success import EvaluationResult
 
 
-def pearson(real: np.ndarray, model: np.ndarray) -> float:
-    """Return the linear correlation of two score vectors [k]; NaN when either is constant."""
+def pearson(real: np.ndarray, model: np.ndarray) -> np.ndarray:
+    """Return the linear correlations [...] of scores [..., k]; NaN where either is constant. DataError: no pairs."""
     real, model = _pair(real, model)
-    if np.ptp(real) == 0 or np.ptp(model) == 0:
-        return math.nan
-    real, model = real - real.mean(), model - model.mean()
-    return float(np.clip(real @ model / np.sqrt((real @ real) * (model @ model)), -1.0, 1.0))
+    defined = (np.ptp(real, axis=-1) > 0) & (np.ptp(model, axis=-1) > 0)
+    found = np.full(defined.shape, np.nan)
+    if defined.any():
+        found[defined] = stats.pearsonr(real[defined], model[defined], axis=-1)[0]
+    return found
 
 
-def spearman(real: np.ndarray, model: np.ndarray) -> float:
-    """Return the correlation of ranks (ties share the mean rank); NaN when either vector [k] is constant."""
+def spearman(real: np.ndarray, model: np.ndarray) -> np.ndarray:
+    """Return the correlations [...] of the ranks of scores [..., k] (ties share the mean rank); NaN as in `pearson`.
+
+    scipy's own spearmanr takes one pair at a time, a hundred times as long for a bootstrap.
+    """
     real, model = _pair(real, model)
-    return pearson(stats.rankdata(real), stats.rankdata(model))
+    return pearson(stats.rankdata(real, axis=-1), stats.rankdata(model, axis=-1))
 
 
-def kendall(real: np.ndarray, model: np.ndarray) -> float:
-    """Return Kendall's tau-b (concordant minus discordant pairs, corrected for ties); NaN when a vector is constant."""
+def kendall(real: np.ndarray, model: np.ndarray) -> np.ndarray:
+    """Return Kendall's tau-b [...] of scores [..., k]: concordant minus discordant pairs, corrected for ties.
+
+    NaN where either is constant. By hand because scipy's kendalltau takes one pair at a time, 40 times as long.
+    """
     real, model = _pair(real, model)
-    first, second = np.sign(real[:, None] - real), np.sign(model[:, None] - model)
-    pairs = np.sqrt((first**2).sum() * (second**2).sum())
-    return math.nan if pairs == 0 else float((first * second).sum() / pairs)
+    first, second = (np.sign(scores[..., :, None] - scores[..., None, :]) for scores in (real, model))
+    pairs = np.sqrt((first**2).sum((-2, -1)) * (second**2).sum((-2, -1)))
+    with np.errstate(invalid="ignore"):  # 0 / 0, a constant, is the NaN that is promised
+        return np.asarray((first * second).sum((-2, -1)) / pairs)
 
 
-def mmrv(*, real: np.ndarray, model: np.ndarray) -> float:
-    """Return the mean maximum rank violation: the real success lost, on average, by trusting the model's order.
+def mmrv(*, real: np.ndarray, model: np.ndarray) -> np.ndarray:
+    """Return the mean maximum rank violation [...] of scores [..., k]: real success lost by trusting the model's order.
 
     For each policy i the largest |R_i - R_j| over the policies j that the model orders wrongly, averaged over i; 0 is a
     perfect order. Not symmetric in its arguments. Source: Li et al. 2024, SIMPLER, section 4.
     """
     real, model = _pair(real, model)
-    violated = (model[:, None] > model) != (real[:, None] > real)
-    return float((np.abs(real[:, None] - real) * violated).max(axis=1).mean())
+    apart = real[..., :, None] - real[..., None, :]
+    violated = (model[..., :, None] > model[..., None, :]) != (apart > 0)
+    return np.asarray((np.abs(apart) * violated).max(axis=-1).mean(axis=-1))
 
 
-def mean_absolute_error(real: np.ndarray, model: np.ndarray) -> float:
-    """Return mean |S - R| over policies."""
+def mean_absolute_error(real: np.ndarray, model: np.ndarray) -> np.ndarray:
+    """Return mean |S - R| [...] over policies, of scores [..., k]."""
     real, model = _pair(real, model)
-    return float(np.abs(model - real).mean())
+    return np.asarray(np.abs(model - real).mean(axis=-1))
 
 
-def bias(real: np.ndarray, model: np.ndarray) -> float:
-    """Return mean (S - R) over policies: positive when the model flatters."""
+def bias(real: np.ndarray, model: np.ndarray) -> np.ndarray:
+    """Return mean (S - R) [...] over policies, of scores [..., k]: positive when the model flatters."""
     real, model = _pair(real, model)
-    return float((model - real).mean())
+    return np.asarray((model - real).mean(axis=-1))
 
 
-STATISTICS: Mapping[str, Callable[[np.ndarray, np.ndarray], float]] = {
+STATISTICS: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "pearson": pearson,
     "spearman": spearman,
     "kendall": kendall,
@@ -72,7 +81,7 @@ STATISTICS: Mapping[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "mean_absolute_error": mean_absolute_error,
     "bias": bias,
 }
-"""Name -> function of (real [k], model [k])."""
+"""Name -> function of (real [..., k], model [..., k])."""
 
 
 def permutation_floor(policies: int) -> float:
@@ -83,7 +92,10 @@ def permutation_floor(policies: int) -> float:
 def permutation_p_value(
     real: np.ndarray, model: np.ndarray, generator: np.random.Generator, draws: int = 20_000
 ) -> float:
-    """Return how often a random pairing correlates (Pearson) at least as well: exact up to 8 policies, else sampled."""
+    """Return how often a random pairing of real [k] and model [k] correlates (Pearson) at least as well.
+
+    All pairings are tried for up to 8 policies, else `draws` of them.
+    """
     real, model = _pair(real, model)
     if np.ptp(real) == 0 or np.ptp(model) == 0:
         return 1.0
@@ -167,7 +179,8 @@ def rank(
 
     real, model: the same policies evaluated in the simulator (or on the robot) and in the world model. Intervals are
     percentile bootstraps over policies and over episodes (jointly by seed where the policies share their seeds, so that
-    a hard start is hard for all). Raises DataError for fewer than three policies or different names.
+    a hard start is hard for all). All statistics see the same resamples and leave out those where they are undefined,
+    which scipy.stats.bootstrap does not offer. Raises DataError for fewer than three policies or different names.
     """
     if set(real) != set(model):
         raise DataError(f"Policies differ: simulator has {sorted(real)}, world model has {sorted(model)}.")
@@ -182,9 +195,9 @@ def rank(
     statistics: dict[str, Estimate] = {}
     warnings = _warnings(scores)
     for name, function in STATISTICS.items():
-        value = function(*scores)
-        by_policy = np.array([function(*scores[:, row]) for row in over_policies])
-        by_episode = np.array([function(*pair) for pair in over_episodes])
+        value = float(function(*scores))
+        by_policy = function(*scores[:, over_policies])
+        by_episode = function(over_episodes[:, 0], over_episodes[:, 1])
         statistics[name] = Estimate(
             value if math.isfinite(value) else None,
             _interval(by_policy, confidence),
@@ -224,7 +237,7 @@ def _warnings(scores: np.ndarray) -> list[str]:
 
 
 def _resampled_rates(results: list[EvaluationResult], generator: np.random.Generator, resamples: int) -> np.ndarray:
-    """Return success rates under resampled episodes, [resamples, k]."""
+    """Return the success rates of k policies under resampled episodes, [resamples, k]."""
     shared = all(np.array_equal(np.sort(result.seeds), np.sort(results[0].seeds)) for result in results)
     if not shared:
         rates = [generator.binomial(r.episodes, r.success_rate, size=resamples) / r.episodes for r in results]
@@ -242,7 +255,7 @@ def _interval(replicates: np.ndarray, confidence: float) -> tuple[float, float] 
 
 def _pair(real: np.ndarray, model: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     real, model = np.asarray(real, dtype=np.float64), np.asarray(model, dtype=np.float64)
-    if real.ndim != 1 or real.shape != model.shape or len(real) < 2:
+    if real.ndim < 1 or real.shape != model.shape or real.shape[-1] < 2:
         raise DataError(
             f"Scores of shape {real.shape} and {model.shape} do not pair: one number per policy, two or more."
         )

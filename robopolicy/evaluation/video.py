@@ -158,13 +158,6 @@ def gif_bytes(clip: Clip, fps: float = 12.5, width: int | None = None) -> bytes:
     return buffer.getvalue()
 
 
-def poster_bytes(clip: Clip) -> bytes:
-    """Encode the last frame as PNG: what a page shows before the video plays."""
-    buffer = BytesIO()
-    Image.fromarray(clip.frames[-1]).save(buffer, "PNG", optimize=True)
-    return buffer.getvalue()
-
-
 def write_video(clip: Clip, path: Path) -> None:
     """Write `path` atomically as .mp4 or .gif, by its ending."""
     encoders = {".mp4": mp4_bytes, ".gif": gif_bytes}

@@ -24,6 +24,7 @@ from robopolicy.evaluation.success import EvaluationResult
 
 REAL = np.array([0.1, 0.3, 0.6, 0.9])
 rates = st.integers(0, 20).map(lambda count: count / 20)
+five_pairs = st.lists(st.tuples(rates, rates), min_size=5, max_size=5).map(lambda pairs: np.array(pairs).T)
 pairs_of_scores = st.lists(st.tuples(rates, rates), min_size=2, max_size=9).map(lambda pairs: np.array(pairs).T)
 
 
@@ -57,9 +58,17 @@ def test_correlations_equal_scipy(scores):
     if np.ptp(real) == 0 or np.ptp(model) == 0:
         assert np.isnan([pearson(real, model), spearman(real, model), kendall(real, model)]).all()
         return
-    assert pearson(real, model) == pytest.approx(stats.pearsonr(real, model).statistic, abs=1e-9)
-    assert spearman(real, model) == pytest.approx(stats.spearmanr(real, model).statistic, abs=1e-9)
-    assert kendall(real, model) == pytest.approx(stats.kendalltau(real, model).statistic, abs=1e-9)
+    assert pearson(real, model) == pytest.approx(stats.pearsonr(real, model).statistic, abs=1e-12)
+    assert spearman(real, model) == pytest.approx(stats.spearmanr(real, model).statistic, abs=1e-12)
+    assert kendall(real, model) == pytest.approx(stats.kendalltau(real, model).statistic, abs=1e-12)
+
+
+@given(st.lists(five_pairs, min_size=1, max_size=6))
+def test_many_rankings_at_once_equal_each_by_itself(rankings):
+    real, model = np.array(rankings).swapaxes(0, 1)
+    for name, function in STATISTICS.items():
+        each = [float(function(*scores)) for scores in rankings]
+        np.testing.assert_allclose(function(real, model), each, rtol=0, atol=1e-12, err_msg=name)
 
 
 @given(pairs_of_scores, st.randoms())
