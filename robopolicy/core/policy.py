@@ -186,6 +186,19 @@ class KeepsMeans(Protocol):
     keep_means: bool
 
 
+@runtime_checkable
+class CachesCondition(Protocol):
+    """A policy whose frozen encoder reads images once, when it acts: latents["condition"] spares `log_prob` the images.
+
+    caches_condition: whether its decisions hold "condition" [B, D], and `log_prob` uses it.
+    """
+
+    @property
+    def caches_condition(self) -> bool:
+        """See the class."""
+        ...
+
+
 def is_policy(actor: object) -> "TypeIs[Policy]":
     """Whether `actor` is a `Policy`, not a `Controller`: that too acts and resets, and may keep a world's spec."""
     return isinstance(actor, Policy) and isinstance(actor.spec, PolicySpec)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.extras import Extras
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import TASK
 
@@ -27,7 +28,7 @@ class Rollouts:
     actions: [B, T, C, A]; logp_behaviour: [B, T, K] fp32 under the policy that acted; mask: [B, T, K] bool, False on
     padding and on prefixes copied from a parent; rewards: name -> [B, T, C]; valid: [B, T, C]; terminated, truncated,
     horizon_end, success: [B, T] bool; task, policy_version: [B, T] int64, index of the instruction and number of
-    updates of the policy that acted; extras: anything else by name, [B, T, ...]. episode, group, parent,
+    updates of the policy that acted; extras: what else is known of them (see `Extras`). episode, group, parent,
     branch_decision: [B] int64. episode: identity of the row; group: episodes with the same start and task, whose
     outcomes are compared; parent: the episode that this one branched off at decision branch_decision (both -1: none),
     keeping the first branch_sampling_step of its steps there (None: 0 everywhere). logp_proximal: [B, T, K] under the
@@ -54,8 +55,11 @@ class Rollouts:
     branch_decision: Tensor
     branch_sampling_step: Tensor | None = None
     logp_proximal: Tensor | None = None
-    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    extras: Extras = field(default_factory=Extras)
     whole: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "extras", Extras.of(self.extras))  # checkpoints and columns hold them as a mapping
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -117,13 +121,15 @@ class Rollouts:
         return self._map(lambda tensor: tensor.to(device), rows=lambda tensor: tensor.to(device))
 
     def with_extras(self, **extras: Tensor) -> "Rollouts":
-        """Add extras by name."""
-        return replace(self, extras={**self.extras, **extras})
+        """Add extras by name; raises KeyError for a name that `Extras` does not have."""
+        return replace(self, extras=self.extras.adding(**extras))
 
     def _map(self, function: Any, rows: Any = None) -> "Rollouts":
         def apply(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return function(value)
+            if isinstance(value, Extras):
+                return value.map(function)
             if isinstance(value, Mapping):
                 return {key: apply(item) for key, item in value.items()}
             if value is None or isinstance(value, bool):
@@ -153,7 +159,10 @@ def sum_of_rewards(rewards: Mapping[str, Tensor], valid: Tensor) -> Tensor:
 
 
 def concatenate(parts: list[Rollouts]) -> Rollouts:
-    """Join rows of rollouts of whole episodes, padding time with decisions that are not valid; rows get new numbers."""
+    """Join rows of rollouts of whole episodes, padding time with decisions that are not valid; rows get new numbers.
+
+    Raises ValueError when one has observations, latents, rewards or extras that another lacks.
+    """
     offsets = [sum(len(part.episode) for part in parts[:index]) for index in range(len(parts))]
     parts = [
         replace(
@@ -169,7 +178,13 @@ def concatenate(parts: list[Rollouts]) -> Rollouts:
 
     def join(values: list[Any], per_row: bool) -> Any:
         first = values[0]
+        if isinstance(first, Extras):
+            values = [dict(value.items()) for value in values]
+            first = values[0]
         if isinstance(first, Mapping):
+            differ = {key for value in values for key in set(value) ^ set(first)}
+            if differ:
+                raise ValueError(f"Rollouts that are to be joined differ in {', '.join(sorted(differ))}.")
             return {key: join([value[key] for value in values], per_row) for key in first}
         if first is None or isinstance(first, bool):
             return first

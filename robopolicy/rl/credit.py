@@ -21,7 +21,7 @@ def discount_denoising(rollouts: Rollouts, advantage: Tensor, context: Context, 
 
 
 def entropy_of(rollouts: Rollouts) -> Tensor:
-    """Return the entropy of every step under the policy that acted, [B, T, K], in nats; the trainer provides it."""
+    """Return the entropy of every step under the policy that acted, [B, T, K], nats; declare Need.ENTROPY for it."""
     return rollouts.extras["entropy"]
 
 
@@ -32,7 +32,7 @@ def _among(values: Tensor, mask: Tensor) -> Tensor:
     return (values - low) / (high - low).clamp(min=1e-8)
 
 
-@mechanism(Slot.CREDIT, "top_entropy", source="80/20 rule, arXiv:2506.01939", needs=(Need.CATEGORICAL,))
+@mechanism(Slot.CREDIT, "top_entropy", source="80/20 rule, arXiv:2506.01939", needs=(Need.CATEGORICAL, Need.ENTROPY))
 def top_entropy(rollouts: Rollouts, advantage: Tensor, context: Context, *, share: float = 0.2) -> Tensor:
     """Learn only from the `share` of steps with the highest entropy in the batch: the forks in the road."""
     entropy = entropy_of(rollouts)
@@ -40,7 +40,7 @@ def top_entropy(rollouts: Rollouts, advantage: Tensor, context: Context, *, shar
     return torch.where(entropy >= threshold, advantage, 0.0)
 
 
-@mechanism(Slot.CREDIT, "d3s_steps", source="D3S (dual-scale down-sampling)", needs=(Need.CATEGORICAL,))
+@mechanism(Slot.CREDIT, "d3s_steps", source="D3S (dual-scale down-sampling)", needs=(Need.CATEGORICAL, Need.ENTROPY))
 def d3s_steps(rollouts: Rollouts, advantage: Tensor, context: Context, *, start: float = 0.3) -> Tensor:
     """Learn only from the steps with the largest |A| H; the share kept grows from `start` to all along the run."""
     share = start + (1 - start) * context.share
@@ -49,7 +49,7 @@ def d3s_steps(rollouts: Rollouts, advantage: Tensor, context: Context, *, start:
     return torch.where(size >= threshold, advantage, 0.0)
 
 
-@mechanism(Slot.CREDIT, "empg", source="EMPG, arXiv:2509.09265", needs=(Need.CATEGORICAL,))
+@mechanism(Slot.CREDIT, "empg", source="EMPG, arXiv:2509.09265", needs=(Need.CATEGORICAL, Need.ENTROPY))
 def empg(
     rollouts: Rollouts,
     advantage: Tensor,
@@ -76,14 +76,14 @@ def empg(
     return torch.where(rollouts.mask, shaped - shaped[rollouts.mask].mean(), 0.0)
 
 
-@mechanism(Slot.CREDIT, "hapo", source="HAPO (heterogeneous adaptive)", needs=(Need.CATEGORICAL,))
+@mechanism(Slot.CREDIT, "hapo", source="HAPO (heterogeneous adaptive)", needs=(Need.CATEGORICAL, Need.ENTROPY))
 def hapo(rollouts: Rollouts, advantage: Tensor, context: Context, *, gain: float = 0.3) -> Tensor:
     """A (1 + gain h), with h in [-1, 1] the step's log-entropy scaled over the batch: forks count more."""
     level = _among(entropy_of(rollouts).clamp(min=1e-6).log(), rollouts.mask)
     return advantage * (1 + gain * (2 * level - 1))
 
 
-@mechanism(Slot.CREDIT, "gtpo", source="GTPO, arXiv:2508.03772", needs=(Need.CATEGORICAL, Need.GROUPS))
+@mechanism(Slot.CREDIT, "gtpo", source="GTPO, arXiv:2508.03772", needs=(Need.CATEGORICAL, Need.ENTROPY, Need.GROUPS))
 def gtpo(
     rollouts: Rollouts, advantage: Tensor, context: Context, *, entropy_limit: float = 0.6931, penalty: float = 0.1
 ) -> Tensor:
@@ -110,7 +110,7 @@ def gtpo(
     return torch.where(kept & rollouts.mask, weighted - penalty * entropy * (advantage != 0), 0.0)
 
 
-@mechanism(Slot.CREDIT, "vppo", source="VPPO, arXiv:2510.09285", needs=(Need.IMAGES,))
+@mechanism(Slot.CREDIT, "vppo", source="VPPO, arXiv:2510.09285", needs=(Need.BLACKOUT_SCORES,))
 def vppo(
     rollouts: Rollouts,
     advantage: Tensor,
@@ -122,11 +122,11 @@ def vppo(
 ) -> Tensor:
     """Learn from the steps that depend on the image, and more from episodes that look.
 
-    extras["corrupted_logp"] [B, T, K], which the trainer provides, scores the same steps with patches of the images
-    blacked out; dependency d = exp(x) - 1 - x with x = corrupted - original log-probability (k3). The top `share` of
-    steps is kept; an episode's advantage is scaled by its mean d, mapped to [low, high] and centred at 1.
+    extras["blackout_logp"] [B, T, K] scores the same steps with patches of the images made black; dependency
+    d = exp(x) - 1 - x with x = that minus the original log-probability (k3). The top `share` of steps is kept; an
+    episode's advantage is scaled by its mean d, mapped to [low, high] and centred at 1.
     """
-    shift = (rollouts.extras["corrupted_logp"] - rollouts.logp_behaviour).clamp(-10, 10)
+    shift = (rollouts.extras["blackout_logp"] - rollouts.logp_behaviour).clamp(-10, 10)
     dependency = torch.where(rollouts.mask, torch.expm1(shift) - shift, 0.0)
     threshold = torch.quantile(dependency[rollouts.mask].float(), 1 - share)
     mean = dependency.sum((1, 2)) / rollouts.mask.sum((1, 2)).clamp(min=1)
@@ -162,7 +162,7 @@ def seed_grpo(
     return advantage * (1 - alpha * entropy / size.log().clamp(min=1e-6)).clamp(min=0)[:, None, None]
 
 
-@mechanism(Slot.CREDIT, "cepo", source="CEPO (contrastive evidence)", needs=(Need.INSTRUCTIONS,))
+@mechanism(Slot.CREDIT, "cepo", source="CEPO (contrastive evidence)", needs=(Need.CONTRAST_SCORES,))
 def cepo(
     rollouts: Rollouts, advantage: Tensor, context: Context, *, share: float = 0.5, epsilon: float = 0.5
 ) -> Tensor:

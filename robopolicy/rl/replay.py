@@ -54,7 +54,8 @@ class _Buffer:
 
 
 def _plain(rollouts: Rollouts) -> dict[str, Any]:
-    return {item.name: getattr(rollouts, item.name) for item in fields(Rollouts)}
+    found = {item.name: getattr(rollouts, item.name) for item in fields(Rollouts)}
+    return {**found, "extras": dict(rollouts.extras.items())}
 
 
 def _older(rollouts: Rollouts, first_group: int) -> Rollouts:
@@ -69,8 +70,6 @@ def _joined(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
     for part in older:
         if len(part.group):
             parts.append(_older(part, int(max(int(item.group.max()) for item in parts)) + 1))
-    names = set(parts[0].extras).intersection(*(part.extras for part in parts))
-    parts = [replace(part, extras={name: part.extras[name] for name in sorted(names)}) for part in parts]
     return concatenate(parts) if len(parts) > 1 else rollouts
 
 

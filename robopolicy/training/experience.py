@@ -1,6 +1,6 @@
 """Rollouts made ready to learn from: values and targets of a critic, advantages, behaviour scores of what was executed.
 
-Everything lands in the extras of `Rollouts`: `value`, `return`, `advantage_gae` [B, T], `advantage` [B, T, K].
+Everything lands in the extras of `Rollouts` (see `robopolicy.core.extras`).
 """
 
 from collections.abc import Mapping
@@ -8,20 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from robopolicy.core.policy import Policy, TensorObservation
+from robopolicy.core.policy import CachesCondition, ScoredPolicy, TensorObservation
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
+from robopolicy.nn.optimisers import require_finite
 from robopolicy.rl.advantages.gae import chunk_rewards, gae, next_values
 from robopolicy.rl.advantages.learned import finished_returns
+from robopolicy.rl.context import for_another_policy
+from robopolicy.rl.critic import Critic
 from robopolicy.rl.diagnostics import effective_sample_size
 from robopolicy.rl.returns import ReturnScale
-from robopolicy.training.state import require_finite
 
 
-def with_executed(rollouts: Rollouts, policy: Policy, instructions: tuple[str, ...]) -> Rollouts:
-    """Score only what was executed of chunks that ended early: latents["executed"] [B, T, C] tells the policy.
+def with_executed(rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[str, ...]) -> Rollouts:
+    """Score only what was executed of chunks that ended early: latents["executed"] [B, T, C] says it to the policy.
 
     The decisions concerned get fresh behaviour scores from `policy`, which must be the one that acted, unchanged.
     """
@@ -31,7 +33,7 @@ def with_executed(rollouts: Rollouts, policy: Policy, instructions: tuple[str, .
     latents = {**rollouts.latents, "executed": rollouts.valid}
     marked = replace(rollouts, latents=latents, logp_behaviour=rollouts.logp_behaviour.clone())
     with torch.no_grad():
-        observation, chosen = decisions_at(marked, cut, instructions)
+        observation, chosen = decisions_at(marked, cut, instructions, images=reads_images(policy, marked))
         marked.logp_behaviour[cut] = policy.log_prob(observation, chosen).logp
     return marked
 
@@ -39,18 +41,19 @@ def with_executed(rollouts: Rollouts, policy: Policy, instructions: tuple[str, .
 @torch.no_grad()
 def with_values(
     rollouts: Rollouts,
-    critic: nn.Module,
+    critic: Critic,
     return_scale: ReturnScale,
     discount: float,
     gae_lambda: float,
     *,
     finished: bool = False,
 ) -> Rollouts:
-    """Add `value`, `return` and `advantage_gae`; `return_scale` takes in the rewards first and divides them.
+    """Add `value`, `value_target` and `advantage_gae` [B, T]; `return_scale` first takes in the rewards it divides.
 
-    finished: the targets are returns of episodes that end here, and `return_known` [B, T] says which those are.
-    critic: observation [N, H, ...] -> values [N]; it is asked for the pre-reset next observation only where an episode
-    was cut without being over and in the last column.
+    finished: the targets are returns of episodes that end here, and `target_known` [B, T] says which those are.
+    critic: observation [N, H, ...] -> values [N]. Where a decision continues into the next column, V of that column is
+    V of what follows; the critic is asked again only where it does not: where an episode was cut by a time limit or the
+    end of imagination (it would have gone on, so its value counts), and in the last column.
     """
     rewards = torch.stack(list(rollouts.rewards.values())).sum(0)
     per_chunk = chunk_rewards(rewards, rollouts.valid, discount)
@@ -72,27 +75,36 @@ def with_values(
         discount,
         gae_lambda,
     )
-    found = {"value": values, "return": returns, "advantage_gae": advantages}
+    found = {"value": values, "value_target": returns, "advantage_gae": advantages}
     if finished:
         scaled = chunk_rewards(rewards, rollouts.valid, discount)
         decay = discount ** rollouts.duration.float()
-        found["return"], found["return_known"] = finished_returns(rollouts, scaled, decay)
+        found["value_target"], found["target_known"] = finished_returns(rollouts, scaled, decay)
     return rollouts.with_extras(**found)
 
 
 @torch.no_grad()
 def rescored(
-    rollouts: Rollouts, policy: Policy, instructions: tuple[str, ...], blackout: torch.Generator | None = None
+    rollouts: Rollouts,
+    policy: ScoredPolicy,
+    instructions: tuple[str, ...],
+    blackout: torch.Generator | None = None,
+    *,
+    another: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Score every decision again with the current policy; return logp and entropy, [B, T, K], 0 on padding.
+    """Score every decision again with `policy`; return logp and entropy, [B, T, K] fp32, 0 on padding.
 
-    blackout: draws which patches of the camera images are made black first, for telling what depends on the image.
+    blackout: draws which patches of the camera images are made black first, to see what depends on the image;
+    another: `policy` is not the one that acted, so it cannot use what that one's encoder has cached.
     """
     alive = rollouts.alive
-    observation, latents = decisions_at(rollouts, alive, instructions)
+    afresh = another or blackout is not None  # the cached condition is of the whole image, by the encoder that acted
+    images = afresh or reads_images(policy, rollouts)
+    observation, latents = decisions_at(rollouts, alive, instructions, images=images)
     if blackout is not None:
         observation = {key: _blacked(key, value, blackout) for key, value in observation.items()}
-        latents.pop("condition", None)  # what a frozen encoder made of the whole image
+    if afresh:
+        latents = for_another_policy(latents)
     logp, entropy = [], []
     for rows in torch.arange(int(alive.sum()), device=alive.device).split(4096):
         part = {key: _at(value, rows) for key, value in observation.items()}
@@ -118,20 +130,30 @@ def _blacked(key: str, value: Any, draws: torch.Generator, patches: int = 8, sha
     return value * kept[:, rows][:, :, columns][:, None, :, :, None]
 
 
+def reads_images(policy: ScoredPolicy, rollouts: Rollouts) -> bool:
+    """Whether `policy`, which acted, needs camera images to score what it did: not if its frozen encoder kept them."""
+    caches = isinstance(policy, CachesCondition) and policy.caches_condition
+    return not (caches and "condition" in rollouts.latents)
+
+
 def decisions_at(
-    rollouts: Rollouts, where: Tensor, instructions: tuple[str, ...]
+    rollouts: Rollouts, where: Tensor, instructions: tuple[str, ...], *, images: bool = True
 ) -> tuple[TensorObservation, dict[str, Tensor]]:
-    """Gather the observations and units of the decisions `where` [B, T] as rows [n], for a policy to score."""
+    """Gather observations and latents of the n decisions `where` [B, T] bool as rows [n, ...], for a policy to score.
+
+    images: whether camera images are wanted; copying them costs more than everything else together.
+    """
     observation: TensorObservation = {}
     for key, value in rollouts.observation.items():
         assert isinstance(value, Tensor)
-        observation[key] = value[where]
+        if images or not key.startswith(IMAGE_PREFIX):
+            observation[key] = value[where]
     if len(instructions) > 1:
         observation[TASK] = [instructions[index] for index in rollouts.task[where].tolist()]
     return observation, {key: value[where] for key, value in rollouts.latents.items()}
 
 
-def critic_values(critic: nn.Module, observation: Mapping[str, Any], rows_at_once: int = 8192) -> Tensor:
+def critic_values(critic: Critic, observation: Mapping[str, Any], rows_at_once: int = 8192) -> Tensor:
     """Return the critic's values [N] of N observations, a few thousand rows at a time."""
     count = len(next(iter(observation.values())))
     parts = []
@@ -169,7 +191,12 @@ def learning_metrics(prepared: Rollouts) -> dict[str, float]:
 
 @torch.no_grad()
 def require_same_scores(
-    rollouts: Rollouts, policy: Any, iteration: int, instructions: tuple[str, ...], tolerance: float, where: str
+    rollouts: Rollouts,
+    policy: ScoredPolicy,
+    iteration: int,
+    instructions: tuple[str, ...],
+    tolerance: float,
+    where: str,
 ) -> None:
     """Check on some decisions of the current policy that the ratio is 1 before the first update."""
     fresh = rollouts.played & (rollouts.policy_version == iteration)
@@ -179,7 +206,8 @@ def require_same_scores(
     count = min(len(chosen), 256)
     chosen = chosen[torch.arange(count, device=chosen.device) * (len(chosen) // count)]
     some = torch.zeros_like(fresh).flatten().index_fill(0, chosen, True).reshape(fresh.shape)
-    logp = policy.log_prob(*decisions_at(rollouts, some, instructions)).logp
+    images = reads_images(policy, rollouts)
+    logp = policy.log_prob(*decisions_at(rollouts, some, instructions, images=images)).logp
     difference = torch.where(rollouts.mask[some], logp - rollouts.logp_behaviour[some], 0.0).abs().max()
     require_finite("the log-probability", difference, where)
     if float(difference) > tolerance:

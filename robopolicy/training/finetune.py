@@ -17,21 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.policy import Policy, Scores
+from robopolicy.core.policy import Finishes, KeepsMeans, Policy, ScoredPolicy, Scores, Trainable
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import to_plain
 from robopolicy.core.world import World
+from robopolicy.nn.optimisers import require_finite
 from robopolicy.rl.algorithm import build_algorithm
-from robopolicy.rl.context import Context
+from robopolicy.rl.context import Context, SideModel, Tools
 from robopolicy.rl.critic import Critic
 from robopolicy.rl.registry import Need
 from robopolicy.rl.returns import ReturnScale
-from robopolicy.rl.side_models.base import Tools
-from robopolicy.training.asynchronous import BackgroundCollector, DelayedCollector, copy_for_collecting
-from robopolicy.training.collection import Collector
+from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import (
     decisions_at,
@@ -42,10 +41,9 @@ from robopolicy.training.experience import (
     with_values,
 )
 from robopolicy.training.guidance import Guidance
-from robopolicy.training.props import PropsCollector, props_collector
+from robopolicy.training.providers import Sources, provide, provided
 from robopolicy.training.state import (
     load_trainer,
-    require_finite,
     require_same_config,
     require_same_parts,
     save_trainer,
@@ -78,7 +76,7 @@ class FinetuneResult:
 
 
 def finetune(
-    policy: Any,
+    policy: Trainable,
     critic: Critic | None,
     world: World,
     config: FinetuneConfig,
@@ -89,7 +87,7 @@ def finetune(
     guidance: Guidance = NO_GUIDANCE,
     after_checkpoint: AfterCheckpoint | None = None,
 ) -> FinetuneResult:
-    """Improve `policy` (a Policy and nn.Module with `trainable_parameters()`) in `world`, in place.
+    """Improve `policy` in `world`, in place.
 
     critic: maps an observation [N, H, ...] to values [N]; it is fitted to the scale of the first rollouts, and left out
     by algorithms that compare episodes instead. run: gets metrics.jsonl, `base/` (the policy as it came), `last/`,
@@ -107,7 +105,7 @@ class _Finetuning:
 
     def __init__(
         self,
-        policy: Any,
+        policy: Trainable,
         critic: Critic | None,
         world: World,
         config: FinetuneConfig,
@@ -120,11 +118,10 @@ class _Finetuning:
         self.run_folder, self.evaluate, self.guidance, self.teacher = run, evaluate, guidance, guidance.teacher
         self.algorithm = build_algorithm(config)
         self.algorithm.check(self._have(critic))
-        if Need.MEANS in self.algorithm.needs:
+        if Need.MEANS in self.algorithm.needs and isinstance(policy, KeepsMeans):
             policy.keep_means = True
         self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None
-        needs_base = bool(self.algorithm.auxiliaries) or Need.BASE in self.algorithm.needs
-        base: Any = copy.deepcopy(policy).requires_grad_(False) if needs_base else None
+        base = copy.deepcopy(policy).requires_grad_(False) if Need.BASE in self.algorithm.needs else None
         self.device = next(policy.parameters()).device
         self.generators = Generators(seed, self.device)
         self.return_scale = ReturnScale().to(self.device)
@@ -135,7 +132,8 @@ class _Finetuning:
         self.learner = Learner(
             policy, self.critic, base, self.algorithm, config, instructions, self.models, self.teacher, experts
         )
-        self.collector = self._collector(world)
+        acting, demonstrations = self.generators["act"], guidance.demonstrations
+        self.collector = make_collector(world, policy, self.algorithm, config, seed, acting, demonstrations)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
         self.history: tuple[float, ...] = ()
@@ -155,30 +153,18 @@ class _Finetuning:
         }
         if critic is not None:
             have |= {Need.CRITIC, Need.FINISHED}
-        if hasattr(self.policy, "keep_means"):
+        if isinstance(self.policy, KeepsMeans):
             have.add(Need.MEANS)
+        if isinstance(self.policy, Finishes):
+            have.add(Need.FINISHES)
         if self.config.group_size > 1:
             have |= {Need.GROUPS, Need.WHOLE_GROUPS}
-        if len(self.config.branch_at):
-            have.add(Need.TREE)
         if len(self.world.spec.instructions) > 1:
             have.add(Need.INSTRUCTIONS)
         if self.policy.spec.cameras:
             have.add(Need.IMAGES)
-        return frozenset(have) | self.guidance.gives(self.policy.spec)
-
-    def _collector(self, world: World) -> Collector | BackgroundCollector | DelayedCollector | PropsCollector:
-        """Return what collects: in turns with the learner, or beside it with a copy of the policy."""
-        config, seed, demonstrations = self.config, self.seed, self.guidance.demonstrations
-        if config.props:
-            return props_collector(world, self.policy, self.algorithm, config, seed, self.generators["act"])
-        if config.staleness == 0 and config.delay == 0:
-            return Collector(world, self.policy, self.algorithm, config, seed, demonstrations)
-        actor = copy_for_collecting(self.policy)
-        inner = Collector(world, actor, self.algorithm, config, seed, demonstrations)
-        if config.delay:
-            return DelayedCollector(inner, self.generators["act"], config.delay)
-        return BackgroundCollector(inner, self.generators["act"], config.staleness)
+        all_of_it = frozenset(have) | self.guidance.gives(self.policy.spec)
+        return all_of_it | provided(all_of_it)
 
     def run(self, after_checkpoint: AfterCheckpoint | None) -> FinetuneResult:
         if self.iteration == 0:
@@ -193,8 +179,7 @@ class _Finetuning:
                     metrics = self._iterate()
                     advance(note=f"success {metrics['success']:.2f}" if metrics["episodes"] else "")
         finally:
-            if not isinstance(self.collector, Collector):
-                self.collector.close()
+            self.collector.close()
         if self.best_weights is not None:
             self.policy.load_state_dict(self.best_weights)
         if self.run_folder is not None:
@@ -211,11 +196,7 @@ class _Finetuning:
 
     def _iterate(self) -> dict[str, float]:
         started = time.perf_counter()
-        if isinstance(self.collector, Collector):
-            collected_rollouts = self.collector.collect(self.iteration, self.generators["act"])
-        else:
-            self.collector.publish(self.policy, self.iteration)
-            collected_rollouts = self.collector.collect(self.iteration)
+        collected_rollouts = self.collector.collect(self.iteration)
         rollouts = self._prepare(collected_rollouts)
         collected = time.perf_counter()
         spec, tolerance = self.world.spec, self.config.ratio_tolerance
@@ -253,17 +234,8 @@ class _Finetuning:
     def _prepare(self, rollouts: Rollouts) -> Rollouts:
         """Turn rewards into one advantage a step."""
         instructions = self.world.spec.instructions
-        if self.algorithm.credits_with(Need.CATEGORICAL):
-            rollouts = rollouts.with_extras(entropy=rescored(rollouts, self.policy, instructions)[1])
-        if self.algorithm.credits_with(Need.IMAGES):
-            draws = self.generators["blackout"]
-            rollouts = rollouts.with_extras(corrupted_logp=rescored(rollouts, self.policy, instructions, draws)[0])
-        if self.algorithm.credits_with(Need.INSTRUCTIONS):
-            count = len(instructions)
-            other = replace(rollouts, task=(rollouts.task + 1 + self.iteration % (count - 1)) % count)
-            rollouts = rollouts.with_extras(contrast_logp=rescored(other, self.policy, instructions)[0])
-        if self.teacher is not None and Need.SAME_STEPS in self.algorithm.needs:
-            rollouts = rollouts.with_extras(teacher_logp=rescored(rollouts, self.teacher, instructions)[0])
+        sources = Sources(self.policy, self.teacher, instructions, self.generators, self.iteration)
+        rollouts = provide(rollouts, self.algorithm.needs, sources)
         for model in self.models.values():
             rollouts = model.annotate(rollouts, self._context)
         for shape_rewards in self.algorithm.rewards:
@@ -274,7 +246,7 @@ class _Finetuning:
             discount, gae_lambda = self.config.discount, self.config.gae_lambda
             finished = Need.FINISHED in self.algorithm.needs
             rollouts = with_values(rollouts, self.critic, self.return_scale, discount, gae_lambda, finished=finished)
-            require_finite("the return", rollouts.extras["return"], self._where)
+            require_finite("the return", rollouts.extras["value_target"], self._where)
         prepared = self.algorithm.prepare(rollouts, self._context)
         require_finite("the advantage", prepared.extras["advantage"], self._where)
         if rollouts.whole:
@@ -288,7 +260,7 @@ class _Finetuning:
             prepared = replace(prepared, logp_proximal=rescored(prepared, self.policy, instructions)[0])
         return prepared
 
-    def _build_models(self, base: Any) -> dict[str, Any]:
+    def _build_models(self, base: ScoredPolicy | None) -> dict[str, SideModel]:
         """Construct the models that learn beside the policy, their weights drawn from the run's seed."""
         spec = self.world.spec
         tools = Tools(
@@ -305,7 +277,7 @@ class _Finetuning:
             torch.manual_seed(derive(self.seed, "models"))
             return {name: build(tools) for name, build in self.algorithm.models.items()}
 
-    def _score(self, policy: Any, rollouts: Rollouts, where: Tensor) -> Scores:
+    def _score(self, policy: ScoredPolicy, rollouts: Rollouts, where: Tensor) -> Scores:
         return policy.log_prob(*decisions_at(rollouts, where, self.world.spec.instructions))
 
     @property

@@ -13,18 +13,16 @@ from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import to_plain
-from robopolicy.training.configuration import FitConfig
-from robopolicy.training.state import (
+from robopolicy.nn.optimisers import (
     adamw,
     clip_gradients,
-    load_trainer,
     optimiser_tree,
     require_finite,
-    require_same_config,
     restore_optimiser,
-    save_trainer,
     set_learning_rate,
 )
+from robopolicy.training.configuration import FitConfig
+from robopolicy.training.state import load_trainer, require_same_config, save_trainer
 
 
 class Regressor(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.policy import Policy
+from robopolicy.core.policy import Policy, ScoredPolicy, Trainable
 from robopolicy.core.spec import PolicySpec
 from robopolicy.rl.registry import Need
 from robopolicy.training.demonstrations import Demonstrations
@@ -31,7 +31,8 @@ class Guidance:
         if self.teacher is not None:
             have.add(Need.TEACHER)
             its = self.teacher.spec
-            if (learner.scored_steps, learner.categorical) == (its.scored_steps, its.categorical):
+            same = (learner.scored_steps, learner.categorical) == (its.scored_steps, its.categorical)
+            if same and isinstance(self.teacher, ScoredPolicy):
                 have.add(Need.SAME_STEPS)
         if self.demonstrations is not None:
             have.add(Need.DEMONSTRATIONS)
@@ -39,7 +40,7 @@ class Guidance:
             have.add(Need.EXPERTS)
         return frozenset(have)
 
-    def expert_batches(self, policy: Any, generator: torch.Generator) -> Iterator[dict[str, Any]] | None:
+    def expert_batches(self, policy: Trainable, generator: torch.Generator) -> Iterator[dict[str, Any]] | None:
         """Return batches for `policy.loss`, drawn from the experts for ever, or None if there are none."""
         if self.experts is None:
             return None

@@ -5,27 +5,16 @@ into coefficients, and the loss is `-sum(w * sg(c) * logp) + auxiliaries`.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Scores
+from robopolicy.core.policy import Policy, ScoredPolicy, Scores, Trainable
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.segments import Segments
-from robopolicy.rl import diagnostics
-from robopolicy.rl.algorithm import Algorithm
-from robopolicy.rl.coefficients.ppo import clip_schedule
-from robopolicy.rl.context import Context, Scored
-from robopolicy.rl.critic import Critic
-from robopolicy.rl.objective import policy_loss, value_loss
-from robopolicy.rl.ratios import log_ratios
-from robopolicy.rl.registry import Need
-from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.experience import decisions_at
-from robopolicy.training.state import (
+from robopolicy.nn.optimisers import (
     adamw,
     clip_gradients,
     optimiser_tree,
@@ -33,32 +22,18 @@ from robopolicy.training.state import (
     restore_optimiser,
     set_learning_rate,
 )
+from robopolicy.rl import diagnostics
+from robopolicy.rl.algorithm import Algorithm
+from robopolicy.rl.coefficients.ppo import clip_schedule
+from robopolicy.rl.context import AuxiliaryInputs, Context, Scored, SideModel, score_extra
+from robopolicy.rl.critic import Critic
+from robopolicy.rl.objective import policy_loss, value_loss
+from robopolicy.rl.ratios import log_ratios
+from robopolicy.rl.registry import Need
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.experience import decisions_at
 
 WHOLE = frozenset({Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
-
-
-@dataclass(frozen=True)
-class AuxiliaryInputs:
-    """What an auxiliary loss may use of the minibatch's n decisions.
-
-    observation, latents: what the policy was given to score; mask: [n, k] which steps were choices; evaluation: its
-    differentiable scores; base: the frozen policy that fine-tuning started from; teacher: another policy, or None;
-    experts: batches of recorded decisions for `policy.loss`, or None; models: what is learned beside the policy, by
-    name; rollouts, where: the minibatch itself and the places [b, t] of its decisions.
-    """
-
-    rollouts: Rollouts
-    where: Tensor
-    observation: Mapping[str, Any]
-    latents: Mapping[str, Tensor]
-    mask: Tensor
-    scores: Scores
-    policy: Any
-    base: Any
-    teacher: Any
-    experts: Iterator[Any] | None
-    models: Mapping[str, Any]
-    context: Context
 
 
 class Learner:
@@ -66,15 +41,15 @@ class Learner:
 
     def __init__(
         self,
-        policy: Any,
+        policy: Trainable,
         critic: Critic | None,
-        base: Any,
+        base: ScoredPolicy | None,
         algorithm: Algorithm,
         config: FinetuneConfig,
         instructions: tuple[str, ...],
-        models: Mapping[str, Any] | None = None,
-        teacher: Any = None,
-        experts: Iterator[Any] | None = None,
+        models: Mapping[str, SideModel] | None = None,
+        teacher: Policy | None = None,
+        experts: Iterator[dict[str, Any]] | None = None,
     ):
         self.policy, self.critic, self.base, self.teacher = policy, critic, base, teacher
         self.models, self.experts = models or {}, experts
@@ -100,7 +75,7 @@ class Learner:
     def update(
         self, rollouts: Rollouts, context: Context, draws: torch.Generator, where: str, *, train_actor: bool = True
     ) -> dict[str, float]:
-        """Run the epochs on rollouts with `advantage` (and `return`) among their extras; return the diagnostics.
+        """Run the epochs on rollouts with `advantage` (and `value_target`) among their extras; return the diagnostics.
 
         draws: of minibatches and steps; where: names the iteration in errors.
         """
@@ -124,7 +99,7 @@ class Learner:
         means = {name: float(torch.stack([row[name] for row in rows if name in row]).mean()) for name in names}
         if self.critic is not None:
             extras, alive = rollouts.extras, rollouts.alive
-            explained = diagnostics.explained_variance(extras["value"][alive], extras["return"][alive])
+            explained = diagnostics.explained_variance(extras["value"][alive], extras["value_target"][alive])
             means["explained_variance"] = float(explained)
         self.stats = {**means, "actor_steps": sum("policy_loss" in row for row in rows), "kl_stop": float(stopped)}
         return self.stats
@@ -152,8 +127,8 @@ class Learner:
         assert self.critic is not None
         assert self.critic_optimiser is not None
         alive = batch.alive
-        known = batch.extras["return_known"][alive] if "return_known" in batch.extras else None
-        loss = value_loss(self.critic(visible(batch, alive)), batch.extras["return"][alive], known)
+        known = batch.extras["target_known"][alive] if "target_known" in batch.extras else None
+        loss = value_loss(self.critic(visible(batch, alive)), batch.extras["value_target"][alive], known)
         require_finite("the value loss", loss.detach(), where)
         self.critic_optimiser.zero_grad(set_to_none=True)
         loss.backward()
@@ -187,8 +162,6 @@ class Learner:
         coefficient, extra = self.algorithm.coefficient(scored)
         weight = self.algorithm.weight(scored.mask, batch)
         inputs = AuxiliaryInputs(
-            rollouts=batch,
-            where=alive,
             observation=observation,
             latents=latents,
             mask=scored.mask[alive],
@@ -226,7 +199,7 @@ class Learner:
         alive = batch.alive
 
         def extra(name: str) -> Tensor:
-            value = (scores.entropy if name == "entropy" else scores.extras[name]).detach()
+            value = (scores.entropy if name == "entropy" else score_extra(scores, name)).detach()
             trailing = () if value.shape == scores.logp.shape else value.shape[-2:]
             value = value.expand(*scores.logp.shape, *trailing)
             return value.new_zeros((*step.shape, *trailing)).index_put((alive,), value)

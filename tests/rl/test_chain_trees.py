@@ -110,7 +110,7 @@ def test_units_before_the_split_belong_to_the_parent():
 
 def test_a_policy_that_cannot_go_on_or_a_unit_that_does_not_exist_is_told():
     world = make_world("reach_planar", 2)
-    with pytest.raises(ConfigError, match="0 to one less"):
+    with pytest.raises(ConfigError, match="choose one of them"):
         EpisodePlayer(world, policy_for(world), Branching((1,), 2, UNITS))
 
 

@@ -11,12 +11,12 @@ from torch import nn
 from robopolicy.core.policy import Scores
 from robopolicy.core.spec import STATE, Field
 from robopolicy.rl.advantages.learned import finished_returns, process_rloo
-from robopolicy.rl.context import Context
+from robopolicy.rl.context import Context, Tools
 from robopolicy.rl.rewards import progress_under_prover
-from robopolicy.rl.side_models.base import Tools, succeeds_later
+from robopolicy.rl.side_models.base import succeeds_later
 from robopolicy.rl.side_models.implicit_reward import Oprl, Prime
 from robopolicy.rl.side_models.progress import Progress
-from robopolicy.rl.side_models.values import QEnsemble
+from robopolicy.rl.side_models.q_ensemble import QEnsemble
 
 
 class LinearPolicy(nn.Module):

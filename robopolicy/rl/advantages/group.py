@@ -92,7 +92,7 @@ def ngrpo(
     """GRPO with virtual episodes of the best possible return in every group, so that all-fail groups get A < 0.
 
     best: that return, null for the best seen in this batch (set it where whole batches fail); virtual: how many. The
-    paper clips at 0.16 below and 0.24 above: finetune.clip=0.16 finetune.clip_high=0.24. For tokens: being pushed away
+    paper clips at 0.16 below and 0.24 above: clip=0.16 clip_high=0.24. For tokens: being pushed away
     from what failed spreads a categorical policy out, but moves the mean of a Gaussian step without end.
     """
     returns, counts, groups = outcomes(rollouts)

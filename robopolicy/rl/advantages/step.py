@@ -10,9 +10,7 @@ from torch import Tensor
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.rl.advantages.group import broadcast, group_normalised, outcomes
-from robopolicy.rl.advantages.tree import (
-    _rows,
-)
+from robopolicy.rl.advantages.tree import per_decision
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -65,7 +63,7 @@ def gigpo(
 ) -> Tensor:
     """Episode advantage plus step advantage: what followed, against other visits of the same state in the group."""
     to_go = returns_to_go(rollouts, context.discount)
-    keys = Segments.of(_rows(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten())
+    keys = Segments.of(per_decision(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten())
     step, _ = group_baseline(to_go.flatten(), keys, rollouts.alive.flatten(), scale)
     episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
     return episode + step_weight * step.reshape(to_go.shape)
@@ -82,7 +80,7 @@ def hgpo(
     """
     to_go = returns_to_go(rollouts, context.discount)
     state, counts = state_keys(rollouts, resolution), rollouts.alive.flatten()
-    keys = [_rows(rollouts.group, rollouts)]
+    keys = [per_decision(rollouts.group, rollouts)]
     total, weight = torch.zeros_like(to_go.flatten()), torch.zeros_like(to_go.flatten())
     for level in range(context_length + 1):
         shifted = torch.full_like(state, -1)
@@ -103,7 +101,7 @@ def step_groups(
     """Weighted sum of the episode's advantage and of the return to go against the group at the same step index."""
     to_go = returns_to_go(rollouts, context.discount)
     column = torch.arange(to_go.shape[1], device=to_go.device).expand(to_go.shape)
-    keys = Segments.of(_rows(rollouts.group, rollouts), column.flatten())
+    keys = Segments.of(per_decision(rollouts.group, rollouts), column.flatten())
     step, _ = group_baseline(to_go.flatten(), keys, rollouts.alive.flatten(), scale=True)
     episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
     return episode_weight * episode + step_weight * step.reshape(to_go.shape)
@@ -122,6 +120,6 @@ def salt(rollouts: Rollouts, context: Context, *, resolution: float = 0.25) -> T
     actions = rollouts.actions.flatten(2)
     cells = (actions / (actions[rollouts.alive].std(0) + 1e-6) / resolution).round().long()
     _, taken = torch.unique(cells.flatten(0, 1), dim=0, return_inverse=True)
-    keys = Segments.of(_rows(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten(), taken)
+    keys = Segments.of(per_decision(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten(), taken)
     merged = keys.mean(episode.flatten(), rollouts.alive.flatten())[keys.index]
     return torch.where(rollouts.alive, merged.reshape(episode.shape), 0.0)

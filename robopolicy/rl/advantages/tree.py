@@ -136,6 +136,6 @@ def fork(rollouts: Rollouts, context: Context, *, trajectory: float = 1.0, forks
     return _as_steps(torch.where(_nodes_alive(rollouts, values), advantage, 0.0), rollouts)
 
 
-def _rows(per_row: Tensor, rollouts: Rollouts) -> Tensor:
+def per_decision(per_row: Tensor, rollouts: Rollouts) -> Tensor:
     """Repeat a row's entry for each of its decisions: [B] -> [B * T]."""
     return per_row[:, None].expand(rollouts.shape).flatten()

@@ -1,23 +1,23 @@
 """Learning from a teacher on one's own rollouts: its probabilities of what the student did, or what it would have done.
 
-The teacher is another checkpoint (finetune.teacher). It sees everything the world shows, so it may read what the
+The teacher is another checkpoint (teacher). It sees everything the world shows, so it may read what the
 student does not: a privileged state, another camera (Vision-OPD).
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import ScoredPolicy
+from robopolicy.rl.context import AuxiliaryInputs, for_another_policy, given
 from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.weights import step_mean
 
 
 @mechanism(Slot.AUXILIARY, "dagger", source="DAgger, arXiv:1011.0686", needs=(Need.TEACHER,))
-def dagger(inputs: Any, *, weight: float = 1.0) -> Tensor:
+def dagger(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
     """Imitate what the teacher would do in the states that the student visits; the teacher may be any policy."""
-    decision = inputs.teacher.act(inputs.observation, inputs.context.generator, deterministic=True)
+    decision = given(inputs.teacher, "teacher").act(inputs.observation, inputs.context.generator, deterministic=True)
     actions, length = decision.actions, inputs.policy.spec.prediction
     if actions.shape[1] < length:
         padding = actions[:, -1:].expand(-1, length - actions.shape[1], -1)
@@ -35,30 +35,32 @@ def dagger(inputs: Any, *, weight: float = 1.0) -> Tensor:
 
 
 @mechanism(Slot.AUXILIARY, "distill", source="TIP; Vision-OPD", needs=(Need.TEACHER, Need.SAME_STEPS))
-def distill(inputs: Any, *, weight: float = 1.0, share: float = 1.0, alpha: float = 1.0, gamma: float = 1.0) -> Tensor:
+def distill(
+    inputs: AuxiliaryInputs, *, weight: float = 1.0, share: float = 1.0, alpha: float = 1.0, gamma: float = 1.0
+) -> Tensor:
     """Match the teacher's whole distribution at the student's steps: KL(student || teacher), averaged.
 
     share < 1 picks that share of the steps without replacement, with probability growing with
     (entropy / log V)^alpha (Jensen-Shannon divergence / log 2)^gamma (TIP): where the student is unsure and where it
     disagrees. Gaussian steps have equal spreads, so their KL is the squared distance of means and all of them count.
     """
+    policy = given(inputs.teacher, "teacher")
+    assert isinstance(policy, ScoredPolicy)  # which Need.SAME_STEPS asks for
     with torch.no_grad():
-        told = inputs.teacher.log_prob(inputs.observation, inputs.latents).extras
-    said = inputs.scores.extras
-    if "log_probabilities" in said and "log_probabilities" in told:
-        student, teacher = said["log_probabilities"], told["log_probabilities"]
+        theirs = policy.log_prob(inputs.observation, for_another_policy(inputs.latents)).extras
+    own = inputs.scores.extras
+    if "log_probabilities" in own and "log_probabilities" in theirs:
+        student, teacher = own["log_probabilities"], theirs["log_probabilities"]
         divergence = (student.exp() * (student - teacher)).sum(-1)
         mask = inputs.mask
         if share < 1:
             mask = _informative(student.detach(), teacher, mask, share, alpha, gamma, inputs.context.generator)
         return weight * (step_mean(mask) * torch.where(mask, divergence, 0.0)).sum()
-    if "mean" in said and "mean" in told:
-        spread = said["std"].detach().square().clamp(min=1e-6)
-        divergence = ((said["mean"] - told["mean"]).square() / (2 * spread)).mean((-2, -1))
+    if "mean" in own and "mean" in theirs:
+        spread = own["std"].detach().square().clamp(min=1e-6)
+        divergence = ((own["mean"] - theirs["mean"]).square() / (2 * spread)).mean((-2, -1))
         return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, divergence, 0.0)).sum()
-    raise ConfigError(
-        "finetune.auxiliaries=[distill] needs a teacher of the student's kind; auxiliaries=[dagger] imitates any."
-    )
+    raise ConfigError("auxiliaries=[distill] needs a teacher of the student's kind; auxiliaries=[dagger] imitates any.")
 
 
 def _informative(

@@ -1,18 +1,17 @@
 """Losses that imitate: the base policy's own decisions, or recorded ones of experts. (inputs) -> scalar, scaled."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from robopolicy.rl.context import AuxiliaryInputs, given
 from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.weights import step_mean
 
 
-@mechanism(Slot.AUXILIARY, "bc", source="DPPO, arXiv:2409.00588; DiWA, arXiv:2508.03645")
-def imitate_base(inputs: Any, *, weight: float = 0.05) -> Tensor:
+@mechanism(Slot.AUXILIARY, "bc", source="DPPO, arXiv:2409.00588; DiWA, arXiv:2508.03645", needs=(Need.BASE,))
+def imitate_base(inputs: AuxiliaryInputs, *, weight: float = 0.05) -> Tensor:
     """Minus the log-probability of the base policy's own fresh decisions: behaviour cloning of where it came from."""
-    decision = inputs.base.act(inputs.observation, inputs.context.generator)
+    decision = given(inputs.base, "base").act(inputs.observation, inputs.context.generator)
     scores = inputs.policy.log_prob(inputs.observation, decision.latents)
     likelihood = (step_mean(decision.mask) * torch.where(decision.mask, scores.logp, 0.0)).sum()
     return -weight * likelihood
@@ -24,11 +23,11 @@ def imitate_base(inputs: Any, *, weight: float = 0.05) -> Tensor:
     source="DynaWeb (expert trajectories among imagined ones); DAPG, arXiv:1709.10087",
     needs=(Need.EXPERTS,),
 )
-def imitate_experts(inputs: Any, *, weight: float = 0.1) -> Tensor:
+def imitate_experts(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tensor:
     """The policy's own regression loss on a batch of recorded experts, one with every actor step.
 
     Deviation from DynaWeb, whose expert trajectories join the batch as episodes: the chain that leads to an expert's
     action is not known, so policies learn from experts as in pre-training.
     """
-    losses = inputs.policy.loss(next(inputs.experts), inputs.context.generator)
+    losses = inputs.policy.loss(next(given(inputs.experts, "experts")), inputs.context.generator)
     return weight * torch.stack([value.mean() for value in losses.values()]).sum()

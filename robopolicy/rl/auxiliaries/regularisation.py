@@ -1,54 +1,59 @@
 """Losses that keep a policy broad, or near the one it came from. (inputs) -> scalar, scaled."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.rl.registry import Slot, mechanism
+from robopolicy.core.errors import ConfigError
+from robopolicy.rl.context import AuxiliaryInputs, given, score_extra
+from robopolicy.rl.options import unknown_option
+from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.weights import step_mean
 
 
-@mechanism(Slot.AUXILIARY, "velocity", source="AC-Flow (Wasserstein-2 to the reference velocity); ReinFlow")
-def stay_near_velocity(inputs: Any, *, weight: float = 0.1) -> Tensor:
+@mechanism(
+    Slot.AUXILIARY,
+    "velocity",
+    source="AC-Flow (Wasserstein-2 to the reference velocity); ReinFlow",
+    needs=(Need.GAUSSIAN, Need.BASE),
+)
+def stay_near_velocity(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tensor:
     """Squared distance between the means of the policy's and the base's denoising steps, in units of their spread.
 
     Two flows that share their noise stay within the summed distance of their velocities (Wasserstein-2). With
     policy.likelihood=matching it is the distance of the predictions (velocities) themselves.
     """
     with torch.no_grad():
-        base = inputs.base.log_prob(inputs.observation, inputs.latents).extras
-    said = inputs.scores.extras
-    distance = (said["mean"] - base["mean"]).square() / said["std"].detach().square().clamp(min=1e-4)
+        base = score_extra(given(inputs.base, "base").log_prob(inputs.observation, inputs.latents), "mean")
+    mean, std = score_extra(inputs.scores, "mean"), score_extra(inputs.scores, "std")
+    distance = (mean - base).square() / std.detach().square().clamp(min=1e-4)
     return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, distance.mean((-2, -1)), 0.0)).sum()
 
 
 @mechanism(Slot.AUXILIARY, "entropy", source="Williams & Peng 1991; ReinFlow, arXiv:2505.22094")
-def entropy_bonus(inputs: Any, *, weight: float = 0.01) -> Tensor:
+def entropy_bonus(inputs: AuxiliaryInputs, *, weight: float = 0.01) -> Tensor:
     """Minus the mean entropy of the scored steps: keeps tokens, or learned noise, exploring.
 
     Raises ConfigError where the entropy is constant: denoising steps with fixed noise.
     """
     if not inputs.scores.entropy.requires_grad:
         raise ConfigError(
-            "finetune.auxiliaries=[entropy]: this policy's noise is fixed, so its entropy is constant. Use tokens, or "
+            "auxiliaries=[entropy]: this policy's noise is fixed, so its entropy is constant. Use tokens, or "
             "policy.kind=flow policy.flow_noise=learned."
         )
     return -weight * (step_mean(inputs.mask) * inputs.scores.entropy).sum()
 
 
-@mechanism(Slot.AUXILIARY, "kl_base", source="estimators: joschu.net/blog/kl-approx")
-def stay_near_base(inputs: Any, *, weight: float = 0.01, estimator: str = "k3") -> Tensor:
+@mechanism(Slot.AUXILIARY, "kl_base", source="estimators: joschu.net/blog/kl-approx", needs=(Need.BASE,))
+def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: str = "k3") -> Tensor:
     """KL to the base policy on the steps that were chosen, by an estimator: k1, k2 or k3.
 
     k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x with x = log pi - log pi_base. k2's gradient is that of the KL on data of
     the current policy; k1's vanishes in expectation and is here for comparison.
     """
     with torch.no_grad():
-        base = inputs.base.log_prob(inputs.observation, inputs.latents).logp
+        base = given(inputs.base, "base").log_prob(inputs.observation, inputs.latents).logp
     x = (inputs.scores.logp - base).clamp(-10, 10)
     forms = {"k1": x, "k2": 0.5 * x.square(), "k3": torch.expm1(-x) + x}
     if estimator not in forms:
-        raise ConfigError(f"finetune.options.kl_base.estimator={estimator}.{did_you_mean(estimator, forms)}")
+        raise unknown_option("kl_base.estimator", estimator, forms)
     return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, forms[estimator], 0.0)).sum()

@@ -5,13 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.policy import Finishes
+from robopolicy.rl.context import AuxiliaryInputs, score_extra
 from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.weights import step_mean
 
 
 @mechanism(Slot.AUXILIARY, "best_of_n", source="Digi-Q, arXiv:2502.15760; IDQL, arXiv:2304.10573", needs=(Need.VALUES,))
 def best_of_n(
-    inputs: Any, *, candidates: int = 8, decisions: int = 256, weight: float = 1.0, warmup: int = 2
+    inputs: AuxiliaryInputs, *, candidates: int = 8, decisions: int = 256, weight: float = 1.0, warmup: int = 2
 ) -> Tensor:
     """Imitate the best of N fresh decisions by the action values, where it beats the value of the state.
 
@@ -20,7 +22,7 @@ def best_of_n(
     """
     if inputs.context.iteration < warmup:
         return torch.zeros((), device=inputs.mask.device)
-    model, policy = inputs.models["q_ensemble"].model, inputs.policy
+    model, policy = inputs.action_values, inputs.policy
     count = next(value for value in inputs.observation.values() if isinstance(value, Tensor)).shape[0]
     draws = inputs.context.generator
     chosen = torch.randperm(count, generator=draws, device=draws.device)[:decisions]
@@ -38,9 +40,9 @@ def best_of_n(
     return -weight * (step_mean(mask) * torch.where(mask, logp, 0.0)).sum()
 
 
-@mechanism(Slot.AUXILIARY, "spo", source="SPO, arXiv:2406.04314", needs=(Need.VALUES, Need.GAUSSIAN))
+@mechanism(Slot.AUXILIARY, "spo", source="SPO, arXiv:2406.04314", needs=(Need.VALUES, Need.GAUSSIAN, Need.FINISHES))
 def step_preferences(
-    inputs: Any,
+    inputs: AuxiliaryInputs,
     *,
     children: int = 4,
     decisions: int = 256,
@@ -58,16 +60,17 @@ def step_preferences(
     """
     if inputs.context.iteration < warmup:
         return torch.zeros((), device=inputs.mask.device)
-    model, policy, draws = inputs.models["q_ensemble"].model, inputs.policy, inputs.context.generator
+    model, policy, draws = inputs.action_values, inputs.policy, inputs.context.generator
+    assert isinstance(policy, Finishes)  # which Need.FINISHES asks for
     count, steps = inputs.mask.shape
     rows = torch.randperm(count, generator=draws, device=draws.device)[:decisions]
     step = torch.randint(steps, (len(rows),), generator=draws, device=draws.device)
     here = {key: _at(value, rows) for key, value in inputs.observation.items()}
     chain = inputs.latents["chain"][rows]
     one = {"chain": chain, "chosen": step[:, None]}
-    normal = policy.log_prob(here, one).extras
-    mean = normal["mean"][:, 0]
-    std = normal["std"].detach().expand(len(rows), *normal["std"].shape[-3:])[:, 0].expand_as(mean)
+    normal = policy.log_prob(here, one)
+    mean, spread = score_extra(normal, "mean")[:, 0], score_extra(normal, "std").detach()
+    std = spread.expand(len(rows), *spread.shape[-3:])[:, 0].expand_as(mean)
     noise = torch.randn((children, *mean.shape), generator=draws, device=draws.device)
     latents = mean.detach() + std * noise
     repeated = {key: _at(value, torch.arange(len(rows)).repeat(children)) for key, value in here.items()}

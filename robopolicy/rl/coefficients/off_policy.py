@@ -9,10 +9,12 @@ from torch import Tensor
 
 from robopolicy.rl.coefficients.ppo import ppo
 from robopolicy.rl.context import Coefficients, Scored
+from robopolicy.rl.options import unknown_option
 from robopolicy.rl.registry import Need, Slot, mechanism
 
 
-def _share(chosen: Tensor, mask: Tensor) -> Tensor:
+def masked_share(chosen: Tensor, mask: Tensor) -> Tensor:
+    """Return which share of the masked entries is chosen, a scalar; both [b, t, K] bool."""
     return (chosen & mask).sum() / mask.sum().clamp(min=1)
 
 
@@ -46,10 +48,10 @@ def rec(
     far = torch.where(good, ratio >= 1 - 2 * low, ratio <= 1 + 2 * high)
     masks = {"one_side": one_side, "two_side": inside, "ring": one_side & far}
     if region not in masks:
-        raise _unknown("rec.region", region, masks)
+        raise unknown_option("rec.region", region, masks)
     weight = ratio if importance else torch.ones_like(ratio)
     kept = masks[region] & ~scored.clamped
-    return torch.where(kept, weight * scored.advantage, 0.0), {"kept": _share(kept, scored.mask)}
+    return torch.where(kept, weight * scored.advantage, 0.0), {"kept": masked_share(kept, scored.mask)}
 
 
 @mechanism(Slot.COEFFICIENT, "opmd", source="OPMD, as in REC, arXiv:2509.24203; Kimi k1.5, arXiv:2501.12599")
@@ -78,9 +80,3 @@ def min_pro(scored: Scored, *, cap: float = 5.0) -> Coefficients:
     before = torch.cat([torch.zeros_like(log_ratio[:, :1]), log_ratio.cummin(1).values[:, :-1]], 1)
     weight = (log_ratio + before.clamp(max=0)).exp().clamp(max=cap).reshape(scored.log_ratio.shape)
     return weight * scored.advantage, {"prefix_weight": weight[scored.mask].mean()}
-
-
-def _unknown(option: str, value: str, known: dict[str, Tensor]) -> Exception:
-    from robopolicy.core.errors import ConfigError, did_you_mean
-
-    return ConfigError(f"finetune.options.{option}={value} is not known.{did_you_mean(value, known)}")

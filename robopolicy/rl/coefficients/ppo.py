@@ -39,7 +39,7 @@ def ppo(
 def clipped(scored: Scored, *, dual_clip: float | None = None) -> Coefficients:
     """PPO's clipped ratio; with the ratio level of an episode it is GSPO, of an action Rank-GRPO.
 
-    Widths: finetune.clip (and clip_high, clip_base, clip_rate). dual_clip bounds the ratio of bad decisions.
+    Widths: clip (and clip_high, clip_base, clip_rate). dual_clip bounds the ratio of bad decisions.
     """
     c = ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped, dual_clip)
     return c, {}

@@ -1,6 +1,6 @@
 """Preferences between episodes with the same start, as coefficients: the better return is preferred.
 
-Minibatches hold whole episodes and, for there to be pairs, whole groups: finetune.minibatch_episodes at least a few
+Minibatches hold whole episodes and, for there to be pairs, whole groups: minibatch_episodes at least a few
 times group_size. An episode's log-ratio is the sum over its scored steps, to the policy at the start of the iteration.
 """
 

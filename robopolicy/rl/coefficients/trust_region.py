@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from robopolicy.rl.coefficients.off_policy import _share
+from robopolicy.rl.coefficients.off_policy import masked_share
 from robopolicy.rl.coefficients.ppo import ppo
 from robopolicy.rl.context import Coefficients, Scored
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -79,7 +79,7 @@ def gaussian_kl(scored: Scored, *, nats: float = 0.005) -> Coefficients:
     away = scored.advantage * (scored.ratio - 1) > 0
     kept = (divergence <= nats) | ~away
     c = torch.where(kept & ~scored.clamped, scored.ratio * scored.advantage, 0.0)
-    return c, {"gaussian_kl": divergence[scored.mask].mean(), "kept": _share(kept, scored.mask)}
+    return c, {"gaussian_kl": divergence[scored.mask].mean(), "kept": masked_share(kept, scored.mask)}
 
 
 def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:

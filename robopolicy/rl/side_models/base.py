@@ -1,69 +1,49 @@
-"""Models learned beside the policy that say more than an outcome does: process rewards, progress, action values.
+"""What side models share: a network with its optimiser, a perceptron over the state, and what outcomes say.
 
-A model is a class with `annotate(rollouts, context) -> rollouts`, which learns from the rollouts and then adds what it
-has to say to their extras or rewards; `tree()` and `restore(tree)` carry it over a restart.
+A side model is learned beside the policy and says more than an outcome does: process rewards, progress, action values.
+Its protocol is `robopolicy.rl.context.SideModel`: `annotate(rollouts, context) -> rollouts` learns from the rollouts
+and then adds what it has to say to their extras or rewards; `tree()` and `restore(tree)` carry it over a restart.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.policy import Scores, TensorObservation
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.segments import Segments
-from robopolicy.core.spec import Field
-from robopolicy.rl.context import Context
+from robopolicy.nn.optimisers import optimiser_tree, restore_optimiser
+from robopolicy.rl.context import Context, Tools
 from robopolicy.rl.critic import StateFeatures
 
 
-@dataclass(frozen=True)
-class Tools:
-    """What a model may build on.
+class Weights(Protocol):
+    """What has weights to train and to keep: an nn.Module, or a policy that is one."""
 
-    policy: what is fine-tuned; base: a frozen copy of what it came from; teacher: another policy or None; fields: what
-    the world shows, by key; history: H frames; instructions: of the world; observe: (rollouts, where [B, T]) -> the
-    observation that a policy is given; score: (policy, rollouts, where [B, T]) -> differentiable scores of the n
-    decisions `where`.
-    """
-
-    policy: Any
-    base: Any
-    teacher: Any
-    fields: Mapping[str, Field]
-    history: int
-    instructions: tuple[str, ...]
-    observe: Callable[[Rollouts, Tensor], TensorObservation]
-    score: Callable[[Any, Rollouts, Tensor], Scores]
-
-
-class SideModel(Protocol):
-    """See the module."""
-
-    def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Learn from the rollouts, then add to their extras or rewards."""
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """As in nn.Module."""
         ...
 
-    def tree(self) -> dict[str, Any]:
-        """Return what `restore` needs."""
+    def state_dict(self) -> dict[str, Any]:
+        """As in nn.Module."""
         ...
 
-    def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
+        """As in nn.Module."""
         ...
 
 
-class _Learned:
-    """A network with its Adam optimiser, and minibatches of rows."""
+class SideNetwork[N: Weights]:
+    """A network of kind N with its Adam optimiser."""
 
-    def __init__(self, network: nn.Module, rate: float):
+    def __init__(self, network: N, rate: float):
         self.network = network
         self.weights = [weight for weight in network.parameters() if weight.requires_grad]
         self.optimiser = torch.optim.Adam(self.weights, lr=rate)
 
     def step(self, loss: Tensor) -> None:
+        """Take one step down the gradient of a scalar, its norm bounded by 1."""
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
@@ -71,23 +51,16 @@ class _Learned:
 
     def tree(self) -> dict[str, Any]:
         """Return weights and the optimiser's moments."""
-        moments = {str(key): value for key, value in self.optimiser.state_dict()["state"].items()}
-        return {"network": self.network.state_dict(), "moments": moments}
+        return {"network": self.network.state_dict(), "moments": optimiser_tree(self.optimiser)}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from `tree`."""
         self.network.load_state_dict(tree["network"])
-        state = self.optimiser.state_dict()
-        self.optimiser.load_state_dict({**state, "state": {int(key): value for key, value in tree["moments"].items()}})
+        restore_optimiser(self.optimiser, tree["moments"])
 
 
-def _batches(count: int, size: int, epochs: int, context: Context) -> Iterator[Tensor]:
-    for _ in range(epochs):
-        yield from torch.randperm(count, generator=context.generator, device=context.generator.device).split(size)
-
-
-class _Perceptron(nn.Module):
-    """`StateFeatures` and more inputs through an MLP with Mish to `outputs` numbers."""
+class StatePerceptron(nn.Module):
+    """`StateFeatures` and `extra` more inputs through an MLP with Mish to `outputs` numbers."""
 
     def __init__(self, tools: Tools, extra: int, outputs: int, width: int):
         super().__init__()
@@ -99,12 +72,33 @@ class _Perceptron(nn.Module):
         self.fitted = False
 
     def fit(self, rollouts: Rollouts) -> None:
+        """Fit the standardisation of the state, at the first call only."""
         if not self.fitted:
             self.features.fit(visible(rollouts, rollouts.alive))
             self.fitted = True
 
     def forward(self, observation: Mapping[str, Any], *extra: Tensor) -> Tensor:
+        """Return [N, outputs] of an observation [N, H, ...] and further inputs, each [N, ...]."""
         return self.head(self.layers(torch.cat([self.features(observation), *extra], -1)))
+
+
+class SidePerceptron(SideNetwork[StatePerceptron]):
+    """A `SideNetwork` that is one perceptron; whether its inputs are standardised is part of its state."""
+
+    def tree(self) -> dict[str, Any]:
+        """Return weights, moments and whether the inputs are standardised."""
+        return {**super().tree(), "fitted": self.network.fitted}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        super().restore(tree)
+        self.network.fitted = tree["fitted"]
+
+
+def minibatches(count: int, size: int, epochs: int, context: Context) -> Iterator[Tensor]:
+    """Yield the indices [<= size] of minibatches of `count` rows, in a fresh order every epoch."""
+    for _ in range(epochs):
+        yield from torch.randperm(count, generator=context.generator, device=context.generator.device).split(size)
 
 
 def mixed_groups(rollouts: Rollouts) -> Tensor:
@@ -123,15 +117,11 @@ def succeeds_later(rollouts: Rollouts) -> Tensor:
     return torch.stack(columns[::-1], 1)
 
 
-def _take(observation: Mapping[str, Tensor], index: Tensor) -> dict[str, Tensor]:
+def rows_of(observation: Mapping[str, Tensor], index: Tensor) -> dict[str, Tensor]:
+    """Return the rows index [n] of every field."""
     return {key: value[index] for key, value in observation.items()}
 
 
-def _device(tools: Tools) -> torch.device:
+def device_of(tools: Tools) -> torch.device:
+    """Return where the policy is, and a model beside it should be."""
     return next(tools.policy.parameters()).device
-
-
-def _unknown(option: str, value: str, known: tuple[str, ...]) -> Exception:
-    from robopolicy.core.errors import ConfigError, did_you_mean
-
-    return ConfigError(f"finetune.options.{option}={value} is not known.{did_you_mean(value, known)}")

@@ -1,24 +1,19 @@
 """Rewards of every step from a policy trained on outcomes alone (PRIME, OPRL)."""
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from robopolicy.core.policy import ScoredPolicy, Trainable
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.rl.context import Context
+from robopolicy.rl.context import Context, Tools, given
 from robopolicy.rl.registry import Need, Slot, mechanism
-from robopolicy.rl.side_models.base import (
-    Tools,
-    _batches,
-    _Learned,
-    mixed_groups,
-)
+from robopolicy.rl.side_models.base import SideNetwork, minibatches, mixed_groups
 
 
-class _ImplicitReward(_Learned):
+class _ImplicitReward(SideNetwork[Trainable]):
     """r = beta (log phi - log base) of every step, where phi is a copy of the policy trained on outcomes alone.
 
     Adds extras["process"] [B, T, K]. The sum over an episode is its logit of success (Rafailov et al. 2024,
@@ -37,9 +32,9 @@ class _ImplicitReward(_Learned):
         says nothing about its decisions.
         """
         with torch.no_grad():
-            reference = self._logp(self.tools.base, rollouts)
+            reference = self._logp(given(self.tools.base, "base"), rollouts)
         telling = mixed_groups(rollouts).nonzero().squeeze(-1)
-        for places in _batches(len(telling), self.minibatch, self.epochs, context):
+        for places in minibatches(len(telling), self.minibatch, self.epochs, context):
             index = telling[places]
             part = rollouts.take(index)
             logits = self.beta * (self._logp(self.network, part) - reference[index]).sum((1, 2))
@@ -57,7 +52,7 @@ class _ImplicitReward(_Learned):
         """Return the loss of episode logits [b]."""
         raise NotImplementedError
 
-    def _logp(self, policy: Any, rollouts: Rollouts) -> Tensor:
+    def _logp(self, policy: ScoredPolicy, rollouts: Rollouts) -> Tensor:
         """Log-probabilities of all that was done, copied prefixes included, [b, t, K], 0 on padding."""
         alive = rollouts.alive
         logp = self.tools.score(policy, rollouts, alive).logp

@@ -1,21 +1,19 @@
 """Progress learned from returns: how much each decision contributed (SPA-RL)."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.rollouts import Rollouts, visible
-from robopolicy.rl.context import Context
+from robopolicy.rl.context import Context, Tools
 from robopolicy.rl.critic import StateFeatures
 from robopolicy.rl.registry import Need, Slot, mechanism
-from robopolicy.rl.side_models.base import Tools, _batches, _device, _Learned, _Perceptron
+from robopolicy.rl.side_models.base import SidePerceptron, StatePerceptron, device_of, minibatches
 
 
 @mechanism(Slot.MODEL, "progress", source="SPA-RL, arXiv:2505.20732", needs=(Need.EPISODES,))
-class Progress(_Learned):
+class Progress(SidePerceptron):
     """Share an episode's outcome out among its decisions: contributions c_t with (sum_t c_t - success)^2 small.
 
     c_t is read from the states before and after the decision, and alpha c_t replaces the world's rewards (at the last
@@ -28,14 +26,13 @@ class Progress(_Learned):
         width: int = 128,
     ):  # fmt: skip
         features = StateFeatures(tools.fields, tools.history, tools.instructions).features
-        super().__init__(_Perceptron(tools, features, 1, width).to(_device(tools)), rate)
+        super().__init__(StatePerceptron(tools, features, 1, width).to(device_of(tools)), rate)
         self.alpha, self.epochs, self.minibatch = alpha, epochs, minibatch
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Learn, then replace the rewards."""
-        assert isinstance(self.network, _Perceptron)
         self.network.fit(rollouts)
-        for index in _batches(len(rollouts.group), self.minibatch, self.epochs, context):
+        for index in minibatches(len(rollouts.group), self.minibatch, self.epochs, context):
             part = rollouts.take(index)
             self.step((self._contributions(part).sum(1) - part.row_success.float()).square().mean())
         with torch.no_grad():
@@ -46,19 +43,7 @@ class Progress(_Learned):
 
     def _contributions(self, rollouts: Rollouts) -> Tensor:
         """Return c [b, t], 0 on padding."""
-        assert isinstance(self.network, _Perceptron)
         alive = rollouts.alive
         after = self.network.features(visible(rollouts, alive, following=True))
         found = self.network(visible(rollouts, alive), after).squeeze(-1)
         return torch.zeros(alive.shape, device=alive.device).index_put((alive,), found)
-
-    def tree(self) -> dict[str, Any]:
-        """Return weights, moments and whether the inputs are standardised."""
-        assert isinstance(self.network, _Perceptron)
-        return {**super().tree(), "fitted": self.network.fitted}
-
-    def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
-        super().restore(tree)
-        assert isinstance(self.network, _Perceptron)
-        self.network.fitted = tree["fitted"]

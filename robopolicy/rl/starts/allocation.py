@@ -68,7 +68,7 @@ def knapsack(rate: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
 class Knapsack(Uniform):
     """Solve a knapsack: starts of uncertain outcome get large groups, the same number of episodes in all.
 
-    Predicted rates come from the sampler, so starts have to come back: finetune.starts=N. least, most: group sizes.
+    Predicted rates come from the sampler, so starts have to come back: starts=N. least, most: group sizes.
     """
 
     def __init__(self, *, least: int = 2, most: int = 32):

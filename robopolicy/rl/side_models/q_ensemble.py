@@ -9,16 +9,15 @@ from torch import Tensor, nn
 
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.nn.members import follow
-from robopolicy.rl.context import Context
+from robopolicy.rl.context import Context, Tools
+from robopolicy.rl.options import unknown_option
 from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.side_models.base import (
-    Tools,
-    _batches,
-    _device,
-    _Learned,
-    _Perceptron,
-    _take,
-    _unknown,
+    SideNetwork,
+    StatePerceptron,
+    device_of,
+    minibatches,
+    rows_of,
     succeeds_later,
 )
 
@@ -29,8 +28,8 @@ class ValueModel(nn.Module):
     def __init__(self, tools: Tools, members: int, width: int):
         super().__init__()
         chunk = tools.policy.spec.chunk * tools.policy.spec.action.size
-        self.q = nn.ModuleList(_Perceptron(tools, chunk, 1, width) for _ in range(members))
-        self.v = _Perceptron(tools, 0, 1, width)
+        self.q = nn.ModuleList(StatePerceptron(tools, chunk, 1, width) for _ in range(members))
+        self.v = StatePerceptron(tools, 0, 1, width)
 
     def fit(self, rollouts: Rollouts) -> None:
         """Fit the standardisation of the inputs, once."""
@@ -52,7 +51,7 @@ class ValueModel(nn.Module):
 
 
 @mechanism(Slot.MODEL, "q_ensemble", source="Digi-Q, arXiv:2502.15760; PAV, arXiv:2410.08146", gives=(Need.VALUES,))
-class QEnsemble(_Learned):
+class QEnsemble(SideNetwork[ValueModel]):
     """Action values of what was done: Q(s, a) by temporal differences to a V(s) (target=td), or by outcomes alone.
 
     td: Q -> R + discount^h V(s'), V -> Q(s, a), with a slow copy of V as target; monte_carlo: both -> 1 where the
@@ -73,32 +72,33 @@ class QEnsemble(_Learned):
         width: int = 256,
         tau: float = 0.05,
     ):
-        super().__init__(ValueModel(tools, members, width).to(_device(tools)), rate)
+        super().__init__(ValueModel(tools, members, width).to(device_of(tools)), rate)
         if target not in ("td", "monte_carlo"):
-            raise _unknown("q_ensemble.target", target, ("td", "monte_carlo"))
+            raise unknown_option("q_ensemble.target", target, ("td", "monte_carlo"))
         self.slow = copy.deepcopy(self.network).requires_grad_(False)
         self.by_outcome, self.epochs, self.minibatch, self.tau = target == "monte_carlo", epochs, minibatch, tau
 
-    @property
-    def model(self) -> ValueModel:
-        """The networks."""
-        assert isinstance(self.network, ValueModel)
-        return self.network
+    def values(self, observation: Mapping[str, Any]) -> Tensor:
+        """Return V [N] of an observation [N, H, ...]."""
+        return self.network.values(observation)
+
+    def action_values(self, observation: Mapping[str, Any], actions: Tensor) -> Tensor:
+        """Return the smallest member's Q [N] of action chunks [N, C, A]."""
+        return self.network.action_values(observation, actions)
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Learn, then add what it thinks of every decision."""
-        assert isinstance(self.slow, ValueModel)
-        if not self.model.v.fitted:
-            self.model.fit(rollouts)
-            self.slow.load_state_dict(self.model.state_dict())
+        if not self.network.v.fitted:
+            self.network.fit(rollouts)
+            self.slow.load_state_dict(self.network.state_dict())
         alive = rollouts.alive
         before, after = visible(rollouts, alive), visible(rollouts, alive, following=True)
         actions, over = rollouts.actions[alive], rollouts.terminated[alive]
         reward, decay = rollouts.reward[alive], context.discount ** rollouts.duration[alive].float()
         outcome = succeeds_later(rollouts)[alive].float()
-        for index in _batches(len(actions), self.minibatch, self.epochs, context):
-            here, then = _take(before, index), _take(after, index)
-            q, v = self.model.members(here, actions[index]), self.model.values(here)
+        for index in minibatches(len(actions), self.minibatch, self.epochs, context):
+            here, then = rows_of(before, index), rows_of(after, index)
+            q, v = self.network.members(here, actions[index]), self.network.values(here)
             with torch.no_grad():
                 following = self.slow.values(then) * ~over[index]
                 goal = outcome[index] if self.by_outcome else reward[index] + decay[index] * following
@@ -106,17 +106,17 @@ class QEnsemble(_Learned):
             self.step((q - goal).square().mean() + (v - settled).square().mean())
             follow(self.slow, self.network, self.tau)
         with torch.no_grad():
-            q, v = self.model.action_values(before, actions), self.model.values(before)
+            q, v = self.network.action_values(before, actions), self.network.values(before)
         empty = torch.zeros(alive.shape, device=alive.device)
         return rollouts.with_extras(q=empty.index_put((alive,), q), v=empty.index_put((alive,), v))
 
     def tree(self) -> dict[str, Any]:
         """Return weights, moments, the slow copy and whether the inputs are standardised."""
-        return {**super().tree(), "slow": self.slow.state_dict(), "fitted": self.model.v.fitted}
+        return {**super().tree(), "slow": self.slow.state_dict(), "fitted": self.network.v.fitted}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from `tree`."""
         super().restore(tree)
         self.slow.load_state_dict(tree["slow"])
-        for part in (*self.model.q, self.model.v):
+        for part in (*self.network.q, self.network.v):
             part.fitted = tree["fitted"]  # type: ignore[assignment]

@@ -1,6 +1,7 @@
-"""Where an iteration's rollouts come from: endless streams for a critic, or groups of whole episodes to compare."""
+"""Groups of whole episodes with the same start, for algorithms that compare outcomes."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,16 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import NonFiniteError
-from robopolicy.core.policy import Policy
+from robopolicy.core.policy import Trainable
 from robopolicy.core.randomness import derive, episode_seeds
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.world import Snapshot, World
 from robopolicy.rl.algorithm import Algorithm
-from robopolicy.rl.collect import Streams, play, start_streams
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
-from robopolicy.rl.registry import Need
+from robopolicy.training.collection.protocol import while_collecting
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import with_executed
@@ -29,59 +28,52 @@ def start_pool(seed: int, starts: int, instructions: int = 1) -> tuple[np.ndarra
     return episode_seeds(seed, "starts", starts), tasks
 
 
-class Collector:
-    """Collects for one run; everything it needs after a restart is (seed, batch) and the sampler's state.
+class EpisodeCollector:
+    """Plays the groups that the algorithm's sampler and allocator ask for, from where its hint lets them begin.
 
-    Streams and episodes in flight are dropped by `restart`, which the trainer calls at every checkpoint whether or not
-    the run was killed: so no world state has to be saved.
+    seed: root of the starts' seeds; generator: what the policy draws from; demonstrations: states that hints begin in.
     """
 
     def __init__(
         self,
         world: World,
-        policy: Policy,
+        policy: Trainable,
         algorithm: Algorithm,
         config: FinetuneConfig,
         seed: int,
+        generator: torch.Generator,
         demonstrations: Demonstrations | None = None,
     ):
         self.world, self.policy, self.config, self.seed = world, policy, config, seed
-        self.grouped = bool(algorithm.needs & {Need.GROUPS, Need.EPISODES, Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
+        self.generator, self.demonstrations = generator, demonstrations
         self.sampler = algorithm.sampler()
         self.allocator = algorithm.allocator()
         self.hint = None if algorithm.hint is None else algorithm.hint()
-        self.demonstrations = demonstrations
-        self.depth_of: dict[int, float] = {}
-        self.streams: Streams | None = None
         self.player = EpisodePlayer(
             world, policy, Branching(config.branch_at, config.branch_width, config.branch_sampling_step)
         )
         self.start_of: dict[int, int] = {}
+        self.depth_of: dict[int, float] = {}
+
+    def collect(self, iteration: int) -> Rollouts:
+        """Return an iteration's episodes, padded to the longest, made by the policy as it is now."""
+        return self.batch(iteration, iteration)
+
+    def batch(self, number: int, version: int) -> Rollouts:
+        """Return the episodes of batch `number`, with `start` and `hint` [B, T] among their extras."""
+        with while_collecting(number):
+            return with_executed(self._groups(number, version), self.policy, self.world.spec.instructions)
 
     def restart(self) -> None:
-        """Begin with fresh episodes at the next call."""
-        self.streams = None
+        """Drop episodes in flight, and begin with fresh ones at the next call."""
         self.player.clear()
         self.start_of, self.depth_of = {}, {}
 
-    def collect(self, batch: int, generator: torch.Generator, version: int | None = None) -> Rollouts:
-        """Return the rollouts of batch number `batch`, made by version `version` (default: batch) of the policy.
-
-        Grouped rollouts say in extras["start"] [B, T] which start of the pool each episode had.
-        """
-        version = batch if version is None else version
-        try:
-            rollouts = (
-                self._groups(batch, generator, version) if self.grouped else self._play(batch, generator, version)
-            )
-        except NonFiniteError as error:
-            raise NonFiniteError(
-                f"{error} It happened while collecting for fine-tuning iteration {batch + 1}."
-            ) from error
-        return with_executed(rollouts, self.policy, self.world.spec.instructions)
+    def close(self) -> None:
+        """Nothing runs."""
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
-        """Tell the sampler what came of the starts it proposed: all that was collected, and what is learned from."""
+        """Let sampler and hint learn, per start, success, mean absolute advantage and how far along it began."""
         found, place = torch.unique(collected.extras["start"][:, 0], return_inverse=True)
 
         def per_start(values: Tensor, index: Tensor) -> np.ndarray:
@@ -98,12 +90,7 @@ class Collector:
             depth = per_start(collected.extras["hint"][:, 0], place) / episodes
             self.hint.observe(starts, depth, won / episodes)
 
-    def _play(self, batch: int, generator: torch.Generator, version: int) -> Rollouts:
-        if self.streams is None:
-            self.streams = start_streams(self.world, self.policy, self.seed, f"collect/{batch}")
-        return play(self.world, self.policy, self.config.rollout_length, generator, self.streams, version=version)
-
-    def _groups(self, batch: int, generator: torch.Generator, version: int) -> Rollouts:
+    def _groups(self, batch: int, version: int) -> Rollouts:
         """Play the groups that sampler and allocator ask for, and what the allocator adds after seeing them."""
         config, first = self.config, batch * self.config.groups
         seeds, starts = self._propose(batch)
@@ -119,13 +106,13 @@ class Collector:
 
         sizes = self.allocator.plan(self.sampler.predict(starts), config.group_size)
         enough = None if config.unfinished == 0 else math.ceil((1 - config.unfinished) * sum(sizes))
-        rollouts = self.player.play(requests(list(sizes)), generator, enough=enough, version=version)
+        rollouts = self.player.play(requests(list(sizes)), self.generator, enough=enough, version=version)
         own = rollouts.group >= first
         won = np.bincount((rollouts.group[own] - first).cpu(), rollouts.row_success[own].cpu(), len(seeds))
         played = np.bincount((rollouts.group[own] - first).cpu(), minlength=len(seeds))
         more = self.allocator.extend(won / np.maximum(played, 1), played)
         if sum(more):
-            added = self.player.play(requests(list(more)), generator, version=version)
+            added = self.player.play(requests(list(more)), self.generator, version=version)
             rollouts = concatenate([rollouts, added])
         groups, device = rollouts.group.tolist(), rollouts.group.device
         start = torch.tensor([self.start_of[group] for group in groups], device=device)
@@ -158,7 +145,7 @@ class Collector:
         """Return the sampler's state, and the hints'."""
         return {"sampler": self.sampler.state(), "hint": {} if self.hint is None else self.hint.state()}
 
-    def restore(self, tree: dict[str, Any]) -> None:
+    def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from `tree`."""
         self.sampler.restore(tree["sampler"])
         if self.hint is not None:

@@ -6,9 +6,7 @@ from robopolicy.rl.context import Coefficients, Scored
 from robopolicy.rl.registry import Need, Slot, mechanism
 
 
-@mechanism(
-    Slot.COEFFICIENT, "opd", source="on-policy distillation, arXiv:2306.13649", needs=(Need.TEACHER, Need.SAME_STEPS)
-)
+@mechanism(Slot.COEFFICIENT, "opd", source="on-policy distillation, arXiv:2306.13649", needs=(Need.TEACHER_SCORES,))
 def on_policy_distillation(scored: Scored, *, reward: float = 0.0, cap: float = 5.0) -> Coefficients:
     """Reverse KL to the teacher on the student's own decisions: c = log teacher - log pi, at most `cap` in size.
 

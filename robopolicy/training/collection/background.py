@@ -7,26 +7,27 @@ version, unless it belongs to an episode that was left unfinished (APRIL) and go
 staleness 1 is collecting one batch ahead (periodic asynchrony keeps 0 by waiting; that is the synchronous collector).
 """
 
-import copy
 import threading
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from robopolicy.core.policy import Trainable
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.training.collection import Collector
+from robopolicy.training.collection.protocol import BatchCollector
 
 
 class BackgroundCollector:
-    """Runs a `Collector`, whose policy must be a copy that nobody else uses, in a thread of its own.
+    """Runs `collector`, whose policy is the copy `actor` that nobody else uses, in a thread of its own.
 
-    Runs are not repeatable bit by bit: which weights a batch sees depends on timing. `close` must be called.
+    policy: the one that learns; staleness: by how many updates the thread may run ahead. Runs are not repeatable bit
+    by bit: which weights a batch sees depends on timing. `close` must be called.
     """
 
-    def __init__(self, collector: Collector, generator: torch.Generator, staleness: int):
-        self.collector, self.generator, self.staleness = collector, generator, staleness
+    def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable, staleness: int):
+        self.collector, self.policy, self.actor, self.staleness = collector, policy, actor, staleness
         self._changed = threading.Condition()
         self._ready: deque[Rollouts] = deque()
         self._weights: dict[str, Tensor] | None = None
@@ -35,16 +36,12 @@ class BackgroundCollector:
         self._thread: threading.Thread | None = None
         self._stopping = False
 
-    def publish(self, policy: Any, version: int) -> None:
-        """Make the weights of `policy`, after `version` updates, the ones to collect the next batch with."""
-        weights = {name: value.detach().clone() for name, value in policy.state_dict().items()}
-        with self._changed:
-            self._weights, self._version = weights, version
-            self._changed.notify_all()
-
     def collect(self, iteration: int) -> Rollouts:
-        """Wait for the next batch; raises what went wrong in the thread."""
+        """Hand over the weights after `iteration` updates and wait for the next batch; raises the thread's errors."""
+        weights = {name: value.detach().clone() for name, value in self.policy.state_dict().items()}
         with self._changed:
+            self._weights, self._version = weights, iteration
+            self._changed.notify_all()
             if self._thread is None:
                 self._submitted = self._version = iteration
                 self._stopping = False
@@ -59,7 +56,7 @@ class BackgroundCollector:
             return batch
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
-        """Tell the sampler what came of its starts."""
+        """Learn what came of the starts, between two batches of the thread's."""
         with self._changed:
             self.collector.observe(collected, prepared)
 
@@ -79,10 +76,10 @@ class BackgroundCollector:
             self._thread = None
 
     def tree(self) -> dict[str, Any]:
-        """Return the sampler's state."""
+        """Return the collector's state."""
         return self.collector.tree()
 
-    def restore(self, tree: dict[str, Any]) -> None:
+    def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from `tree`."""
         self.collector.restore(tree)
 
@@ -97,8 +94,8 @@ class BackgroundCollector:
                     batch, version, weights = self._submitted, self._version, self._weights
                     self._submitted, self._weights = batch + 1, None
                 if weights is not None:
-                    self.collector.policy.load_state_dict(weights)  # type: ignore[attr-defined]
-                rollouts = self.collector.collect(batch, self.generator, version)
+                    self.actor.load_state_dict(weights)
+                rollouts = self.collector.batch(batch, version)
                 with self._changed:
                     self._ready.append(rollouts)
                     self._changed.notify_all()
@@ -106,48 +103,3 @@ class BackgroundCollector:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-
-
-class DelayedCollector:
-    """Collects in turns with the learner, but with weights that are `delay` updates old: staleness that is repeatable.
-
-    A stand-in for a slow link to the robots, and for measuring what stale data does to an algorithm.
-    """
-
-    def __init__(self, collector: Collector, generator: torch.Generator, delay: int):
-        self.collector, self.generator, self.delay = collector, generator, delay
-        self.past: deque[dict[str, Tensor]] = deque(maxlen=delay + 1)
-
-    def publish(self, policy: Any, version: int) -> None:
-        """Take in the weights after `version` updates."""
-        self.past.append({name: value.detach().clone() for name, value in policy.state_dict().items()})
-
-    def collect(self, iteration: int) -> Rollouts:
-        """Collect with the oldest weights there are, at most `delay` updates old."""
-        self.collector.policy.load_state_dict(self.past[0])  # type: ignore[attr-defined]
-        return self.collector.collect(iteration, self.generator, iteration + 1 - len(self.past))
-
-    def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
-        """Tell the sampler what came of its starts."""
-        self.collector.observe(collected, prepared)
-
-    def restart(self) -> None:
-        """Begin with fresh episodes at the next call; the old weights stay."""
-        self.collector.restart()
-
-    def close(self) -> None:
-        """Nothing runs."""
-
-    def tree(self) -> dict[str, Any]:
-        """Return the sampler's state and the old weights."""
-        return {**self.collector.tree(), "past": {str(place): weights for place, weights in enumerate(self.past)}}
-
-    def restore(self, tree: dict[str, Any]) -> None:
-        """Go on from `tree`."""
-        self.collector.restore(tree)
-        self.past.extend(tree["past"][str(place)] for place in range(len(tree["past"])))
-
-
-def copy_for_collecting(policy: Any) -> Any:
-    """Return a frozen copy of the policy for the thread."""
-    return copy.deepcopy(policy).requires_grad_(False).eval()

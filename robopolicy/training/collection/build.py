@@ -1,0 +1,58 @@
+"""The collector that a configuration asks for."""
+
+import copy
+from dataclasses import replace
+
+import torch
+
+from robopolicy.core.policy import Trainable
+from robopolicy.core.world import World
+from robopolicy.rl.algorithm import Algorithm
+from robopolicy.rl.registry import Need
+from robopolicy.training.collection.background import BackgroundCollector
+from robopolicy.training.collection.delayed import DelayedCollector
+from robopolicy.training.collection.episodes import EpisodeCollector
+from robopolicy.training.collection.props import PropsCollector
+from robopolicy.training.collection.protocol import BatchCollector, Collector
+from robopolicy.training.collection.streams import StreamCollector
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.demonstrations import Demonstrations
+
+WHOLE = frozenset({Need.GROUPS, Need.EPISODES, Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
+"""Needs that only whole episodes meet; without them rollouts are streams."""
+
+
+def make_collector(
+    world: World,
+    policy: Trainable,
+    algorithm: Algorithm,
+    config: FinetuneConfig,
+    seed: int,
+    generator: torch.Generator,
+    demonstrations: Demonstrations | None = None,
+) -> Collector:
+    """Return what collects for `policy`: in turns with learning, in a thread beside it, with old weights, or in parts.
+
+    seed: root of the episodes' seeds; generator: what the policy draws from; demonstrations: states that hints begin
+    in. All but the first way act with a copy of the policy.
+    """
+
+    def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
+        if algorithm.needs & WHOLE:
+            return EpisodeCollector(world, actor, algorithm, section, seed, generator, demonstrations)
+        return StreamCollector(world, actor, section.rollout_length, seed, generator)
+
+    if not (config.props or config.staleness or config.delay):
+        return in_turns(policy, config)
+    actor = copy.deepcopy(policy).requires_grad_(False).eval()
+    if config.props:
+        share = replace(
+            config,
+            groups=max(1, config.groups // config.props),
+            rollout_length=max(1, config.rollout_length // config.props),
+        )
+        instructions = world.spec.instructions
+        return PropsCollector(in_turns(actor, share), policy, actor, instructions, generator, config.props)
+    if config.delay:
+        return DelayedCollector(in_turns(actor, config), policy, actor, config.delay)
+    return BackgroundCollector(in_turns(actor, config), policy, actor, config.staleness)

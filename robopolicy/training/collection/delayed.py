@@ -1,0 +1,49 @@
+"""Collecting with old weights on purpose, repeatably."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from robopolicy.core.policy import Trainable
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.training.collection.protocol import BatchCollector
+
+
+class DelayedCollector:
+    """Collects in turns with learning, but with weights that are `delay` updates old: staleness that is repeatable.
+
+    A stand-in for a slow link to the robots, and for measuring what stale data does to an algorithm. policy: the one
+    that learns; actor: the copy that `collector` acts with.
+    """
+
+    def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable, delay: int):
+        self.collector, self.policy, self.actor = collector, policy, actor
+        self.past: deque[dict[str, Tensor]] = deque(maxlen=delay + 1)
+
+    def collect(self, iteration: int) -> Rollouts:
+        """Collect with the oldest weights there are, at most `delay` updates old."""
+        self.past.append({name: value.detach().clone() for name, value in self.policy.state_dict().items()})
+        self.actor.load_state_dict(self.past[0])
+        return self.collector.batch(iteration, iteration + 1 - len(self.past))
+
+    def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
+        """Learn what came of the starts."""
+        self.collector.observe(collected, prepared)
+
+    def restart(self) -> None:
+        """Begin with fresh episodes at the next call; the old weights stay."""
+        self.collector.restart()
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    def tree(self) -> dict[str, Any]:
+        """Return the collector's state and the old weights."""
+        return {**self.collector.tree(), "past": {str(place): weights for place, weights in enumerate(self.past)}}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        self.collector.restore(tree)
+        self.past.extend(tree["past"][str(place)] for place in range(len(tree["past"])))

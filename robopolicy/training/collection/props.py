@@ -1,0 +1,139 @@
+"""PROPS: collect on-policy data with less sampling error, by steering away from what has been sampled too often.
+
+An iteration's data comes in parts. After each part a copy of the policy learns to make what was drawn so far a little
+less likely, and plays the next part: what is rare in the data so far comes up more. All parts together look more like
+the policy's distribution than as many independent samples do, and are learned from as if they had been drawn from it.
+
+Source: Corrado & Hanna 2023, arXiv:2311.08290 (proximal robust on-policy sampling). On denoising chains the steps are
+the transition densities of all steps (the paper has Gaussian heads).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.policy import Trainable
+from robopolicy.core.rollouts import Rollouts, concatenate
+from robopolicy.nn.optimisers import clip_gradients
+from robopolicy.rl.weights import step_mean
+from robopolicy.training.collection.protocol import BatchCollector
+from robopolicy.training.experience import decisions_at, rescored
+
+
+def sampling_error_loss(log_ratio: Tensor, mask: Tensor, epsilon: float, kl_weight: float) -> Tensor:
+    """Return mean(max(r, clip(r, 1 - eps, 1 + eps))) + kl_weight * mean(r log r - r + 1) over masked steps, a scalar.
+
+    log_ratio, mask: [N, K].
+    r: the sampling policy's probability over the policy's. It has no gradient below 1 - eps: no step is pushed further.
+    """
+    ratio = log_ratio.exp()
+    surrogate = torch.max(ratio, ratio.clamp(1 - epsilon, 1 + epsilon))
+    divergence = ratio * log_ratio - ratio + 1
+    return (step_mean(mask) * torch.where(mask, surrogate + kl_weight * divergence, 0.0)).sum()
+
+
+class PropsCollector:
+    """Collects each iteration's rollouts in `parts`, the later ones with an adjusted copy of the policy.
+
+    policy: the one that learns; actor: the copy that `collector` acts with; generator: draws the minibatches of the
+    adjustment, which starts from the policy anew for each part. rate, epochs, minibatch: of its Adam; epsilon: width of
+    its clip; kl_weight, kl_stop: how it is held near the policy, and where it ends.
+    """
+
+    def __init__(
+        self,
+        collector: BatchCollector,
+        policy: Trainable,
+        actor: Trainable,
+        instructions: tuple[str, ...],
+        generator: torch.Generator,
+        parts: int,
+        *,
+        rate: float = 1e-4,
+        epochs: int = 4,
+        epsilon: float = 0.1,
+        kl_weight: float = 0.1,
+        kl_stop: float = 0.03,
+        minibatch: int = 2048,
+    ):
+        self.collector, self.policy, self.actor, self.parts = collector, policy, actor, parts
+        self.instructions, self.generator = instructions, generator
+        self.rate, self.epochs, self.epsilon, self.minibatch = rate, epochs, epsilon, minibatch
+        self.kl_weight, self.kl_stop = kl_weight, kl_stop
+
+    def collect(self, iteration: int) -> Rollouts:
+        """Return all parts of an iteration, scored by the policy itself."""
+        played: list[Rollouts] = []
+        for part in range(self.parts):
+            self.actor.load_state_dict(self.policy.state_dict())
+            if played:
+                self._adjust(played)
+            found = self.collector.batch(iteration * self.parts + part, iteration)
+            played.append(self._as_own(found))
+        return concatenate(played)
+
+    def _adjust(self, played: list[Rollouts]) -> None:
+        """Make what was played less likely under the actor, within a trust region.
+
+        What is frozen in the policy stays frozen here: what a frozen encoder made of images is kept with the decisions.
+        """
+        parameters = list(self.actor.parameters())
+        for mine, learns in zip(parameters, self.policy.parameters(), strict=True):
+            mine.requires_grad_(learns.requires_grad)
+        optimiser = torch.optim.Adam(list(self.actor.trainable_parameters()), lr=self.rate)
+        for batch in self._minibatches([rollouts.flat() for rollouts in played]):
+            if not self._step(batch, optimiser):
+                break
+        self.actor.requires_grad_(False)
+
+    def _minibatches(self, parts: list[Rollouts]) -> Iterator[Rollouts]:
+        """Yield minibatches of single decisions [n, 1], the parts one after the other in every epoch."""
+        draws = self.generator
+        for _ in range(self.epochs):
+            for rollouts in parts:
+                live = rollouts.played.squeeze(1).nonzero().squeeze(1)
+                order = live[torch.randperm(len(live), generator=draws, device=draws.device)]
+                for index in order.split(self.minibatch):
+                    yield rollouts.take(index)
+
+    def _step(self, batch: Rollouts, optimiser: torch.optim.Optimizer) -> bool:
+        """Take one step of the adjustment; False, and no step, where the actor is too far from the policy already."""
+        everywhere = torch.ones_like(batch.alive)
+        logp = self.actor.log_prob(*decisions_at(batch, everywhere, self.instructions)).logp
+        mask, log_ratio = batch.mask[:, 0], (logp - batch.logp_behaviour[:, 0]).clamp(-3, 3)
+        divergence = torch.where(mask, log_ratio.detach().expm1() - log_ratio.detach(), 0.0)  # k3 of the whole decision
+        if float(divergence.sum(-1).mean()) > self.kl_stop:
+            return False
+        loss = sampling_error_loss(log_ratio, mask, self.epsilon, self.kl_weight)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        clip_gradients(list(self.actor.trainable_parameters()), 1.0, "adjusting the sampling policy")
+        optimiser.step()
+        return True
+
+    def _as_own(self, rollouts: Rollouts) -> Rollouts:
+        """Score what the actor played with the policy: it is learned from as the policy's own."""
+        logp, _ = rescored(rollouts, self.policy, self.instructions)
+        return replace(rollouts, logp_behaviour=torch.where(rollouts.mask, logp, 0.0))
+
+    def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
+        """Learn what came of the starts."""
+        self.collector.observe(collected, prepared)
+
+    def restart(self) -> None:
+        """Begin with fresh episodes at the next call."""
+        self.collector.restart()
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    def tree(self) -> dict[str, Any]:
+        """Return the collector's state: the actor starts from the policy in every part."""
+        return self.collector.tree()
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        self.collector.restore(tree)
