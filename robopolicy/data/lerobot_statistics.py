@@ -1,0 +1,155 @@
+"""Statistics of a LeRobotDataset v3, all episodes at once: the numbers that LeRobot's own writer stores.
+
+LeRobot keeps min, max, mean, std, count and five quantiles of every feature of every episode, and pools them for the
+dataset. Its quantiles come from a histogram of 5,000 bins over the episode's own range, interpolated inside a bin. Here
+the bin of a quantile is found from the sorted values, so that no histogram is filled. Sums are taken in the precision
+and order in which LeRobot takes them, because its std is a difference of two of them and carries their rounding.
+Axes: N frame, E episode, L frames of one episode, D element of a vector, G episodes of one length.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
+"""Name in the dataset -> quantile."""
+
+_TARGETS = np.array(list(QUANTILES.values()))
+_BINS = 5000
+
+Statistics = dict[str, np.ndarray]
+"""min, max, mean, std, count and the quantiles, each [E, ...]; count [E, 1] int64."""
+
+
+def vector_statistics(values: np.ndarray, lengths: np.ndarray) -> Statistics:
+    """Return the statistics of each episode of a numeric column.
+
+    values: [N, ..., D], episodes one after the other; lengths: [E] int64, their frames. Results are [E, D], taken over
+    the frames and all axes between; integers and booleans are averaged as floats.
+    """
+    values = values.astype(np.result_type(values.dtype, np.float32), copy=False)
+    values = values.reshape(len(values), -1, values.shape[-1])
+    starts = np.cumsum(lengths) - lengths
+    result: Statistics = {}
+    for length in np.unique(lengths):
+        same = np.flatnonzero(lengths == length)
+        block = values[starts[same][:, None] + np.arange(length)].reshape(len(same), -1, values.shape[-1])
+        for name, entry in _block_statistics(block).items():
+            result.setdefault(name, np.empty((len(lengths), values.shape[-1]), entry.dtype))[same] = entry
+    return {**result, "count": lengths.astype(np.int64)[:, None]}
+
+
+def image_statistics(frames: np.ndarray) -> Statistics:
+    """Return the statistics of one episode of a camera, scaled to 0..1, each [1, 3, 1, 1].
+
+    frames: uint8 [L, height, width, 3]. As LeRobot does, at most a sample of the frames is looked at, and large images
+    are thinned out.
+    """
+    chosen = frames[_sampled(len(frames))]
+    height, width = chosen.shape[1:3]
+    if max(height, width) >= 300:
+        factor = int((width if width > height else height) / 150)
+        chosen = chosen[:, ::factor, ::factor]
+    flat = np.ascontiguousarray(chosen).reshape(-1, 3)
+    values = flat.astype(np.float32)
+    mean = np.mean(values, axis=0)
+    std = np.sqrt(np.maximum(0, np.mean(values**2, axis=0) - mean**2))
+    low, high = flat.min(0).astype(np.float32), flat.max(0).astype(np.float32)
+    reached = np.stack([np.cumsum(np.bincount(channel, minlength=256)) for channel in flat.T])
+
+    def below(edges: np.ndarray) -> np.ndarray:
+        levels = np.clip(np.ceil(edges), 0, 256).astype(np.int64)
+        return np.where(levels > 0, reached[np.arange(3), levels - 1], 0)
+
+    targets = _TARGETS * len(flat)
+    levels = np.stack([np.searchsorted(counts, targets) for counts in reached], 1).astype(np.float32)
+    quantiles = _quantiles(levels, low, high, targets[:, None], len(flat), below)
+    result = {"min": low, "max": high, "mean": mean, "std": std, **dict(zip(QUANTILES, quantiles, strict=True))}
+    scaled = {name: (entry / 255.0).reshape(1, 3, 1, 1) for name, entry in result.items()}
+    return {**scaled, "count": np.array([[len(chosen)]], np.int64)}
+
+
+def pooled(parts: Sequence[Mapping[str, np.ndarray]]) -> Statistics:
+    """Return the statistics of all episodes of `parts` together (each [E_i, ...]), without the episode axis.
+
+    Means and variances are exact; quantiles are LeRobot's, the average of the episodes' own, weighted by frames.
+    """
+    counts = np.concatenate([part["count"] for part in parts]).astype(np.float64)
+    total = counts.sum(0)
+
+    def weighted(values: np.ndarray) -> np.ndarray:
+        return (values * counts.reshape(-1, *[1] * (values.ndim - 1))).sum(0) / total
+
+    every = {name: np.concatenate([part[name] for part in parts]) for name in parts[0] if name != "count"}
+    mean = weighted(every["mean"])
+    variance = weighted((every["std"] ** 2).astype(np.float64) + (every["mean"] - mean) ** 2)
+    result = {"min": every["min"].min(0), "max": every["max"].max(0), "mean": mean, "std": np.sqrt(variance)}
+    result["count"] = total.astype(np.int64)
+    return {**result, **{name: weighted(every[name]) for name in QUANTILES if name in every}}
+
+
+def _sampled(length: int) -> np.ndarray:
+    """Return the frames LeRobot looks at: all up to 100, then length^0.75 of them, evenly spread."""
+    count = max(min(100, length), min(int(length**0.75), 10_000))
+    return np.round(np.linspace(0, length - 1, count)).astype(int)
+
+
+def _block_statistics(block: np.ndarray) -> Statistics:
+    """Return the statistics of `block` [G, L, D] over its L frames, each [G, D]."""
+    length = block.shape[1]
+    low, high, mean = block.min(1), block.max(1), block.mean(axis=1)
+    variance = (block**2).mean(axis=1) - mean**2
+    result: Statistics = {"min": low, "max": high, "mean": mean, "std": np.sqrt(np.maximum(0, variance))}
+    if length == 1:
+        return result | {name: mean.copy() for name in QUANTILES}
+    ordered, targets = np.sort(block, axis=1), _TARGETS * length
+    values = ordered[:, np.ceil(targets).astype(np.int64) - 1].swapaxes(0, 1)
+
+    def below(edges: np.ndarray) -> np.ndarray:
+        return (ordered < edges[:, :, None]).sum(2)
+
+    quantiles = _quantiles(values, low, high, targets[:, None, None], length, below)
+    return result | dict(zip(QUANTILES, quantiles, strict=True))
+
+
+def _quantiles(
+    values: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    targets: np.ndarray,
+    total: int,
+    below: Callable[[np.ndarray], np.ndarray],
+) -> np.ndarray:
+    """Return LeRobot's quantiles [Q, ...] float64: `values` [Q, ...] are the order statistics that reach `targets`.
+
+    low, high [...]: the range that the histogram spans; targets: rank of each quantile; total: number of values; below:
+    edges [Q, ...] -> how many values lie under each.
+    """
+    # The constants stay Python floats: in float32 they vanish beside |low| > 0.001, as they do for LeRobot.
+    start, stop = low - 1e-10, high + 1e-10
+    bins = _bin_of(values, start, stop)
+    left, right = _edge(bins, start, stop), _edge(bins + 1, start, stop)
+    before = below(left)
+    # Bins are half open but the last, which holds the largest value too.
+    inside = np.where(bins == _BINS - 1, total, below(right)) - before
+    within = left + (targets - before) / inside * (right - left)
+    return np.where(bins == 0, left, within).astype(np.float64)
+
+
+def _edge(index: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """Return the left edge of bin `index` of _BINS equal ones, rounded as numpy.linspace rounds it."""
+    step = (stop - start) / _BINS
+    return np.where(index == _BINS, stop, index.astype(step.dtype) * step + start)
+
+
+def _bin_of(value: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """Return the bin of `value`, the last whose left edge does not exceed it, by bisection.
+
+    Bisection instead of a division, because edges of a narrow range coincide after rounding.
+    """
+    lowest, highest = np.zeros(value.shape, np.int64), np.full(value.shape, _BINS - 1)
+    while bool((lowest < highest).any()):
+        middle = (lowest + highest + 1) // 2
+        fits = _edge(middle, start, stop) <= value
+        lowest, highest = np.where(fits, middle, lowest), np.where(fits, highest, middle - 1)
+    return lowest
