@@ -1,0 +1,136 @@
+"""Every kind of world model keeps the promises of `LearnedModel`, a stranger's too; who breaks one is told which."""
+
+from dataclasses import replace
+
+import dot_world
+import point_world
+import pytest
+import torch
+from latent_model import LatentModel
+
+from worldmodels.configuration import EnsembleConfig
+from worldmodels.conformance import check_world_model
+from worldmodels.ensemble import EnsembleModel
+from worldmodels.images.configuration import ReadoutConfig
+from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
+from worldmodels.pixel_diffusion.model import PixelDiffusionModel
+from worldmodels.rssm.configuration import RssmConfig
+from worldmodels.rssm.model import RssmModel
+from worldmodels.video.configuration import VideoConfig
+from worldmodels.video.model import VideoModel
+
+READOUT = ReadoutConfig(batch_size=8, imagined_steps=16, members=2)
+KINDS = {
+    "ensemble": (EnsembleModel, EnsembleConfig(members=2, width=16, depth=1, head_width=16), point_world),
+    "ensemble, sampled": (EnsembleModel, EnsembleConfig(members=2, width=16, head_width=16, sample=True), point_world),
+    "rssm": (RssmModel, RssmConfig(size="tiny", batch_size=4, length=4), point_world),
+    "rssm, images": (RssmModel, RssmConfig(size="tiny", batch_size=4, length=4), dot_world),
+    "pixel diffusion": (
+        PixelDiffusionModel,
+        PixelDiffusionConfig(size="tiny", batch_size=4, readout=READOUT, precision="float32"),
+        dot_world,
+    ),
+    "video": (
+        VideoModel,
+        VideoConfig(size="tiny", memory=2, stride=2, chunk=3, view_batch_size=4, readout=READOUT, precision="float32"),
+        dot_world,
+    ),
+    "without a decoder": (LatentModel, None, point_world),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_keeps_its_promises(name):
+    torch.set_num_threads(1)
+    kind, config, world = KINDS[name]
+    check_world_model(kind, config, world.SPEC, world.recorded(12))
+
+
+class Chance(LatentModel):
+    def imagine(self, latent, actions):
+        moved, seen = super().imagine(latent, actions + 0.01 * torch.randn_like(actions))
+        return moved, seen
+
+
+class Neighbours(LatentModel):
+    def imagine(self, latent, actions):
+        return super().imagine({**latent, "z": latent["z"] + 0.1 * latent["z"].mean(0)}, actions)
+
+
+class Writer(LatentModel):
+    def imagine(self, latent, actions):
+        latent["z"] += 0.1
+        return super().imagine(latent, actions)
+
+
+class Scalar(LatentModel):
+    def loss(self, batch, generator):
+        return {name: value.mean() for name, value in super().loss(batch, generator).items()}
+
+
+class Forgetful(LatentModel):
+    @classmethod
+    def restore(cls, description, spec, weights):
+        return super().restore(description, replace(spec, horizon=spec.horizon + 1), weights)
+
+
+class Logits(LatentModel):
+    def imagine(self, latent, actions):
+        moved, seen = super().imagine(latent, actions)
+        return moved, replace(seen, success=seen.success.float())
+
+
+class Unseeded(LatentModel):
+    def batches(self, episodes, generator):
+        return super().batches(episodes, torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
+
+
+class Deaf(LatentModel):
+    def batches(self, episodes, generator):
+        return super().batches(episodes, torch.Generator().manual_seed(0))
+
+
+class Coarse(LatentModel):
+    def calibrate(self, episodes):
+        self.uncertainty_quantiles.copy_(torch.linspace(1, 0, 101))
+
+
+class Frozen(LatentModel):
+    def loss(self, batch, generator):
+        return {name: 0.0 * value for name, value in super().loss(batch, generator).items()}
+
+
+class Elsewhere(LatentModel):
+    def show(self, latent):
+        return {key: value + 1.0 for key, value in super().show(latent).items()}
+
+
+class Together(LatentModel):
+    def generate(self, latent, actions):
+        found = []
+        for action in actions.unbind(1):
+            latent, seen = self.imagine(latent, 0.9 * action)
+            found.append(seen)
+        return latent, found
+
+
+BROKEN = {
+    Chance: "bit by bit",
+    Neighbours: "same alone",
+    Writer: "latent that it is given",
+    Scalar: r"loss 'latent' is \[N\]",
+    Forgetful: "restore: the spec",
+    Logits: r"success is \[B\] bool",
+    Unseeded: "equal generators give equal batches",
+    Deaf: "drawn with the generator",
+    Coarse: "ascends",
+    Frozen: "change weights",
+    Elsewhere: "what the new latent shows",
+    Together: "generate: steps are those",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
+def test_a_broken_promise_is_named(kind):
+    with pytest.raises(AssertionError, match=BROKEN[kind]):
+        check_world_model(kind, None, point_world.SPEC, point_world.recorded(12))

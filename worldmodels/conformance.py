@@ -1,0 +1,329 @@
+"""`check_world_model`: every promise of a `LearnedModel` that can be tested from outside, on anybody's class.
+
+A failure is an AssertionError whose text names the class and the broken promise. What a model is worth is not tested:
+see `robopolicy.evaluation.world_model`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.conformance import check_world
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.spec import WorldSpec
+from worldmodels.env import ImaginedWorld
+from worldmodels.protocol import ChunkModel, DecoderFree, Imagined, Latent, LearnedModel, Regression, WorldModel
+from worldmodels.starts import context_at, recorded_starts
+
+SEEDS = 7_000
+"""Episode seeds count up from here."""
+
+
+def check_world_model(
+    kind: type[LearnedModel],
+    config: object,
+    spec: WorldSpec,
+    episodes: Episodes,
+    *,
+    steps: int = 2,
+    rows: int = 4,
+    tolerance: float = 1e-4,
+) -> None:
+    """Raise AssertionError naming the first promise of `LearnedModel` that a class of world models breaks.
+
+    config: what its `build` takes; spec, episodes: a world and recordings of it, a dozen short ones are enough; steps:
+    how long every stage is fitted; rows: B, at least 3; tolerance: by how much equal episodes may differ in other rows
+    and batches, in the world's units, where a bit of rounding in a large product grows (0 is bitwise).
+
+    Checked: equal seeds build equal models and nothing draws from global randomness; batches and losses repeat with
+    equal generators, losses are [N], finite and have gradients; a few steps change weights; 101 quantiles ascend;
+    latents and imagined steps have the right names, shapes and types and are finite; given latents stay as they were;
+    an episode is a function of its seed and actions, whatever its row and batch, and copies branch exactly; what is
+    described and restored imagines the same; steps generated together are those imagined one by one; and the
+    `ImaginedWorld` around the model keeps every promise of `World`.
+    """
+    if rows < 3:
+        raise ValueError("check_world_model needs rows >= 3 to tell rows apart.")
+    state = torch.get_rng_state()
+    model = _check_build(kind, config, spec, episodes)
+    _check_spec(model, spec)
+    for name, (part, share) in model.stages().items():
+        _promise(model, share > 0, f"stages: the share of '{name}' is positive, not {share}")
+        _check_stage(model, name, part, episodes, steps)
+    model.calibrate(episodes)
+    module(model).eval()
+    _promise(model, torch.equal(state, torch.get_rng_state()), "nothing draws from torch's global generator")
+    _check_quantiles(model)
+    latent = _check_initial(model, episodes, rows)
+    _check_imagine(model, latent)
+    _check_rows(model, latent, tolerance)
+    _check_restored(kind, model, latent)
+    if isinstance(model, ChunkModel):
+        _check_generate(model, latent, tolerance)
+    starts = recorded_starts(episodes, model.context)
+    check_world(lambda batch: ImaginedWorld(model, starts, batch, history=2), renders=False, tolerance=tolerance)
+    _promise(model, torch.equal(state, torch.get_rng_state()), "imagining draws nothing from torch's global generator")
+
+
+def module(model: LearnedModel | Regression) -> nn.Module:
+    """Return a model, or what one of its stages fits, as the nn.Module that it must be."""
+    _promise(model, isinstance(model, nn.Module), "it is an nn.Module")
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _check_build(kind: type[LearnedModel], config: object, spec: WorldSpec, episodes: Episodes) -> LearnedModel:
+    """Build twice with one seed, with other global randomness."""
+    model = kind.build(config, spec, episodes, 0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        twin = kind.build(config, spec, episodes, 0)
+    missing = [name for name in _members(LearnedModel) if not hasattr(model, name)]
+    _promise(model, not missing, f"it has all of `LearnedModel`; it lacks {', '.join(missing)}")
+    first, second = module(model).state_dict(), module(twin).state_dict()
+    alike = set(first) == set(second) and all(torch.equal(value, second[name]) for name, value in first.items())
+    _promise(model, alike, "build: equal seeds give equal weights, whatever the global generator")
+    return model
+
+
+def _check_spec(model: LearnedModel, spec: WorldSpec) -> None:
+    own = model.spec
+    _promise(model, bool(own.rewards), "spec: it has reward terms")
+    _promise(model, own.action == spec.action and own.fps == spec.fps, "spec: actions and fps are the world's")
+    _promise(model, own.instructions == spec.instructions, "spec: instructions are the world's")
+    _promise(model, isinstance(model.context, int) and model.context >= 1, "context is a number of frames, 1 or more")
+    read = model.reads if isinstance(model, DecoderFree) else own.observation
+    odd = [key for key, field in read.items() if spec.observation.get(key) != field]
+    _promise(
+        model, not odd, f"it reads and decodes fields of the world; not of it: {', '.join(odd)} (see `DecoderFree`)"
+    )
+
+
+def _check_stage(model: LearnedModel, name: str, part: Regression, episodes: Episodes, steps: int) -> None:
+    """Compare two batches from equal generators, and two losses, and fit for some steps."""
+    fitted, where = module(part), f"stage '{name}'"
+    twins = [list(islice(_batches(part, episodes, seed), 2)) for seed in (3, 3, 4)]
+    _promise(model, _same(twins[0], twins[1]), f"{where}: equal generators give equal batches")
+    _promise(model, not _same(twins[0], twins[2]), f"{where}: batches are drawn with the generator")
+    fitted.train()
+    batch = twins[0][0]
+    losses, again = (part.loss(batch, torch.Generator().manual_seed(5)) for _ in range(2))
+    _promise(model, bool(losses), f"{where}: loss has parts")
+    for key, value in losses.items():
+        text = f"{where}: loss '{key}' is [N] and finite"
+        _promise(model, value.ndim == 1 and bool(value.isfinite().all()), f"{text}, not {list(value.shape)}")
+    _promise(model, _same(losses, again), f"{where}: equal generators give equal losses")
+    weights = [weight for weight in fitted.parameters() if weight.requires_grad]
+    before = [weight.detach().clone() for weight in weights]
+    optimiser = torch.optim.Adam(weights, 1e-3)
+    for drawn in islice(_batches(part, episodes, 6), steps):
+        optimiser.zero_grad()
+        torch.stack(
+            [value.mean() for value in part.loss(drawn, torch.Generator().manual_seed(7)).values()]
+        ).sum().backward()
+        optimiser.step()
+    changed = any(not torch.equal(old, new) for old, new in zip(before, weights, strict=True))
+    finite = all(bool(weight.isfinite().all()) for weight in weights)
+    _promise(model, changed and finite, f"{where}: {steps} steps change weights, which stay finite")
+
+
+def _check_quantiles(model: LearnedModel) -> None:
+    found = model.uncertainty_quantiles
+    _promise(model, tuple(found.shape) == (101,), f"uncertainty_quantiles is [101], not {list(found.shape)}")
+    ascending = bool(found.isfinite().all()) and bool((found.diff() >= 0).all())
+    _promise(model, ascending, "uncertainty_quantiles is finite and ascends after calibrate")
+
+
+def _check_initial(model: LearnedModel, episodes: Episodes, rows: int) -> Latent:
+    """Begin with as many frames as the model reads, with one, and with frames whose actions are not known."""
+    steps = torch.linspace(0, episodes.step_count - 1, rows).long()
+    seeds = SEEDS + np.arange(rows)
+    context = context_at(episodes, steps, model.context)
+    latent = model.initial(context, seeds)
+    for name, value in latent.items():
+        _promise(model, len(value) == rows, f"initial: latent '{name}' has a row an episode, not {list(value.shape)}")
+        _promise(model, not value.requires_grad, f"initial: latent '{name}' carries no gradient")
+    _promise(
+        model, _same(latent, model.initial(context, seeds)), "initial: equal contexts and seeds give equal latents"
+    )
+    several = context_at(episodes, steps, model.context + 2)
+    for begun in (context_at(episodes, steps, 1), several, type(context)(several.observation, several.task)):
+        other = model.initial(begun, seeds)
+        alike = {name: value.shape for name, value in other.items()} == {n: value.shape for n, value in latent.items()}
+        _promise(model, alike, "initial: a context of any length, with actions or without, gives latents of one shape")
+    if isinstance(model, DecoderFree):
+        _check_observation(model, model.show(latent), rows, "show")
+    return latent
+
+
+def _check_imagine(model: LearnedModel, latent: Latent) -> None:
+    """One step and what follows it: names, shapes, types, and nothing but the latent, seed and actions counts."""
+    rows, before = len(next(iter(latent.values()))), _copied(latent)
+    actions = _actions(model, rows, 1)[:, 0]
+    given = actions.clone()
+    moved, seen = model.imagine(latent, actions)
+    _promise(model, _same(before, latent), "imagine: the latent that it is given stays as it was")
+    _promise(model, torch.equal(given, actions), "imagine: the actions that it is given stay as they were")
+    layout = {name: (value.shape, value.dtype) for name, value in latent.items()}
+    after = {name: (value.shape, value.dtype) for name, value in moved.items()}
+    _promise(model, after == layout, "imagine: the next latent has the names, shapes and types of the one before")
+    _check_observation(model, seen.observation, rows, "imagine")
+    _promise(model, set(seen.rewards) == set(model.spec.rewards), f"imagine: rewards are {model.spec.rewards}")
+    for name, value in {**seen.rewards, "uncertainty": seen.uncertainty}.items():
+        good = tuple(value.shape) == (rows,) and value.is_floating_point() and bool(value.isfinite().all())
+        _promise(model, good and not value.requires_grad, f"imagine: {name} is [B], finite, floating, without gradient")
+    _promise(model, bool((seen.uncertainty >= 0).all()), "imagine: uncertainty is not negative")
+    for name, flag in (("success", seen.success), ("terminated", seen.terminated)):
+        good = tuple(flag.shape) == (rows,) and flag.dtype == torch.bool
+        _promise(model, good, f"imagine: {name} is [B] bool, not {list(flag.shape)} {flag.dtype}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        again = model.imagine(before, actions)
+    _promise(model, _same((moved, seen), again), "imagine: equal latents and actions lead to the same, bit by bit")
+    if isinstance(model, DecoderFree):
+        shown = model.show(moved)
+        alike = all(torch.equal(shown[key], seen.observation[key]) for key in model.spec.observation)
+        _promise(model, alike, "show: what is seen after a step is what the new latent shows")
+
+
+def _check_rows(model: LearnedModel, latent: Latent, tolerance: float) -> None:
+    """Turn rows round, play one alone, and branch copies."""
+    rows = len(next(iter(latent.values())))
+    actions = _actions(model, rows, 3)
+    whole = _followed(model, latent, actions)
+    order = torch.arange(rows - 1, -1, -1)
+    for index, text in (
+        (order, "an episode is the same in another row"),
+        (order[:1], "an episode is the same alone"),
+        (order[[0, 0, 1]], "copies of a latent go on alike"),
+    ):
+        part = _followed(model, {name: value[index] for name, value in latent.items()}, actions[index])
+        for first, second in zip(whole, part, strict=True):
+            _promise(model, _near(_rows(first, index), second, tolerance), f"imagine: {text} (within {tolerance})")
+    moved, _ = model.imagine(latent, actions[:, 0])
+    branch = _copied(moved)
+    model.imagine(moved, -actions[:, 1])
+    alike = _same(model.imagine(branch, actions[:, 1])[1], whole[1])
+    _promise(model, alike, "imagine: a copied latent branches exactly, whatever is imagined beside it")
+
+
+def _check_restored(kind: type[LearnedModel], model: LearnedModel, latent: Latent) -> None:
+    """Describe, restore and load as a checkpoint does, JSON included."""
+    weights = {name: value.clone() for name, value in module(model).state_dict().items()}
+    plain = json.loads(json.dumps(model.description()))
+    restored = kind.restore(plain, WorldSpec.from_json(json.loads(json.dumps(model.spec.to_json()))), weights)
+    module(restored).load_state_dict(weights, strict=True)
+    module(restored).eval()
+    _promise(model, restored.spec == model.spec, "restore: the spec is the one that was described")
+    _promise(model, restored.context == model.context, "restore: the context is the one that was described")
+    rows = len(next(iter(latent.values())))
+    actions = _actions(model, rows, 2)
+    alike = _same(_followed(model, latent, actions), _followed(restored, latent, actions))
+    _promise(model, alike, "restore: the restored model imagines bitwise the same")
+
+
+def _check_generate(model: ChunkModel, latent: Latent, tolerance: float) -> None:
+    """Imagine seven steps together, in two parts, and one by one."""
+    rows = len(next(iter(latent.values())))
+    actions = _actions(model, rows, 7)
+    single = _followed(model, latent, actions)
+    _, together = model.generate(latent, actions)
+    moved, parts = model.generate(latent, actions[:, :3])
+    parts = [*parts, *model.generate(moved, actions[:, 3:])[1]]
+    for found in (together, parts):
+        _promise(model, len(found) == len(single), "generate: there is one imagined step for every action")
+        alike = all(_near(first, second, tolerance) for first, second in zip(single, found, strict=True))
+        _promise(model, alike, f"generate: steps are those that imagine gives one by one (within {tolerance})")
+
+
+def _check_observation(model: WorldModel, shown: Mapping[str, Tensor], rows: int, where: str) -> None:
+    fields = model.spec.observation
+    _promise(
+        model, set(shown) == set(fields), f"{where}: the observation has {', '.join(fields)}; it has {', '.join(shown)}"
+    )
+    for key, field in fields.items():
+        value = shown[key]
+        good = tuple(value.shape) == (rows, *field.shape)
+        _promise(model, good, f"{where}: '{key}' is [B, {', '.join(map(str, field.shape))}], not {list(value.shape)}")
+        image = field.dtype == "uint8"
+        right = value.dtype == torch.uint8 if image else value.is_floating_point() and bool(value.isfinite().all())
+        _promise(model, right, f"{where}: '{key}' is {'uint8' if image else 'floating and finite'}, not {value.dtype}")
+
+
+def _followed(model: WorldModel, latent: Latent, actions: Tensor) -> list[Imagined]:
+    """Imagine actions [B, T, A] one by one."""
+    found = []
+    for action in actions.unbind(1):
+        latent, seen = model.imagine(latent, action)
+        found.append(seen)
+    return found
+
+
+def _actions(model: WorldModel, rows: int, steps: int) -> Tensor:
+    """Return random actions [B, T, A] within the bounds of the spec and within [-1, 1]."""
+    field, generator = model.spec.action, torch.Generator().manual_seed(13)
+    low, high = (torch.as_tensor(bound).expand(field.shape).clamp(-1, 1) for bound in (field.low, field.high))
+    return low + (high - low) * torch.rand(rows, steps, *field.shape, generator=generator, dtype=torch.float64)
+
+
+def _batches(part: Regression, episodes: Episodes, seed: int) -> Iterator[dict[str, Any]]:
+    return part.batches(episodes, torch.Generator().manual_seed(seed))
+
+
+def _tensors(value: object) -> list[Tensor]:
+    """Return the tensors in nested dictionaries, sequences and dataclasses, in order of names."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for key in sorted(value) for tensor in _tensors(value[key])]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if is_dataclass(value):
+        return [tensor for item in fields(value) for tensor in _tensors(getattr(value, item.name))]
+    return []
+
+
+def _same(first: object, second: object) -> bool:
+    """Whether all tensors in two things are equal, bit by bit."""
+    pairs = _tensors(first), _tensors(second)
+    return len(pairs[0]) == len(pairs[1]) and all(torch.equal(*pair) for pair in zip(*pairs, strict=True))
+
+
+def _near(first: Imagined, second: Imagined, tolerance: float) -> bool:
+    """Whether two imagined steps are equal up to `tolerance`."""
+    pairs = zip(_tensors(first), _tensors(second), strict=True)
+    return all(
+        one.shape == other.shape and not bool(((one.double() - other.double()).abs() > tolerance).any())
+        for one, other in pairs
+    )
+
+
+def _rows(imagined: Imagined, index: Tensor) -> Imagined:
+    """Return some rows of an imagined step."""
+    return Imagined(
+        {key: value[index] for key, value in imagined.observation.items()},
+        {name: value[index] for name, value in imagined.rewards.items()},
+        imagined.success[index],
+        imagined.terminated[index],
+        imagined.uncertainty[index],
+    )
+
+
+def _copied(latent: Latent) -> Latent:
+    return {name: value.clone() for name, value in latent.items()}
+
+
+def _members(protocol: type) -> list[str]:
+    """Return the names of what a protocol asks for, its parents' included."""
+    kinds = [kind for kind in protocol.__mro__ if getattr(kind, "_is_protocol", False)]
+    return sorted({name for kind in kinds for name in vars(kind) if not name.startswith("_")})
+
+
+def _promise(model: object, kept: bool, text: str) -> None:
+    assert kept, f"{type(model).__name__} breaks a promise: {text}."
