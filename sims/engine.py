@@ -18,14 +18,15 @@ import mujoco
 import numpy as np
 from mujoco.rollout import Rollout
 
+from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_you_mean
+from robopolicy.core.history import places
 from robopolicy.core.randomness import numpy_generator, uniforms
-from robopolicy.core.resources import resource
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSpec, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
 from sims.render import FrameRenderer
 from sims.styles import restyle
-from sims.task import Markers, Readings, Task
+from sims.task import Markers, Readings, Task, model_path
 
 REWARDS = ("progress", "success")
 
@@ -53,10 +54,7 @@ def state_layout(model: mujoco.MjModel) -> StateLayout:
 
 def load_model(task: Task) -> mujoco.MjModel:
     """Compile the task's MJCF and check what the engine relies on."""
-    path = resource("assets", task.model)
-    if not path.is_file():
-        raise ConfigError(f"Task '{task.name}' names the model {path}, which does not exist.")
-    model = mujoco.MjModel.from_xml_path(str(path))
+    model = mujoco.MjModel.from_xml_path(str(model_path(task)))
     # Somebody else's scene need not say so itself: without warm starts the saved state is the whole state, and without
     # automatic resets a diverged row is noticed.
     for flag in (mujoco.mjtDisableBit.mjDSBL_WARMSTART, mujoco.mjtDisableBit.mjDSBL_AUTORESET):
@@ -98,8 +96,7 @@ class MujocoWorld:
         terminate_on_success: bool = True,
         style: int = 0,
     ):
-        if batch_size < 1 or history < 1:
-            raise ConfigError(f"A world needs batch_size >= 1 and history >= 1; got {batch_size} and {history}.")
+        require_sizes(batch_size=batch_size, history=history)
         for camera in cameras:
             if camera not in task.cameras:
                 raise ConfigError(f"Task '{task.name}' has no camera '{camera}'.{did_you_mean(camera, task.cameras)}")
@@ -122,7 +119,8 @@ class MujocoWorld:
             success=task.success_text,
             terminate_on_success=terminate_on_success,
         )
-        self._generator = numpy_generator(seed, f"sims/{task.name}/episode_seeds")
+        generator = numpy_generator(seed, f"sims/{task.name}/episode_seeds")
+        self._episodes = EpisodeRows(self._spec, batch_size, lambda count: generator.integers(0, 2**62, size=count))
         self.threads = min(threads if threads is not None else usable_threads(), batch_size)
         self._pool: Rollout | None = Rollout(nthread=self.threads if self.threads > 1 else 0)
         self._data = [mujoco.MjData(self.model) for _ in range(max(1, self.threads))]
@@ -134,7 +132,6 @@ class MujocoWorld:
             for index in range(self.model.nsensor)
         }
         self._renderer = FrameRenderer(self.model)
-        self._arrays: dict[str, np.ndarray] | None = None
 
     @property
     def spec(self) -> WorldSpec:
@@ -151,33 +148,23 @@ class MujocoWorld:
     def reset(
         self, rows: Rows = None, seeds: Sequence[int] | np.ndarray | None = None, options: Mapping | None = None
     ) -> Observation:
-        """Start new episodes in `rows`; the first reset must cover every row. Returns all rows' observation."""
-        index = self._rows(rows)
+        """Start new episodes in `rows`, at first in every row. Returns all rows' observation [B, H, ...].
+
+        options: see the class. Raises ConfigError on an unknown option, SpecError on bad rows, seeds or option values.
+        """
         options = dict(options or {})
         numbers, instruction = options.pop("uniforms", None), options.pop("task", None)
         if options:
             unknown = next(iter(options))
             raise ConfigError(f"Unknown reset option '{unknown}'.{did_you_mean(unknown, ['uniforms', 'task'])}")
-        if seeds is None:
-            seeds = self._generator.integers(0, 2**62, size=len(index))
-        seeds = np.asarray(seeds, dtype=np.int64)
-        if seeds.shape != (len(index),):
-            raise SpecError(f"reset got {len(index)} row(s) but seeds of shape {seeds.shape}: give one seed per row.")
+        index, seeds = self._episodes.resetting(rows, seeds)
         if numbers is None:
             numbers = uniforms(seeds, self.task.uniforms)
         numbers = np.asarray(numbers, dtype=np.float64)
         if numbers.shape != (len(index), self.task.uniforms):
             raise SpecError(f"uniforms have shape {numbers.shape}, expected [{len(index)}, {self.task.uniforms}].")
-        fresh = self._start(numbers)
-        if instruction is not None:
-            fresh["instruction"] = self._instructed(np.asarray(instruction), fresh["instruction"])
-        if self._arrays is None:
-            if len(index) != self._batch_size:
-                raise SpecError("The first reset must start every row: call reset() before reset(rows).")
-            self._arrays = {name: np.empty_like(value) for name, value in fresh.items()}
-        for name, value in fresh.items():
-            self._arrays[name][index] = value
-        return self._observation()
+        self._start(index, numbers, instruction)
+        return self._episodes.observation()
 
     def _instructed(self, asked: np.ndarray, drawn: np.ndarray) -> np.ndarray:
         """Return the instructions asked for [R], and the drawn ones where they are -1."""
@@ -187,8 +174,8 @@ class MujocoWorld:
             raise SpecError(f"task is {asked.tolist()}: '{self.task.name}' has {len(self.task.instructions)}, from 0.")
         return np.where(asked < 0, drawn, asked)
 
-    def _start(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the arrays of freshly started rows."""
+    def _start(self, index: np.ndarray, numbers: np.ndarray, asked: np.ndarray | Sequence[int] | None) -> None:
+        """Start rows `index` [R] from random numbers [R, task.uniforms]; asked: instructions [R], -1 for the drawn."""
         model, layout, count = self.model, self._layout, len(numbers)
         start = self.task.start(numbers)
         state = np.zeros((count, layout.size))
@@ -202,96 +189,57 @@ class MujocoWorld:
         instruction = np.zeros(count, dtype=np.int64)
         if start.instruction is not None:
             instruction[:] = start.instruction
+        if asked is not None:
+            instruction = self._instructed(np.asarray(asked), instruction)
         sensors = np.zeros((count, 1, model.nsensordata))
         if model.nsensordata:  # the first physics step evaluates its sensors at the state it starts from
             _, sensors = self._simulate(state, control[:, None])
         observed = self._observe(state[:, None], control[:, None], goal, sensors)
-        images = self._images(state, goal)
-        fresh = {
-            "state": state,
-            "control": control,
-            "goal": goal,
-            "instruction": instruction,
-            "steps": np.zeros(count, dtype=np.int64),
-            "success": np.zeros(count, dtype=bool),
-            "terminated": np.zeros(count, dtype=bool),
-            "truncated": np.zeros(count, dtype=bool),
-        }
-        for key, value in {**observed, **{key: image[:, None] for key, image in images.items()}}.items():
-            fresh[f"history/{key}"] = np.repeat(value, self._history, axis=1)
-        return fresh
+        images = {key: image[:, None] for key, image in self._images(state, goal).items()}
+        own = {"state": state, "control": control, "goal": goal}
+        self._episodes.start(index, {**observed, **images}, instruction=instruction, own=own)
 
     def step(self, actions: np.ndarray) -> Step:
-        """Run a chunk [B, C, A] in the rows that have not ended; never resets."""
-        arrays = self._started()
+        """Run a chunk [B, C, A] in the rows that have not ended; never resets.
+
+        Raises SpecError on a wrong shape or before the first reset, NonFiniteError on bad actions or diverged physics.
+        """
+        take = self._episodes.take
         actions = np.asarray(actions, dtype=np.float64)
         validate_actions(actions, self.task.action, self._batch_size)
-        chunk = actions.shape[1]
-        running = np.flatnonzero(~(arrays["terminated"] | arrays["truncated"]))
-        trace = {key: np.repeat(arrays[f"history/{key}"][:, -1:], chunk, axis=1) for key in self.task.observation}
-        rewards = {name: np.zeros((self._batch_size, chunk)) for name in REWARDS}
-        valid = np.zeros((self._batch_size, chunk), dtype=bool)
-        if len(running):
-            low, high = np.asarray(self.task.action.low), np.asarray(self.task.action.high)
-            self._advance(running, np.clip(actions[running], low, high), trace, rewards, valid)
-        return Step(
-            observation=self._observation(),
-            trace=trace,
-            rewards=rewards,
-            valid=valid,
-            terminated=arrays["terminated"].copy(),
-            truncated=arrays["truncated"].copy(),
-            success=arrays["success"].copy(),
-        )
+        actions = actions[take]
+        if not len(actions):
+            return self._episodes.idle(actions.shape[1])
+        return self._advance(take, np.clip(actions, self.task.action.low, self.task.action.high))
 
-    def _advance(
-        self,
-        rows: np.ndarray,
-        actions: np.ndarray,
-        trace: dict[str, np.ndarray],
-        rewards: dict[str, np.ndarray],
-        valid: np.ndarray,
-    ) -> None:
-        """Simulate `rows` for a chunk and write what happened into the step's and the world's arrays."""
-        arrays, task, chunk = self._started(), self.task, actions.shape[1]
-        take = slice(None) if len(rows) == self._batch_size else rows
+    def _advance(self, take: slice | np.ndarray, actions: np.ndarray) -> Step:
+        """Simulate the rows `take` for a chunk [R, C, A], R >= 1, and write what happened into the world's arrays."""
+        episodes, task, arrays = self._episodes, self.task, self._episodes.arrays
         before, goal = arrays["state"][take], arrays["goal"][take]
         control = task.control(actions, arrays["control"][take])
         states, sensors = self._simulate(before, np.repeat(control, task.substeps, axis=1))
         last = slice(task.substeps - 1, None, task.substeps)
         states = np.ascontiguousarray(states[:, last])
-        self._check(rows, before, states)
+        self._check(np.arange(self._batch_size)[take], before, states)
         observed = self._observe(states, control, goal, np.ascontiguousarray(sensors[:, last]))
 
-        path = {key: np.concatenate([arrays[f"history/{key}"][take], value], axis=1) for key, value in observed.items()}
+        path = episodes.path(take, observed)
         newest = {key: np.ascontiguousarray(value[:, self._history - 1 :]) for key, value in path.items()}
-        told = {TASK: np.asarray(task.instructions)[arrays["instruction"][take]][:, None]}
-        potential = task.potential(newest | told).astype(np.float64)
-        latched = arrays["success"][take, None] | np.logical_or.accumulate(task.succeeded(observed | told), axis=1)
-        first = latched & ~np.concatenate([arrays["success"][take, None], latched[:, :-1]], axis=1)
-        count = arrays["steps"][take, None] + np.arange(1, chunk + 1)
-        ends = (first & self._spec.terminate_on_success) | (count >= task.horizon)
-        length = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, chunk)
-        live = np.arange(chunk) < length[:, None]
-        final = (np.arange(len(rows)), length - 1)
+        instructed = {TASK: np.asarray(task.instructions)[arrays["instruction"][take]][:, None]}
+        potential = task.potential(newest | instructed).astype(np.float64)
+        moved = episodes.advance(take, task.succeeded(observed | instructed))
 
-        valid[take] = live
-        rewards["progress"][take] = np.diff(potential, axis=1) * live
-        rewards["success"][take] = (first & live).astype(np.float64)
-        held = np.minimum(np.arange(chunk), (length - 1)[:, None])
-        window = length[:, None] + np.arange(self._history)
-        images = self._image_history(take, states, goal, window)
-        for key, value in observed.items():
-            trace[key][take] = np.take_along_axis(value, held[..., None], axis=1)
-            arrays[f"history/{key}"][take] = np.take_along_axis(path[key], window[..., None], axis=1)
+        rewards = {"progress": np.diff(potential, axis=1) * moved.live, "success": moved.first.astype(np.float64)}
+        trace = episodes.trace(take, observed, moved.length)
+        images = self._image_history(take, states, goal, moved.length)
+        episodes.move(take, path, moved.length)
         for key, value in images.items():
             arrays[f"history/{key}"][take] = value
+        final = (np.arange(len(states)), moved.length - 1)
         arrays["state"][take] = states[final]
         arrays["control"][take] = control[final]
-        arrays["steps"][take] = count[final]
-        arrays["success"][take] = latched[final]
-        arrays["terminated"][take] = latched[final] & self._spec.terminate_on_success
-        arrays["truncated"][take] = (count[final] >= task.horizon) & ~arrays["terminated"][take]
+        spread = {name: episodes.spread(take, value) for name, value in rewards.items()}
+        return episodes.step(trace, spread, episodes.spread(take, moved.live))
 
     # -- physics and observation ---------------------------------------------------------------------------------
 
@@ -350,20 +298,21 @@ class MujocoWorld:
         return {IMAGE_PREFIX + camera: self._frames(states, goal, camera, size, size) for camera in self._spec.cameras}
 
     def _image_history(
-        self, take: slice | np.ndarray, states: np.ndarray, goal: np.ndarray, window: np.ndarray
+        self, take: slice | np.ndarray, states: np.ndarray, goal: np.ndarray, length: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """Return the image histories [R, H, ...] at the end of a chunk, rendering only frames that will be seen."""
+        """Return the images [R, H, ...] after `length` [R] steps of a chunk, rendering only frames that are seen."""
         histories: dict[str, np.ndarray] = {}
+        window = places(length, self._history)
         for camera in self._spec.cameras:
-            key, size = f"history/{IMAGE_PREFIX}{camera}", self._image_size
-            old = self._started()[key][take]
+            key, size = IMAGE_PREFIX + camera, self._image_size
+            old = self._episodes.arrays[f"history/{key}"][take]
             new = np.empty_like(old)
             row, slot = np.nonzero(window >= self._history)
             step = window[row, slot] - self._history
             new[row, slot] = self._frames(states[row, step], goal[row], camera, size, size)
             row, slot = np.nonzero(window < self._history)
             new[row, slot] = old[row, window[row, slot]]
-            histories[IMAGE_PREFIX + camera] = new
+            histories[key] = new
         return histories
 
     def _frames(self, states: np.ndarray, goal: np.ndarray, camera: str, height: int, width: int) -> np.ndarray:
@@ -371,37 +320,29 @@ class MujocoWorld:
         markers: Markers | None = self.task.markers(goal) if self.task.markers else None
         return self._renderer.frames(qpos, markers, camera, height, width)
 
-    def _observation(self) -> Observation:
-        """Return a copy of every row's history, [B, H, ...], and the instructions [B]."""
-        arrays = self._started()
-        observation = {key: arrays[f"history/{key}"].copy() for key in self._spec.observation}
-        observation[TASK] = np.asarray(self._spec.instructions)[arrays["instruction"]]
-        return observation
-
     # -- snapshots and images ----------------------------------------------------------------------------------
 
     def snapshot(self, rows: Rows = None) -> Snapshot:
-        """Copy the full state of `rows`: physics, control, goal, counters, flags and history."""
-        index = self._rows(rows)
-        return Snapshot({name: value[index] for name, value in self._started().items()})
+        """Copy the full state [R, ...] of `rows`: physics, control, goal, counters, flags and history.
+
+        Raises SpecError on bad rows and before the first reset.
+        """
+        return Snapshot(self._episodes.snapshot(rows))
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
-        """Overwrite `rows` with `snapshot`, taken from this or a like world; returns all rows' observation."""
-        arrays, index = self._started(), self._rows(rows)
-        if len(snapshot) != len(index):
-            raise SpecError(f"The snapshot has {len(snapshot)} row(s) but {len(index)} are to be restored.")
-        for name, value in arrays.items():
-            if name not in snapshot.arrays or snapshot.arrays[name].shape[1:] != value.shape[1:]:
-                raise SpecError(
-                    f"The snapshot does not fit this world ('{name}'): task, history and cameras must agree."
-                )
-        for name, value in arrays.items():
-            value[index] = snapshot.arrays[name]
-        return self._observation()
+        """Overwrite `rows` with `snapshot`, taken from this or a like world; returns all rows' observation [B, H, ...].
+
+        Raises SpecError unless it fits the rows and this world.
+        """
+        self._episodes.restore(snapshot, rows)
+        return self._episodes.observation()
 
     def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> np.ndarray:
-        """Return uint8 images [R, height, width, 3]; camera None is the task's first."""
-        arrays, index = self._started(), self._rows(rows)
+        """Return uint8 images [R, height, width, 3]; camera None is the task's first.
+
+        Raises ConfigError on an unknown camera, SpecError on bad rows and before the first reset.
+        """
+        arrays, index = self._episodes.arrays, self._episodes.index(rows)
         camera = self.task.cameras[0] if camera is None else camera
         if camera not in self.task.cameras:
             raise ConfigError(
@@ -415,17 +356,3 @@ class MujocoWorld:
             self._pool.close()
             self._pool = None
         self._renderer.close()
-
-    def _started(self) -> dict[str, np.ndarray]:
-        if self._arrays is None:
-            raise SpecError("The world has not been started: call reset() first.")
-        return self._arrays
-
-    def _rows(self, rows: Rows) -> np.ndarray:
-        """Return row indices [R], checked."""
-        if rows is None:
-            return np.arange(self._batch_size)
-        index = np.asarray(rows, dtype=np.int64).reshape(-1)
-        if len(index) and (index.min() < 0 or index.max() >= self._batch_size or len(np.unique(index)) != len(index)):
-            raise SpecError(f"Rows {index.tolist()} must be distinct and lie in 0..{self._batch_size - 1}.")
-        return index

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.core.episode_rows import EpisodeRows
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import derive, uniforms
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSpec, validate_actions
+from robopolicy.core.spec import IMAGE_PREFIX, Field, Observation, WorldSpec, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
 
 
@@ -25,6 +26,7 @@ class DemonstratedWorld:
     observation: key -> frames [F, *shape], the episodes one after the other with one frame more than actions each;
     actions: [N, A]; lengths: [E] actions per episode; tasks: instruction of each episode; tolerance: how far an element
     of an action may be off, as a share of half its range; patches: how many times a control step may disagree.
+    Raises ConfigError where there is no episode, and on a bad tolerance, patches, batch_size or history.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class DemonstratedWorld:
         if not len(lengths):
             raise ConfigError("There is no demonstration to follow: the dataset has no episode.")
         if tolerance <= 0 or patches < 0:
-            raise ConfigError(f"world.options: tolerance {tolerance} must be positive, patches {patches} at least 0.")
+            raise ConfigError(f"tolerance={tolerance} must be positive, patches={patches} at least 0.")
         self._batch, self._seed, self._fresh = batch_size, seed, 0
         self._spec = WorldSpec(
             name="demonstrations",
@@ -61,19 +63,12 @@ class DemonstratedWorld:
         )
         self._frames = {key: np.asarray(observation[key]) for key in observation_fields}
         self._actions, self._lengths = np.asarray(actions, dtype=np.float64), np.asarray(lengths)
-        self._tasks = np.array([str(text) for text in tasks])
+        self._instruction = np.array([self._spec.instructions.index(text) for text in tasks])
         self._first = self._lengths.cumsum() - self._lengths
         self._patches = patches
         half = (np.broadcast_to(action_field.high, action_field.shape) - action_field.low) / 2
         self._allowed = tolerance * np.where(np.isfinite(half), half, self._actions.std(0) + 1e-6)
-        count = np.zeros(batch_size, dtype=np.int64)
-        self._state = {
-            "episode": count,
-            "time": count.copy(),
-            "patched": count.copy(),
-            "over": np.ones(batch_size, dtype=bool),
-            "success": np.zeros(batch_size, dtype=bool),
-        }
+        self._episodes = EpisodeRows(self._spec, batch_size, self._draw)
 
     @property
     def spec(self) -> WorldSpec:
@@ -91,78 +86,68 @@ class DemonstratedWorld:
         seeds: Sequence[int] | np.ndarray | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Observation:
-        """Choose demonstrations by the seeds; options {"task": indices} chooses among those with that instruction."""
-        index = self._index(rows)
-        if seeds is None:
-            seeds = derive(self._seed, "resets") % 2**51 + self._fresh + np.arange(len(index))
-            self._fresh += len(index)
-        drawn = uniforms(np.asarray(seeds, dtype=np.int64), 1)[:, 0]
-        wanted = np.full(len(index), -1) if options is None else np.asarray(options.get("task", -1))
-        for place, row in enumerate(index):
-            allowed = np.arange(len(self._lengths))
-            task = int(np.broadcast_to(wanted, len(index))[place])
-            if task >= 0:
-                allowed = np.flatnonzero(self._tasks == self._spec.instructions[task])
-            self._state["episode"][row] = allowed[int(drawn[place] * len(allowed))]
-        for name in ("time", "patched", "over", "success"):
-            self._state[name][index] = 0
-        return self._observe()
+        """Choose demonstrations by the seeds and return all rows' observation [B, H, ...].
+
+        options: {"task": [R] indices} chooses among those with that instruction, -1 for any. Raises SpecError on bad
+        rows or seeds.
+        """
+        index, seeds = self._episodes.resetting(rows, seeds)
+        drawn = uniforms(seeds, 1)[:, 0]
+        wanted = np.broadcast_to(-1 if options is None else options.get("task", -1), len(index))
+        chosen = np.zeros(len(index), dtype=np.int64)
+        for place, task in enumerate(wanted):
+            allowed = np.flatnonzero(self._instruction == task) if task >= 0 else np.arange(len(self._lengths))
+            chosen[place] = allowed[int(drawn[place] * len(allowed))]
+        first = self._frames_at(chosen, np.zeros((len(index), 1), dtype=np.int64))
+        own = {"episode": chosen, "patched": np.zeros(len(index), dtype=np.int64)}
+        self._episodes.start(index, first, instruction=self._instruction[chosen], own=own)
+        return self._episodes.observation()
 
     def step(self, actions: np.ndarray) -> Step:
-        """Compare a chunk with the recording, step by step."""
-        validate_actions(actions, self._spec.action, self._batch)
-        state, steps = self._state, actions.shape[1]
-        valid = np.zeros((self._batch, steps), dtype=bool)
-        agreed = np.zeros((self._batch, steps))
-        trace: dict[str, list[np.ndarray]] = {key: [] for key in self._frames if not key.startswith(IMAGE_PREFIX)}
-        low, high = self._spec.action.low, self._spec.action.high
-        for column in range(steps):
-            live = ~state["over"]
-            place = self._first[state["episode"]] + np.minimum(state["time"], self._lengths[state["episode"]] - 1)
-            error = np.abs(np.clip(actions[:, column], low, high) - self._actions[place])
-            same = (error <= self._allowed + 1e-9).reshape(self._batch, -1).all(1)
-            valid[:, column], agreed[:, column] = live, live & same
-            state["patched"] += live & ~same
-            state["time"] += live
-            failed = live & (state["patched"] > self._patches)
-            state["success"] |= live & ~failed & (state["time"] >= self._lengths[state["episode"]])
-            state["over"] |= failed | state["success"]
-            for key, parts in trace.items():
-                parts.append(self._frames[key][self._frame()])
-        return Step(
-            observation=self._observe(),
-            trace={key: np.stack(parts, 1) for key, parts in trace.items()},
-            rewards={"agreement": agreed},
-            valid=valid,
-            terminated=state["over"].copy(),
-            truncated=np.zeros(self._batch, dtype=bool),
-            success=state["success"].copy(),
-        )
+        """Compare a chunk [B, C, A] with the recording. Raises SpecError or NonFiniteError on bad actions."""
+        episodes, take, spec = self._episodes, self._episodes.take, self._spec
+        actions = np.asarray(actions, dtype=np.float64)
+        validate_actions(actions, spec.action, self._batch)
+        actions, chunk = np.clip(actions[take], spec.action.low, spec.action.high), actions.shape[1]
+        if not len(actions):
+            return episodes.idle(chunk)
+        arrays = episodes.arrays
+        episode, length = arrays["episode"][take], self._lengths[arrays["episode"][take], None]
+        time = arrays["steps"][take, None] + np.arange(chunk)
+        error = np.abs(actions - self._actions[self._first[episode, None] + np.minimum(time, length - 1)])
+        same = (error <= self._allowed + 1e-9).reshape(*time.shape, -1).all(-1)
+        failed = arrays["patched"][take, None] + np.cumsum(~same, axis=1) > self._patches
+        moved = episodes.advance(take, (time + 1 >= length) & ~failed, terminated=failed)
+        arrays["patched"][take] += (~same & moved.live).sum(axis=1)
+
+        frames = self._frames_at(episode, np.minimum(time + 1, length))
+        vectors = {key: value for key, value in frames.items() if not key.startswith(IMAGE_PREFIX)}
+        trace = episodes.trace(take, vectors, moved.length)
+        episodes.move(take, episodes.path(take, frames), moved.length)
+        rewards = {"agreement": episodes.spread(take, (same & moved.live).astype(np.float64))}
+        return episodes.step(trace, rewards, episodes.spread(take, moved.live))
 
     def snapshot(self, rows: Rows = None) -> Snapshot:
-        """Copy which demonstrations rows follow, and how far they are."""
-        index = self._index(rows)
-        return Snapshot({name: value[index].copy() for name, value in self._state.items()})
+        """Copy [R, ...] which demonstrations rows follow, how far they are, and what they show.
+
+        Raises SpecError on bad rows and before the first reset.
+        """
+        return Snapshot(self._episodes.snapshot(rows))
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
-        """Overwrite rows."""
-        index = self._index(rows)
-        for name, value in snapshot.arrays.items():
-            self._state[name][index] = value
-        return self._observe()
+        """Overwrite `rows` and return all rows' observation [B, H, ...]. Raises SpecError unless the snapshot fits."""
+        self._episodes.restore(snapshot, rows)
+        return self._episodes.observation()
 
     def close(self) -> None:
         """Nothing runs."""
 
-    def _index(self, rows: Rows) -> np.ndarray:
-        return np.arange(self._batch) if rows is None else np.asarray(rows)
+    def _draw(self, count: int) -> np.ndarray:
+        """Return fresh episode seeds [count]."""
+        self._fresh += count
+        return derive(self._seed, "resets") % 2**51 + self._fresh - count + np.arange(count)
 
-    def _frame(self, back: int = 0) -> np.ndarray:
-        """Return the index of each row's frame, `back` steps ago (not before the start)."""
-        episode = self._state["episode"]
-        return self._first[episode] + episode + np.maximum(self._state["time"] - back, 0)
-
-    def _observe(self) -> Observation:
-        frames = [self._frame(back) for back in reversed(range(self._spec.history))]
-        found = {key: np.stack([value[frame] for frame in frames], 1) for key, value in self._frames.items()}
-        return {**found, TASK: self._tasks[self._state["episode"]]}
+    def _frames_at(self, episode: np.ndarray, time: np.ndarray) -> dict[str, np.ndarray]:
+        """Return what demonstrations `episode` [R] show at `time` [R, n] control steps, key -> [R, n, *shape]."""
+        place = (self._first[episode] + episode)[:, None] + time  # an episode has one frame more than actions
+        return {key: value[place] for key, value in self._frames.items()}

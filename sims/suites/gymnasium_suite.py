@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_you_mean
+from robopolicy.core.episode_rows import EpisodeRows, require_sizes
+from robopolicy.core.errors import ConfigError, NonFiniteError, did_you_mean
+from robopolicy.core.history import places, select
 from robopolicy.core.randomness import numpy_generator
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSpec, validate_actions
+from robopolicy.core.spec import IMAGE_PREFIX, Field, Observation, WorldSpec, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
 from sims.engine import usable_threads
 from sims.suites.environment import Description, MakeEnvironment, RowEnvironment, open_gymnasium, registered
@@ -58,10 +60,7 @@ class GymnasiumWorld:
         success_text: str = "the environment reports success",
         state_keys: Sequence[str] | None = None,
     ):
-        if batch_size < 1 or history < 1 or horizon < 1:
-            raise ConfigError(
-                f"A world needs batch_size, history and horizon >= 1; got {batch_size}, {history} and {horizon}."
-            )
+        require_sizes(batch_size=batch_size, history=history, horizon=horizon)
         self._batch_size, self._history = batch_size, history
         row = partial(RowEnvironment, make_environment, state_keys, success_key)
         count = usable_threads() if workers is None else workers
@@ -89,8 +88,10 @@ class GymnasiumWorld:
             success=success_text,
             terminate_on_success=terminate_on_success,
         )
-        self._generator = numpy_generator(seed, f"sims/{name}/episode_seeds")
-        self._arrays: dict[str, np.ndarray] | None = None
+        generator = numpy_generator(seed, f"sims/{name}/episode_seeds")
+        self._episodes = EpisodeRows(
+            self._spec, batch_size, lambda count: generator.integers(0, SEED_LIMIT, size=count)
+        )
 
     @property
     def spec(self) -> WorldSpec:
@@ -107,93 +108,60 @@ class GymnasiumWorld:
     def reset(
         self, rows: Rows = None, seeds: Sequence[int] | np.ndarray | None = None, options: Mapping | None = None
     ) -> Observation:
-        """Start new episodes in `rows`; the first reset must cover every row. Returns all rows' observation."""
-        index = self._rows(rows)
-        if self._arrays is None and len(index) != self._batch_size:
-            raise SpecError("The first reset must start every row: call reset() without rows.")
-        if seeds is None:
-            seeds = self._generator.integers(0, SEED_LIMIT, size=len(index))
-        seeds = np.asarray(seeds, dtype=np.int64)
-        if seeds.shape != (len(index),):
-            raise SpecError(f"reset got {len(index)} row(s) but seeds of shape {seeds.shape}: give one seed per row.")
+        """Start new episodes in `rows`, at first in every row. Returns all rows' observation [B, H, ...].
+
+        Raises SpecError on bad rows or seeds, NonFiniteError where the environment starts with NaN or infinity.
+        """
+        index, seeds = self._episodes.resetting(rows, seeds)
         if len(index) == 0:
-            return self._observation()
+            return self._episodes.observation()
         values, images = self.pool.reset(index, seeds % SEED_LIMIT, dict(options) if options else None)
         self._check_finite(values[:, None], index)
-        fresh = {f"history/{key}": values[:, None, part] for key, part in self._layout.fields.items()}
-        fresh |= {f"history/{IMAGE_PREFIX}{camera}": frame[:, None] for camera, frame in images.items()}
-        fresh = {key: np.repeat(value, self._history, axis=1) for key, value in fresh.items()}
-        fresh["steps"] = np.zeros(len(index), dtype=np.int64)
-        for flag in ("success", "terminated", "truncated"):
-            fresh[flag] = np.zeros(len(index), dtype=bool)
-        if self._arrays is None:
-            self._arrays = {
-                name: np.empty((self._batch_size, *value.shape[1:]), value.dtype) for name, value in fresh.items()
-            }
-        for name, value in fresh.items():
-            self._arrays[name][index] = value
-        return self._observation()
+        frames = {key: values[:, None, part] for key, part in self._layout.fields.items()}
+        self._episodes.start(index, {**frames, **{IMAGE_PREFIX + name: each[:, None] for name, each in images.items()}})
+        return self._episodes.observation()
 
     def step(self, actions: np.ndarray) -> Step:
-        """Run a chunk [B, C, A] in the rows that have not ended; never resets."""
-        arrays, spec = self._started(), self._spec
+        """Run a chunk [B, C, A] in the rows that have not ended; never resets.
+
+        Raises SpecError on a wrong shape or before the first reset, NonFiniteError on bad actions, observations or
+        rewards.
+        """
+        episodes, spec = self._episodes, self._spec
+        running, take = episodes.running, episodes.take
         actions = np.asarray(actions, dtype=np.float64)
         validate_actions(actions, spec.action, self._batch_size)
         chunk = actions.shape[1]
-        running = ~(arrays["terminated"] | arrays["truncated"])
-        limits = np.where(running, np.minimum(chunk, spec.horizon - arrays["steps"]), 0)
+        if not running.any():
+            return episodes.idle(chunk)
+        limits = np.where(running, np.minimum(chunk, spec.horizon - episodes.arrays["steps"]), 0)
         actions = np.clip(actions, np.asarray(spec.action.low), np.asarray(spec.action.high))
         played = self.pool.step(actions, limits, spec.terminate_on_success)
         self._check_finite(played.values, np.arange(self._batch_size))
-        valid = np.arange(chunk) < played.length[:, None]
 
-        # The observation before the chunk, then after every step; a row that has ended stays at its last.
-        at = self._history - 1 + np.minimum(np.arange(chunk + 1), played.length[:, None])
-        window = played.length[:, None] + np.arange(self._history)
-        path: dict[str, np.ndarray] = {}
-        for key, part in self._layout.fields.items():
-            joined = np.concatenate([arrays[f"history/{key}"], played.values[..., part]], axis=1)
-            path[key] = np.take_along_axis(joined, at[..., None], axis=1)
-            arrays[f"history/{key}"] = np.take_along_axis(joined, window[..., None], axis=1)
-        self._shift_images(played)
-
-        latched = arrays["success"][:, None] | np.logical_or.accumulate(played.success & valid, axis=1)
-        first = latched & ~np.concatenate([arrays["success"][:, None], latched[:, :-1]], axis=1)
-        rewards = self._reward.terms(played.reward, path, first, valid)
-        arrays["steps"] = arrays["steps"] + played.length
-        arrays["success"] = latched[:, -1]
-        ended = played.terminated | (latched[:, -1] & spec.terminate_on_success)
-        arrays["terminated"] = arrays["terminated"] | (running & ended)
-        late = running & (played.truncated | (arrays["steps"] >= spec.horizon))
-        arrays["truncated"] = arrays["truncated"] | (late & ~arrays["terminated"])
-        return Step(
-            observation=self._observation(),
-            trace={key: np.ascontiguousarray(value[:, 1:]) for key, value in path.items()},
-            rewards=rewards,
-            valid=valid,
-            terminated=arrays["terminated"].copy(),
-            truncated=arrays["truncated"].copy(),
-            success=arrays["success"].copy(),
+        last = np.arange(chunk) == played.length[take, None] - 1
+        moved = episodes.advance(
+            take,
+            played.success[take],
+            terminated=played.terminated[take, None] & last,
+            truncated=played.truncated[take, None] & last,
         )
+        frames = {key: played.values[take][..., part] for key, part in self._layout.fields.items()}
+        trace = episodes.trace(take, frames, moved.length)
+        before = {key: episodes.arrays[f"history/{key}"][:, -1:] for key in frames}
+        path = {key: np.concatenate([before[key], value], axis=1) for key, value in trace.items()}
+        episodes.move(take, episodes.path(take, frames), moved.length)
+        self._move_images(played)
+        valid, first = episodes.spread(take, moved.live), episodes.spread(take, moved.first)
+        return episodes.step(trace, self._reward.terms(played.reward, path, first, valid), valid)
 
-    def _shift_images(self, played: Played) -> None:
+    def _move_images(self, played: Played) -> None:
         """Append each row's new frames, at most H of them, to its image history."""
-        arrays = self._started()
-        fresh = np.minimum(played.length, self._history)
-        window = fresh[:, None] + np.arange(self._history)
+        window = places(np.minimum(played.length, self._history), self._history)
+        index = np.where(window < self._history, window, self._history + np.arange(self._history))
         for camera, frames in played.frames.items():
-            key = f"history/{IMAGE_PREFIX}{camera}"
-            new = np.arange(self._history) + (self._history - fresh)[:, None]
-            order = np.minimum(new, self._history - 1)[..., None, None, None]
-            joined = np.concatenate([arrays[key], np.take_along_axis(frames, order, axis=1)], axis=1)
-            arrays[key] = np.take_along_axis(joined, window[..., None, None, None], axis=1)
-
-    def _observation(self) -> Observation:
-        """Return a copy of every row's history, [B, H, ...], and the instructions [B]."""
-        arrays = self._started()
-        observation = {key: arrays[f"history/{key}"].copy() for key in self._spec.observation}
-        observation[TASK] = np.full(self._batch_size, self._spec.instructions[0])
-        return observation
+            history = self._episodes.arrays[f"history/{IMAGE_PREFIX}{camera}"]
+            history[:] = select(np.concatenate([history, frames], axis=1), index)
 
     # -- snapshots and images ----------------------------------------------------------------------------------
 
@@ -202,30 +170,27 @@ class GymnasiumWorld:
 
         Raises ConfigError where the environment does not simulate with MuJoCo.
         """
-        index = self._rows(rows)
-        own = {name: value[index] for name, value in self._started().items()}
-        physics, attributes = self.pool.states(index)
+        own = self._episodes.snapshot(rows)
+        physics, attributes = self.pool.states(self._episodes.index(rows))
         return Snapshot({**own, "physics": physics, "attributes": attributes})
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
-        """Overwrite `rows` with `snapshot`, taken from this or a like world; returns all rows' observation."""
-        arrays, index = self._started(), self._rows(rows)
-        if len(snapshot) != len(index):
-            raise SpecError(f"The snapshot has {len(snapshot)} row(s) but {len(index)} are to be restored.")
-        for name, value in arrays.items():
-            if name not in snapshot.arrays or snapshot.arrays[name].shape[1:] != value.shape[1:]:
-                raise SpecError(
-                    f"The snapshot does not fit this world ('{name}'): environment, history and cameras must agree."
-                )
+        """Overwrite `rows` with `snapshot`, taken from this or a like world; returns all rows' observation [B, H, ...].
+
+        Raises SpecError unless it fits the rows and this world.
+        """
+        index = self._episodes.fitting(snapshot, rows)
         self.pool.restore(index, snapshot.arrays["physics"], snapshot.arrays["attributes"])
-        for name, value in arrays.items():
-            value[index] = snapshot.arrays[name]
-        return self._observation()
+        self._episodes.restore(snapshot, rows)
+        return self._episodes.observation()
 
     def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> np.ndarray:
-        """Return uint8 images [R, height, width, 3]; camera None is the view the environment itself renders from."""
-        self._started()
-        return self.pool.render(self._rows(rows), camera or "default", height, width)
+        """Return uint8 images [R, height, width, 3]; camera None is the view the environment itself renders from.
+
+        Raises SpecError on bad rows and before the first reset.
+        """
+        self._episodes.require_started()
+        return self.pool.render(self._episodes.index(rows), camera or "default", height, width)
 
     def close(self) -> None:
         """End the workers and free graphics; closing twice is harmless."""
@@ -238,20 +203,6 @@ class GymnasiumWorld:
                 f"The observation of '{self._spec.name}' is not finite in row(s) {bad}: its simulation diverged. Reset "
                 "these rows; gentler actions avoid it."
             )
-
-    def _started(self) -> dict[str, np.ndarray]:
-        if self._arrays is None:
-            raise SpecError("The world has not been started: call reset() first.")
-        return self._arrays
-
-    def _rows(self, rows: Rows) -> np.ndarray:
-        """Return row indices [R], checked."""
-        if rows is None:
-            return np.arange(self._batch_size)
-        index = np.asarray(rows, dtype=np.int64).reshape(-1)
-        if len(index) and (index.min() < 0 or index.max() >= self._batch_size or len(np.unique(index)) != len(index)):
-            raise SpecError(f"Rows {index.tolist()} must be distinct and lie in 0..{self._batch_size - 1}.")
-        return index
 
 
 def observation_fields(description: Description, cameras: Sequence[str], image_size: int) -> dict[str, Field]:

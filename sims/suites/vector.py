@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyError, SpecError
+from robopolicy.core.history import move
 from sims.suites.environment import Description, RowEnvironment
 
 
@@ -120,11 +121,11 @@ class EnvironmentRows:
         )
 
     def _image(self, environment: RowEnvironment, row: int, played: Played) -> None:
-        """Shift the row's frames by one and draw the newest."""
+        """Move the row's frames [H, size, size, 3] on by one and draw the newest."""
         size = self._images.size
         for camera, frames in played.frames.items():
-            frames[row, :-1] = frames[row, 1:].copy()
-            frames[row, -1] = environment.image(camera, size, size)
+            newest = environment.image(camera, size, size)
+            frames[row : row + 1] = move(frames[row : row + 1], newest[None, None])
 
     def states(self, index: np.ndarray) -> tuple[np.ndarray, list[Any]]:
         """Return physics [R, N] and Python attributes [R] of rows `index`."""

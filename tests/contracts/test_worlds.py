@@ -72,10 +72,10 @@ class TruncationIsTermination(MujocoWorld):
 
 
 class SharesItsMemory(MujocoWorld):
-    def _observation(self):
-        observation = super()._observation()
+    def reset(self, rows=None, seeds=None, options=None):
+        observation = super().reset(rows, seeds, options)
         for key in self.spec.observation:
-            observation[key] = self._arrays[f"history/{key}"]
+            observation[key] = self._episodes.arrays[f"history/{key}"]
         return observation
 
 

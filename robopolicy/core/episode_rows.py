@@ -1,0 +1,258 @@
+"""`EpisodeRows`: the bookkeeping that every world shares. Where do its B episodes stand, and when do they end?
+
+Simulated, recorded and imagined worlds hold one each, so that row indices, seeds, success, the three ends, history
+windows and snapshots mean the same everywhere. Axes: B row, R selected or running rows, C chunk step, H history frame.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.history import begin, held, latest
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation, WorldSpec
+from robopolicy.core.world import Rows, Snapshot, Step
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """What became of R running rows in a chunk of C control steps.
+
+    length: [R] int64, steps until the episode or the chunk ended, >= 1; live: [R, C] bool, True for those steps; first:
+    [R, C] bool, the step at which an episode succeeded for the first time.
+    """
+
+    length: np.ndarray
+    live: np.ndarray
+    first: np.ndarray
+
+
+class EpisodeRows:
+    """The episodes in a world's B rows, as arrays [B, ...] by name.
+
+    spec: of the world (history, horizon, terminate_on_success, fields, instructions); draw: R -> episode seeds [R]
+    int64, where a reset is given none; cuts: whether an episode can be cut (`horizon_end`), as imagination is.
+    The arrays: "history/KEY" [B, H, *shape], steps and instruction int64, success, terminated, truncated and, with
+    cuts, horizon_end bool; a world adds its own in `start`. Raises ConfigError unless sizes are at least 1.
+    """
+
+    def __init__(
+        self, spec: WorldSpec, batch_size: int, draw: Callable[[int], np.ndarray], *, cuts: bool = False
+    ) -> None:
+        require_sizes(batch_size=batch_size, history=spec.history, horizon=spec.horizon)
+        self.spec, self.batch_size = spec, batch_size
+        self._draw = draw
+        self._ends = ("terminated", "truncated", "horizon_end") if cuts else ("terminated", "truncated")
+        self._arrays: dict[str, np.ndarray] = {}
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All arrays [B, ...] by name, to be read and written in place. Raises SpecError before the first reset."""
+        self.require_started()
+        return self._arrays
+
+    def require_started(self) -> None:
+        """Raise SpecError before the first reset."""
+        if not self._arrays:
+            raise SpecError("The world has not been started: call reset() first.")
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    def index(self, rows: Rows) -> np.ndarray:
+        """Return row indices [R] int64. Raises SpecError unless they are distinct and in range."""
+        if rows is None:
+            return np.arange(self.batch_size)
+        index = np.asarray(rows, dtype=np.int64).reshape(-1)
+        if len(index) and (index.min() < 0 or index.max() >= self.batch_size or len(np.unique(index)) != len(index)):
+            raise SpecError(f"Rows {index.tolist()} must be distinct and lie in 0..{self.batch_size - 1}.")
+        return index
+
+    def resetting(self, rows: Rows, seeds: Sequence[int] | np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows to reset [R] and their episodes' seeds [R] int64, drawn where None are given.
+
+        Raises SpecError on bad rows, when the first reset leaves rows out, and unless there is one seed per row.
+        """
+        index = self.index(rows)
+        if not self._arrays and len(index) != self.batch_size:
+            raise SpecError("The first reset must start every row: call reset() before reset(rows).")
+        chosen = np.asarray(self._draw(len(index)) if seeds is None else seeds, dtype=np.int64)
+        if chosen.shape != (len(index),):
+            raise SpecError(f"reset got {len(index)} row(s) but seeds of shape {chosen.shape}: give one seed per row.")
+        return index, chosen
+
+    def start(
+        self,
+        index: np.ndarray,
+        frames: Mapping[str, np.ndarray],
+        *,
+        instruction: np.ndarray | int = 0,
+        own: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Begin new episodes in rows `index` [R].
+
+        frames: key -> [R, n >= 1, *shape], what has been seen so far; instruction: index of the spec's, [R] or for all;
+        own: the world's arrays [R, ...], the same names at every start.
+        """
+        fresh = {f"history/{key}": begin(frames[key], self.spec.history) for key in self.spec.observation}
+        fresh |= own or {}
+        if not self._arrays:
+            self._allocate(fresh)
+        for name, value in fresh.items():
+            self._arrays[name][index] = value
+        self._arrays["instruction"][index] = instruction
+        for name in ("steps", "success", *self._ends):
+            self._arrays[name][index] = 0
+
+    def _allocate(self, fresh: Mapping[str, np.ndarray]) -> None:
+        """Make every array, with the shapes of what the first episodes begin with; history has the fields' dtypes."""
+        rows, fields = self.batch_size, self.spec.observation
+        kinds = {name: value.dtype for name, value in fresh.items()}
+        kinds |= {f"history/{key}": np.dtype(field.dtype) for key, field in fields.items()}
+        self._arrays = {name: np.zeros((rows, *value.shape[1:]), kinds[name]) for name, value in fresh.items()}
+        self._arrays |= {name: np.zeros(rows, dtype=np.int64) for name in ("instruction", "steps")}
+        self._arrays |= {name: np.zeros(rows, dtype=bool) for name in ("success", *self._ends)}
+
+    # -- going on ------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> np.ndarray:
+        """[B] bool: rows whose episode has not ended."""
+        arrays = self.arrays
+        return ~np.logical_or.reduce([arrays[name] for name in self._ends])
+
+    @property
+    def take(self) -> slice | np.ndarray:
+        """What selects the running rows from an array [B, ...]: a slice where all of them run, else indices [R]."""
+        running = self.running
+        return slice(None) if running.all() else np.flatnonzero(running)
+
+    def advance(
+        self,
+        take: slice | np.ndarray,
+        success: np.ndarray,
+        *,
+        terminated: np.ndarray | None = None,
+        truncated: np.ndarray | None = None,
+        cut: np.ndarray | None = None,
+    ) -> Advanced:
+        """Count the steps of a chunk in the running rows `take`, latch success and end episodes where it is time.
+
+        All [R, C] bool, said of the moment after each step and without regard to earlier ends: success: the task is
+        done; terminated, truncated: the world itself ends the episode there; cut: it stops there, though the episode
+        goes on. Success ends an episode where the spec says so, and the horizon does. Termination comes before
+        truncation, truncation before a cut.
+        """
+        arrays, spec, chunk = self.arrays, self.spec, success.shape[1]
+        before = arrays["success"][take, None]
+        latched = before | np.logical_or.accumulate(success, axis=1)
+        first = latched & ~np.concatenate([before, latched[:, :-1]], axis=1)
+        count = arrays["steps"][take, None] + np.arange(1, chunk + 1)
+        done = latched & spec.terminate_on_success
+        done = done if terminated is None else done | terminated
+        late = count >= spec.horizon
+        late = late if truncated is None else late | truncated
+        ends = done | late if cut is None else done | late | cut
+        length = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, chunk)
+        live = np.arange(chunk) < length[:, None]
+        final = (np.arange(len(length)), length - 1)
+        arrays["steps"][take] = count[final]
+        arrays["success"][take] = latched[final]
+        arrays["terminated"][take] = done[final]
+        arrays["truncated"][take] = late[final] & ~done[final]
+        if cut is not None:
+            arrays["horizon_end"][take] = cut[final] & ~late[final] & ~done[final]
+        return Advanced(length, live, first & live)
+
+    def path(self, take: slice | np.ndarray, frames: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the history of rows `take` followed by new `frames` [R, C, *shape]: key -> [R, H + C, *shape]."""
+        return {
+            key: np.concatenate([self.arrays[f"history/{key}"][take], value], axis=1) for key, value in frames.items()
+        }
+
+    def move(self, take: slice | np.ndarray, path: Mapping[str, np.ndarray], length: np.ndarray) -> None:
+        """Move the history of rows `take` on by `length` [R] steps of `path`, key -> [R, H + C, *shape]."""
+        for key, value in path.items():
+            self.arrays[f"history/{key}"][take] = latest(value, length, self.spec.history)
+
+    # -- showing -------------------------------------------------------------------------------------------------
+
+    def observation(self) -> Observation:
+        """Return a copy of every row's history, key -> [B, H, *shape], and the instructions [B] under `task`."""
+        observation = {key: self.arrays[f"history/{key}"].copy() for key in self.spec.observation}
+        observation[TASK] = np.asarray(self.spec.instructions)[self.arrays["instruction"]]
+        return observation
+
+    def spread(self, take: slice | np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Return `values` [R, ...] of rows `take` for all rows, [B, ...], zero in the others."""
+        if isinstance(take, slice):
+            return values
+        whole = np.zeros((self.batch_size, *values.shape[1:]), values.dtype)
+        whole[take] = values
+        return whole
+
+    def trace(
+        self, take: slice | np.ndarray, frames: Mapping[str, np.ndarray], length: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Return what was seen after every step, key -> [B, C, *shape]; ended rows stay at their last frame.
+
+        frames: key -> [R, C, *shape] of rows `take`, of which `length` [R] count.
+        """
+        trace = {key: held(value, length) for key, value in frames.items()}
+        if not isinstance(take, slice):
+            for key, value in trace.items():
+                trace[key] = np.repeat(self.arrays[f"history/{key}"][:, -1:], value.shape[1], axis=1)
+                trace[key][take] = value
+        return trace
+
+    def step(
+        self,
+        trace: Mapping[str, np.ndarray],
+        rewards: Mapping[str, np.ndarray],
+        valid: np.ndarray,
+        uncertainty: np.ndarray | None = None,
+    ) -> Step:
+        """Return the `Step` that ends here: key -> [B, C, *shape], name -> [B, C], [B, C], [B, C]."""
+        flags = {name: self.arrays[name].copy() for name in ("success", *self._ends)}
+        return Step(self.observation(), dict(trace), dict(rewards), valid, **flags, uncertainty=uncertainty)
+
+    def idle(self, chunk: int) -> Step:
+        """Return the `Step` of `chunk` C control steps in which no row runs."""
+        vectors = [key for key in self.spec.observation if not key.startswith(IMAGE_PREFIX)]
+        trace = {key: np.repeat(self.arrays[f"history/{key}"][:, -1:], chunk, axis=1) for key in vectors}
+        rewards = {name: np.zeros((self.batch_size, chunk)) for name in self.spec.rewards}
+        return self.step(trace, rewards, np.zeros((self.batch_size, chunk), dtype=bool))
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def snapshot(self, rows: Rows) -> dict[str, np.ndarray]:
+        """Return copies [R, ...] of the arrays of `rows`. Raises SpecError on bad rows."""
+        index = self.index(rows)
+        return {name: value[index] for name, value in self.arrays.items()}
+
+    def fitting(self, snapshot: Snapshot, rows: Rows) -> np.ndarray:
+        """Return the indices [R] of `rows`. Raises SpecError unless `snapshot` can be restored into them."""
+        arrays, index = self.arrays, self.index(rows)
+        if len(snapshot) != len(index):
+            raise SpecError(f"The snapshot has {len(snapshot)} row(s) but {len(index)} are to be restored.")
+        for name, value in arrays.items():
+            if name not in snapshot.arrays or snapshot.arrays[name].shape[1:] != value.shape[1:]:
+                raise SpecError(
+                    f"The snapshot does not fit this world ('{name}'): both must be of one task, with the same history "
+                    "and cameras."
+                )
+        return index
+
+    def restore(self, snapshot: Snapshot, rows: Rows) -> np.ndarray:
+        """Overwrite `rows` with `snapshot` and return their indices [R]. Raises SpecError unless it fits."""
+        index = self.fitting(snapshot, rows)
+        for name, value in self.arrays.items():
+            value[index] = snapshot.arrays[name]
+        return index
+
+
+def require_sizes(**sizes: int) -> None:
+    """Raise ConfigError unless every size, by the name of its argument, is at least 1."""
+    if min(sizes.values()) < 1:
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigError(f"A world needs {', '.join(sizes)} of at least 1; got {given}.")

@@ -1,0 +1,46 @@
+"""The window of the last H frames against a queue, one frame at a time."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from robopolicy.core.history import begin, held, latest, move, places
+
+
+def slow(frames: list[np.ndarray], history: int) -> np.ndarray:
+    """A queue that begins with the first frame repeated."""
+    queue = deque([frames[0]] * history, maxlen=history)
+    for frame in frames[1:]:
+        queue.append(frame)
+    return np.stack(queue)
+
+
+@pytest.mark.parametrize("history", [1, 2, 5])
+@pytest.mark.parametrize("shape", [(), (3,), (4, 4, 3)])
+def test_a_window_moves_like_a_queue(history, shape):
+    draws = np.random.default_rng(history)
+    rows, chunk = 6, 4
+    seen = [[draws.random(shape)] for _ in range(rows)]
+    window = begin(np.stack([np.stack(frames) for frames in seen]), history)
+    for _ in range(3):
+        new, length = draws.random((rows, chunk, *shape)), draws.integers(0, chunk + 1, rows)
+        window = move(window, new, length)
+        for row in range(rows):
+            seen[row] += list(new[row, : length[row]])
+            assert np.array_equal(window[row], slow(seen[row], history))
+    new = draws.random((rows, chunk, *shape))
+    every = np.full(rows, chunk)
+    assert np.array_equal(move(window, new), latest(np.concatenate([window, new], 1), every, history))
+
+
+def test_a_window_begins_with_the_newest_known_frames_and_repeats_the_first_where_there_are_too_few():
+    frames = np.arange(6).reshape(2, 3)
+    assert begin(frames, 2).tolist() == [[1, 2], [4, 5]]
+    assert begin(frames, 3).tolist() == frames.tolist()
+    assert begin(frames, 5).tolist() == [[0, 0, 0, 1, 2], [3, 3, 3, 4, 5]]
+
+
+def test_frames_after_the_end_repeat_the_last_and_places_say_which_frames_are_new():
+    assert held(np.arange(8).reshape(2, 4), np.array([1, 3])).tolist() == [[0, 0, 0, 0], [4, 5, 6, 6]]
+    assert places(np.array([0, 2]), 3).tolist() == [[0, 1, 2], [2, 3, 4]]
