@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 TensorObservation = dict[str, Tensor | list[str]]
 """Key -> tensor [B, H, *field.shape] (images uint8, height x width x 3); `task` -> list of B strings."""
 
+CONDITION = "condition"
+"""Latents of this name, or "condition.<what>", are what a frozen encoder made of the observation, kept for scoring."""
+
 _NO_STEPS = torch.zeros(0, 0)
 
 
@@ -197,6 +200,11 @@ class CachesCondition(Protocol):
     def caches_condition(self) -> bool:
         """See the class."""
         ...
+
+
+def is_condition(name: str) -> bool:
+    """Whether a latent of this name is what an encoder made of the observation (see `CONDITION`)."""
+    return name == CONDITION or name.startswith(f"{CONDITION}.")
 
 
 def is_policy(actor: object) -> "TypeIs[Policy]":

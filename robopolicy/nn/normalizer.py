@@ -1,9 +1,12 @@
 """Affine normalisation fitted on data; it is a module, so it travels inside the checkpoint that needs it."""
 
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.errors import DataError
+from robopolicy.core.errors import ConfigError, DataError, did_you_mean
 from robopolicy.core.spec import check_finite
 from robopolicy.nn.configuration import NormalizationMode
 
@@ -59,3 +62,20 @@ class Normalizer(nn.Module):
     def inverse(self, normalized: Tensor) -> Tensor:
         """Return to the data's units."""
         return normalized * self.scale + self.offset
+
+
+@runtime_checkable
+class ShowsNormalizers(Protocol):
+    """A policy that shows what it was fitted on."""
+
+    def normalizers(self) -> dict[str, Normalizer]:
+        """Return the normalisers by observation key, and the action's under "action"."""
+        ...
+
+
+def fit_normalizers(normalizers: Mapping[str, Normalizer], values: Mapping[str, Tensor]) -> None:
+    """Fit each normaliser on the values [samples, *shape] of its key; raises ConfigError when a key is missing."""
+    for key, normalizer in normalizers.items():
+        if key not in values:
+            raise ConfigError(f"No data to normalise '{key}' with.{did_you_mean(key, values)}")
+        normalizer.fit(values[key])

@@ -224,6 +224,10 @@ class FlowSchedule(NoiseSchedule):
         return noise - clean
 
 
+Schedule = DiffusionSchedule | FlowSchedule
+"""A schedule with training levels."""
+
+
 def _flow_table(time: Tensor, step: float, sigma: Tensor) -> Tensor:
     """Rows (a, b, c, d, std) of one Euler-Maruyama step of length `step` towards t = 0, fp64, [K, 5].
 

@@ -1,0 +1,127 @@
+"""Log-probabilities of denoising decisions: of the chain's steps, or, where there is no noise, a surrogate by matching.
+
+The chain: a decision is K' Gaussian transitions; each has a density, and their product is the density of the chain
+(not of the action, which many chains lead to): what PPO in the denoising chain needs (DPPO, arXiv:2409.00588).
+Matching: flow policy optimisation (FPO, McAllister et al. 2025, arXiv:2507.21053). A flow or diffusion that samples
+without noise has no density of its chain. The loss of denoising its own action at a few random levels is a bound on
+minus its log-likelihood; the same levels before and after an update make a ratio, exp(mean(loss_old - loss_new)), which
+is what ratio_level=decision_mean computes from the latents made here.
+Axes: N row, K scored step, n matching sample, C executed step, P >= C predicted step, A action dimension.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.policy import Scores
+from robopolicy.nn.schedules import NoiseSchedule, Normal, Schedule
+from robopolicy.policies.configuration import DenoisingPolicyConfig, LogpReduction
+from robopolicy.policies.network import Condition, DenoisingNetwork, LearnsNoise, learns_noise, repeat_rows, steps_of
+
+
+def chain_scores(
+    config: DenoisingPolicyConfig,
+    schedule: NoiseSchedule,
+    first: int,
+    network: DenoisingNetwork,
+    condition: Condition,
+    latents: Mapping[str, Tensor],
+) -> Scores:
+    """Score recorded chains: all steps of all rows are one batch, differentiable in the network's weights.
+
+    first: the schedule's first scored step; latents: "chain" [N, K+1, P, A]; optional "chosen" [N, k] int64, the steps
+    to score, and "executed" [N, C] bool, see `reduce_logp`. Returns logp and entropy [N, K] (or [N, k]); extras: mean
+    [N, K, P, A] and std of the Gaussians, logp_clamped and clean_clipped [N, K], the shares of elements whose gradient
+    is zero because a clamp or the clip holds.
+    """
+    chain, times, chosen = latents["chain"], schedule.times[first:], latents.get("chosen")
+    step: Tensor | slice = slice(first, None)
+    x, after = chain[:, :-1], chain[:, 1:]
+    if chosen is not None:
+        rows = torch.arange(len(chain), device=chain.device)[:, None]
+        x, after, step = chain[rows, chosen], chain[rows, chosen + 1], chosen + first
+    prediction = steps_of(network, times, condition).several(x, chosen)
+    normal = schedule.transition(x, prediction, step)
+    if learns_noise(config):
+        assert isinstance(network, LearnsNoise)
+        normal = Normal(normal.mean, network.noise_std(times if chosen is None else times[chosen], condition))
+    logp, clamped = reduce_logp(config, normal, after, latents.get("executed"))
+    entropy = normal.entropy(config.min_logprob_std).mean((-2, -1)).expand(logp.shape)
+    if config.logp_reduction is LogpReduction.SUM:
+        entropy = entropy * config.chunk * chain.shape[-1]
+    with torch.no_grad():
+        clipped = torch.zeros_like(clamped)
+        if schedule.clip is not None:
+            estimate = schedule.clean_estimate(x, prediction, step)[..., : config.chunk, :]
+            clipped = (estimate.abs() > schedule.clip).float().mean((-2, -1))
+    return Scores(
+        logp,
+        entropy,
+        {"mean": normal.mean, "std": normal.std, "logp_clamped": clamped, "clean_clipped": clipped},
+    )
+
+
+def reduce_logp(
+    config: DenoisingPolicyConfig, normal: Normal, value: Tensor, executed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Reduce the log-density of latents [N, K, P, A] to [N, K]; also the share of clamped elements [N, K].
+
+    Only the C steps that are executed count: what a chunk says beyond them changed nothing, and its gradient would be
+    noise. executed [N, C] bool leaves out more, the rest of a chunk in which the episode ended. The mean instead of the
+    sum keeps ratios near 1 however long a chunk is, so that one clip range fits all.
+    """
+    chunk, size = config.chunk, value.shape[-1]
+    part = Normal(normal.mean[..., :chunk, :], normal.std)
+    element = part.log_prob(value[..., :chunk, :], config.min_logprob_std)
+    clamped = torch.zeros(element.shape[:-2], device=element.device)
+    if config.logp_clamp is not None:
+        # One element far in a tail would rule the whole chunk's ratio; the clamp also takes its gradient away.
+        low, high = config.logp_clamp
+        with torch.no_grad():
+            clamped = ((element < low) | (element > high)).float().mean((-2, -1))
+        element = element.clamp(low, high)
+    if executed is None:
+        total = element.sum((-2, -1))
+        count: Tensor | int = chunk * size
+    else:
+        total = (element * executed[:, None, :, None]).sum((-2, -1))
+        count = (executed.sum(-1, keepdim=True) * size).clamp_min(1)
+    return (total / count if config.logp_reduction is LogpReduction.MEAN else total), clamped
+
+
+def matching_latents(action: Tensor, schedule: Schedule, samples: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return what scores an action [N, P, A] (normalised): itself, and `samples` noises and levels of each row."""
+    batch = len(action)
+    noise = torch.randn((batch, samples, *action.shape[1:]), generator=generator, device=generator.device)
+    level = schedule.levels(batch * samples, generator).reshape(batch, samples)
+    return {"action": action, "noise": noise.to(action.device), "level": level.to(action.device)}
+
+
+def matching_scores(
+    config: DenoisingPolicyConfig,
+    schedule: Schedule,
+    network: DenoisingNetwork,
+    condition: Condition,
+    latents: Mapping[str, Tensor],
+) -> Scores:
+    """Score recorded actions by minus the squared prediction error at every recorded level, [N, n].
+
+    latents: as `matching_latents` returns them; optional "executed" [N, C] bool leaves out the rest of a chunk. Entropy
+    is zero: there is no distribution. extras: mean [N, n, P, A], the predictions, with std 1.
+    """
+    action, noise, level = latents["action"], latents["noise"], latents["level"]
+    count, samples = level.shape
+    clean = action[:, None].expand(noise.shape).flatten(0, 1)
+    flat_noise, flat_level = noise.flatten(0, 1), level.flatten()
+    noisy = schedule.corrupt(clean, flat_noise, flat_level)
+    prediction = network.denoise(noisy, schedule.level_times(flat_level), repeat_rows(condition, samples))
+    error = (prediction - schedule.target(clean, flat_noise, flat_level)).square()[:, : config.chunk].mean(-1)
+    error = error.reshape(count, samples, -1)
+    if "executed" in latents:
+        executed = latents["executed"][:, None].to(error.dtype)
+        loss = (error * executed).sum(-1) / executed.sum(-1).clamp(min=1)
+    else:
+        loss = error.mean(-1)
+    extras = {"mean": prediction.reshape(noise.shape), "std": torch.ones((), device=loss.device).expand(1, 1, 1, 1)}
+    return Scores(-loss, torch.zeros_like(loss), extras)

@@ -1,0 +1,255 @@
+"""Networks that a denoising policy can be made of: ours, and what somebody else's must have.
+
+A network reads the observation once (`encode`) and predicts noise, clean sample or velocity of latents as often as the
+chain has steps (`denoise`). What lies between, the condition, is the network's own: one vector, tokens with a mask, the
+keys and values of a language model's prefix. Axes: N row, K step, P predicted step, A action dimension.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.policy import CONDITION, TensorObservation, is_condition
+from robopolicy.core.registry import Registry
+from robopolicy.core.spec import IMAGE_PREFIX, Field
+from robopolicy.nn.configuration import FlowNoise
+from robopolicy.nn.denoisers import make_denoiser
+from robopolicy.nn.encoders import ObservationEncoder
+from robopolicy.nn.noise import NoiseHead
+from robopolicy.nn.normalizer import Normalizer
+from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
+
+Condition = Mapping[str, Tensor]
+"""What a network made of N observations: tensors [N, ...] by name, each name "condition" or "condition.<what>".
+
+Decisions of a policy with a frozen encoder keep them in their latents under these names, and scoring takes them from
+there. Rows stay apart: the tensors are indexed and repeated along N. Several layers' keys go in one [N, layers, ...].
+"""
+
+NETWORKS = Registry("denoising network", "robopolicy.networks", {})
+"""Somebody else's networks, for checkpoints."""
+
+
+@runtime_checkable
+class DenoisingNetwork(Protocol):
+    """An nn.Module that a `DenoisingPolicy` can be made of; no dropout or batch norm, so that scores are exact."""
+
+    def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
+        """Read observations with N rows; a generator asks for augmentation (training losses only)."""
+        ...
+
+    def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        """Predict what config.prediction says, [N, P, A], of latents x [N, P, A] at times [N] in (0, 1], 1 is noise."""
+        ...
+
+    def encoder_parameters(self) -> Iterable[nn.Parameter]:
+        """The weights that `encode` uses and `denoise` does not: what train_encoder=False freezes."""
+        ...
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """As in nn.Module."""
+        ...
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As in nn.Module."""
+        ...
+
+
+class Steps(Protocol):
+    """A network at work on N observations: what stays the same from step to step is computed once."""
+
+    def one(self, x: Tensor, step: int) -> Tensor:
+        """Predict [N, P, A] of latents x [N, P, A] about to take step number `step` of the times."""
+        ...
+
+    def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
+        """Predict [N, k, P, A] of latents x [N, k, P, A] about to take the steps chosen [N, k]; None: all in order."""
+        ...
+
+
+@runtime_checkable
+class SharesSteps(Protocol):
+    """Optional: a network that need not do everything again in each step."""
+
+    def steps(self, times: Tensor, condition: Condition) -> Steps:
+        """Get ready for steps at times [K]."""
+        ...
+
+
+@runtime_checkable
+class LearnsNoise(Protocol):
+    """Optional: a network that also says how noisy its steps are (flow_noise=learned)."""
+
+    def noise_std(self, times: Tensor, condition: Condition) -> Tensor:
+        """Return the stds [N, K, 1, A] of steps at times [K] or [N, K]."""
+        ...
+
+
+@runtime_checkable
+class NormalizesFields(Protocol):
+    """Optional: a network that normalises fields of the observation, to be fitted on data before training."""
+
+    def normalizers(self) -> Mapping[str, Normalizer]:
+        """Return the normalisers by observation key."""
+        ...
+
+
+@runtime_checkable
+class Described(Protocol):
+    """Optional: a network that checkpoints can bring back."""
+
+    def description(self) -> Mapping[str, Any]:
+        """Return what `restore` needs beside the weights, as JSON has it."""
+        ...
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any]) -> Self:
+        """Return a network into which the weights can be loaded."""
+        ...
+
+
+class ChunkNetwork(nn.Module):
+    """Ours: an observation encoder whose condition is one vector [N, D], and a denoiser of chunks."""
+
+    def __init__(self, config: DenoisingPolicyConfig, fields: Mapping[str, Field], action_size: int):
+        super().__init__()
+        self.fields = tuple(fields)
+        self.encoder = ObservationEncoder(fields, config.history, config.state_normalization, config.image)
+        self.denoiser = make_denoiser(
+            config.denoiser,
+            config.prediction_steps,
+            action_size,
+            self.encoder.dimension,
+            config.width,
+            config.depth,
+            config.heads,
+        )
+        self.noise_head: NoiseHead | None = None
+        if learns_noise(config):
+            low, high = config.flow_noise_bounds
+            self.noise_head = NoiseHead(self.encoder.dimension, action_size, max(low, config.min_sampling_std), high)
+
+    def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
+        """Return {"condition": [N, D]}; a generator shifts images at random."""
+        return {CONDITION: self.encoder(observation, generator)}
+
+    def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        """Predict [N, P, A]; see `DenoisingNetwork`."""
+        return self.denoiser(x, time, condition[CONDITION])
+
+    def encoder_parameters(self) -> Iterable[nn.Parameter]:
+        """The image encoders' weights."""
+        return self.encoder.parameters()
+
+    def steps(self, times: Tensor, condition: Condition) -> Steps:
+        """Compute what depends on times [K] or on the condition alone; see `SharesSteps`."""
+        return _SharedSteps(self.denoiser, times, condition[CONDITION])
+
+    def noise_std(self, times: Tensor, condition: Condition) -> Tensor:
+        """Return the learned stds [N, K, 1, A]; see `LearnsNoise`. There are some with flow_noise=learned only."""
+        assert self.noise_head is not None
+        return self.noise_head(condition[CONDITION], times)
+
+    def normalizers(self) -> Mapping[str, Normalizer]:
+        """Return those of all vector fields."""
+        return {key: self.encoder.normalizer(key) for key in self.fields if not key.startswith(IMAGE_PREFIX)}
+
+
+class _SharedSteps:
+    """Features of the times and of the condition vector, each computed once a chain."""
+
+    def __init__(self, denoiser: Any, times: Tensor, condition: Tensor):
+        self.denoiser = denoiser
+        self.times, self.condition = denoiser.encode_time(times), denoiser.encode_condition(condition)
+
+    def one(self, x: Tensor, step: int) -> Tensor:
+        return self.denoiser.denoise(x, self.times[step], self.condition)
+
+    def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
+        times = self.times if chosen is None else self.times[chosen]
+        return self.denoiser.denoise(x, times, self.condition[:, None])
+
+
+class _EveryStep:
+    """Any network: a step is a call, and k steps of N rows are one call with N x k rows."""
+
+    def __init__(self, network: DenoisingNetwork, times: Tensor, condition: Condition):
+        self.network, self.times, self.condition = network, times, condition
+
+    def one(self, x: Tensor, step: int) -> Tensor:
+        return self.network.denoise(x, self.times[step].expand(len(x)), self.condition)
+
+    def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
+        rows, count = x.shape[:2]
+        times = (self.times if chosen is None else self.times[chosen]).expand(rows, count)
+        found = self.network.denoise(x.flatten(0, 1), times.flatten(), repeat_rows(self.condition, count))
+        return found.unflatten(0, (rows, count))
+
+
+def steps_of(network: DenoisingNetwork, times: Tensor, condition: Condition) -> Steps:
+    """Get `network` ready for steps at times [K] under a condition of N rows."""
+    return (
+        network.steps(times, condition) if isinstance(network, SharesSteps) else _EveryStep(network, times, condition)
+    )
+
+
+def repeat_rows(condition: Condition, count: int) -> Condition:
+    """Return every row `count` times in a row."""
+    return {name: value.repeat_interleave(count, 0) for name, value in condition.items()}
+
+
+def rows_in(condition: Condition) -> int:
+    """Return N."""
+    return len(next(iter(condition.values())))
+
+
+def learns_noise(config: DenoisingPolicyConfig) -> bool:
+    """Whether the network says how noisy its steps are."""
+    return config.kind is PolicyKind.FLOW and config.flow_noise is FlowNoise.LEARNED
+
+
+def check_network(network: DenoisingNetwork, config: DenoisingPolicyConfig) -> None:
+    """Raise ConfigError unless `network` has what a denoising policy of `config` needs."""
+    name = type(network).__name__
+    if not isinstance(network, nn.Module) or not isinstance(network, DenoisingNetwork):
+        raise ConfigError(f"{name} is no torch.nn.Module with encode, denoise and encoder_parameters.")
+    if learns_noise(config) and not isinstance(network, LearnsNoise):
+        raise ConfigError(f"flow_noise=learned needs a network with noise_std; {name} has none.")
+
+
+def check_condition(condition: Condition, rows: int) -> Condition:
+    """Return the condition; raises ConfigError where it cannot be kept among a decision's latents."""
+    for name, value in condition.items():
+        if not is_condition(name) or len(value) != rows:
+            raise ConfigError(
+                f"The network's condition holds '{name}' with {len(value)} rows for {rows} observations: its tensors "
+                f"are [N, ...], and named '{CONDITION}' or '{CONDITION}.<what>'."
+            )
+    return condition
+
+
+def describe_network(network: DenoisingNetwork) -> dict[str, Any] | None:
+    """Return what a checkpoint says of a network, None of ours, which follows from the policy's config.
+
+    Raises CheckpointError for a network that could not be brought back.
+    """
+    if isinstance(network, ChunkNetwork):
+        return None
+    if not isinstance(network, Described):
+        raise CheckpointError(
+            f"{type(network).__name__} cannot be saved: give it description() and a class method restore(description)."
+        )
+    return {"class": NETWORKS.name_of(type(network)), "settings": dict(network.description())}
+
+
+def restore_network(description: Mapping[str, Any] | None, where: Any) -> DenoisingNetwork | None:
+    """Return the untrained network that a checkpoint at `where` describes, None for one of ours.
+
+    Raises CheckpointError unless the user has named the network's class in this process (see `Registry.load_saved`).
+    """
+    if description is None:
+        return None
+    return NETWORKS.load_saved(description["class"], where).restore(description["settings"])
