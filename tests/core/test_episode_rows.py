@@ -59,7 +59,8 @@ def test_episodes_end_as_by_hand(terminate_on_success):
         flags = [draws.random((len(running), CHUNK)) < 0.07 for _ in range(4)]
         moved = rows.advance(take, flags[0], terminated=flags[1], truncated=flags[2], cut=flags[3])
         for place, row in enumerate(running):
-            length, first = by_hand(hand[row], *(flag[place] for flag in flags), terminate_on_success)
+            success, terminated, truncated, cut = (flag[place] for flag in flags)
+            length, first = by_hand(hand[row], success, terminated, truncated, cut, terminate_on_success)
             assert moved.length[place] == length
             assert moved.live[place].sum() == length
             assert moved.first[place].tolist() == first
