@@ -191,9 +191,9 @@ class KeepsMeans(Protocol):
 
 @runtime_checkable
 class CachesCondition(Protocol):
-    """A policy whose frozen encoder reads images once, when it acts: latents["condition"] spares `log_prob` the images.
+    """A policy whose frozen encoder reads images once, when it acts: what it made spares `log_prob` the images.
 
-    caches_condition: whether its decisions hold "condition" [B, D], and `log_prob` uses it.
+    caches_condition: whether its decisions hold latents named as `CONDITION` says, and `log_prob` uses them.
     """
 
     @property

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservation, Trainable
+from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservation, Trainable, is_condition
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import Field
 
@@ -162,10 +162,9 @@ def score_extra(scores: Scores, name: str) -> Tensor:
     return scores.extras[name]
 
 
-OWN_LATENTS = ("condition",)
-"""Latents that a policy's own encoder made of the observation, which another policy has to encode for itself."""
-
-
 def for_another_policy(latents: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return latents [n, ...] that any policy with the same steps can score."""
-    return {name: value for name, value in latents.items() if name not in OWN_LATENTS}
+    """Return latents [n, ...] that any policy with the same steps can score: without what the encoder that acted made.
+
+    Another policy has to encode the observation for itself.
+    """
+    return {name: value for name, value in latents.items() if not is_condition(name)}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.policy import CachesCondition, ScoredPolicy, TensorObservation
+from robopolicy.core.policy import CachesCondition, ScoredPolicy, TensorObservation, is_condition
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
 from robopolicy.nn.optimisers import require_finite
@@ -59,12 +59,12 @@ def with_values(
     per_chunk = chunk_rewards(rewards, rollouts.valid, discount)
     return_scale.update(per_chunk, rollouts.ended, discount ** rollouts.duration.float())
     rewards = rewards / return_scale.scale.to(rewards.dtype)
-    flat = visible(rollouts, torch.ones_like(rollouts.alive))
+    flat = visible(rollouts, torch.ones_like(rollouts.alive), images=critic.reads_images)
     values = critic_values(critic, flat).reshape(rollouts.shape)
     needed = rollouts.ended & ~rollouts.terminated
     needed[:, -1] = True
     at_end = torch.zeros_like(values)
-    at_end[needed] = critic_values(critic, visible(rollouts, needed, following=True))
+    at_end[needed] = critic_values(critic, visible(rollouts, needed, following=True, images=critic.reads_images))
     advantages, returns = gae(
         rewards,
         rollouts.valid,
@@ -133,7 +133,7 @@ def _blacked(key: str, value: Any, draws: torch.Generator, patches: int = 8, sha
 def reads_images(policy: ScoredPolicy, rollouts: Rollouts) -> bool:
     """Whether `policy`, which acted, needs camera images to score what it did: not if its frozen encoder kept them."""
     caches = isinstance(policy, CachesCondition) and policy.caches_condition
-    return not (caches and "condition" in rollouts.latents)
+    return not (caches and any(is_condition(name) for name in rollouts.latents))
 
 
 def decisions_at(
