@@ -2,7 +2,8 @@
 
 A decision starts from noise x_0 [P, A] and takes K steps; the first K - K' are run by a frozen base copy, the last K'
 by the network that is fine-tuned (DPPO, arXiv:2409.00588). Latents live in normalised actions, data in [-1, 1].
-There is no dropout, batch norm or averaged copy inside, so `act` and `log_prob` always run the same function.
+`sampler` runs the chain, `likelihood` scores it, `network` says what can be inside. There is no dropout, batch norm or
+averaged copy inside, so `act` and `log_prob` always run the same function.
 """
 
 import copy
@@ -14,55 +15,39 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
-from robopolicy.core.policy import Decision, Scores, TensorObservation
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, check_finite, validate_observation
+from robopolicy.core.policy import Decision, Scores, TensorObservation, is_condition
+from robopolicy.core.spec import TASK, Field, PolicySpec, check_finite, validate_observation
 from robopolicy.core.world import Rows
-from robopolicy.nn.configuration import FlowNoise
-from robopolicy.nn.denoisers import make_denoiser
-from robopolicy.nn.encoders import ObservationEncoder
-from robopolicy.nn.noise import NoiseHead
-from robopolicy.nn.normalizer import Normalizer
-from robopolicy.nn.schedules import Normal, truncated_noise
-from robopolicy.policies.configuration import (
-    DenoisingPolicyConfig,
-    Likelihood,
-    LogpReduction,
-    PolicyKind,
+from robopolicy.nn.normalizer import Normalizer, fit_normalizers
+from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
+from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, reduce_logp
+from robopolicy.policies.network import (
+    ChunkNetwork,
+    Condition,
+    DenoisingNetwork,
+    LearnsNoise,
+    NormalizesFields,
+    check_condition,
+    check_network,
+    learns_noise,
+    rows_in,
+    steps_of,
 )
-from robopolicy.policies.matching import matching_latents, matching_loss
+from robopolicy.policies.sampler import Chain, Kept, choices, draw, finish_chain, sample_chain
 from robopolicy.policies.schedule import make_schedule
 
 ACTION = "action"
 """LeRobot's key of the action in data passed to `fit_normalizers`."""
 
 
-class ChunkNetwork(nn.Module):
-    """The weights that act: an observation encoder and a denoiser of chunks."""
-
-    def __init__(self, config: DenoisingPolicyConfig, fields: Mapping[str, Field], action_size: int):
-        super().__init__()
-        self.encoder = ObservationEncoder(fields, config.history, config.state_normalization, config.image)
-        self.denoiser: Any = make_denoiser(
-            config.denoiser,
-            config.prediction_steps,
-            action_size,
-            self.encoder.dimension,
-            config.width,
-            config.depth,
-            config.heads,
-        )
-        self.noise_head: NoiseHead | None = None
-        if config.kind is PolicyKind.FLOW and config.flow_noise is FlowNoise.LEARNED:
-            low, high = config.flow_noise_bounds
-            self.noise_head = NoiseHead(self.encoder.dimension, action_size, max(low, config.min_sampling_std), high)
-
-
 class DenoisingPolicy(nn.Module):
-    """A `core.policy.Policy` that denoises action chunks; make one with `build_policy` or `load_policy`.
+    """A `core.policy.Trainable` that denoises action chunks; make one with `build_policy` or `load_policy`.
 
     config: all choices; observation: the fields it may read, by key; action: one control step [A] with its range;
-    fps, instructions: of the world it is trained in; seed: of the initial weights (global randomness stays untouched).
-    Raises ConfigError when config.observation_keys names a field that does not exist.
+    fps, instructions: of the world it is trained in; seed: of the initial weights (global randomness stays untouched);
+    network: somebody else's instead of the `ChunkNetwork` that config describes, see `DenoisingNetwork`.
+    keep_means: whether decisions hold every step's mean. Raises ConfigError when config.observation_keys names a field
+    that does not exist, or the network lacks something.
     """
 
     action_low: Tensor
@@ -77,6 +62,7 @@ class DenoisingPolicy(nn.Module):
         fps: float,
         instructions: tuple[str, ...] = ("",),
         seed: int = 0,
+        network: DenoisingNetwork | None = None,
     ):
         super().__init__()
         if len(action.shape) != 1:
@@ -93,12 +79,16 @@ class DenoisingPolicy(nn.Module):
         self.instructions = tuple(instructions)
         self.schedule = make_schedule(config)
         self.action_normalizer = Normalizer(action.shape, config.action_normalization)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.network = ChunkNetwork(config, self.fields, action.size)
-        self.base: ChunkNetwork | None = None
+        if network is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                network = ChunkNetwork(config, self.fields, action.size)
+        check_network(network, config)
+        self.network: DenoisingNetwork = network
+        self.base: DenoisingNetwork | None = None
         self.finetuned_steps = self.schedule.steps
         self._train_encoder = True
+        self._encoder_learns = any(weight.requires_grad for weight in network.encoder_parameters())
         self.keep_means = False
         for name, bound in (("action_low", action.low), ("action_high", action.high)):
             values = torch.tensor(bound, dtype=torch.float32).expand(action.shape).clone()
@@ -136,10 +126,15 @@ class DenoisingPolicy(nn.Module):
         return self.schedule.steps - self.finetuned_steps
 
     @property
+    def encoder_is_fixed(self) -> bool:
+        """Whether the encoder cannot have changed since the base was copied: base and network then encode alike."""
+        learns = self._train_encoder and self._encoder_learns
+        return not learns and not any(weight.requires_grad for weight in self.network.encoder_parameters())
+
+    @property
     def caches_condition(self) -> bool:
-        """Whether decisions keep the encoded observation: it has cameras and its encoder is not trained."""
-        encoder = self.network.encoder
-        return len(encoder.cameras) > 0 and not any(weight.requires_grad for weight in encoder.parameters())
+        """Whether decisions keep the encoded observation: it has cameras and its encoder does not change."""
+        return len(self.spec.cameras) > 0 and self.encoder_is_fixed
 
     @torch.no_grad()
     def act(
@@ -148,11 +143,12 @@ class DenoisingPolicy(nn.Module):
         """Decide for every row; latents: "chain" [B, K'+1, P, A] in normalised actions, noisiest first.
 
         deterministic: the noise-free sampler (DDIM with eta 0, or the flow's ODE) from random initial noise; its steps
-        are no choices, so mask is False and logp zero. With a frozen image encoder, latents also holds "condition"
-        [B, D], which spares `log_prob` the images; with `keep_means`, "mean" [B, K', P, A] of every step. Raises
-        SpecError or NonFiniteError on a bad observation, and NonFiniteError rather than returning a non-finite action.
+        are no choices, so mask is False and logp zero. With cameras and a fixed encoder, latents also has what it made
+        of the observation ("condition" [B, D] of our network), which spares `log_prob` the images; with `keep_means`,
+        "mean" [B, K', P, A] of every step. Raises SpecError or NonFiniteError on a bad observation, and NonFiniteError
+        rather than returning a non-finite action.
         """
-        return self._act(self.network, observation, generator, deterministic)
+        return self._act(observation, generator, deterministic)
 
     @torch.no_grad()
     def resume(
@@ -163,54 +159,40 @@ class DenoisingPolicy(nn.Module):
         The frozen first K - K' steps are no steps: they are kept with the initial noise.
         """
         if self._matching:
-            raise ConfigError(
-                "policy.likelihood=matching keeps no chains to go on from: set finetune.branch_sampling_step=null."
-            )
-        return self._act(self.network, observation, generator, False, (latents["chain"], count))
-
-    @torch.no_grad()
-    def base_act(
-        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
-    ) -> Decision:
-        """`act` with the untouched base policy in every step; logp is under the base. See `act`."""
-        return self._act(self.base or self.network, observation, generator, deterministic)
+            raise ConfigError("likelihood=matching keeps no chains to go on from: set branch_sampling_step=null.")
+        return self._act(observation, generator, False, Kept(latents["chain"], count))
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """Score recorded chains [N, K'+1, P, A]: logp and entropy [N, K'], reduced over the executed C x A elements.
 
         The observation is encoded once and all steps run as one batch. Optional latents: "chosen" [N, k] int64 selects
         k of the K' steps per row (logp [N, k]); "executed" [N, C] bool reduces over the executed chunk steps only
-        (score the behaviour the same way); "condition" [N, D] replaces the observation when the encoder is frozen.
-        extras: mean [N, K', P, A], std (broadcastable), logp_clamped and clean_clipped [N, K']: the fractions of
-        elements whose gradient a clamp zeroed.
+        (score the behaviour the same way); "condition" replaces the observation when the encoder is fixed. extras: see
+        `chain_scores` and `matching_scores`. Raises SpecError where chain or observation do not fit.
         """
-        return self._log_prob(self.network, observation, latents)
-
-    @torch.no_grad()
-    def base_log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-        """`evaluate` under the frozen base policy, without gradient."""
-        return self._log_prob(self.base or self.network, observation, latents)
+        if self._matching:
+            condition = self._condition(observation, latents)
+            return matching_scores(self.config, self.schedule, self.network, condition, latents)
+        chain = latents["chain"]
+        expected = (self.finetuned_steps + 1, self.config.prediction_steps, self.action.size)
+        if tuple(chain.shape[1:]) != expected:
+            raise SpecError(f"The chain has shape {list(chain.shape)}, this policy's are [N, {str(expected)[1:-1]}].")
+        condition = self._condition(observation, latents)
+        return chain_scores(self.config, self.schedule, self.first_step, self.network, condition, latents)
 
     @torch.no_grad()
     def finish(self, observation: TensorObservation, latents: Tensor, begun: Tensor) -> Tensor:
         """Return the actions [N, C, A] that noise-free steps make of latents [N, P, A] about to enter step `begun` [N].
 
-        begun: 0..K' counts the scored steps, K' are finished latents.
+        begun: 0..K' counts the scored steps, K' are finished latents. Raises as `act` does.
         """
-        self._validate(observation)
-        network, first = self.network, self.first_step
-        features = self._features(network, network.encoder(observation))
-        x = latents
-        for step in range(self.finetuned_steps):
-            prediction = network.denoiser.denoise(x, features[0][first + step], features[1])
-            after = self.schedule.transition(x, prediction, first + step, deterministic=True).mean
-            x = torch.where((begun <= step)[:, None, None], after, x)
-        return self._actions(x)
+        steps = steps_of(self.network, self.schedule.times, self.encode(observation))
+        return self._actions(finish_chain(self.schedule, self.first_step, steps, latents, begun))
 
-    def encode(self, observation: TensorObservation) -> Tensor:
-        """Return the condition [N, D] that the denoiser sees, e.g. as the input of a critic."""
+    def encode(self, observation: TensorObservation) -> Condition:
+        """Return what the network makes of N observations; raises SpecError or NonFiniteError on a bad one."""
         self._validate(observation)
-        return self.network.encoder(observation)
+        return check_condition(self.network.encode(observation), len(observation[next(iter(self.fields))]))
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"denoising": [N]}: the squared error of the prediction at one random noise level per sample.
@@ -230,12 +212,17 @@ class DenoisingPolicy(nn.Module):
         clean = self.action_normalizer(actions.float())
         level = self.schedule.levels(len(clean), generator).to(clean.device)
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean.device)
-        condition = self.network.encoder(observation, generator)
+        condition = self.network.encode(observation, generator)
         noisy = self.schedule.corrupt(clean, noise, level)
-        prediction = self.network.denoiser(noisy, self.schedule.level_times(level), condition)
+        prediction = self.network.denoise(noisy, self.schedule.level_times(level), condition)
         error = (prediction - self.schedule.target(clean, noise, level)).square().mean(-1)
         weight = valid.to(error.dtype)
         return {"denoising": (error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)}
+
+    def normalizers(self) -> dict[str, Normalizer]:
+        """Return the normalisers by observation key, and the action's under "action"."""
+        fields = self.network.normalizers() if isinstance(self.network, NormalizesFields) else {}
+        return {ACTION: self.action_normalizer, **fields}
 
     def fit_normalizers(self, values: Mapping[str, Tensor]) -> None:
         """Fit every normaliser on data: values by observation key [samples, *shape] and "action" [samples, A].
@@ -244,11 +231,7 @@ class DenoisingPolicy(nn.Module):
         """
         if self.base is not None:
             raise ConfigError("The normalisers are fixed once fine-tuning has begun: fit them before pre-training.")
-        normalizers = {key: self.network.encoder.normalizer(key) for key in self._vector_keys()}
-        for key, normalizer in {ACTION: self.action_normalizer, **normalizers}.items():
-            if key not in values:
-                raise ConfigError(f"No data to normalise '{key}' with.{did_you_mean(key, values)}")
-            normalizer.fit(values[key])
+        fit_normalizers(self.normalizers(), values)
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
         """Freeze a base copy, which runs the first K - K' steps; only the last K' = `steps` are trained.
@@ -278,7 +261,8 @@ class DenoisingPolicy(nn.Module):
         self.finetuned_steps = count
         self._train_encoder = train_encoder
         if not train_encoder:
-            self.network.encoder.requires_grad_(False)
+            for weight in self.network.encoder_parameters():
+                weight.requires_grad_(False)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The weights that an optimiser may change."""
@@ -293,77 +277,69 @@ class DenoisingPolicy(nn.Module):
 
         save_denoising_policy(self, folder)
 
-    def _vector_keys(self) -> list[str]:
-        return [key for key in self.fields if not key.startswith(IMAGE_PREFIX)]
-
     def _validate(self, observation: TensorObservation) -> None:
         validate_observation(observation, self.fields, history=self.config.history)
 
     def _act(
-        self,
-        network: ChunkNetwork,
-        observation: TensorObservation,
-        generator: torch.Generator,
-        deterministic: bool,
-        kept: tuple[Tensor, Tensor] | None = None,
+        self, observation: TensorObservation, generator: torch.Generator, deterministic: bool, kept: Kept | None = None
     ) -> Decision:
-        self._validate(observation)
-        config, schedule, first = self.config, self.schedule, self.first_step
-        leading = (self.base or network) if first else network
-        condition = network.encoder(observation)
-        batch, device = len(condition), condition.device
-        shape = (batch, config.prediction_steps, self.action.size)
-        x = torch.randn(shape, generator=generator, device=generator.device).to(device)
-        noise, quiet = None, None
-        if not deterministic and not self._matching:
-            noise = truncated_noise((schedule.steps, *shape), config.noise_clip, generator).to(device)
-            quiet = self._quiet_steps(batch, generator, device)
-        features = self._features(leading, leading.encoder(observation) if leading is not network else condition)
-        chain, means, stds = [x], [], []
-        for step in range(schedule.steps):
-            if step == first:
-                features = features if leading is network else self._features(network, condition)
-                if kept is not None:
-                    x = torch.where((kept[1] >= 0)[:, None, None], kept[0][:, 0], x)
-                chain = [x]
-            acting = leading if step < first else network
-            prediction = acting.denoiser.denoise(x, features[0][step], features[1])
-            normal = schedule.transition(x, prediction, step, deterministic=noise is None)
-            if step >= first and network.noise_head is not None:
-                normal = Normal(normal.mean, network.noise_head(condition, schedule.times[step : step + 1])[:, 0])
-            after = normal.mean if noise is None else normal.sample(noise[step])
-            if quiet is not None and step >= first:
-                still = schedule.transition(x, prediction, step, deterministic=True).mean
-                after = torch.where(quiet[:, step - first, None, None], still, after)
-            if kept is not None and step >= first:
-                after = torch.where((kept[1] > step - first)[:, None, None], kept[0][:, step - first + 1], after)
-            x = after
-            if step >= first:
-                chain.append(x)
-                means.append(normal.mean)
-                stds.append(normal.std)
-        actions = self._actions(x)
-        latents = {"chain": torch.stack(chain, 1)}
+        """Encode, draw, run the chain, score it. kept: what is taken over from other chains."""
+        config, schedule, first, network = self.config, self.schedule, self.first_step, self.network
+        condition = self.encode(observation)
+        batch, device = rows_in(condition), next(iter(condition.values())).device
+        draws = draw(
+            schedule,
+            (batch, config.prediction_steps, self.action.size),
+            generator,
+            device,
+            noisy=not deterministic and not self._matching,
+            noise_clip=config.noise_clip,
+            scored=slice(first, None),
+            noisy_steps=config.noisy_steps,
+        )
+        scored = steps_of(network, schedule.times, condition)
+        leading = scored
+        if first and self.base is not None:
+            # The frozen base sees the observation with its own encoder, which is the same one unless that learns.
+            seen = condition if self.encoder_is_fixed else self.base.encode(observation)
+            leading = steps_of(self.base, schedule.times, seen)
+        learned_std = None
+        if learns_noise(config):
+            assert isinstance(network, LearnsNoise)
+            learned_std = lambda step: network.noise_std(schedule.times[step : step + 1], condition)[:, 0]  # noqa: E731
+        chain = sample_chain(schedule, first, leading, scored, draws, learned_std=learned_std, kept=kept)
+        actions = self._actions(chain.final)
+        latents = self._latents(chain, condition, generator)
         if self._matching:
-            latents = matching_latents(x, self.schedule, config.matching_samples, generator)
-        if self.caches_condition:
-            latents["condition"] = condition
-        if self.keep_means and not self._matching:
-            latents["mean"] = torch.stack(means, 1)
-        density = schedule.density[first:].expand(batch, -1)
-        if self._matching:
-            density = torch.ones((batch, config.matching_samples), dtype=torch.bool, device=device)
+            return self._matched(actions, latents, condition, deterministic)
+        mask = choices(schedule, first, draws, kept)
+        logp = torch.zeros(mask.shape, device=device)
+        if not deterministic:
+            logp, _ = reduce_logp(config, chain.normal, chain.latents[:, 1:], None)
+        return Decision(actions, latents, logp, mask)
+
+    def _matched(
+        self, actions: Tensor, latents: dict[str, Tensor], condition: Condition, deterministic: bool
+    ) -> Decision:
+        """Return a decision scored by matching, where every level counts; a deterministic one is no choice."""
+        shape, device = latents["level"].shape, actions.device
         if deterministic:
-            return Decision(actions, latents, torch.zeros(density.shape, device=device), torch.zeros_like(density))
+            none = torch.zeros(shape, device=device)
+            return Decision(actions, latents, none, none.bool())
+        logp = matching_scores(self.config, self.schedule, self.network, condition, latents).logp
+        return Decision(actions, latents, logp, torch.ones(shape, dtype=torch.bool, device=device))
+
+    def _latents(self, chain: Chain, condition: Condition, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return what scores a decision again: its chain, or what matching draws for its action."""
         if self._matching:
-            return Decision(actions, latents, self._match(network, condition, latents).logp, density)
-        if quiet is not None:
-            density = density & ~quiet
-        if kept is not None:
-            density = density & (torch.arange(density.shape[1], device=device) >= kept[1][:, None])
-        std = schedule.table[first:, 4][:, None, None] if network.noise_head is None else torch.stack(stds, 1)
-        logp, _ = self._score(Normal(torch.stack(means, 1), std), latents["chain"][:, 1:], None)
-        return Decision(actions, latents, logp, density.clone())
+            latents = matching_latents(chain.final, self.schedule, self.config.matching_samples, generator)
+        else:
+            latents = {"chain": chain.latents}
+        if self.caches_condition:
+            latents |= condition
+        if self.keep_means and not self._matching:
+            latents["mean"] = chain.normal.mean
+        return latents
 
     def _actions(self, x: Tensor) -> Tensor:
         """Return what is executed of clean latents [N, P, A], in the world's units and bounds: [N, C, A]."""
@@ -372,83 +348,13 @@ class DenoisingPolicy(nn.Module):
         check_finite("actions", actions)
         return actions
 
-    def _quiet_steps(self, batch: int, generator: torch.Generator, device: torch.device) -> Tensor | None:
-        """Return which of the scored steps follow the noise-free sampler, [B, K'] bool; None: none of them."""
-        count, dense = self.config.noisy_steps, self.schedule.density[self.first_step :]
-        if count is None or count >= int(dense.sum()):
-            return None
-        draw = torch.rand((batch, len(dense)), generator=generator, device=generator.device).to(device)
-        noisy = torch.where(dense, draw, -1.0).topk(count, dim=1).indices
-        return torch.ones((batch, len(dense)), dtype=torch.bool, device=device).scatter(1, noisy, False)
-
-    def _match(self, network: ChunkNetwork, condition: Tensor, latents: Mapping[str, Tensor]) -> Scores:
-        loss, prediction = matching_loss(network.denoiser, self.schedule, condition, latents, self.config.chunk)
-        extras = {"mean": prediction, "std": torch.ones((), device=loss.device).expand(1, 1, 1, 1)}
-        return Scores(-loss, torch.zeros_like(loss), extras)
-
-    def _features(self, network: ChunkNetwork, condition: Tensor) -> tuple[Tensor, Tensor]:
-        denoiser = network.denoiser
-        return denoiser.encode_time(self.schedule.times), denoiser.encode_condition(condition)
-
-    def _log_prob(self, network: ChunkNetwork, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-        if self._matching:
-            if self.caches_condition and "condition" in latents:
-                return self._match(network, latents["condition"], latents)
-            self._validate(observation)
-            return self._match(network, network.encoder(observation), latents)
-        chain, first = latents["chain"], self.first_step
-        expected = (self.finetuned_steps + 1, self.config.prediction_steps, self.action.size)
-        if tuple(chain.shape[1:]) != expected:
-            raise SpecError(f"The chain has shape {list(chain.shape)}, this policy's are [N, {str(expected)[1:-1]}].")
-        if self.caches_condition and "condition" in latents:
-            condition = latents["condition"]
-        else:
-            self._validate(observation)
-            condition = network.encoder(observation)
-        times_at = self.schedule.times[first:]
-        times = network.denoiser.encode_time(times_at)
-        step: Tensor | slice = slice(first, None)
-        x, after = chain[:, :-1], chain[:, 1:]
-        if "chosen" in latents:
-            chosen = latents["chosen"]
-            rows = torch.arange(len(chain), device=chain.device)[:, None]
-            x, after, times, step = chain[rows, chosen], chain[rows, chosen + 1], times[chosen], chosen + first
-            times_at = times_at[chosen]
-        features = network.denoiser.encode_condition(condition)[:, None]
-        prediction = network.denoiser.denoise(x, times, features)
-        normal = self.schedule.transition(x, prediction, step)
-        if network.noise_head is not None:
-            normal = Normal(normal.mean, network.noise_head(condition, times_at))
-        logp, clamped = self._score(normal, after, latents.get("executed"))
-        entropy = normal.entropy(self.config.min_logprob_std).mean((-2, -1)).expand(logp.shape)
-        if self.config.logp_reduction is LogpReduction.SUM:
-            entropy = entropy * self.config.chunk * self.action.size
-        with torch.no_grad():
-            clipped = torch.zeros_like(clamped)
-            if self.schedule.clip is not None:
-                estimate = self.schedule.clean_estimate(x, prediction, step)[..., : self.config.chunk, :]
-                clipped = (estimate.abs() > self.schedule.clip).float().mean((-2, -1))
-        extras = {"mean": normal.mean, "std": normal.std, "logp_clamped": clamped, "clean_clipped": clipped}
-        return Scores(logp, entropy, extras)
-
-    def _score(self, normal: Normal, value: Tensor, executed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Reduce the log-density of latents [N, K, P, A] to [N, K]; also the fraction of clamped elements."""
-        chunk = self.config.chunk
-        part = Normal(normal.mean[..., :chunk, :], normal.std)
-        element = part.log_prob(value[..., :chunk, :], self.config.min_logprob_std)
-        clamped = torch.zeros(element.shape[:-2], device=element.device)
-        if self.config.logp_clamp is not None:
-            low, high = self.config.logp_clamp
-            with torch.no_grad():
-                clamped = ((element < low) | (element > high)).float().mean((-2, -1))
-            element = element.clamp(low, high)
-        if executed is None:
-            total = element.sum((-2, -1))
-            count: Tensor | int = chunk * self.action.size
-        else:
-            total = (element * executed[:, None, :, None]).sum((-2, -1))
-            count = (executed.sum(-1, keepdim=True) * self.action.size).clamp_min(1)
-        return (total / count if self.config.logp_reduction is LogpReduction.MEAN else total), clamped
+    def _condition(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Condition:
+        """Return what was encoded when the latents were recorded, where that still holds, or encode the observation."""
+        if self.caches_condition:
+            kept = {name: value for name, value in latents.items() if is_condition(name)}
+            if kept:
+                return kept
+        return self.encode(observation)
 
 
 def select_fields(keys: tuple[str, ...], observation: Mapping[str, Field]) -> dict[str, Field]:

@@ -221,7 +221,7 @@ def check_network(network: DenoisingNetwork, config: DenoisingPolicyConfig) -> N
 
 
 def check_condition(condition: Condition, rows: int) -> Condition:
-    """Return the condition; raises ConfigError where it cannot be kept among a decision's latents."""
+    """Return the condition of so many rows; raises ConfigError where it could not be kept in a decision's latents."""
     for name, value in condition.items():
         if not is_condition(name) or len(value) != rows:
             raise ConfigError(

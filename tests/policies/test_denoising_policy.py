@@ -1,5 +1,6 @@
 """The denoising policy: its chain, its scores, its base copy, its losses."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_logp_is_the_gaussian_of_the_recorded_step():
     expected = []
     for index, unit in enumerate(range(2, 5)):
         time = policy.schedule.times[unit].expand(6)
-        prediction = policy.network.denoiser(chain[:, index], time, condition)
+        prediction = policy.network.denoise(chain[:, index], time, condition)
         normal = policy.schedule.transition(chain[:, index], prediction, unit)
         distribution = torch.distributions.Normal(normal.mean, normal.std.expand_as(normal.mean).clamp_min(0.1))
         expected.append(distribution.log_prob(chain[:, index + 1])[:, :2].clamp(-5, 2))
@@ -115,19 +116,17 @@ def test_fine_tuning_changes_the_actions_and_leaves_the_base(kind: PolicyKind):
     policy, observation = _policy(config), _observation()
     before = policy.act(observation, _generator(), deterministic=True)
     policy.prepare_finetuning(2)
-    recorded = policy.act(observation, _generator())
-    frozen = policy.base_log_prob(observation, recorded.latents).logp
+    recorded, base = policy.act(observation, _generator()), copy.deepcopy(policy.base)
     _disturb(policy)
     tuned = policy.act(observation, _generator(), deterministic=True)
     assert (tuned.actions - before.actions).abs().max() > 1e-3
-    based = policy.base_act(observation, _generator(), deterministic=True)
-    assert torch.equal(based.actions, before.actions)
-    assert torch.equal(policy.base_log_prob(observation, recorded.latents).logp, frozen)
-    assert torch.allclose(policy.base_act(observation, _generator()).logp, recorded.logp, atol=1e-6)
-    fresh = policy.act(observation, _generator(1))
+    for kept, now in zip(base.parameters(), policy.base.parameters(), strict=True):
+        assert torch.equal(kept, now) and not now.requires_grad
+    fresh = policy.act(observation, _generator())
+    assert torch.equal(fresh.latents["chain"][:, 0], recorded.latents["chain"][:, 0])  # the base's part of the chain
     scores = policy.log_prob(observation, fresh.latents).logp
     assert torch.allclose(scores, fresh.logp, atol=1e-5)
-    assert (policy.base_log_prob(observation, fresh.latents).logp - fresh.logp).abs().max() > 1e-3
+    assert (policy.log_prob(observation, recorded.latents).logp - recorded.logp).abs().max() > 1e-3
 
 
 def test_preparing_twice_goes_on_but_never_with_other_units():
@@ -257,22 +256,69 @@ def test_contradictory_configurations_are_refused(change: dict[str, Any]):
         replace(CONFIG, **change)
 
 
-def test_a_frozen_image_encoder_lets_evaluation_skip_the_images():
-    fields = {**FIELDS, CAMERA: Field((32, 32, 3), "uint8", 0, 255)}
-    config = replace(CONFIG, image=ImageEncoderConfig(features=8, channels=(8, 8, 8)))
+IMAGES = replace(CONFIG, image=ImageEncoderConfig(features=8, channels=(8, 8, 8)))
+
+
+def _seeing(config: DenoisingPolicyConfig = IMAGES) -> tuple[DenoisingPolicy, dict[str, Any]]:
+    """Return a policy with a camera, and what it sees."""
     observation = _observation()
     observation[CAMERA] = torch.randint(0, 256, (6, 1, 32, 32, 3), generator=_generator(), dtype=torch.uint8)
-    policy = _policy(config, fields)
+    return _policy(config, {**FIELDS, CAMERA: Field((32, 32, 3), "uint8", 0, 255)}), observation
+
+
+def _encodings(policy: DenoisingPolicy, observation: dict[str, Any]) -> list[str]:
+    """Return which of the policy's encoders a decision uses, in order."""
+    used: list[str] = []
+    hooks = [
+        network.encoder.register_forward_hook(lambda *_, name=name: used.append(name))
+        for name, network in (("network", policy.network), ("base", policy.base))
+    ]
+    policy.act(observation, _generator())
+    for hook in hooks:
+        hook.remove()
+    return used
+
+
+def test_a_frozen_image_encoder_lets_evaluation_skip_the_images():
+    policy, observation = _seeing()
     policy.prepare_finetuning(3)
     assert set(policy.act(observation, _generator()).latents) == {"chain"}
-    policy = _policy(config, fields)
+    policy, observation = _seeing()
     policy.prepare_finetuning(3, train_encoder=False)
     decision = policy.act(observation, _generator())
-    assert torch.equal(decision.latents["condition"], policy.encode(observation))
+    assert torch.equal(decision.latents["condition"], policy.encode(observation)["condition"])
     scores = policy.log_prob({}, decision.latents).logp
     assert torch.allclose(scores, decision.logp, atol=1e-5)
     names = {name for name, weight in policy.network.named_parameters() if weight.requires_grad}
     assert names and not any(name.startswith("encoder") for name in names)
+
+
+def test_a_frozen_encoder_encodes_once_in_a_decision():
+    policy, observation = _seeing()
+    policy.prepare_finetuning(3, train_encoder=False)
+    _disturb(policy)
+    assert _encodings(policy, observation) == ["network"]
+    once = policy.act(observation, _generator())
+    policy._train_encoder = True  # as if it could have learned: the base then looks for itself, and sees the same
+    policy.network.requires_grad_(True)
+    assert _encodings(policy, observation) == ["network", "base"]
+    twice = policy.act(observation, _generator())
+    assert torch.equal(once.actions, twice.actions) and torch.equal(once.logp, twice.logp)
+    fixed, observation = _seeing(replace(IMAGES, image=replace(IMAGES.image, frozen=True)))
+    fixed.prepare_finetuning(3)
+    assert _encodings(fixed, observation) == ["network"]
+
+
+def test_an_encoder_that_learns_leaves_the_base_its_own_also_in_a_frozen_copy():
+    """Collecting beside the learner acts with a copy that requires no gradients, whose encoder has learned."""
+    policy, observation = _seeing()
+    policy.prepare_finetuning(3)
+    _disturb(policy)
+    frozen = copy.deepcopy(policy).requires_grad_(False)
+    assert _encodings(frozen, observation) == ["network", "base"]
+    first, second = policy.act(observation, _generator()), frozen.act(observation, _generator())
+    assert torch.equal(first.actions, second.actions) and torch.equal(first.logp, second.logp)
+    assert set(second.latents) == {"chain"}  # nothing that another copy could take for its own encoding
 
 
 def test_building_is_seeded_and_leaves_global_randomness_alone():
