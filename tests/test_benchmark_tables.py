@@ -1,0 +1,137 @@
+"""Tables of the READMEs are what assets/figures say; benchmarks are found by name and refuse what they do not read."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from robopolicy.benchmarks import rates, recipes, tables
+from robopolicy.configuration import compose
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.resources import resource
+from robopolicy.evaluation.intervals import wilson
+from robopolicy.verbs import bench
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(root, *settings):
+    return bench.run(compose([f"run.root={root}", *settings]))
+
+
+@pytest.mark.parametrize("path", tables.READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_tables_of_a_readme_are_the_figures(path):
+    assert path.read_text() == tables.written(path.read_text()), "run: robopolicy bench tables"
+
+
+def test_every_published_figure_has_a_place_in_the_results_and_every_benchmark_too():
+    places = set(tables.PLACE.findall(tables.READMES[0].read_text()))
+    assert places == set(bench.BENCHMARKS.names()) - {"tables"}
+    assert {path.stem for path in resource("assets", "figures").iterdir()} <= places
+
+
+def test_every_benchmark_is_listed_in_the_help_of_the_verb():
+    assert all(f"- {name}:" in bench.__doc__ for name in bench.BENCHMARKS.names() if name != "tables")
+
+
+def test_a_changed_figure_changes_the_table(tmp_path, monkeypatch):
+    figures = json.loads(tables.figures_of("joint").read_text())
+    figures["seeds"]["0"]["all episodes, best of 8"]["success"] = 0.123
+    (tmp_path / "joint.json").write_text(json.dumps(figures))
+    monkeypatch.setattr(tables, "figures_of", lambda name: tmp_path / f"{name}.json")
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- table:joint -->\nold\n<!-- end -->\nafter <!-- table:sims -->\n<!-- end -->\n")
+    monkeypatch.setattr(tables, "READMES", (readme,))
+    monkeypatch.setattr(tables, "HERE", tmp_path / "a" / "b")
+    assert run(tmp_path, "bench.name=tables") == 0
+    text = readme.read_text()
+    assert text.startswith("before\n") and "12.3 %" in text and "old" not in text
+    assert "Not measured yet: `robopolicy bench sims json=assets/figures/sims.json`" in text
+    readme.write_text("<!-- table:nobody -->\n<!-- end -->")
+    with pytest.raises(ConfigError, match="no benchmark 'nobody'"):
+        run(tmp_path, "bench.name=tables")
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "read"),
+    [
+        ("sims", "bench.seeds=[0]", "bench.rounds"),
+        ("joint", "bench.tasks=[push_t]", "bench.seeds"),
+        ("tables", "bench.rounds=1", "no setting of bench"),
+    ],
+)
+def test_a_setting_that_a_benchmark_does_not_read_is_refused(tmp_path, name, setting, read):
+    with pytest.raises(ConfigError, match=f"{setting.partition('=')[0]} says nothing to '{name}', which reads {read}"):
+        run(tmp_path, f"bench.name={name}", setting)
+    assert not list(tmp_path.iterdir()), "nothing was run"
+
+
+def test_a_benchmark_of_another_package_is_run_by_its_dotted_path(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_claim.py").write_text(
+        "from robopolicy.verbs.bench import Benchmark, Table\n"
+        "def measure(config, root):\n"
+        "    return {'seeds': list(config.bench.seeds), 'details': 1}\n"
+        "def tables(figures):\n"
+        "    return [Table('Mine', ['seed'], [[str(seed)] for seed in figures['seeds']])]\n"
+        "BENCHMARK = Benchmark('Is it so?', ('seeds',), measure, tables, bulky=frozenset({'details'}))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    published = tmp_path / "figures.json"
+    assert run(tmp_path, "bench.name=my_claim:BENCHMARK", "bench.seeds=[7,9]", f"json={published}") == 0
+    sys.modules.pop("my_claim")
+    assert "Mine" in capsys.readouterr().out
+    figures = json.loads(published.read_text())
+    assert figures["seeds"] == [7, 9] and "details" not in figures
+    assert figures["command"] == "robopolicy bench my_claim:BENCHMARK 'bench.seeds=[7,9]'"
+    assert figures["threads"] >= 1 and figures["versions"]["packages"]["torch"]
+    assert "Is it so?" in (tmp_path / "bench" / "my_claim-BENCHMARK" / "report.html").read_text()
+
+
+def test_spread_and_interval_are_told_apart():
+    rate = rates.rate_of(93, 100)
+    assert (rate["low"], rate["high"]) == wilson(93, 100)
+    assert rates.rate_text(rate) == "93.0 % [86.3, 96.6]"
+    assert rates.spread_text([0.5, 0.75, 1.0]) == "75.0 % (50.0 to 100.0)"
+    assert rates.spread_text([0.5]) == "50.0 % (one seed)"
+    assert rates.pooled([{"successes": 1, "episodes": 2}, {"successes": 2, "episodes": 2}])["success_rate"] == 0.75
+    assert rates.mean_text([1, 2], 1) == "1.5 (1.0, 2.0)"
+
+
+def test_a_recipe_is_measured_once_by_its_name_alone_and_rows_of_seeds_add_up(tmp_path, capsys):
+    small = [
+        "policy.width=16",
+        "policy.depth=1",
+        "policy.sampling_steps=2",
+        "collect.episodes=6",
+        "train.fit.steps=10",
+        "train.evaluate_episodes=4",
+        "finetune.finetuned_steps=2",
+        "finetune.iterations=1",
+        "finetune.num_envs=8",
+        "finetune.rollout_length=4",
+        "finetune.evaluate_episodes=4",
+        "finetune.videos=0",
+    ]
+    published = tmp_path / "recipes.json"
+    overrides = ",".join(f"'{setting}'" for setting in small)
+    chosen = "bench.name=recipes", "bench.methods=[reach_planar]", f"bench.overrides=[{overrides}]"
+    assert run(tmp_path, *chosen, "bench.seeds=[0]", f"json={published}") == 0
+    row = json.loads(published.read_text())["recipes"]["reach_planar"]["0"]
+    assert row["base"]["episodes"] == row["tuned"]["episodes"] == 4
+    assert set(row["seconds"]) == {"collect", "train", "finetune"} and min(row["seconds"].values()) > 0
+    assert row["threads"] >= 1 and row["packages"]["torch"] and "commit" in row
+    assert row["env_steps"] > 0
+    assert (tmp_path / "bench" / "recipes" / "finetune" / "reach_planar" / "0" / "checkpoint").is_dir()
+    capsys.readouterr()
+    assert run(tmp_path, *chosen, "bench.seeds=[0,1]", f"json={published}") == 0
+    shown = capsys.readouterr().out
+    assert "reach_planar, seed 1, collect" in shown and "reach_planar, seed 0, collect" not in shown
+    found = json.loads(published.read_text())
+    assert list(found["recipes"]["reach_planar"]) == ["0", "1"] and found["recipes"]["reach_planar"]["0"] == row
+    spread, each = recipes.tables(found)
+    assert spread.lines[0][2] == "2" and " to " in spread.lines[0][4]
+    assert [line[0] for line in each.lines] == ["`reach_planar`, seed 0", "`reach_planar`, seed 1"]
+    with pytest.raises(ConfigError, match="there is no 'reach_plana'"):
+        run(tmp_path, "bench.name=recipes", "bench.methods=[reach_plana]")
