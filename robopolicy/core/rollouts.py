@@ -14,25 +14,43 @@ from torch import Tensor
 
 from robopolicy.core.extras import Extras
 from robopolicy.core.policy import TensorObservation
-from robopolicy.core.spec import TASK
+from robopolicy.core.spec import IMAGE_PREFIX, TASK
 
 ROW_FIELDS = ("episode", "group", "parent", "branch_decision", "branch_sampling_step")
 """Those with one entry a row, [B]."""
 
 
 @dataclass(frozen=True)
+class FinalImages:
+    """Camera images after decisions that nothing follows; elsewhere the next column's observation shows the same.
+
+    images: key -> [n, H, height, width, 3] uint8; place: [B, T] int64, 1 + index into them, 0 where none is kept.
+    """
+
+    images: Mapping[str, Tensor]
+    place: Tensor
+
+    def at(self, where: Tensor) -> dict[str, Tensor]:
+        """Return key -> [n, H, ...] after the n decisions `where` [B, T] bool; LookupError where none is kept."""
+        index = self.place[where]
+        if bool((index == 0).any()):
+            raise LookupError("Images after a decision are kept only where an episode or its rollout ends.")
+        return {key: value[index - 1] for key, value in self.images.items()}
+
+
+@dataclass(frozen=True)
 class Rollouts:
     """Decisions in order of time.
 
-    observation, next_observation: key -> [B, T, H, ...], next is taken BEFORE any reset; steps: name -> [B, T, ...];
-    actions: [B, T, C, A]; logp_behaviour: [B, T, K] fp32 under the policy that acted; mask: [B, T, K] bool, False on
-    padding and on prefixes copied from a parent; rewards: name -> [B, T, C]; valid: [B, T, C]; terminated, truncated,
-    horizon_end, success: [B, T] bool; task, policy_version: [B, T] int64, index of the instruction and number of
-    updates of the policy that acted; extras: what else is known of them (see `Extras`). episode, group, parent,
-    branch_decision: [B] int64. episode: identity of the row; group: episodes with the same start and task, whose
-    outcomes are compared; parent: the episode that this one branched off at decision branch_decision (both -1: none),
-    keeping the first branch_sampling_step of its steps there (None: 0 everywhere). logp_proximal: [B, T, K] under the
-    policy to clip around, None: the behaviour's.
+    observation, next_observation: key -> [B, T, H, ...], next is taken BEFORE any reset; final_images: what remains of
+    the next images after `thinned`; latents: name -> [B, T, ...]; actions: [B, T, C, A]; logp_behaviour: [B, T, K] fp32
+    under the policy that acted; mask: [B, T, K] bool, False on padding and on prefixes copied from a parent; rewards:
+    name -> [B, T, C]; valid: [B, T, C]; terminated, truncated, horizon_end, success: [B, T] bool; task, policy_version:
+    [B, T] int64, index of the instruction and number of updates of the policy that acted; extras: what else is known of
+    them (see `Extras`). episode, group, parent, branch_decision: [B] int64. episode: identity of the row; group:
+    episodes with the same start and task, whose outcomes are compared; parent: the episode that this one branched off
+    at decision branch_decision (both -1: none), keeping the first branch_sampling_step of its steps there (None: 0
+    everywhere). logp_proximal: [B, T, K] under the policy to clip around, None: the behaviour's.
     """
 
     observation: TensorObservation
@@ -57,6 +75,7 @@ class Rollouts:
     logp_proximal: Tensor | None = None
     extras: Extras = field(default_factory=Extras)
     whole: bool = False
+    final_images: FinalImages | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "extras", Extras.of(self.extras))  # checkpoints and columns hold them as a mapping
@@ -118,7 +137,35 @@ class Rollouts:
 
     def to(self, device: torch.device | str) -> "Rollouts":
         """Move every tensor."""
-        return self._map(lambda tensor: tensor.to(device), rows=lambda tensor: tensor.to(device))
+        moved = self._map(lambda tensor: tensor.to(device), rows=lambda tensor: tensor.to(device))
+        if moved.final_images is None:
+            return moved
+        images = {key: value.to(device) for key, value in moved.final_images.images.items()}
+        return replace(moved, final_images=replace(moved.final_images, images=images))
+
+    def thinned(self) -> "Rollouts":
+        """Keep next images only where an episode ends and in the last column: the others stand in the next column."""
+        keys = [key for key in self.next_observation if key.startswith(IMAGE_PREFIX)]
+        if not keys:
+            return self
+        kept = self.ended.clone()
+        kept[:, -1] = True
+        images = {key: tensor_of(self.next_observation, key)[kept] for key in keys}
+        place = kept.flatten().long().cumsum(0).reshape(kept.shape) * kept
+        rest = {key: value for key, value in self.next_observation.items() if key not in keys}
+        return replace(self, next_observation=rest, final_images=FinalImages(images, place))
+
+    def without(self, *, following: bool = False, images: bool = False) -> "Rollouts":
+        """Leave out what is not read any more, so that selecting rows does not copy it.
+
+        following: the next observations; images: the camera images of the observations.
+        """
+        kept = self.observation
+        if images:
+            kept = {key: value for key, value in kept.items() if not key.startswith(IMAGE_PREFIX)}
+        if not following:
+            return replace(self, observation=kept)
+        return replace(self, observation=kept, next_observation={}, final_images=None)
 
     def with_extras(self, **extras: Tensor) -> "Rollouts":
         """Add extras by name; raises KeyError for a name that `Extras` does not have."""
@@ -130,6 +177,8 @@ class Rollouts:
                 return function(value)
             if isinstance(value, Extras):
                 return value.map(function)
+            if isinstance(value, FinalImages):
+                return replace(value, place=function(value.place))
             if isinstance(value, Mapping):
                 return {key: apply(item) for key, item in value.items()}
             if value is None or isinstance(value, bool):
@@ -145,11 +194,25 @@ class Rollouts:
         return Rollouts(**{item.name: changed(item.name) for item in fields(self)})
 
 
-def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False) -> dict[str, Tensor]:
-    """Return what a critic sees at the n decisions `where` [B, T], or after them: key -> [n, ...]; `task` as index."""
+def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False, images: bool = False) -> dict[str, Tensor]:
+    """Return what a critic sees at the n decisions `where` [B, T], or after them: key -> [n, ...]; `task` as index.
+
+    images: camera images too, which cost more to gather than all the rest. Raises LookupError where images after a
+    decision are asked for that are not kept (see `Rollouts.thinned`).
+    """
     source = rollouts.next_observation if following else rollouts.observation
-    found = {key: value[where] for key, value in source.items() if isinstance(value, Tensor)}
+    wanted = [key for key in source if key != TASK and (images or not key.startswith(IMAGE_PREFIX))]
+    found = {key: tensor_of(source, key)[where] for key in wanted}
+    if following and images and rollouts.final_images is not None:
+        found |= rollouts.final_images.at(where)
     return {**found, TASK: rollouts.task[where]}
+
+
+def tensor_of(observation: TensorObservation, key: str) -> Tensor:
+    """Return a field of an observation that is a tensor; rollouts hold no texts (`Rollouts.task` has their indices)."""
+    value = observation[key]
+    assert isinstance(value, Tensor)
+    return value
 
 
 def sum_of_rewards(rewards: Mapping[str, Tensor], valid: Tensor) -> Tensor:
@@ -188,10 +251,19 @@ def concatenate(parts: list[Rollouts]) -> Rollouts:
             return {key: join([value[key] for value in values], per_row) for key in first}
         if first is None or isinstance(first, bool):
             return first
+        if isinstance(first, FinalImages):
+            return _join_finals(values, length)
         return torch.cat(values if per_row else [_pad(value, length) for value in values])
 
     names = [item.name for item in fields(Rollouts)]
     return Rollouts(**{name: join([getattr(part, name) for part in parts], name in ROW_FIELDS) for name in names})
+
+
+def _join_finals(parts: list[FinalImages], length: int) -> FinalImages:
+    counts = [len(next(iter(part.images.values()))) for part in parts]
+    places = [torch.where(part.place > 0, part.place + sum(counts[:number]), 0) for number, part in enumerate(parts)]
+    images = {key: torch.cat([part.images[key] for part in parts]) for key in parts[0].images}
+    return FinalImages(images, torch.cat([_pad(place, length) for place in places]))
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:

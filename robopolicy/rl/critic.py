@@ -71,6 +71,11 @@ class Critic(nn.Module):
         nn.init.zeros_(head.bias)
         self.layers = nn.Sequential(*layers, head)
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether its encoder may look at camera images; `StateFeatures` does not."""
+        return not isinstance(self.encoder, StateFeatures)
+
     def fit(self, observation: Mapping[str, Any]) -> None:
         """Fit the encoder's standardisation, if it has one, on an observation [..., *shape]; once, before any value."""
         if isinstance(self.encoder, StateFeatures):

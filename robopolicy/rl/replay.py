@@ -1,6 +1,7 @@
 """Episodes of earlier iterations that are learned from again: classes with mix(prepared, context) -> prepared.
 
-They get rollouts with `advantage` among their extras and return those with older rows beside them. The trainer scores
+They get rollouts with `advantage` among their extras and without next observations, and return those with older rows
+beside them. The trainer scores
 the older rows again, so that clips are around the policy as it is now (`logp_proximal`) and the probabilities they were
 drawn with stay known (`logp_behaviour`); coefficient=decoupled_ppo or rec corrects for the difference.
 """
@@ -49,12 +50,13 @@ class _Buffer:
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from all tensors."""
-        parts = [Rollouts(**tree["rollouts"][str(place)]) for place in range(len(tree["iterations"]))]
+        count = len(tree["iterations"])
+        parts = [Rollouts(**tree["rollouts"][str(place)]).without(following=True) for place in range(count)]
         self.kept = list(zip(tree["iterations"], parts, strict=True))
 
 
 def _plain(rollouts: Rollouts) -> dict[str, Any]:
-    found = {item.name: getattr(rollouts, item.name) for item in fields(Rollouts)}
+    found = {item.name: getattr(rollouts, item.name) for item in fields(Rollouts) if item.name != "final_images"}
     return {**found, "extras": dict(rollouts.extras.items())}
 
 

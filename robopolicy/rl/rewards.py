@@ -39,7 +39,7 @@ def hurry(rollouts: Rollouts, context: Context, *, cost: float = 0.01) -> Rollou
 def smooth(rollouts: Rollouts, context: Context, *, cost: float = 0.1) -> Rollouts:
     """Charge `cost` times the squared change of the action from one control step of a decision to the next."""
     change = (rollouts.actions[:, :, 1:] - rollouts.actions[:, :, :-1]).square().mean(-1)
-    change = torch.cat([torch.zeros_like(change[:, :, :1]), change], 2)
+    change = torch.cat([change.new_zeros((*change.shape[:2], 1)), change], 2)  # nothing comes before the first step
     charged = torch.where(rollouts.valid, -cost * change, 0.0)
     return replace(rollouts, rewards={**rollouts.rewards, "smooth": charged})
 

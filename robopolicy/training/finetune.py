@@ -251,6 +251,7 @@ class _Finetuning:
         require_finite("the advantage", prepared.extras["advantage"], self._where)
         if rollouts.whole:
             self.collector.observe(rollouts, prepared)
+        prepared = prepared.without(following=True)  # targets and advantages are made: nothing looks ahead any more
         if self.replay is not None:
             prepared = self.replay.mix(prepared, self._context)
         if rollouts.whole:

@@ -31,7 +31,7 @@ from robopolicy.rl.objective import policy_loss, value_loss
 from robopolicy.rl.ratios import log_ratios
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.experience import decisions_at
+from robopolicy.training.experience import decisions_at, reads_images
 
 WHOLE = frozenset({Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
 
@@ -105,7 +105,15 @@ class Learner:
         return self.stats
 
     def _source(self, rollouts: Rollouts) -> Rollouts:
-        """Return what minibatches are drawn from: rows are whole episodes, or single decisions."""
+        """Return what minibatches are drawn from: rows are whole episodes, or single decisions.
+
+        What no step reads is left out, because gathering images for every minibatch takes longer than learning from it:
+        next observations have done their part in the critic's targets, and a condition that a frozen encoder kept
+        stands for the images, unless an auxiliary loss asks a policy for fresh decisions.
+        """
+        unseen = self.critic is None or not self.critic.reads_images
+        images = not self.algorithm.auxiliaries and unseen and not reads_images(self.policy, rollouts)
+        rollouts = rollouts.without(following=True, images=images)
         if self.by_episode:
             return rollouts
         flat = rollouts.flat()
@@ -128,7 +136,11 @@ class Learner:
         assert self.critic_optimiser is not None
         alive = batch.alive
         known = batch.extras["target_known"][alive] if "target_known" in batch.extras else None
-        loss = value_loss(self.critic(visible(batch, alive)), batch.extras["value_target"][alive], known)
+        loss = value_loss(
+            self.critic(visible(batch, alive, images=self.critic.reads_images)),
+            batch.extras["value_target"][alive],
+            known,
+        )
         require_finite("the value loss", loss.detach(), where)
         self.critic_optimiser.zero_grad(set_to_none=True)
         loss.backward()

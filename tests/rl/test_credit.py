@@ -115,3 +115,15 @@ def test_an_entropy_bonus_pays_for_entropy():
     inputs.scores = Scores(torch.zeros(1, 2), entropy.detach())
     with pytest.raises(ConfigError, match="noise is fixed"):
         regularisation.entropy_bonus(inputs)
+
+
+def test_a_chunk_of_one_step_is_smooth():
+    rollouts = make_rollouts([2, 1], [0, 0], [1.0, 0.0])
+    single = replace(
+        rollouts,
+        actions=rollouts.actions[:, :, :1],
+        valid=rollouts.valid[:, :, :1],
+        rewards={"reward": rollouts.rewards["reward"][:, :, 1:]},
+    )
+    paid = rewards.smooth(single, CONTEXT, cost=1.0)
+    assert paid.rewards["smooth"].tolist() == [[[0.0], [0.0]], [[0.0], [0.0]]]

@@ -8,9 +8,9 @@ import torch
 from bandit_toys import BanditWorld, ChainPolicy, mean_reward
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.training.collection.props import sampling_error_loss
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
-from robopolicy.training.collection.props import sampling_error_loss
 
 CONFIG = FinetuneConfig(
     algorithm="grpo", iterations=25, groups=16, group_size=8, epochs=4, minibatch=128, learning_rate=5e-3, clip=0.1,

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.rl.coefficients.off_policy import masked_share
 from robopolicy.rl.coefficients.ppo import ppo
 from robopolicy.rl.context import Coefficients, Scored
@@ -57,8 +58,13 @@ def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2) -> Coefficient
 def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
     """Return |mean - mean_old|^2 / (2 std^2) averaged over the executed elements, and std, both [b, t, K].
 
-    It is KL(old || new) of a Gaussian step a dimension. latents["mean"] holds the behaviour's means [b, t, K', P, A].
+    It is KL(old || new) of a Gaussian step a dimension. latents["mean"] holds the behaviour's means [b, t, K', P, A];
+    ConfigError where the policy's likelihood keeps none.
     """
+    if "mean" not in scored.rollouts.latents:
+        raise ConfigError(
+            "This needs the means of the behaviour's steps, which this policy's likelihood does not keep."
+        )
     mean, std = scored.extra("mean"), scored.extra("std")
     old = scored.rollouts.latents["mean"]
     old = torch.gather(old, 2, scored.chosen[..., None, None].expand(mean.shape))

@@ -96,8 +96,8 @@ class SidePerceptron(SideNetwork[StatePerceptron]):
 
 
 def minibatches(count: int, size: int, epochs: int, context: Context) -> Iterator[Tensor]:
-    """Yield the indices [<= size] of minibatches of `count` rows, in a fresh order every epoch."""
-    for _ in range(epochs):
+    """Yield the indices [<= size] of minibatches of `count` rows, in a fresh order every epoch; none of no rows."""
+    for _ in range(epochs if count else 0):
         yield from torch.randperm(count, generator=context.generator, device=context.generator.device).split(size)
 
 

@@ -62,7 +62,8 @@ class EpisodeCollector:
     def batch(self, number: int, version: int) -> Rollouts:
         """Return the episodes of batch `number`, with `start` and `hint` [B, T] among their extras."""
         with while_collecting(number):
-            return with_executed(self._groups(number, version), self.policy, self.world.spec.instructions)
+            found = self._groups(number, version).thinned()
+            return with_executed(found, self.policy, self.world.spec.instructions)
 
     def restart(self) -> None:
         """Drop episodes in flight, and begin with fresh ones at the next call."""

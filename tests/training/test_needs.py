@@ -1,0 +1,234 @@
+"""Every mechanism runs with what it declares to need and nothing else, or is refused with a reason."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from bandit_toys import ACTION, FIELDS
+from seeing_toys import INSTRUCTIONS, SeeingWorld, denoising_policy, token_policy
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.extras import Extras, MissingExtraError
+from robopolicy.core.policy import is_condition
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.spec import STATE
+from robopolicy.policies.configuration import Likelihood, PolicyKind
+from robopolicy.rl import registry
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.critic import state_critic
+from robopolicy.rl.registry import Mechanism, Need, Slot, mechanism, mechanisms
+from robopolicy.training.collection import make_collector
+from robopolicy.training.demonstrations import Demonstrations
+from robopolicy.training.experience import rescored
+from robopolicy.training.finetune import FinetuneConfig, finetune
+from robopolicy.training.guidance import Guidance
+from robopolicy.training.providers import PROVIDERS
+
+CONFIG = FinetuneConfig(
+    algorithm="grpo",
+    advantage="w_reinforce",
+    coefficient="awr",
+    weight="step_mean",
+    iterations=2,
+    rollout_length=2,
+    groups=2,
+    group_size=2,
+    epochs=1,
+    minibatch=64,
+    learning_rate=1e-3,
+    ratio_tolerance=1e-4,
+    critic_warmup=0,
+    evaluate_every=0,
+)
+"""The base needs nothing: signs of outcomes, weighted regression."""
+
+GIVERS = {Need.IMPLICIT: "prime", Need.VALUES: "q_ensemble", Need.PREFERENCE: "discriminator"}
+SEVERAL = {Slot.CREDIT, Slot.REWARD, Slot.SELECTION, Slot.AUXILIARY, Slot.CONTROLLER, Slot.MODEL}
+REFUSED = {
+    "denoising": {Need.CATEGORICAL},
+    "tokens": {Need.GAUSSIAN, Need.MEANS, Need.FINISHES},
+}
+"""Needs that a kind of policy can never meet."""
+
+
+def experts() -> Episodes:
+    """Four episodes of five steps that go where the state says."""
+    state = torch.rand((24, 2), generator=torch.Generator().manual_seed(0)) - 0.5
+    actions = state.reshape(4, 6, 2)[:, :5].flatten(0, 1)
+    lengths = torch.full((4,), 5)
+    return Episodes(FIELDS, ACTION, 10.0, {STATE: state}, actions, lengths, INSTRUCTIONS * 2)
+
+
+def alone(entry: Mechanism) -> FinetuneConfig:
+    """The configuration in which this mechanism stands alone."""
+    names: dict = {entry.slot.value: (entry.name,) if entry.slot in SEVERAL else entry.name}
+    models = tuple(GIVERS[need] for need in GIVERS if need in entry.needs)
+    if models:
+        names["models"] = models
+    needs_groups = bool(entry.needs & {Need.GROUPS, Need.WHOLE_GROUPS} or models == ("prime",))
+    starts = 4 if entry.slot in (Slot.SAMPLER, Slot.ALLOCATOR, Slot.HINT) else 0
+    return replace(CONFIG, starts=starts, group_size=2 if needs_groups else 1, **names)
+
+
+@pytest.mark.parametrize("kind", ["denoising", "tokens"])
+@pytest.mark.parametrize("entry", mechanisms(), ids=lambda entry: f"{entry.slot.value}-{entry.name}")
+def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: str):
+    seen = Need.BLACKOUT_SCORES in entry.needs
+    world = SeeingWorld(4)
+    make = denoising_policy if kind == "denoising" else token_policy
+    policy = make(world, cameras=seen)
+    policy.prepare_finetuning()
+    needs_teacher = entry.needs & {Need.TEACHER, Need.SAME_STEPS, Need.TEACHER_SCORES, Need.PREFERENCE}
+    teacher = None
+    if needs_teacher:
+        teacher = make(world, seed=1, cameras=seen)
+        teacher.prepare_finetuning()
+    guidance = Guidance(
+        teacher=teacher,
+        demonstrations=Demonstrations({}) if Need.DEMONSTRATIONS in entry.needs else None,
+        experts=experts() if Need.EXPERTS in entry.needs else None,
+    )
+    critic = None
+    if Need.CRITIC in entry.needs:
+        critic = state_critic(world.spec.observation, 1, width=8, instructions=world.spec.instructions)
+    config = alone(entry)
+    if entry.needs & REFUSED[kind]:
+        with pytest.raises(ConfigError, match=rf"{entry.name} needs "):
+            finetune(policy, critic, world, config, guidance=guidance)
+        return
+    if (entry.name, kind) == ("entropy", "denoising"):
+        with pytest.raises(ConfigError, match="entropy is constant"):
+            finetune(policy, critic, world, config, guidance=guidance)
+        return
+    result = finetune(policy, critic, world, config, guidance=guidance)
+    assert result.iterations == 2
+    assert all(bool(parameter.isfinite().all()) for parameter in policy.parameters())
+
+
+READS = {
+    Need.ENTROPY: "entropy",
+    Need.BLACKOUT_SCORES: "blackout_logp",
+    Need.CONTRAST_SCORES: "contrast_logp",
+    Need.TEACHER_SCORES: "teacher_logp",
+}
+
+
+@pytest.mark.parametrize("slot", [Slot.ADVANTAGE, Slot.SELECTION, Slot.REWARD, Slot.COEFFICIENT])
+def test_what_a_need_stands_for_is_there_in_every_slot(slot: Slot, monkeypatch: pytest.MonkeyPatch):
+    assert set(READS) == set(PROVIDERS)
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    found: dict[str, bool] = {}
+
+    def look(rollouts: Rollouts) -> None:
+        found.update({name: bool(rollouts.extras[name].isfinite().all()) for name in READS.values()})
+
+    def advantage(rollouts, context):
+        look(rollouts)
+        return rollouts.reward
+
+    def selection(rollouts, context):
+        look(rollouts)
+        return torch.ones(len(rollouts.group), dtype=torch.bool)
+
+    def reward(rollouts, context):
+        look(rollouts)
+        return rollouts
+
+    def coefficient(scored):
+        look(scored.rollouts)
+        return scored.advantage, {}
+
+    function = {
+        Slot.ADVANTAGE: advantage,
+        Slot.SELECTION: selection,
+        Slot.REWARD: reward,
+        Slot.COEFFICIENT: coefficient,
+    }[slot]
+    mechanism(slot, "looks", needs=tuple(READS))(function)
+    world = SeeingWorld(4)
+    policy, teacher = denoising_policy(world, cameras=True), denoising_policy(world, seed=1, cameras=True)
+    for each in (policy, teacher):
+        each.prepare_finetuning()
+    config = replace(CONFIG, replay="remix", **{slot.value: ("looks",) if slot in SEVERAL else "looks"})
+    finetune(policy, None, world, config, guidance=Guidance(teacher))
+    assert found == dict.fromkeys(READS.values(), True)
+
+
+def test_a_misspelt_extra_fails_at_once_and_a_missing_one_says_what_to_declare():
+    tensor = torch.zeros(2, 3)
+    with pytest.raises(KeyError, match=r"entorpy.*entropy"):
+        Extras().adding(entorpy=tensor)
+    with pytest.raises(KeyError, match="entorpy"):
+        Extras()["entorpy"]
+    with pytest.raises(KeyError, match="entorpy"):
+        assert "entorpy" in Extras()
+    with pytest.raises(MissingExtraError, match="declares the need"):
+        Extras(value=tensor)["entropy"]
+    assert dict(Extras(value=tensor).map(lambda each: each + 1).items()).keys() == {"value"}
+
+
+def frozen(policy):
+    policy.prepare_finetuning(train_encoder=False)
+    return policy
+
+
+@pytest.mark.parametrize("coefficient", ["opd", "none"])
+def test_a_teacher_looks_for_itself_and_not_through_the_students_encoder(coefficient: str):
+    """Both encoders are frozen and cache what they make of the images: the teacher's scores are of its own."""
+    world = SeeingWorld(4)
+    student = frozen(denoising_policy(world, cameras=True))
+    teacher = frozen(denoising_policy(world, seed=1, cameras=True))
+    expected = []
+    plain = teacher.log_prob
+
+    def spy(observation, latents):
+        found = plain(observation, latents)
+        own = plain(observation, {name: value for name, value in latents.items() if not is_condition(name)})
+        expected.append(torch.equal(found.logp, own.logp))
+        return found
+
+    teacher.log_prob = spy
+    auxiliaries = ("distill",) if coefficient == "none" else ()
+    config = replace(CONFIG, coefficient=coefficient, auxiliaries=auxiliaries)
+    finetune(student, None, world, config, guidance=Guidance(teacher))
+    assert expected and all(expected)
+
+
+def test_parts_of_props_keep_a_frozen_encoder_as_it_is():
+    """Decisions keep what the actor's encoder made of the images; the policy scores them as with its own."""
+    world = SeeingWorld(8)
+    policy = frozen(denoising_policy(world, cameras=True))
+    config = replace(CONFIG, props=2, groups=8)
+    collector = make_collector(world, policy, build_algorithm(config), config, 0, torch.Generator().manual_seed(0))
+    collector.rate = 0.05  # type: ignore[attr-defined]
+    rollouts = collector.collect(0)
+    cached, _ = rescored(rollouts, policy, world.spec.instructions)
+    afresh, _ = rescored(rollouts, policy, world.spec.instructions, another=True)
+    torch.testing.assert_close(cached[rollouts.mask], rollouts.logp_behaviour[rollouts.mask])
+    torch.testing.assert_close(cached[rollouts.mask], afresh[rollouts.mask])
+
+
+def test_means_that_a_likelihood_does_not_keep_are_refused_with_a_reason():
+    world = SeeingWorld(4)
+    policy = denoising_policy(world, kind=PolicyKind.FLOW, likelihood=Likelihood.MATCHING)
+    policy.prepare_finetuning()
+    with pytest.raises(ConfigError, match="means"):
+        finetune(policy, None, world, replace(CONFIG, coefficient="gaussian_kl"))
+
+
+def test_a_base_is_copied_only_where_it_is_declared(monkeypatch: pytest.MonkeyPatch):
+    world = SeeingWorld(4)
+    copied = []
+    plain = copy.deepcopy
+    monkeypatch.setattr(copy, "deepcopy", lambda value, *rest: copied.append(type(value)) or plain(value, *rest))
+    for auxiliaries, expected in ((("experts",), False), (("kl_base",), True)):
+        policy = token_policy(world)
+        policy.prepare_finetuning()
+        copied.clear()
+        try:
+            finetune(policy, None, world, replace(CONFIG, auxiliaries=auxiliaries))
+        except ConfigError:
+            assert auxiliaries == ("experts",)
+        assert (type(policy) in copied) == expected
