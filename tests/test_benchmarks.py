@@ -10,7 +10,7 @@ from robopolicy.benchmarks import joint, planning, styles, trajectories, video
 from robopolicy.benchmarks.replay import replay
 from robopolicy.nn.configuration import EdmConfig
 from worldmodels.configuration import TrajectoryConfig
-from worldmodels.data.transitions import TransitionData
+from worldmodels.data.transitions import recorded_transitions
 from worldmodels.images.configuration import ReadoutConfig
 from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 from worldmodels.video.configuration import VideoConfig
@@ -25,7 +25,7 @@ def whole(tables):
 
 def test_a_replay_from_what_was_seen_goes_where_the_recording_went():
     episodes = trajectories.collect("push_cube", 0, 300, 0.5)
-    data = TransitionData.of(episodes)
+    data = recorded_transitions(episodes)
     first = episodes.starts[episodes.lengths >= 10]
     index = first[:, None] + torch.arange(10)
     seen = replay(data.state[first], data.action[index])

@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.returns import PROGRESS, SUCCESS, success_bonus
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.members import Members
 from worldmodels.configuration import EnsembleConfig
 from worldmodels.data.statistics import require_fields
 from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
-from worldmodels.data.transitions import PROGRESS, SUCCESS, TransitionData, success_bonus
+from worldmodels.data.transitions import recorded_transitions
 from worldmodels.heads.calibration import quantiles_of
 from worldmodels.heads.state import BOUND, StepHeads, success_batch
 from worldmodels.protocol import Context, Imagined, Latent, Regression, draws_of
@@ -78,7 +80,7 @@ class EnsembleModel(nn.Module):
         """
         vector = StateVector.of(spec)
         require_fields(spec, vector.fields, episodes)
-        data = TransitionData.of(episodes, vector)
+        data = recorded_transitions(episodes, vector)
         structure = find_structure(data.state, data.next_state, vector.names)
         model = cls(config, spec, structure, success_bonus(episodes), seed)
         model.fit_statistics(data)
@@ -109,7 +111,7 @@ class EnsembleModel(nn.Module):
         return structure_of(self)
 
     @torch.no_grad()
-    def fit_statistics(self, data: TransitionData) -> None:
+    def fit_statistics(self, data: Transitions) -> None:
         """Fit the standardisation of inputs and targets."""
         change = data.next_state - data.state
         values = {"state": data.state, "action": data.action, "delta": change[:, self.structure.free]}
@@ -143,9 +145,9 @@ class EnsembleModel(nn.Module):
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
         """Yield training batches for ever; each member draws its own steps, `generator` is all the state."""
-        data = TransitionData.of(episodes, self.state_vector)
+        data = recorded_transitions(episodes, self.state_vector)
         config, device = self.config, self.state_mean.device
-        won = data.success.nonzero()[:, 0]
+        won = data.won.nonzero()[:, 0]
         while True:
             shape, where = (config.members, config.batch_size), generator.device
             rows = torch.randint(len(data), shape, generator=generator, device=where).cpu()
@@ -156,7 +158,7 @@ class EnsembleModel(nn.Module):
     @torch.no_grad()
     def calibrate(self, episodes: Episodes) -> None:
         """Set the threshold of success, the quantiles of the uncertainty and what is paid on held-out episodes."""
-        data, device = TransitionData.of(episodes, self.state_vector), self.state_mean.device
+        data, device = recorded_transitions(episodes, self.state_vector), self.state_mean.device
         self.heads.calibrate(data)
         found = []
         for state, action in zip(data.state.split(8192), data.action.split(8192), strict=True):

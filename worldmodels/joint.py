@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Decision, Scores, TensorObservation
+from robopolicy.core.returns import returns_to_go
+from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import PolicySpec, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.vectors import StateVector
@@ -26,8 +28,6 @@ from robopolicy.core.world import Rows
 from robopolicy.nn import edm
 from robopolicy.nn.denoisers import TimeEmbedding
 from robopolicy.policies.joint_configuration import JointConfig
-from worldmodels.data.sequences import SequenceData
-from worldmodels.heads.value import returns_to_go
 from worldmodels.planning import AGGREGATED
 from worldmodels.protocol import Regression
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import uniforms
-from worldmodels.data.sequences import SequenceData
+from robopolicy.core.sequences import SequenceData
 from worldmodels.protocol import Context, Starts
 
 

@@ -19,16 +19,18 @@ from torch import Tensor, nn
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
 from robopolicy.core.progress import progress
+from robopolicy.core.returns import success_bonus
+from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn import edm
 from robopolicy.nn.unet import UNetDenoiser
 from worldmodels.configuration import TrajectoryConfig
-from worldmodels.data.sequences import SequenceData, Sequences
 from worldmodels.data.statistics import require_fields
 from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
-from worldmodels.data.transitions import TransitionData, success_bonus
+from worldmodels.data.transitions import recorded_transitions
 from worldmodels.heads.state import StepHeads
 from worldmodels.protocol import Regression
 
@@ -69,7 +71,7 @@ class TrajectoryDiffusion(nn.Module):
         """
         vector = StateVector.of(spec)
         require_fields(spec, vector.fields, episodes)
-        data = TransitionData.of(episodes, vector)
+        data = recorded_transitions(episodes, vector)
         structure = find_structure(data.state, data.next_state, vector.names)
         model = cls(config, spec, structure, success_bonus(episodes), seed)
         rows = beginnings(episodes, config.length)
@@ -97,7 +99,7 @@ class TrajectoryDiffusion(nn.Module):
 
     def calibrate(self, episodes: Episodes) -> None:
         """Set the threshold of success and what is paid on held-out episodes."""
-        self.heads.calibrate(TransitionData.of(episodes, self.state_vector))
+        self.heads.calibrate(recorded_transitions(episodes, self.state_vector))
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield standardised subsequences for ever; `generator` is all the state."""
@@ -138,7 +140,7 @@ class TrajectoryDiffusion(nn.Module):
         return self._joined(torch.cat(parts))
 
     @torch.no_grad()
-    def transitions(self, steps: Tensor) -> TransitionData:
+    def transitions(self, steps: Tensor) -> Transitions:
         """Return the transitions of subsequences [N, L, S + A], up to success; rewards include the bonus."""
         state, action = steps.split([self.states, self.actions], -1)
         before, taken, after = (each.flatten(0, 1) for each in (state[:, :-1], action[:, :-1], state[:, 1:]))
@@ -147,7 +149,7 @@ class TrajectoryDiffusion(nn.Module):
         won = success.reshape(len(steps), -1).long()
         kept = (won.cumsum(1) == won).flatten()
         ended = success[kept]
-        return TransitionData(before[kept], taken[kept], after[kept], reward[kept], ended, ended)
+        return Transitions(before[kept], taken[kept], reward[kept], after[kept], ended, ended).check()
 
     def _network(self, scaled: Tensor, label: Tensor) -> Tensor:
         """EDM's F: the label log(sigma) / 4 in [-1.6, 1.2] becomes a time in [0, 1]."""

@@ -20,11 +20,11 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.storage import read_json, write_json
+from robopolicy.core.transitions import Transitions
 from robopolicy.core.world import Snapshot, World
 from robopolicy.evaluation.curves import value_curves
 from robopolicy.evaluation.report import Section
 from robopolicy.evaluation.success import evaluate_policy
-from robopolicy.rl.offline.batches import Batch
 from robopolicy.rl.offline.sac import Sac, SacConfig
 from robopolicy.training.imagined_values import (
     AgentController,
@@ -54,7 +54,7 @@ class Problem:
 
     imagined: Callable[[Truncation, float], World]
     real: World
-    recorded: Batch
+    recorded: Transitions
     agent: SacConfig
     steps: int
     diversity: float
@@ -97,7 +97,7 @@ def point_problem(seed: int) -> Problem:
     state = torch.from_numpy(point.starts(episode_seeds(seed, "recorded", RECORDED)).last(point.STATE))
     action = 2 * torch.rand(RECORDED, point.AXES, generator=generator) - 1
     never = torch.zeros(RECORDED, dtype=torch.bool)
-    recorded = Batch(state, action, -point.COST * state.norm(dim=1), state + point.STEP * action, never)
+    recorded = Transitions(state, action, -point.COST * state.norm(dim=1), state + point.STEP * action, never)
     agent = SacConfig(width=64, depth=2, rate=3e-3, tau=0.1, temperature=1e-4, learn_temperature=False)
 
     def imagined(truncation: Truncation, penalty: float) -> World:
@@ -134,7 +134,7 @@ def build_problem(name: str, seed: int) -> Problem:
     return point_problem(seed) if name == "point" else task_problem(name, seed)
 
 
-def random_play(world: Any, seed: int) -> tuple[Batch, Starts]:
+def random_play(world: Any, seed: int) -> tuple[Transitions, Starts]:
     """Return transitions of random actions, and starts in the states they began in (the seed chooses)."""
     interface = Interface(world.spec)
     generator = torch.Generator().manual_seed(derive(seed, "random play"))
@@ -148,7 +148,7 @@ def random_play(world: Any, seed: int) -> tuple[Batch, Starts]:
         snapshots.append(world.snapshot(rows).arrays)
         step = world.step(interface.to_world(action)[:, None])
         reward, following = torch.from_numpy(step.reward[:, 0]).float(), interface.state(step.observation)
-        every = Batch(state, action, reward, following, torch.from_numpy(step.terminated))
+        every = Transitions(state, action, reward, following, torch.from_numpy(step.terminated))
         parts.append(every.take(torch.from_numpy(rows)))
         live &= ~step.ended
         observation = step.observation
@@ -160,7 +160,7 @@ def random_play(world: Any, seed: int) -> tuple[Batch, Starts]:
         chosen = Snapshot(states).take(index).arrays
         return Context({key: value[index] for key, value in seen.items()}, state=chosen)
 
-    return Batch.join(parts), starts
+    return Transitions.join(parts), starts
 
 
 def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 from worldmodels.configuration import EnsembleConfig, PlanConfig
-from worldmodels.data.transitions import TransitionData
+from worldmodels.data.transitions import recorded_transitions
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.env import ImaginedWorld
 from worldmodels.planning import PlannedPolicy
@@ -186,7 +186,7 @@ def imagined_error(model: EnsembleModel, actor: Any, shown: Episodes, scale: Sca
     """Return how far imagined rollouts are from the simulator's, in standard deviations of recorded states."""
     inside = ImaginedWorld(model, recorded_starts(shown), scale.imagined)
     played = record(inside, actor, episode_seeds(seed, "imagined", scale.imagined), generator=Generators(seed)["act"])
-    data, spread = TransitionData.of(played), TransitionData.of(shown).state.std(0, correction=0).clamp_min(1e-6)
+    data, spread = recorded_transitions(played), recorded_transitions(shown).state.std(0, correction=0).clamp_min(1e-6)
     long = played.lengths >= scale.steps
     first = played.starts[long]
     index = first[:, None] + torch.arange(scale.steps)

@@ -21,9 +21,9 @@ from robopolicy.benchmarks.runs import each_seed
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.transitions import Transitions
 from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.success import evaluate_policy
-from robopolicy.rl.offline.batches import Batch
 from robopolicy.rl.offline.td3_bc import Td3Bc, Td3BcConfig
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.imagined_values import AgentController, Interface
@@ -31,7 +31,7 @@ from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 from worldmodels.configuration import EnsembleConfig, TrajectoryConfig
-from worldmodels.data.transitions import TransitionData
+from worldmodels.data.transitions import recorded_transitions
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.trajectory_diffusion import TrajectoryDiffusion
 
@@ -80,24 +80,24 @@ def collect(task: str, seed: int, steps: int, noise: float) -> Episodes:
     return episodes
 
 
-def batch_of(data: TransitionData, interface: Interface, bonus: Tensor | None = None) -> Batch:
+def batch_of(data: Transitions, interface: Interface, bonus: Tensor | None = None) -> Transitions:
     """Return transitions as agents take them: actions in [-1, 1]."""
     reward = data.reward if bonus is None else data.reward + bonus
-    return Batch(data.state, interface.to_agent(data.action), reward, data.next_state, data.terminated).check()
+    return replace(data, action=interface.to_agent(data.action), reward=reward).check()
 
 
-def recorded_batch(episodes: Episodes, interface: Interface) -> Batch:
+def recorded_batch(episodes: Episodes, interface: Interface) -> Transitions:
     """Return recorded transitions, success paid as the world pays it."""
-    data = TransitionData.of(episodes)
+    data = recorded_transitions(episodes)
     assert episodes.reward is not None
     return batch_of(data, interface, episodes.reward - data.reward)
 
 
 def train_agent(
     scale: Scale,
-    recorded: Batch,
+    recorded: Transitions,
     seed: int,
-    synthesise: Callable[[Any], Batch] | None = None,
+    synthesise: Callable[[Any], Transitions] | None = None,
 ) -> Td3Bc:
     """Return TD3+BC on recorded transitions, or on mostly synthetic ones, drawn anew every so many updates.
 
@@ -115,7 +115,7 @@ def train_agent(
                 batch = recorded.draw(scale.batch_size, draws["batches"])
             else:
                 parts = [synthetic.draw(count, draws["batches"])]
-                batch = Batch.join([*parts, recorded.draw(scale.batch_size - count, draws["batches"])])
+                batch = Transitions.join([*parts, recorded.draw(scale.batch_size - count, draws["batches"])])
             agent.update(batch, draws["update"])
             if update % 500 == 499:
                 advance(500)
@@ -151,7 +151,7 @@ def asked_for_truth(seed: int, scale: Scale) -> dict[str, Any]:
     model = generator_of(scale.trajectories, world.spec, episodes, scale.fit, seed, generators)
     ensemble = EnsembleModel.build(EnsembleConfig(), world.spec, episodes, derive(seed, "ensemble"))
     fit_stages(ensemble, episodes, FitConfig(steps=scale.fit, learning_rate=3e-3, checkpoint_every=10**9), generators)
-    data = TransitionData.of(episodes)
+    data = recorded_transitions(episodes)
     spread = data.state.std(0, correction=0).clamp_min(1e-6)
     target = train_agent(scale, recorded_batch(episodes, interface), seed)
     found: dict[str, Any] = {"guidance": {}, "ensemble": _ensemble_error(ensemble, target, interface, data, spread)}
@@ -175,8 +175,8 @@ def taught(seed: int, scale: Scale) -> dict[str, Any]:
     model = generator_of(config, world.spec, episodes, scale.taught_fit, seed, generators)
     recorded = recorded_batch(episodes, interface)
 
-    def generated(strength: float) -> Callable[[Any], Batch]:
-        def synthesise(agent: Any) -> Batch:
+    def generated(strength: float) -> Callable[[Any], Transitions]:
+        def synthesise(agent: Any) -> Transitions:
             drawn = model.generate(scale.synthetic, generators["synthesise"], likelihood(agent, interface), strength)
             return batch_of(model.transitions(drawn), interface)
 
@@ -196,7 +196,7 @@ def taught(seed: int, scale: Scale) -> dict[str, Any]:
 
 
 def _ensemble_error(
-    model: EnsembleModel, agent: Td3Bc, interface: Interface, data: TransitionData, spread: Tensor, length: int = 31
+    model: EnsembleModel, agent: Td3Bc, interface: Interface, data: Transitions, spread: Tensor, length: int = 31
 ) -> dict[str, Any]:
     """Return the error, by step, of rolling the agent out in the ensemble from recorded states."""
     rows = torch.linspace(0, len(data) - 1, 256).long()

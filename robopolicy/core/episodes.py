@@ -16,25 +16,8 @@ from torch import Tensor
 from robopolicy.core.errors import DataError, did_you_mean
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field
+from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
-
-
-@dataclass(frozen=True)
-class Transitions:
-    """Single steps for world models: state, next_state [n, S]; action [n, A]; reward [n]; terminated, success [n] bool.
-
-    state: a `StateVector`; terminated: the task ended with this step (a time limit does not count); success: the
-    episode has succeeded by the end of this step; episode: [n] int64.
-    reward, terminated and success are None where the data does not say.
-    """
-
-    state: Tensor
-    action: Tensor
-    next_state: Tensor
-    reward: Tensor | None
-    terminated: Tensor | None
-    success: Tensor | None
-    episode: Tensor
 
 
 @dataclass(frozen=True)
@@ -282,8 +265,11 @@ class Episodes:
         """Return every step whose next observation is known, in order of time.
 
         vector: what its states are made of; None: all vector fields of the episodes. Raises DataError where there is
-        none, SpecError where the episodes lack a field of it.
+        none, or rewards or the end of the task are not recorded, SpecError where the episodes lack a field of it.
         """
+        reward = self.reward
+        if reward is None or self.terminated is None:
+            raise DataError("Transitions need rewards and where the task ended: this dataset lacks them.")
         vector = StateVector.of(self.observation_fields) if vector is None else vector
         if not vector.size:
             raise DataError(
@@ -296,13 +282,12 @@ class Episodes:
         if self.final_known is not None:
             steps = steps[~(last & ~self.final_known[episode])]
         episode, frames = episode[steps], steps + episode[steps]
-        reward = self.reward
         return Transitions(
             state=states[frames],
             action=self.actions[steps],
+            reward=reward[steps],
             next_state=states[frames + 1],
-            reward=None if reward is None else reward[steps],
-            terminated=None if self.terminated is None else last[steps] & self.terminated[episode],
+            terminated=last[steps] & self.terminated[episode],
             success=None if self.step_success is None else self.step_success[steps],
             episode=episode,
         )

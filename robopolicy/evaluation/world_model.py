@@ -13,9 +13,9 @@ from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.progress import progress
+from robopolicy.core.returns import SUCCESS, progress_reward
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.evaluation.image_quality import compare
-from worldmodels.data.transitions import SUCCESS, progress_reward
 from worldmodels.encoding import encoded
 from worldmodels.protocol import DecoderFree, LearnedModel
 from worldmodels.starts import context_at

@@ -20,9 +20,10 @@ from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import Observation, WorldSpec
+from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Rows, World
-from robopolicy.rl.offline.batches import Batch, edge_of_reach, value_bound
+from robopolicy.rl.offline.batches import edge_of_reach, value_bound
 
 
 class Agent(Protocol):
@@ -33,7 +34,7 @@ class Agent(Protocol):
         """What a reward is worth one step later."""
         ...
 
-    def update(self, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
+    def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
         """Take one step and return figures."""
         ...
 
@@ -119,7 +120,7 @@ def roll_out(
     name: str,
     generator: torch.Generator,
     edge_value: EdgeValue | None = None,
-) -> Batch:
+) -> Transitions:
     """Play at least `rollouts` episodes (or what imagination leaves of them) and return their transitions.
 
     edge_value: what it says (discounted) is paid where imagination stops, and the transition ends there.
@@ -140,17 +141,17 @@ def roll_out(
             if edge_value is not None:
                 stopped = torch.from_numpy(step.horizon_end)
                 paid, over = torch.where(stopped, paid + edge_value(following), paid), over | stopped
-            found = (state, action, paid, following, over)
-            parts.append(Batch(*(value[kept] for value in found)))
+            found = Transitions(state, action, paid, following, over, torch.from_numpy(step.success))
+            parts.append(found.take(kept))
             live &= ~step.ended
             observation = step.observation
-    return Batch.join(parts)
+    return Transitions.join(parts)
 
 
 def learn_in_imagination(
     agent: Agent,
     world: World,
-    recorded: Batch,
+    recorded: Transitions,
     config: ImaginedValuesConfig,
     generators: Generators,
     *,
@@ -167,17 +168,17 @@ def learn_in_imagination(
     the edge of reach.
     """
     interface, records = Interface(world.spec), []
-    kept: list[Batch] = []
+    kept: list[Transitions] = []
     imagined_count = config.batch_size - round(config.real_share * config.batch_size)
     with progress("Learning in imagination", config.epochs) as advance:
         for epoch in range(1, config.epochs + 1):
             name, draws = f"rollout/{epoch}", generators["act"]
             fresh = roll_out(world, agent, interface, config.rollouts, seed, name, draws, edge_value)
             kept = [*kept, fresh.check()][-config.keep :]
-            imagined = Batch.join(kept)
+            imagined = Transitions.join(kept)
             figures: dict[str, Tensor] = {}
             for _ in range(config.updates):
-                batch = Batch.join(
+                batch = Transitions.join(
                     [
                         imagined.draw(imagined_count, generators["batches"]),
                         recorded.draw(config.batch_size - imagined_count, generators["batches"]),

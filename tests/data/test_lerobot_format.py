@@ -132,7 +132,8 @@ def test_reads_what_others_recorded_with_lerobot(tmp_path):
     images = episodes.observation["observation.images.top"]
     assert images.shape == (10, 32, 48, 3)
     assert images[:, 0, 0, 0].tolist() == [0, 1, 2, 2, 40, 41, 42, 43, 44, 44]
-    assert len(episodes.transitions().action) == 6
+    with pytest.raises(DataError, match="rewards"):
+        episodes.transitions()
 
 
 def test_missing_and_foreign_folders(tmp_path):

@@ -7,7 +7,8 @@ import torch
 
 from robopolicy.benchmarks.edge_of_reach import measure, point_problem
 from robopolicy.core.errors import ConfigError
-from robopolicy.rl.offline.batches import Batch, edge_of_reach, value_bound
+from robopolicy.core.transitions import Transitions
+from robopolicy.rl.offline.batches import edge_of_reach, value_bound
 from robopolicy.rl.offline.iql import Iql, IqlConfig, expectile_loss
 from robopolicy.rl.offline.networks import Actor, Critics
 from robopolicy.rl.offline.sac import Sac, SacConfig, gradient_agreement
@@ -30,7 +31,7 @@ def batch(count=64, terminated=False, seed=0):
     draws = generator(seed)
     state, action = torch.randn(count, 3, generator=draws), torch.rand(count, 2, generator=draws) * 2 - 1
     after, reward = torch.randn(count, 3, generator=draws), torch.randn(count, generator=draws)
-    return Batch(state, action, reward, after, torch.full((count,), terminated))
+    return Transitions(state, action, reward, after, torch.full((count,), terminated))
 
 
 @torch.no_grad()
@@ -73,7 +74,7 @@ def test_it_learns_a_bandit():
     for _ in range(600):
         action = agent.act(torch.zeros(64, 1), draws)
         reward = -4 * (action[:, 0] - 0.4).square()
-        data = Batch(torch.zeros(64, 1), action, reward, torch.zeros(64, 1), torch.ones(64, dtype=torch.bool))
+        data = Transitions(torch.zeros(64, 1), action, reward, torch.zeros(64, 1), torch.ones(64, dtype=torch.bool))
         agent.update(data, draws)
     assert float(agent.act(torch.zeros(1, 1))) == pytest.approx(0.4, abs=0.1)
 
@@ -91,7 +92,7 @@ def test_edge_transitions_are_those_that_lead_where_none_begins():
     state = torch.tensor([[0.0], [1.0], [2.0], [0.0]])
     after = torch.tensor([[1.0], [2.0], [3.0], [9.0]])
     over = torch.tensor([False, False, False, True])
-    assert edge_of_reach(Batch(state, state, state[:, 0], after, over)).tolist() == [False, False, True, False]
+    assert edge_of_reach(Transitions(state, state, state[:, 0], after, over)).tolist() == [False, False, True, False]
 
 
 def test_values_are_bounded_by_rewards():
@@ -128,7 +129,7 @@ def two_armed(count=400, seed=0):
     good = torch.rand(count, generator=draws) < 0.3
     action = torch.where(good, 0.5, -0.5)[:, None] + 0.05 * torch.randn(count, 1, generator=draws)
     state = torch.zeros(count, 1)
-    return Batch(state, action, good.float(), state, torch.ones(count, dtype=torch.bool))
+    return Transitions(state, action, good.float(), state, torch.ones(count, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("kind", ["td3_bc", "iql"])

@@ -16,7 +16,7 @@ from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
 from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig
-from worldmodels.data.transitions import TransitionData
+from worldmodels.data.transitions import recorded_transitions
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.env import PENALTY, ImaginedWorld, Truncation
 from worldmodels.protocol import Context
@@ -88,7 +88,7 @@ def test_other_rewards_are_read_off_state_action_and_next_state():
     generators = Generators(0)
     fit(model, model.batches(train, generators["batches"]), FitConfig(steps=200, learning_rate=3e-3), generators)
     model.calibrate(held)
-    data = TransitionData.of(held)
+    data = recorded_transitions(held)
     found = model.heads.progress(data.state, data.action, data.next_state)
     assert not model.heads.pays_potential
     assert (found - data.reward).square().mean() < 0.2 * data.reward.var()
@@ -101,7 +101,7 @@ def test_disagreement_grows_off_the_data(learned):
         latent = {"state": state, "seed": torch.arange(len(state)), "step": torch.zeros(len(state), dtype=torch.int64)}
         return model.imagine(latent, held.actions[: len(state)])[1].uncertainty.mean()
 
-    state = TransitionData.of(held).state[:200]
+    state = recorded_transitions(held).state[:200]
     assert uncertainty(state + 5.0) > 3 * uncertainty(state)
     quantiles = model.uncertainty_quantiles
     assert quantiles[0] < uncertainty(state) < quantiles[-1] and (quantiles.diff() >= 0).all()
@@ -207,11 +207,11 @@ def test_bad_data_is_refused():
     data = recorded(episodes=4)
     broken = {**data.observation, STATE: data.observation[STATE] * torch.nan}
     with pytest.raises(NonFiniteError, match="state"):
-        TransitionData.of(replace(data, observation=broken))
+        recorded_transitions(replace(data, observation=broken))
     with pytest.raises(DataError, match="another world"):
         EnsembleModel.build(EnsembleConfig(), SPEC, replace(data, actions=data.actions[:, :1]), 0)
     with pytest.raises(DataError, match="neither"):
-        TransitionData.of(replace(data, rewards=None))
+        recorded_transitions(replace(data, rewards=None))
     with pytest.raises(DataError, match="none is left"):
         data.select([0]).split(0.1, torch.Generator())
     with pytest.raises(ConfigError, match="at least 1"):

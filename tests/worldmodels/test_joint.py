@@ -15,7 +15,7 @@ from robopolicy.policies.joint_configuration import JointConfig
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
 from worldmodels import load_world_model, save_world_model
-from worldmodels.heads.value import returns_to_go
+from robopolicy.core.returns import returns_to_go
 from worldmodels.joint import ACTION, FUTURE, VALUE, JointModel
 
 CONFIG = JointConfig(chunk=1, width=32, depth=2, heads=2, batch_size=128, edm=EdmConfig(sigma_data=1.0, steps=6))

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import STATE, Field
-from worldmodels.data.sequences import SequenceData
 
 
 def numbered(lengths):

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
+from robopolicy.core.returns import progress_reward
 from robopolicy.core.spec import Field, WorldSpec, check_finite
 from robopolicy.core.vectors import StateVector
 from worldmodels.data.structure import StateStructure, find_structure, no_structure
-from worldmodels.data.transitions import progress_reward
 
 
 def read_statistics(spec: WorldSpec, episodes: Episodes) -> tuple[StateStructure, dict[str, tuple[Tensor, Tensor]]]:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.members import Members
-from worldmodels.data.transitions import TransitionData
+from worldmodels.data.transitions import recorded_transitions
 from worldmodels.heads.calibration import calibrated_threshold, explains_as_well
 
 BOUND = 10.0
@@ -52,7 +53,7 @@ class StepHeads(nn.Module):
         self.register_buffer("pays_potential", torch.zeros((), dtype=torch.bool))
 
     @torch.no_grad()
-    def fit_statistics(self, data: TransitionData) -> None:
+    def fit_statistics(self, data: Transitions) -> None:
         """Fit the standardisation of inputs and targets."""
         change = data.next_state - data.state
         values = {"state": data.state, "action": data.action, "change": change, "reward": data.reward[:, None]}
@@ -62,8 +63,8 @@ class StepHeads(nn.Module):
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
         """Yield what `loss` takes for ever; `generator` is all the state."""
-        data, device = TransitionData.of(episodes, self.state_vector), self.state_mean.device
-        won = data.success.nonzero()[:, 0]
+        data, device = recorded_transitions(episodes, self.state_vector), self.state_mean.device
+        won = data.won.nonzero()[:, 0]
         while True:
             rows = torch.randint(len(data), (BATCH,), generator=generator, device=generator.device).cpu()
             batch = {name: getattr(data, name)[rows] for name in ("state", "action", "next_state", "reward")}
@@ -98,11 +99,11 @@ class StepHeads(nn.Module):
         return self._increase(state, after) if self.pays_potential else self._said(state, action, after)
 
     @torch.no_grad()
-    def calibrate(self, data: TransitionData) -> None:
+    def calibrate(self, data: Transitions) -> None:
         """Set the threshold of success and what is paid on held-out steps."""
         device = self.state_mean.device
         logits = torch.cat([self.success_logit(part.to(device)) for part in data.next_state.split(PART)])
-        self.success_threshold.copy_(calibrated_threshold(logits, data.success))
+        self.success_threshold.copy_(calibrated_threshold(logits, data.won))
         paid = []
         for rows in torch.arange(len(data)).split(PART):
             state, action, after = (value[rows].to(device) for value in (data.state, data.action, data.next_state))
@@ -130,7 +131,7 @@ class StepHeads(nn.Module):
 
 
 def success_batch(
-    data: TransitionData, rows: Tensor, won: Tensor, share: float, generator: torch.Generator
+    data: Transitions, rows: Tensor, won: Tensor, share: float, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Return {"success_state", "success_label"} after steps `rows` [N], a share of them replaced by random ones of
     `won`, the successful ones.
@@ -139,4 +140,4 @@ def success_batch(
     if count:
         drawn = torch.randint(len(won), (count,), generator=generator, device=generator.device).cpu()
         chosen[:count] = won[drawn]
-    return {"success_state": data.next_state[chosen], "success_label": data.success[chosen]}
+    return {"success_state": data.next_state[chosen], "success_label": data.won[chosen]}

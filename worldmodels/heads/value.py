@@ -7,21 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.returns import returns_to_go
 from robopolicy.nn.members import Members
-
-
-def returns_to_go(reward: Tensor, episodes: Episodes, discount: float) -> Tensor:
-    """Return sum_{s >= t} discount^(s - t) reward_s within each episode, [N], of rewards [N]."""
-    total, steps = torch.zeros(len(reward), dtype=torch.float64), reward.double()
-    longest = int(episodes.lengths.max())
-    last = episodes.starts + episodes.lengths - 1
-    running = torch.zeros(len(episodes), dtype=torch.float64)
-    for back in range(longest):
-        index = (last - back).clamp(min=0)
-        inside = back < episodes.lengths
-        running = torch.where(inside, steps[index] + discount * running, running)
-        total[index[inside]] = running[inside]
-    return total.float()
 
 
 class ValueHead(nn.Module):

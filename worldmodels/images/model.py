@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.returns import success_bonus
+from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
-from worldmodels.data.sequences import SequenceData
 from worldmodels.data.statistics import read_statistics
 from worldmodels.data.structure import StateStructure, structure_in
-from worldmodels.data.transitions import success_bonus
 from worldmodels.images.reader import FrameReader
 from worldmodels.protocol import Context, Latent
 

@@ -17,11 +17,11 @@ from torch.nn import functional
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.progress import progress
+from robopolicy.core.returns import PROGRESS, SUCCESS, progress_reward
+from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, WorldSpec
 from robopolicy.core.vectors import StateVector
-from worldmodels.data.sequences import SequenceData, Sequences
 from worldmodels.data.structure import StateStructure, register_structure, structure_of
-from worldmodels.data.transitions import PROGRESS, SUCCESS, progress_reward
 from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
 from worldmodels.heads.latent import THUMBNAIL, LatentSteps
 from worldmodels.images.configuration import ReadoutConfig

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import WorldSpec
-from worldmodels.data.sequences import SequenceData
 from worldmodels.data.structure import StateStructure
 from worldmodels.images.model import ImageModel, PartStage
 from worldmodels.images.reader import FrameReader

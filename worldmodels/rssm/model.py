@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.returns import PROGRESS, SUCCESS, success_bonus
+from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.vectors import StateVector
-from worldmodels.data.sequences import SequenceData, Sequences
 from worldmodels.data.statistics import read_statistics
 from worldmodels.data.structure import StateStructure, register_structure, structure_in, structure_of
-from worldmodels.data.transitions import PROGRESS, SUCCESS, success_bonus
 from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
 from worldmodels.heads.latent import THUMBNAIL, HeadStage, LatentHeads, LatentSteps
 from worldmodels.protocol import Context, Imagined, Latent, Regression, draws_of

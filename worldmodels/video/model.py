@@ -24,9 +24,9 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.progress import progress
+from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import WorldSpec
 from robopolicy.nn import edm
-from worldmodels.data.sequences import SequenceData
 from worldmodels.data.structure import StateStructure
 from worldmodels.images.model import ImageModel, PartStage
 from worldmodels.images.reader import PART, FrameReader

@@ -7,6 +7,7 @@ keys: which decisions are compared with one another.
 import torch
 from torch import Tensor
 
+from robopolicy.core.returns import discounted_sums
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.rl.advantages.group import broadcast, group_normalised, outcomes
@@ -17,13 +18,7 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 
 def returns_to_go(rollouts: Rollouts, discount: float) -> Tensor:
     """Return G_t = R_t + discount^h_t G_{t+1}, [B, T] (h_t control steps, not discounted inside a decision)."""
-    reward, steps = rollouts.reward, discount ** rollouts.duration.float()
-    following = torch.zeros_like(reward[:, 0])
-    columns = []
-    for column in reversed(range(reward.shape[1])):
-        following = reward[:, column] + steps[:, column] * following * ~rollouts.ended[:, column]
-        columns.append(following)
-    return torch.stack(columns[::-1], 1)
+    return discounted_sums(rollouts.reward, discount ** rollouts.duration.float(), ~rollouts.ended)
 
 
 def group_baseline(values: Tensor, key: Segments, counts: Tensor, scale: bool = False) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.transitions import Transitions
 from robopolicy.nn.members import follow
-from robopolicy.rl.offline.batches import Batch
 from robopolicy.rl.offline.learner import Learner
 from robopolicy.rl.offline.networks import Actor, Critics, Values
 
@@ -56,7 +56,7 @@ class Iql(Learner):
         for part in (self.actor, self.critics, self.values, self.slow):
             part.state.fit(state)
 
-    def update(self, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
+    def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
         """Take one step of values, critics and actor; returns figures. It draws nothing."""
         config = self.config
         with torch.no_grad():

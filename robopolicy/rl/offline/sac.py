@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.transitions import Transitions
 from robopolicy.nn.members import follow
-from robopolicy.rl.offline.batches import Batch
 from robopolicy.rl.offline.learner import Learner
 from robopolicy.rl.offline.networks import Actor, Critics
 
@@ -69,14 +69,14 @@ class Sac(Learner):
         for part in (self.actor, self.critics, self.slow):
             part.state.fit(state)
 
-    def target(self, batch: Batch, generator: torch.Generator) -> Tensor:
+    def target(self, batch: Transitions, generator: torch.Generator) -> Tensor:
         """Return r + discount (1 - terminated) (min_N Q(s', a') - temperature log pi(a'|s')), [B]."""
         with torch.no_grad():
             action, density = self.actor.sample(batch.next_state, generator)
             value = self.slow(batch.next_state, action).min(0).values - self.log_temperature.exp() * density
             return batch.reward + self.config.discount * torch.where(batch.terminated, 0.0, value)
 
-    def update(self, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
+    def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
         """Take one step of critics, actor and temperature; returns figures."""
         target = self.target(batch, generator)
         values = self.critics(batch.state, batch.action)

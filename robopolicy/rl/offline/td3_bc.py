@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.transitions import Transitions
 from robopolicy.nn.members import Members, follow
-from robopolicy.rl.offline.batches import Batch
 from robopolicy.rl.offline.learner import Learner
 from robopolicy.rl.offline.networks import Critics, Standardiser
 
@@ -71,7 +71,7 @@ class Td3Bc(Learner):
         for part in (self.actor, self.critics, self.slow_actor, self.slow_critics):
             part.state.fit(state)
 
-    def target(self, batch: Batch, generator: torch.Generator) -> Tensor:
+    def target(self, batch: Transitions, generator: torch.Generator) -> Tensor:
         """Return r + discount (1 - terminated) min Q(s', a' + clipped noise), [B]."""
         config = self.config
         with torch.no_grad():
@@ -81,7 +81,7 @@ class Td3Bc(Learner):
             value = self.slow_critics(batch.next_state, action).min(0).values
             return batch.reward + config.discount * torch.where(batch.terminated, 0.0, value)
 
-    def update(self, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
+    def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
         """Take one step of the critics, and every `delay` of them one of the actor; returns figures."""
         values = self.critics(batch.state, batch.action)
         critic_loss = (values - self.target(batch, generator)).square().mean(1).sum()

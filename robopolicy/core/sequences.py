@@ -1,4 +1,4 @@
-"""Subsequences of recorded episodes, as sequence models learn from them and as imagination begins with them."""
+"""Subsequences of recorded episodes, as models of sequences learn from them and as imagination begins with them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
-from worldmodels.data.transitions import progress_reward
+from robopolicy.core.returns import progress_reward
 
 
 @dataclass(frozen=True)

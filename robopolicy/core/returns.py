@@ -1,0 +1,53 @@
+"""What recorded rewards say: progress, what success is worth, and how much is still to come."""
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import DataError
+
+SUCCESS = "success"
+"""Name of the reward term that is paid for success."""
+
+PROGRESS = "progress"
+"""Name of the sum of all others."""
+
+
+def progress_reward(episodes: Episodes) -> Tensor:
+    """Return the reward [N] without the term for success; DataError where the data has none or lacks final frames."""
+    if episodes.rewards is None or episodes.step_success is None:
+        raise DataError("A world model learns reward and success: this dataset records neither.")
+    if episodes.final_known is not None and not bool(episodes.final_known.all()):
+        raise DataError("The dataset lacks final observations: record it with 'robopolicy collect'.")
+    others = [value for name, value in episodes.rewards.items() if name != SUCCESS]
+    return torch.stack(others).sum(0) if others else torch.zeros(episodes.step_count)
+
+
+def success_bonus(episodes: Episodes) -> float:
+    """Return the mean reward for success, 0 where none was paid."""
+    bonus = (episodes.rewards or {}).get(SUCCESS, torch.zeros(0))
+    paid = bonus[bonus != 0]
+    return float(paid.mean()) if len(paid) else 0.0
+
+
+def discounted_sums(reward: Tensor, discount: Tensor, goes_on: Tensor) -> Tensor:
+    """Return G_t = R_t + discount_t G_{t+1} where it goes on after t and R_t where it does not, all [B, T].
+
+    Behind the last column nothing is earned.
+    """
+    following = torch.zeros_like(reward[:, 0])
+    columns = []
+    for column in reversed(range(reward.shape[1])):
+        following = reward[:, column] + discount[:, column] * following * goes_on[:, column]
+        columns.append(following)
+    return torch.stack(columns[::-1], 1)
+
+
+def returns_to_go(reward: Tensor, episodes: Episodes, discount: float) -> Tensor:
+    """Return sum_{s >= t} discount^(s - t) reward_s within each episode, [N], of rewards [N]; summed in fp64."""
+    place = torch.arange(len(reward)) - episodes.starts[episodes.episode_of_step]
+    table = torch.zeros(len(episodes), int(episodes.lengths.max()), dtype=torch.float64)
+    table[episodes.episode_of_step, place] = reward.double()
+    goes_on = torch.arange(1, table.shape[1] + 1) < episodes.lengths[:, None]
+    sums = discounted_sums(table, torch.full_like(table, discount), goes_on)
+    return sums[episodes.episode_of_step, place].float()

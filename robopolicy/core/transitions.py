@@ -1,0 +1,65 @@
+"""`Transitions`: single steps, recorded or imagined, from which world models and agents with critics learn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import DataError
+from robopolicy.core.spec import check_finite
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """N steps.
+
+    state, next_state: [N, S], a `StateVector`; action: [N, A], in the world's units or an agent's; reward: [N];
+    terminated: [N] bool, the task ended with this step: a time limit or the end of imagination is no end, its next
+    state has a value. Where known, success: [N] bool, the episode has succeeded by the end of this step; episode: [N]
+    int64, the episode it is of.
+    """
+
+    state: Tensor
+    action: Tensor
+    reward: Tensor
+    next_state: Tensor
+    terminated: Tensor
+    success: Tensor | None = None
+    episode: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+    @property
+    def won(self) -> Tensor:
+        """`success`; raises DataError where it is not known."""
+        if self.success is None:
+            raise DataError("These transitions do not say which of them succeeded.")
+        return self.success
+
+    def check(self) -> "Transitions":
+        """Raise NonFiniteError naming what is not finite."""
+        for name in ("state", "action", "reward", "next_state"):
+            check_finite(f"transitions: {name}", getattr(self, name))
+        return self
+
+    def take(self, index: Tensor) -> "Transitions":
+        """Select transitions, by index [n] or mask [N]."""
+        return replace(self, **{name: value[index] for name, value in self._known().items()})
+
+    def draw(self, count: int, generator: torch.Generator) -> "Transitions":
+        """Draw `count` transitions, with replacement."""
+        return self.take(torch.randint(len(self), (count,), generator=generator).to(self.state.device))
+
+    @staticmethod
+    def join(parts: Sequence["Transitions"]) -> "Transitions":
+        """Return the transitions of all parts; what one of them does not know is None in the whole."""
+        known = [part._known() for part in parts]
+        shared = [item.name for item in fields(Transitions) if all(item.name in columns for columns in known)]
+        return Transitions(**{name: torch.cat([columns[name] for columns in known]) for name in shared})
+
+    def _known(self) -> dict[str, Tensor]:
+        """Return the columns that are known, by name."""
+        columns = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in columns.items() if value is not None}
