@@ -1,0 +1,313 @@
+"""LeRobot's policies as ours: a checkpoint folder that LeRobot saved acts in our worlds as a `core.policy.Policy`.
+
+The folder holds config.json (with LeRobot's `type`), model.safetensors, and policy_preprocessor.json and
+policy_postprocessor.json with their tensors. One decision is what LeRobot would execute between two predictions:
+`n_action_steps` of `predict_action_chunk`, seen from the last `n_obs_steps` control steps. LeRobot's `select_action`
+keeps its queues per policy object, for one robot; here the world's history takes their place, for any number of rows.
+Nothing is ever downloaded. A file `robopolicy.json` beside config.json says what LeRobot's format does not:
+`LeRobotSettings`, by name. Axes: B row, H history frame, C chunk step, A action dimension.
+"""
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from robopolicy.core.errors import CheckpointError, ConfigError, SpecError, did_you_mean
+from robopolicy.core.policy import Decision, TensorObservation
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, validate_observation
+from robopolicy.core.storage import read_json, recover_folder
+from robopolicy.core.structured import from_plain
+from robopolicy.core.world import Rows
+
+if TYPE_CHECKING:
+    from lerobot.configs.policies import PreTrainedConfig
+    from lerobot.policies.pretrained import PreTrainedPolicy
+    from lerobot.processor import PolicyProcessorPipeline
+
+SETTINGS_FILE = "robopolicy.json"
+PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
+
+CHUNK_KEYS = {"act": "n_action_steps", "diffusion": "n_action_steps", "multi_task_dit": "n_action_steps"}
+CHUNK_KEYS["vqbet"] = "action_chunk_size"
+"""LeRobot's `type` -> the setting that says how many steps are executed between two predictions."""
+
+
+@dataclass(frozen=True)
+class LeRobotSettings:
+    """What a LeRobot checkpoint does not say about the world it acts in; read from `robopolicy.json`.
+
+    features: LeRobot's feature -> our observation key, where the two differ (`{"observation.images.top":
+    "observation.images.front"}`); image_sizes: LeRobot's feature -> [height, width] of the world's images, which are
+    then resized to what the policy was trained on; fps: control rate it was trained at, 0 for unknown; instructions:
+    texts it was trained with.
+    """
+
+    features: Mapping[str, str] = field(default_factory=dict)
+    image_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    fps: float = 0.0
+    instructions: tuple[str, ...] = ("",)
+
+
+def load_lerobot_policy(
+    folder: Path | str, device: torch.device | str = "cpu", settings: LeRobotSettings | None = None
+) -> "LeRobotPolicy":
+    """Load a policy that LeRobot saved; settings: instead of those in the folder's `robopolicy.json`.
+
+    Raises CheckpointError when a file is missing or damaged, or the type is not one of `CHUNK_KEYS`; ConfigError when a
+    package that the policy needs is not installed, or `settings` name a feature that the policy does not have.
+    """
+    folder = recover_folder(Path(folder))
+    kind = _checked_type(folder)
+    if settings is None:
+        path = folder / SETTINGS_FILE
+        known = read_json(path) if path.is_file() else {}
+        settings = from_plain(LeRobotSettings, known, SETTINGS_FILE)
+    for name in PROCESSORS:
+        _check_processor(folder, name)
+    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    with _nothing_downloaded(folder, kind), torch.random.fork_rng(devices=devices):
+        config = _read_config(folder, torch.device(device))
+        policy = _read_policy(folder, config)
+        preprocess, postprocess = _read_processors(folder, config)
+    return LeRobotPolicy(policy.requires_grad_(False).eval(), preprocess, postprocess, settings)
+
+
+class LeRobotPolicy:
+    """A `core.policy.Policy` around a LeRobot policy and its processors; make one with `load_lerobot_policy`."""
+
+    def __init__(
+        self,
+        policy: "PreTrainedPolicy",
+        preprocess: "PolicyProcessorPipeline",
+        postprocess: "PolicyProcessorPipeline",
+        settings: LeRobotSettings | None = None,
+    ):
+        self.policy, self.preprocess, self.postprocess = policy, preprocess, postprocess
+        self.settings = LeRobotSettings() if settings is None else settings
+        config: Any = policy.config
+        self._features = dict(config.input_features)
+        for name in (*self.settings.features, *self.settings.image_sizes):
+            if name not in self._features:
+                raise ConfigError(f"The policy has no feature '{name}'.{did_you_mean(name, self._features)}")
+        # What a processor renames stands in the data, and so in the world, under its old name.
+        renamed = {new: old for step in preprocess.steps for old, new in getattr(step, "rename_map", {}).items()}
+        self._sources = {name: renamed.get(name, name) for name in self._features}
+        self._keys = {name: self.settings.features.get(name, source) for name, source in self._sources.items()}
+        chunk = int(getattr(config, CHUNK_KEYS[config.type]))
+        self._spec = PolicySpec(
+            observation={self._keys[name]: self._field(name) for name in self._features},
+            action=Field(tuple(config.action_feature.shape)),
+            history=config.n_obs_steps,
+            chunk=chunk,
+            prediction=chunk,
+            scored_steps=0,
+            fps=self.settings.fps,
+            instructions=self.settings.instructions,
+        )
+
+    @property
+    def spec(self) -> PolicySpec:
+        """What it reads, by our keys, and writes; it scores nothing."""
+        return self._spec
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return next(self.policy.parameters()).device
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Decide for every row: the [B, C, A] actions that LeRobot would execute before it predicts again.
+
+        Random numbers come from `generator`: a diffusion policy's initial noise directly, all others from torch's
+        global generator, seeded from it for this call and put back. deterministic: changes nothing, because LeRobot's
+        policies have no exploration noise to leave out. Raises SpecError or NonFiniteError as `validate_observation`.
+        """
+        self._require(observation)
+        frames = [self._prepared(observation, index) for index in range(self.spec.history)]
+        batch, options = frames[-1], self._noise(_rows(observation), generator)
+        policy: Any = self.policy
+        policy.reset()
+        if hasattr(policy, "_queues"):
+            # LeRobot stacks the queues of the last observations; for this one call they hold the world's history.
+            shown = {key: [frame[key] for frame in frames] for key in policy._queues if key in batch}
+            policy._queues = {**policy._queues, **shown}
+        seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
+        devices = [self.device] if self.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices):
+                torch.manual_seed(seed)
+                actions: Tensor = policy.predict_action_chunk(batch, **options)[:, : self.spec.chunk]
+        finally:
+            policy.reset()
+        executed = self.postprocess(actions.flatten(0, 1))
+        return Decision(executed.unflatten(0, actions.shape[:2]).to(self.device, torch.float32))
+
+    def reset(self, rows: Rows = None) -> None:
+        """Do nothing: what it remembers of an episode is the history that the world shows."""
+
+    def _field(self, name: str) -> Field:
+        shape, kind = tuple(self._features[name].shape), self._features[name].type.value
+        if kind in ("STATE", "ENV"):
+            return Field(shape)
+        if kind != "VISUAL" or len(shape) != 3 or shape[0] != 3:
+            raise CheckpointError(f"Feature '{name}' is {kind} of shape {shape}: only vectors and RGB images are read.")
+        size = tuple(self.settings.image_sizes.get(name, shape[1:]))
+        if len(size) != 2:
+            raise ConfigError(f"image_sizes of '{name}' is [height, width], not {list(size)}.")
+        return Field((*size, 3), "uint8", 0.0, 255.0)
+
+    def _require(self, observation: TensorObservation) -> None:
+        missing = [name for name, key in self._keys.items() if key not in observation]
+        if missing:
+            key = self._keys[missing[0]]
+            kind = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if key.startswith(IMAGE_PREFIX) else f"field '{key}'"
+            shown = ", ".join(sorted(set(observation) - {TASK}))
+            example = json.dumps({"features": {missing[0]: "<key of the world>"}})
+            raise SpecError(
+                f"The observation has no {kind}: the LeRobot policy reads {', '.join(sorted(self._keys.values()))}, "
+                f"shown are {shown}. Where only the names differ, put {example} into {SETTINGS_FILE} beside its "
+                "config.json."
+            )
+        validate_observation(observation, self.spec.observation, _rows(observation), self.spec.history)
+
+    def _prepared(self, observation: TensorObservation, index: int) -> dict[str, Any]:
+        """Return history frame `index` as LeRobot's processors hand it to the policy: normalised, key -> [B, ...]."""
+        raw: dict[str, Any] = {TASK: list(observation.get(TASK, [""] * _rows(observation)))}
+        for name, source in self._sources.items():
+            value = _tensor(observation, self._keys[name])[:, index].to(self.device)
+            raw[source] = self._image(name, value) if value.ndim == 4 else value
+        processed = self.preprocess(raw)
+        batch = {key: value for key, value in processed.items() if key.startswith("observation.")}
+        policy: Any = self.policy
+        if policy.config.image_features:
+            batch["observation.images"] = torch.stack([batch[key] for key in policy.config.image_features], dim=-4)
+        return batch
+
+    def _image(self, name: str, value: Tensor) -> Tensor:
+        """Turn uint8 [B, height, width, 3] into float [B, 3, height, width] of 0..1, of the policy's size."""
+        image = value.permute(0, 3, 1, 2).contiguous().float() / 255
+        if name in self.settings.image_sizes:
+            image = interpolate(image, tuple(self._features[name].shape[1:]), mode="bilinear", antialias=True)
+        return image
+
+    def _noise(self, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+        config: Any = self.policy.config
+        if config.type != "diffusion":
+            return {}
+        shape = (rows, config.horizon, *self.spec.action.shape)
+        return {"noise": torch.randn(shape, generator=generator, device=generator.device).to(self.device)}
+
+
+def _tensor(observation: TensorObservation, key: str) -> Tensor:
+    value = observation[key]
+    if not isinstance(value, Tensor):
+        raise SpecError(f"'{key}' holds texts, not an array.")
+    return value
+
+
+def _rows(observation: TensorObservation) -> int:
+    return len(next(iter(observation.values())))
+
+
+def _checked_type(folder: Path) -> str:
+    description = read_json(folder / "config.json")
+    kind = str(description.get("type"))
+    if kind not in CHUNK_KEYS:
+        raise CheckpointError(
+            f"{folder} holds LeRobot's policy '{kind}', which cannot be loaded here.{did_you_mean(kind, CHUNK_KEYS)} "
+            f"Those that can: {', '.join(sorted(CHUNK_KEYS))}."
+        )
+    if description.get("use_peft"):
+        raise CheckpointError(f"{folder} holds an adapter (use_peft): merge it into the policy it adapts first.")
+    if description.get("temporal_ensemble_coeff") is not None:
+        raise CheckpointError(
+            f"{folder} averages overlapping chunks (temporal_ensemble_coeff), which cannot be done for many rows. Set "
+            "it to null and n_action_steps to the steps to execute in its config.json."
+        )
+    if not (folder / "model.safetensors").is_file():
+        raise CheckpointError(f"{folder / 'model.safetensors'} does not exist: the checkpoint is incomplete.")
+    return kind
+
+
+def _check_processor(folder: Path, name: str) -> None:
+    """Raise CheckpointError unless a processor and its tensors are there and import nothing but LeRobot."""
+    path = folder / name
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist: without it inputs and actions cannot be scaled. A checkpoint of an older LeRobot "
+            "is converted by: python -m lerobot.processor.migrate_policy_normalization --pretrained-path FOLDER"
+        )
+    steps = read_json(path).get("steps", [])
+    for step in steps:
+        if not str(step.get("class", "lerobot.")).startswith("lerobot."):
+            raise CheckpointError(
+                f"{path} asks for the class {step['class']}: a checkpoint does not choose what is imported. Register "
+                "the step with LeRobot's ProcessorStepRegistry and import it first."
+            )
+        if "state_file" in step and not (folder / step["state_file"]).is_file():
+            raise CheckpointError(f"{folder / step['state_file']} does not exist, which {name} needs.")
+
+
+@contextmanager
+def _nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
+    """Keep the Hugging Face hub offline, and turn what LeRobot raises into one line that names the way out."""
+    import huggingface_hub.constants as hub
+
+    offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"LeRobot's '{kind}' needs a package that is not installed: {_first_line(error)} Install it with: "
+            f"pip install 'lerobot[{kind}]'"
+        ) from error
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded as LeRobot's '{kind}': {_first_line(error)}") from error
+    finally:
+        hub.HF_HUB_OFFLINE = offline
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{lines[0] if lines else type(error).__name__}"
+
+
+def _read_config(folder: Path, device: torch.device) -> "PreTrainedConfig":
+    importlib.import_module("lerobot.policies")  # registers the types
+    from lerobot.configs.policies import PreTrainedConfig
+
+    config: Any = PreTrainedConfig.from_pretrained(folder, cli_overrides=[f"--device={device}"])
+    if hasattr(config, "pretrained_backbone_weights"):
+        # The checkpoint holds the backbone's weights: what it started from would only be downloaded to be overwritten.
+        config.pretrained_backbone_weights = None
+    return config
+
+
+def _read_policy(folder: Path, config: "PreTrainedConfig") -> "PreTrainedPolicy":
+    from lerobot.policies.factory import get_policy_class
+    from safetensors.torch import load_model
+
+    policy: Any = get_policy_class(config.type)(config)
+    load_model(policy, folder / "model.safetensors", strict=True)
+    return policy.to(config.device)
+
+
+def _read_processors(
+    folder: Path, config: "PreTrainedConfig"
+) -> tuple["PolicyProcessorPipeline", "PolicyProcessorPipeline"]:
+    from lerobot.policies.factory import make_pre_post_processors
+
+    steps = [step.get("registry_name") for step in read_json(folder / PROCESSORS[0])["steps"]]
+    overrides = {"device_processor": {"device": str(config.device)}} if "device_processor" in steps else {}
+    return make_pre_post_processors(config, str(folder), preprocessor_overrides=overrides)
