@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import ConfigError, NonFiniteError
 from robopolicy.core.randomness import numpy_generator
-from robopolicy.core.spec import TASK, Observation, WorldSpec, check_finite, validate_actions
+from robopolicy.core.spec import Observation, WorldSpec, check_finite, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
 from worldmodels.protocol import ChunkModel, Context, DecoderFree, Imagined, Latent, Starts, WorldModel, combined
 
@@ -45,7 +46,7 @@ class ImaginedWorld:
     start anywhere in it; batch_size: rows B; history: H frames; truncation: when imagination is cut; penalty:
     price of a unit of uncertainty, a reward term of its own (MOPO, Yu et al. 2020, arXiv:2005.13239); debounce:
     consecutive steps that must look successful before success is believed; seed: of the generator that draws episode
-    seeds when `reset` is given none.
+    seeds when `reset` is given none. Raises ConfigError on sizes below 1 and a negative penalty.
     """
 
     def __init__(
@@ -60,18 +61,20 @@ class ImaginedWorld:
         debounce: int = 1,
         seed: int = 0,
     ):
-        if batch_size < 1 or history < 1 or debounce < 1 or penalty < 0:
-            raise ConfigError("An imagined world needs batch_size, history and debounce >= 1 and a penalty >= 0.")
+        require_sizes(batch_size=batch_size, history=history, debounce=debounce)
+        if penalty < 0:
+            raise ConfigError(f"penalty={penalty}: uncertainty costs, so its price is at least 0.")
         self.model, self._starts = model, starts
         self._truncation = truncation or Truncation()
         self._penalty, self._debounce = penalty, debounce
         self._batch_size = batch_size
         rewards = (*model.spec.rewards, PENALTY) if penalty else model.spec.rewards
         self._spec = replace(model.spec, name=f"imagined {model.spec.name}", rewards=rewards, history=history)
-        self._generator = numpy_generator(seed, f"imagined/{self._spec.name}/episode_seeds")
+        generator = numpy_generator(seed, f"imagined/{self._spec.name}/episode_seeds")
+        self._episodes = EpisodeRows(
+            self._spec, batch_size, lambda count: generator.integers(0, 2**62, count), cuts=True
+        )
         self._latent: Latent = {}
-        self._arrays: dict[str, np.ndarray] = {}
-        self._frames: dict[str, np.ndarray] = {}
 
     @property
     def spec(self) -> WorldSpec:
@@ -86,90 +89,74 @@ class ImaginedWorld:
     def reset(
         self, rows: Rows = None, seeds: Sequence[int] | np.ndarray | None = None, options: Mapping | None = None
     ) -> Observation:
-        """Start new episodes in `rows`; it takes no options. See `core.world.World`."""
+        """Start new episodes in `rows`, at first in every row; returns all rows' observation [B, H, ...].
+
+        Raises ConfigError on any option, SpecError on bad rows or seeds.
+        """
         if options:
             raise ConfigError(f"An imagined world takes no reset options, got {sorted(options)}.")
-        if not self._arrays:
-            if rows is not None and len(np.unique(np.asarray(rows))) < self._batch_size:
-                raise ConfigError("The first reset starts every row: call reset() before resetting some of them.")
-            self._allocate()
-        index = np.arange(self._batch_size) if rows is None else np.asarray(rows, dtype=np.int64)
-        chosen = self._generator.integers(0, 2**62, len(index)) if seeds is None else np.array(seeds, np.int64)
-        if len(chosen) != len(index):
-            raise ConfigError(f"{len(index)} rows need as many seeds, got {len(chosen)}.")
+        index, chosen = self._episodes.resetting(rows, seeds)
         context = self._starts(chosen)
         latent = self.model.initial(context, chosen)
         self._latent = _scatter(self._latent, latent, index, self._batch_size)
-        for key, known in self._first_frames(context, latent).items():
-            self._frames[key][index] = known[:, np.maximum(np.arange(-self._spec.history, 0), -known.shape[1])]
-        self._arrays["task"][index] = self._spec.instructions[0] if context.task is None else context.task
-        for name in ("steps", "streak", "success", "terminated", "truncated", "horizon_end"):
-            self._arrays[name][index] = 0
-        return self._observation()
+        instruction = 0 if context.task is None else self._episodes.numbered(context.task)
+        own = {"streak": np.zeros(len(index), dtype=np.int64)}
+        self._episodes.start(index, self._first_frames(context, latent), instruction=instruction, own=own)
+        return self._episodes.observation()
 
     def step(self, actions: np.ndarray) -> Step:
-        """Imagine a chunk [B, C, A]. See `core.world.World`."""
-        if not self._arrays:
-            raise ConfigError("Reset the world before stepping it.")
+        """Imagine a chunk [B, C, A] in the rows that have not ended; never resets.
+
+        Raises SpecError on a wrong shape or before the first reset, NonFiniteError on bad actions or imagination.
+        """
+        episodes, arrays = self._episodes, self._episodes.arrays
         actions = np.asarray(actions)
         validate_actions(actions, self._spec.action, self._batch_size)
         clipped = np.clip(actions, self._spec.action.low, self._spec.action.high)
         shape = actions.shape[:2]
         rewards = {name: np.zeros(shape) for name in self._spec.rewards}
         valid, uncertainty = np.zeros(shape, dtype=bool), np.zeros(shape)
-        trace = {key: np.zeros((*shape, *field.shape), field.dtype) for key, field in self._spec.observation.items()}
+        trace = {key: np.zeros((*shape, *item.shape), item.dtype) for key, item in self._spec.observation.items()}
         future = self._imagine(clipped)
         for index in range(shape[1]):
-            active = ~self._ended()
+            active = episodes.running
             if active.any():
                 valid[:, index] = active
                 imagined = next(future)
-                self._take(imagined, active)
+                self._advance(imagined)
                 for name in self.model.spec.rewards:
                     rewards[name][:, index] = np.where(active, imagined.rewards[name].cpu().numpy(), 0.0)
                 uncertainty[:, index] = np.where(active, imagined.uncertainty.cpu().numpy(), 0.0)
             for key in trace:
-                trace[key][:, index] = self._frames[key][:, -1]
+                trace[key][:, index] = arrays[f"history/{key}"][:, -1]
         if self._penalty:
             rewards[PENALTY] = -self._penalty * uncertainty
-        flags = {name: self._arrays[name].copy() for name in ("terminated", "truncated", "success", "horizon_end")}
-        return Step(self._observation(), trace, rewards, valid, **flags, uncertainty=uncertainty)
+        return episodes.step(trace, rewards, valid, uncertainty)
 
     def snapshot(self, rows: Rows = None) -> Snapshot:
-        """Copy the state of `rows`: latent, history, counters and flags."""
-        index = np.arange(self._batch_size) if rows is None else np.asarray(rows)
-        arrays = {f"latent/{name}": value.cpu().numpy()[index] for name, value in self._latent.items()}
-        arrays |= {f"frames/{key}": value[index] for key, value in self._frames.items()}
-        return Snapshot(arrays | {f"array/{name}": value[index] for name, value in self._arrays.items()})
+        """Copy the state [R, ...] of `rows`: latent, history, counters and flags.
+
+        Raises SpecError on bad rows and before the first reset.
+        """
+        own, index = self._episodes.snapshot(rows), self._episodes.index(rows)
+        return Snapshot({f"latent/{name}": value.cpu().numpy()[index] for name, value in self._latent.items()} | own)
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
-        """Overwrite `rows` with a snapshot and return the observation of all rows."""
-        index = np.arange(self._batch_size) if rows is None else np.asarray(rows)
-        if len(snapshot) != len(index):
-            raise ConfigError(f"The snapshot holds {len(snapshot)} rows, {len(index)} were to be restored.")
-        latent: Latent = {}
-        for name, value in snapshot.arrays.items():
-            kind, key = name.split("/", 1)
-            if kind == "latent":
-                latent[key] = torch.from_numpy(np.ascontiguousarray(value))
-            else:
-                (self._frames if kind == "frames" else self._arrays)[key][index] = value
+        """Overwrite `rows` with a snapshot and return all rows' observation [B, H, ...].
+
+        Raises SpecError unless it fits the rows and this world.
+        """
+        index = self._episodes.restore(snapshot, rows)
+        latent = {
+            name.removeprefix("latent/"): torch.from_numpy(np.ascontiguousarray(value))
+            for name, value in snapshot.arrays.items()
+            if name.startswith("latent/")
+        }
         self._latent = _scatter(self._latent, latent, index, self._batch_size)
-        return self._observation()
+        return self._episodes.observation()
 
     def close(self) -> None:
         """Nothing is held open."""
-
-    def _allocate(self) -> None:
-        rows = self._batch_size
-        fields = self._spec.observation.items()
-        self._frames = {key: np.zeros((rows, self._spec.history, *item.shape), item.dtype) for key, item in fields}
-        width = max(len(text) for text in self._spec.instructions)
-        self._arrays = {"task": np.full(rows, "", dtype=f"<U{max(1, width)}")}
-        self._arrays |= {name: np.zeros(rows, dtype=np.int64) for name in ("steps", "streak")}
-        self._arrays |= {
-            name: np.zeros(rows, dtype=bool) for name in ("success", "terminated", "truncated", "horizon_end")
-        }
 
     def _first_frames(self, context: Context, latent: Latent) -> dict[str, np.ndarray]:
         """Return the frames that episodes begin with, key -> [R, T, *shape]: those of the context, or what the latent
@@ -190,7 +177,7 @@ class ImaginedWorld:
             (self.model.generate, (chunk,)) if isinstance(self.model, ChunkModel) else (self._one, chunk.split(1, 1))
         )
         for part in parts:
-            index = np.flatnonzero(~self._ended())
+            index = np.flatnonzero(self._episodes.running)
             everyone, rows = len(index) == self._batch_size, torch.from_numpy(index).to(chunk.device)
             before = self._latent if everyone else {name: value[rows] for name, value in self._latent.items()}
             with torch.no_grad():
@@ -203,40 +190,34 @@ class ImaginedWorld:
         latent, imagined = self.model.imagine(latent, actions[:, 0])
         return latent, [imagined]
 
-    def _take(self, imagined: Imagined, active: np.ndarray) -> None:
-        """Keep an imagined step in the active rows."""
-        for key, frames in self._frames.items():
-            frame = imagined.observation[key].cpu().numpy()
-            check_finite(f"imagined {key}", frame[active])
-            frames[active] = np.concatenate([frames[active, 1:], frame[active, None].astype(frames.dtype)], axis=1)
-        arrays = self._arrays
-        arrays["steps"] += active
-        seen = imagined.success.cpu().numpy()
-        arrays["streak"][active] = np.where(seen, arrays["streak"] + 1, 0)[active]
-        arrays["success"] |= active & (arrays["streak"] >= self._debounce)
-        ended = imagined.terminated.cpu().numpy() & ~seen
-        if self._spec.terminate_on_success:
-            ended = ended | arrays["success"]
-        arrays["terminated"] |= active & ended
-        running = active & ~arrays["terminated"]
-        arrays["truncated"] |= running & (arrays["steps"] >= self._spec.horizon)
-        arrays["horizon_end"] |= running & ~arrays["truncated"] & self._cut(imagined.uncertainty.cpu().numpy())
+    def _advance(self, imagined: Imagined) -> None:
+        """Keep an imagined step of all B rows in those that run."""
+        episodes, arrays, take = self._episodes, self._episodes.arrays, self._episodes.take
+        frames = {key: imagined.observation[key].cpu().numpy()[take] for key in self._spec.observation}
+        for key, frame in frames.items():
+            check_finite(f"imagined {key}", frame)
+            frames[key] = frame[:, None].astype(self._spec.observation[key].dtype, copy=False)
+        seen = imagined.success.cpu().numpy()[take]
+        arrays["streak"][take] = np.where(seen, arrays["streak"][take] + 1, 0)
+        moved = episodes.advance(
+            take,
+            (arrays["streak"][take] >= self._debounce)[:, None],
+            terminated=(imagined.terminated.cpu().numpy()[take] & ~seen)[:, None],
+            cut=self._cut(take, imagined.uncertainty.cpu().numpy())[:, None],
+        )
+        episodes.move(take, episodes.path(take, frames), moved.length)
 
-    def _cut(self, uncertainty: np.ndarray) -> np.ndarray:
+    def _cut(self, take: slice | np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
+        """Return where imagination is cut after one more step of the rows `take`, [R] bool; uncertainty: [B]."""
         if not np.isfinite(uncertainty).all():
             raise NonFiniteError("The world model's uncertainty is not finite: train it longer or check its data.")
-        cut = np.zeros(self._batch_size, dtype=bool)
+        steps = self._episodes.arrays["steps"][take] + 1
+        cut = np.zeros(len(steps), dtype=bool)
         if self._truncation.steps is not None:
-            cut |= self._arrays["steps"] >= self._truncation.steps
+            cut |= steps >= self._truncation.steps
         if self._truncation.uncertainty is not None:
-            cut |= uncertainty > self._truncation.uncertainty
+            cut |= uncertainty[take] > self._truncation.uncertainty
         return cut
-
-    def _ended(self) -> np.ndarray:
-        return self._arrays["terminated"] | self._arrays["truncated"] | self._arrays["horizon_end"]
-
-    def _observation(self) -> Observation:
-        return {key: value.copy() for key, value in self._frames.items()} | {TASK: self._arrays["task"].copy()}
 
 
 def _spread(imagined: Imagined, rows: Tensor, count: int) -> Imagined:

@@ -45,6 +45,7 @@ class EpisodeRows:
         self._draw = draw
         self._ends = ("terminated", "truncated", "horizon_end") if cuts else ("terminated", "truncated")
         self._arrays: dict[str, np.ndarray] = {}
+        self._texts = list(spec.instructions)
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -76,7 +77,7 @@ class EpisodeRows:
         index = self.index(rows)
         if not self._arrays and len(index) != self.batch_size:
             raise SpecError("The first reset must start every row: call reset() before reset(rows).")
-        chosen = np.asarray(self._draw(len(index)) if seeds is None else seeds, dtype=np.int64)
+        chosen = np.array(self._draw(len(index)) if seeds is None else seeds, dtype=np.int64)  # a copy
         if chosen.shape != (len(index),):
             raise SpecError(f"reset got {len(index)} row(s) but seeds of shape {chosen.shape}: give one seed per row.")
         return index, chosen
@@ -112,6 +113,11 @@ class EpisodeRows:
         self._arrays = {name: np.zeros((rows, *value.shape[1:]), kinds[name]) for name, value in fresh.items()}
         self._arrays |= {name: np.zeros(rows, dtype=np.int64) for name in ("instruction", "steps")}
         self._arrays |= {name: np.zeros(rows, dtype=bool) for name in ("success", *self._ends)}
+
+    def numbered(self, texts: Sequence[str] | np.ndarray) -> np.ndarray:
+        """Return the instructions' numbers [R] int64; one that the spec does not list is given the next number."""
+        self._texts += [text for text in dict.fromkeys(map(str, texts)) if text not in self._texts]
+        return np.array([self._texts.index(str(text)) for text in texts], dtype=np.int64)
 
     # -- going on ------------------------------------------------------------------------------------------------
 
@@ -180,7 +186,7 @@ class EpisodeRows:
     def observation(self) -> Observation:
         """Return a copy of every row's history, key -> [B, H, *shape], and the instructions [B] under `task`."""
         observation = {key: self.arrays[f"history/{key}"].copy() for key in self.spec.observation}
-        observation[TASK] = np.asarray(self.spec.instructions)[self.arrays["instruction"]]
+        observation[TASK] = np.asarray(self._texts)[self.arrays["instruction"]]
         return observation
 
     def spread(self, take: slice | np.ndarray, values: np.ndarray) -> np.ndarray:

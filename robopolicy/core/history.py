@@ -45,4 +45,4 @@ def held(frames: np.ndarray, length: np.ndarray) -> np.ndarray:
 
 def select(frames: np.ndarray, index: np.ndarray) -> np.ndarray:
     """Return the frames [R, n, *shape] at places `index` [R, n] of each row's `frames` [R, C, *shape]."""
-    return np.take_along_axis(frames, index.reshape(*index.shape, *[1] * (frames.ndim - 2)), axis=1)
+    return frames[np.arange(len(frames))[:, None], index]

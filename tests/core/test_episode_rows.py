@@ -151,3 +151,13 @@ def test_wrong_use_is_explained():
         make(history=0)
     with pytest.raises(ConfigError, match="batch_size=0"):
         require_sizes(batch_size=0, history=1)
+
+
+def test_seeds_are_copied_and_an_instruction_that_the_spec_does_not_list_is_shown_whole():
+    rows, given = make(), np.arange(BATCH)[::-1]
+    index, seeds = rows.resetting(None, given)
+    assert np.array_equal(seeds, given)
+    assert seeds.base is None
+    told = ["go", "a text longer than any that the spec lists"] * (BATCH // 2)
+    rows.start(index, {STATE: np.zeros((BATCH, 1, 1))}, instruction=rows.numbered(told))
+    assert rows.observation()[TASK].tolist() == told
