@@ -13,8 +13,7 @@ from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.doctor.findings import Finding, Health, element_names, listed, name_factor
 from robopolicy.doctor.images import IMAGES_DIR, image_check
 from robopolicy.nn.configuration import NormalizationMode
-from robopolicy.nn.normalizer import CONSTANT_SCALE, Normalizer
-from robopolicy.policies import DenoisingPolicy
+from robopolicy.nn.normalizer import ACTION, CONSTANT_SCALE, Normalizer, ShowsNormalizers
 
 OUTSIDE = {NormalizationMode.MIN_MAX: 1.25, NormalizationMode.MEAN_STD: 3.5}
 """Normalised values beyond this lie outside the data that a normaliser was fitted on."""
@@ -34,13 +33,13 @@ differ between sound recordings too.
 
 def check_normalizers(policy: Policy, episodes: Episodes) -> list[Finding]:
     """Compare what a policy's normalisers were fitted on with the data, element by element."""
-    if not isinstance(policy, DenoisingPolicy):
+    if not isinstance(policy, ShowsNormalizers):
         return [Finding("normaliser", Health.UNKNOWN, f"{type(policy).__name__} does not show its normalisers")]
-    findings = _check_normalizer("action", policy.action_normalizer, episodes.actions, policy.spec.action.names)
-    for key, field in policy.spec.observation.items():
-        if not key.startswith(IMAGE_PREFIX):
-            normalizer = policy.network.encoder.normalizer(key)
-            findings += _check_normalizer(key, normalizer, episodes.observation[key], field.names)
+    recorded, fields = {**episodes.observation, ACTION: episodes.actions}, policy.spec.observation
+    findings: list[Finding] = []
+    for key, normalizer in policy.normalizers().items():
+        names = policy.spec.action.names if key == ACTION else fields[key].names
+        findings += _check_normalizer(key, normalizer, recorded[key], names)
     return findings or [Finding("normaliser", Health.GOOD, "fits the data")]
 
 

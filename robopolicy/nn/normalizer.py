@@ -10,6 +10,8 @@ from robopolicy.core.errors import ConfigError, DataError, did_you_mean
 from robopolicy.core.spec import check_finite
 from robopolicy.nn.configuration import NormalizationMode
 
+ACTION = "action"
+"""The action's key among normalisers and in data that they are fitted on, LeRobot's."""
 CONSTANT_SCALE = 1e-4
 """A dimension whose scale is below this is constant: it is centred, never divided by nearly nothing."""
 
@@ -69,7 +71,7 @@ class ShowsNormalizers(Protocol):
     """A policy that shows what it was fitted on."""
 
     def normalizers(self) -> dict[str, Normalizer]:
-        """Return the normalisers by observation key, and the action's under "action"."""
+        """Return the normalisers by observation key, and the action's under `ACTION`."""
         ...
 
 
