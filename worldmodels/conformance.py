@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from robopolicy.core.conformance import check_world
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.regression import Regression
 from robopolicy.core.spec import WorldSpec
 from worldmodels.env import ImaginedWorld
-from worldmodels.protocol import ChunkModel, DecoderFree, Imagined, Latent, LearnedModel, Regression, WorldModel
+from worldmodels.protocol import ChunkModel, DecoderFree, Imagined, Latent, LearnedModel, WorldModel
 from worldmodels.starts import context_at, recorded_starts
 
 SEEDS = 7_000

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.regression import Regression
 from robopolicy.core.returns import PROGRESS, SUCCESS, success_bonus
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
@@ -29,7 +30,7 @@ from worldmodels.data.structure import StateStructure, find_structure, register_
 from worldmodels.data.transitions import recorded_transitions
 from worldmodels.heads.calibration import quantiles_of
 from worldmodels.heads.state import BOUND, StepHeads, success_batch
-from worldmodels.protocol import Context, Imagined, Latent, Regression, draws_of
+from worldmodels.protocol import Context, Imagined, Latent, draws_of
 
 
 class EnsembleModel(nn.Module):

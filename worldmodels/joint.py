@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Decision, Scores, TensorObservation
+from robopolicy.core.regression import Regression
 from robopolicy.core.returns import returns_to_go
 from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import PolicySpec, WorldSpec
@@ -26,10 +27,9 @@ from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Rows
 from robopolicy.nn import edm
+from robopolicy.nn.aggregates import AGGREGATED
 from robopolicy.nn.denoisers import TimeEmbedding
 from robopolicy.policies.joint_configuration import JointConfig
-from worldmodels.planning import AGGREGATED
-from worldmodels.protocol import Regression
 
 STATE, ACTION, FUTURE, VALUE = "state", "action", "future", "value"
 FRAMES = (STATE, ACTION, FUTURE, VALUE)

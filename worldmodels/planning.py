@@ -17,20 +17,13 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Policy, TensorObservation, to_tensors
 from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.core.world import Rows
+from robopolicy.nn.aggregates import AGGREGATED
 from worldmodels.configuration import PlanConfig
 from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import Context, WorldModel, fields_read
 
 Value = Callable[[TensorObservation], Tensor]
 """What an observation is worth, [N]."""
-
-AGGREGATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda scores: scores.mean(-1),
-    "lower_bound": lambda scores: scores.mean(-1) - scores.std(-1, correction=0),
-    "median": lambda scores: scores.median(-1).values,
-    "majority": lambda scores: majority_mean(scores),
-}
-"""How the scores [..., F] of several imagined futures become one."""
 
 
 class PlannedPolicy(nn.Module):
@@ -131,11 +124,3 @@ def repeated(observation: TensorObservation, times: int) -> TensorObservation:
         else:
             result[key] = [text for text in value for _ in range(times)]
     return result
-
-
-def majority_mean(scores: Tensor) -> Tensor:
-    """Return the mean of the majority of scores [..., F]: those on the side of their midrange that more are on."""
-    middle = (scores.amin(-1, keepdim=True) + scores.amax(-1, keepdim=True)) / 2
-    high = scores >= middle
-    chosen = torch.where(2 * high.sum(-1, keepdim=True) >= scores.shape[-1], high, ~high)
-    return (scores * chosen).sum(-1) / chosen.sum(-1)

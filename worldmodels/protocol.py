@@ -5,16 +5,16 @@ actions: whatever noise a model draws, it derives from the seed and the step tha
 depend on rows or batches, and a copied latent branches exactly.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import uniforms
+from robopolicy.core.regression import Staged
 from robopolicy.core.spec import Field, WorldSpec
 
 Latent = dict[str, Tensor]
@@ -141,26 +141,6 @@ class DecoderFree(WorldModel, Protocol):
 def fields_read(model: WorldModel) -> Mapping[str, Field]:
     """Return the fields of a context from which `model` begins episodes: those that it shows, if it can decode them."""
     return model.reads if isinstance(model, DecoderFree) else model.spec.observation
-
-
-class Regression(Protocol):
-    """An nn.Module that is fitted by regression on episodes: a model, or a part of one."""
-
-    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the parts of the loss by name, each [N]."""
-        ...
-
-    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield training batches for ever; `generator` is all the state."""
-        ...
-
-
-class Staged(Protocol):
-    """What is fitted in stages."""
-
-    def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """Return what is fitted one after the other, each with its share of the training steps."""
-        ...
 
 
 class LearnedModel(WorldModel, Staged, Protocol):

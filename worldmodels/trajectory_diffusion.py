@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
 from robopolicy.core.progress import progress
+from robopolicy.core.regression import Regression
 from robopolicy.core.returns import success_bonus
 from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import WorldSpec
@@ -32,7 +33,6 @@ from worldmodels.data.statistics import require_fields
 from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
 from worldmodels.data.transitions import recorded_transitions
 from worldmodels.heads.state import StepHeads
-from worldmodels.protocol import Regression
 
 LogProb = Callable[[Tensor, Tensor], Tensor]
 """(states [N, S], actions [N, A] in the world's units) -> log-probability [N] under the target policy."""

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators
+from robopolicy.core.regression import Staged
 from robopolicy.core.run import RunFolder
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import FitResult, fit
-from worldmodels.protocol import Staged
 
 
 def fit_stages(

@@ -12,8 +12,9 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
+from robopolicy.nn.aggregates import majority_mean
 from worldmodels.configuration import PlanConfig
-from worldmodels.planning import PlannedPolicy, majority_mean
+from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import Imagined
 from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.model import RssmModel

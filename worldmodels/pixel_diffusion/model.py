@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.regression import Regression
 from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import WorldSpec
 from worldmodels.data.structure import StateStructure
@@ -32,7 +33,7 @@ from worldmodels.images.model import ImageModel, PartStage
 from worldmodels.images.reader import FrameReader
 from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 from worldmodels.pixel_diffusion.networks import PixelDenoiser
-from worldmodels.protocol import Context, Imagined, Latent, Regression
+from worldmodels.protocol import Context, Imagined, Latent
 
 MEASURED = 2000
 """Changes of pixels are measured over so many steps at most."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.regression import Regression
 from robopolicy.core.returns import PROGRESS, SUCCESS, success_bonus
 from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
@@ -35,7 +36,7 @@ from worldmodels.data.statistics import read_statistics
 from worldmodels.data.structure import StateStructure, register_structure, structure_in, structure_of
 from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
 from worldmodels.heads.latent import THUMBNAIL, HeadStage, LatentHeads, LatentSteps
-from worldmodels.protocol import Context, Imagined, Latent, Regression, draws_of
+from worldmodels.protocol import Context, Imagined, Latent, draws_of
 from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.dynamics import BOUND, LatentDynamics, Unrolled
 from worldmodels.rssm.networks import balanced_divergence, draw

@@ -24,6 +24,7 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.progress import progress
+from robopolicy.core.regression import Regression
 from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import WorldSpec
 from robopolicy.nn import edm
@@ -31,7 +32,7 @@ from worldmodels.data.structure import StateStructure
 from worldmodels.images.model import ImageModel, PartStage
 from worldmodels.images.reader import PART, FrameReader
 from worldmodels.images.readout import to_frames, to_pixels
-from worldmodels.protocol import Context, Imagined, Latent, Regression, combined
+from worldmodels.protocol import Context, Imagined, Latent, combined
 from worldmodels.video.configuration import VideoConfig
 from worldmodels.video.networks import VideoTransformer, ViewAutoencoder
 from worldmodels.video.training import DynamicsStage, LatentVideo

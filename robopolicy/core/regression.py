@@ -1,0 +1,30 @@
+"""What is fitted by regression on recorded episodes, whole or in stages: policies, world models, critics and heads."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.episodes import Episodes
+
+
+class Regression(Protocol):
+    """An nn.Module that is fitted by regression on episodes: a model, or a part of one."""
+
+    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the parts of the loss by name, each [N]; the sum of their means is minimised."""
+        ...
+
+    def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield training batches for ever; `generator` is all the state. Raises DataError on unfit episodes."""
+        ...
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """What is fitted in stages."""
+
+    def stages(self) -> Mapping[str, tuple[Regression, float]]:
+        """Return what is fitted one after the other, each with its share of the training steps."""
+        ...
