@@ -1,6 +1,5 @@
 """The only place that names concrete worlds, policies and models, and that chooses the device."""
 
-import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from robopolicy.core.errors import ConfigError, require_extra
+from robopolicy.configuration.finetune import FinetuneSection
+from robopolicy.configuration.plan import PlanSection
+from robopolicy.configuration.run import RunSection
+from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
@@ -17,20 +20,16 @@ from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.policies import load_policy
 from robopolicy.rl.critic import Critic, state_critic
-from robopolicy.sections import FinetuneSection, ImaginationSection, PlanSection, RunSection, WorldSection
+from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
 from sims.recorded import DemonstratedWorld
-from sims.registry import TASKS, load_task, make_world
+from sims.registry import make_expert, make_saved_world, make_world
 from worldmodels import load_world_model
-from worldmodels.checkpoint import holds
 from worldmodels.configuration import PlanConfig
 from worldmodels.env import ImaginedWorld, Truncation
 from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import Context, LearnedModel, Starts
 from worldmodels.starts import keyframes, recorded_starts
-
-WORLD_MODEL = "worldmodel"
-DEMONSTRATIONS = "demonstrations"
 
 
 def choose_device(run: RunSection) -> torch.device:
@@ -132,7 +131,10 @@ def simulator_starts(section: WorldSection, spec: WorldSpec, rows: int) -> Start
     options = dict(section.options)
     if spec.cameras:
         options |= {"cameras": spec.cameras, "image_size": spec.observation[IMAGE_PREFIX + spec.cameras[0]].shape[0]}
-    simulator = make_world(section.simulator or spec.name, rows, **options)
+    if section.simulator:
+        simulator = make_world(section.simulator, rows, **options)
+    else:
+        simulator = make_saved_world(spec.name, section.model or Path(), rows, **options)
 
     def starts(seeds: np.ndarray) -> Context:
         chosen = np.arange(len(seeds))
@@ -154,15 +156,11 @@ def uncertainty_limit(section: ImaginationSection, model: LearnedModel) -> float
 def build_controller(world_section: WorldSection, spec: WorldSpec, dotted_path: str = "") -> Controller:
     """Return the controller at `dotted_path`, else the scripted expert of the world's task."""
     if dotted_path:
-        return importlib.import_module("sims.controllers").load_controller(dotted_path, spec)
+        return load_controller(dotted_path, spec)
     name = world_section.simulator or world_section.name
-    if name in TASKS:
-        return load_task(name).expert()
-    if name.startswith("metaworld/"):
-        require_extra("metaworld", "metaworld")
-        return importlib.import_module("sims.suites.metaworld_suite").metaworld_expert(
-            name.removeprefix("metaworld/"), spec
-        )
+    expert = make_expert(name, spec)
+    if expert is not None:
+        return expert
     raise ConfigError(
         f"World '{name}' has no scripted expert: give your own with collect.controller=package.module:name."
     )
@@ -181,7 +179,7 @@ def build_noisy_expert(
 
 def open_policy(path: Path, device: torch.device | str = "cpu") -> Any:
     """Load a policy checkpoint: a `Policy`, an nn.Module, and ready for fine-tuning where it can be fine-tuned."""
-    return load_world_model(path, device) if holds(path, "joint") else load_policy(path, device)
+    return load_policy(path, device)
 
 
 def planned(section: PlanSection, policy: Any, device: torch.device | str = "cpu") -> Any:

@@ -1,8 +1,6 @@
 """The command line: one verb per job, `robopolicy VERB [TARGET] [section.key=value ...] [json=PATH]`."""
 
-import importlib
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -11,104 +9,18 @@ from rich.table import Table
 
 from robopolicy import __version__
 from robopolicy.core.errors import ConfigError, RobopolicyError, did_you_mean
+from robopolicy.core.registry import ask_for
+from robopolicy.verbs.verb import VERBS, Verb, declaration
 
 INTERRUPTED = 130
-
-
-@dataclass(frozen=True)
-class Verb:
-    """One job: a line for the table, the sections of the configuration it reads, and what a bare word after it sets."""
-
-    summary: str
-    sections: tuple[str, ...]
-    example: str
-    target: str | None = None
-
-
-VERBS = {
-    "demo": Verb("The whole job in ten minutes, ending with a report", ("run", "demo"), "robopolicy demo"),
-    "collect": Verb(
-        "Record demonstrations as a LeRobotDataset",
-        ("run", "world", "plan", "collect"),
-        "robopolicy collect recipe=push_cube collect.episodes=200",
-    ),
-    "train": Verb(
-        "Pre-train a diffusion, flow or token policy on a dataset",
-        ("run", "world", "policy", "train"),
-        "robopolicy train recipe=push_cube policy.kind=flow",
-        "train.data",
-    ),
-    "finetune": Verb(
-        "Fine-tune a policy with RL in its denoising chain or on its tokens",
-        ("run", "world", "finetune"),
-        "robopolicy finetune recipe=push_cube run.seed=1",
-        "finetune.policy",
-    ),
-    "worldmodel": Verb(
-        "Train a world model on demonstrations and rollouts",
-        ("run", "world", "worldmodel"),
-        "robopolicy worldmodel recipe=push_cube",
-        "worldmodel.data",
-    ),
-    "imagine": Verb(
-        "Fine-tune inside a world model, with imagined and real success side by side",
-        ("run", "world", "finetune", "imagine"),
-        "robopolicy imagine recipe=push_cube",
-        "finetune.policy",
-    ),
-    "evaluate": Verb(
-        "Measure success in a simulator or in a world model",
-        ("run", "world", "plan", "evaluate"),
-        "robopolicy evaluate runs/finetune/push_cube/0/checkpoint world=worldmodel",
-        "evaluate.policy",
-    ),
-    "rank": Verb(
-        "Compare policies in a world model and in the simulator",
-        ("run", "world", "rank"),
-        "robopolicy rank recipe=push_cube",
-    ),
-    "serve": Verb(
-        "Serve a policy to robots over a websocket (openpi's protocol)",
-        ("run", "plan", "serve"),
-        "robopolicy serve runs/finetune/push_cube/0/checkpoint",
-        "serve.policy",
-    ),
-    "drive": Verb(
-        "Drive a simulated robot against a policy server",
-        ("run", "world", "drive"),
-        "robopolicy drive world=push_cube drive.port=8000",
-    ),
-    "doctor": Verb(
-        "Find out why success is low: replay demonstrations through every convention",
-        ("run", "world", "doctor"),
-        "robopolicy doctor recipe=push_cube",
-        "doctor.data",
-    ),
-    "bench": Verb(
-        "Print figures side by side: speed, algorithms, mechanisms, world models",
-        ("run", "bench"),
-        "robopolicy bench algorithms",
-        "bench.name",
-    ),
-    "algorithms": Verb(
-        "List the algorithms and mechanisms that fine-tuning is composed of",
-        ("algorithms",),
-        "robopolicy algorithms grpo",
-        "algorithms.name",
-    ),
-    "report": Verb(
-        "Rebuild report.html of a run folder",
-        ("run", "report"),
-        "robopolicy report runs/finetune/push_cube/0",
-        "report.run",
-    ),
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; return the exit status: 0 done, 1 a failed check, 2 an error the user can mend, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     output = Console(emoji=False)
+    if not output.is_terminal:
+        output = Console(emoji=False, width=120)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print_overview(output)
         return 0
@@ -129,17 +41,17 @@ def main(arguments: list[str] | None = None) -> int:
 def run_verb(name: str, arguments: list[str], output: Console) -> int:
     """Compose the configuration of verb `name` and run it."""
     if name not in VERBS:
-        raise ConfigError(f"'{name}' is not a verb.{did_you_mean(name, VERBS)}")
-    verb = VERBS[name]
-    from robopolicy.configuration import compose  # imports torch: only once a verb is known
+        raise ConfigError(f"'{name}' is not a verb.{did_you_mean(name, VERBS.names())}")
+    verb = declaration(name)
+    from robopolicy.configuration import compose  # imports hydra: only once a verb is known
 
     settings = [argument for argument in arguments if argument not in ("-h", "--help")]
     config = compose(overrides(name, verb, settings))
     if settings != arguments:
         print_help(name, verb, config, output)
         return 0
-    job = importlib.import_module(f"robopolicy.verbs.{name}")
-    return int(job.run(config) or 0)
+    ask_for(config.run.plugins)
+    return int(VERBS.load(name)(config) or 0)
 
 
 def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
@@ -163,8 +75,8 @@ def print_overview(output: Console) -> None:
     """Print every verb with one line each."""
     output.print("[bold]robopolicy[/]: fine-tune robot policies in simulators and learned world models.\n")
     table = Table(box=None, show_header=False, padding=(0, 2))
-    for name, verb in VERBS.items():
-        table.add_row(f"[bold cyan]{name}[/]", verb.summary)
+    for name in VERBS.names():
+        table.add_row(f"[bold cyan]{name}[/]", declaration(name).summary)
     output.print(table)
     output.print("\n[dim]robopolicy VERB --help teaches one verb; start with:[/] robopolicy demo")
 
@@ -176,8 +88,7 @@ def print_help(name: str, verb: Verb, config: Any, output: Console) -> None:
     width = min(output.width, 120)
     target = f" [{verb.target.split('.')[1].upper()}]" if verb.target else ""
     output.print(f"[bold]robopolicy {name}[/]{escape(target)} \\[section.key=value ...] \\[json=PATH]\n")
-    module = importlib.import_module(f"robopolicy.verbs.{name}")
-    output.print(reflowed(module.__doc__ or ""), highlight=False, markup=False, width=width)
+    output.print(reflowed(verb.text), highlight=False, markup=False, width=width)
     output.print(f"\nExample:\n  {verb.example}", highlight=False, markup=False)
     if "world" in verb.sections:
         for group, options in groups().items():

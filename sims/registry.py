@@ -1,51 +1,174 @@
-"""Worlds by name: our tasks run on the native engine; `metaworld/<task>-v3` and `gymnasium:<id>` go to the suites."""
+"""Worlds by name: our tasks, suites by prefix, other packages' by entry point, and anybody's by dotted path.
 
-import importlib
+Nothing is imported before it is used. What a name may stand for: see `World` in `robopolicy.core.world`, `Task` in
+`sims.task`, and any class that derives from `gymnasium.Env`.
+"""
+
+import dataclasses
+import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
-from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.world import World
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, did_you_mean, require_extra
+from robopolicy.core.registry import Registry, asked_for, is_dotted, load_dotted, note
+from robopolicy.core.spec import WorldSpec
+from robopolicy.core.world import Controller, World
 from sims.task import Task
 
-
-def _task(module: str) -> Callable[[], Task]:
-    return lambda: importlib.import_module(f"sims.tasks.{module}").task()
-
-
-TASKS: dict[str, Callable[[], Task]] = {
-    name: _task(name)
+GROUP = "robopolicy.worlds"
+OURS = {
+    name: f"sims.tasks.{name}:task"
     for name in ("push_cube", "push_choice", "push_t", "reach_planar", "arm_reach", "pick_place", "stack")
 }
-"""Task name -> function that loads and returns it."""
+TASKS = Registry("task", "", OURS)
+"""Our tasks: functions that return a `Task`."""
+WORLDS = Registry("world", GROUP, OURS)
+"""Our tasks and the worlds of installed packages; `make_world` says what a name may stand for."""
 
-METAWORLD, GYMNASIUM = "metaworld/", "gymnasium:"
+
+@dataclass(frozen=True)
+class Suite:
+    """Worlds with a prefix before their name. form: how a name looks; make: "package.module:function" that is called
+    with what follows the prefix, the number of rows, and options; expert: the same for a scripted expert, called with
+    what follows the prefix and the world's spec, "" for none; extra: what it needs, as (module, extra).
+    """
+
+    prefix: str
+    form: str
+    make: str
+    expert: str = ""
+    extra: tuple[str, str] | None = None
+
+
+SUITES = (
+    Suite(
+        "metaworld/",
+        "metaworld/<task>-v3",
+        "sims.suites.metaworld_suite:make_metaworld_world",
+        "sims.suites.metaworld_suite:metaworld_expert",
+        ("metaworld", "metaworld"),
+    ),
+    Suite("gymnasium:", "gymnasium:<id>", "sims.suites.gymnasium_suite:make_gymnasium_world"),
+)
+"""Every outside suite; the next one is one entry."""
+
+
+def suite_of(name: str) -> Suite | None:
+    """Return the suite that a world's name belongs to, if any."""
+    return next((suite for suite in SUITES if name.startswith(suite.prefix)), None)
 
 
 def load_task(name: str) -> Task:
-    """Return one of our tasks by name."""
-    if name not in TASKS:
-        raise ConfigError(f"There is no task '{name}'.{did_you_mean(name, TASKS)}")
-    return TASKS[name]()
+    """Return a task by name or dotted path; raises ConfigError where it is none."""
+    if name not in WORLDS and not is_dotted(name):
+        raise ConfigError(f"There is no task '{name}'.{did_you_mean(name, TASKS.names())}")
+    task = _task(name, WORLDS.load(name))
+    if task is None:
+        raise ConfigError(f"'{name}' is a world of its own, not a Task.")
+    return task
 
 
 def make_world(name: str, batch_size: int, **options: Any) -> World:
     """Return a world of `batch_size` rows by name; options go to its constructor (seed, history, cameras, ...).
 
-    Names: one of TASKS; "metaworld/<task>-v3" (extra `metaworld`); "gymnasium:<id>" (any gymnasium environment with
-    continuous actions).
+    name: one of WORLDS; of a suite, such as "gymnasium:<id>" (any gymnasium environment with continuous actions); or
+    a dotted path. A registered name and a dotted path stand for a `Task` or a function without arguments that returns
+    one (it runs on the MuJoCo engine), a class derived from gymnasium.Env (it runs in the gymnasium suite), or a class
+    or function that is called as make(batch_size, *, seed, history, **options) and gives a `World`; cameras and
+    image_size are passed only when they are asked for. Raises ConfigError.
     """
-    if name.startswith(METAWORLD):
-        suite = importlib.import_module("sims.suites.metaworld_suite")
-        return suite.make_metaworld_world(name.removeprefix(METAWORLD), batch_size, **options)
-    if name.startswith(GYMNASIUM):
-        suite = importlib.import_module("sims.suites.gymnasium_suite")
-        return suite.make_gymnasium_world(name.removeprefix(GYMNASIUM), batch_size, **options)
-    if name not in TASKS:
+    suite = suite_of(name)
+    if suite is not None:
+        note(name)
+        return load_dotted(suite.make, "Suite")(name.removeprefix(suite.prefix), batch_size, **options)
+    if name not in WORLDS and not is_dotted(name):
+        forms = ", ".join(f"'{suite.form}'" for suite in SUITES)
         raise ConfigError(
-            f"There is no world '{name}'.{did_you_mean(name, TASKS)} Outside suites: 'metaworld/<task>-v3', "
-            "'gymnasium:<id>'."
+            f"There is no world '{name}'.{did_you_mean(name, WORLDS.names())} Outside suites: {forms}. Your own is "
+            "named by its dotted path, package.module:Name."
         )
-    from sims.engine import MujocoWorld
+    found = WORLDS.load(name)
+    task = _task(name, found)
+    if task is not None:
+        from sims.engine import MujocoWorld
 
-    return MujocoWorld(TASKS[name](), batch_size, **options)
+        return MujocoWorld(task, batch_size, **options)
+    if _is_environment(found):
+        from sims.suites.environment_class import make_environment_world
+
+        return make_environment_world(name, found, batch_size, **options)
+    return _called(name, found, batch_size, options)
+
+
+def make_saved_world(name: str, where: Path, batch_size: int, **options: Any) -> World:
+    """Return the world that a checkpoint at `where` names.
+
+    A file does not choose what is imported: raises CheckpointError where the name leads to a module that neither ships
+    with us nor is installed under our entry points, unless the user has named it in this process.
+    """
+    suite = suite_of(name)
+    module = name.removeprefix(suite.prefix).rpartition(":")[0] if suite is not None else ""
+    foreign = bool(module) if suite is not None else is_dotted(name)
+    if foreign and not asked_for(name) and not (module and asked_for(module)):
+        raise CheckpointError(
+            f"{where} comes from the world '{name}', which is not part of robopolicy. If you trust it, name it: "
+            f"world.simulator={name}."
+        )
+    return make_world(name, batch_size, **options)
+
+
+def make_expert(name: str, spec: WorldSpec) -> Controller | None:
+    """Return the scripted expert of the world called `name`, None where it has none."""
+    suite = suite_of(name)
+    if suite is not None:
+        if suite.extra is not None:
+            require_extra(*suite.extra)
+        return load_dotted(suite.expert, "Expert")(name.removeprefix(suite.prefix), spec) if suite.expert else None
+    task = _task(name, WORLDS.load(name))
+    return None if task is None else task.expert()
+
+
+def _task(name: str, found: Any) -> Task | None:
+    """Return the task that a registered thing is or makes, under the name by which it is found again."""
+    if not isinstance(found, Task):
+        if isinstance(found, type) or not callable(found) or _required(found):
+            return None
+        found = found()
+    if not isinstance(found, Task):
+        return None
+    return found if name in OURS else dataclasses.replace(found, name=name)
+
+
+def _required(make: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(make).parameters.values()
+    fixed = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return [each.name for each in fixed if each.default is each.empty]
+
+
+def _is_environment(found: Any) -> bool:
+    if not isinstance(found, type):
+        return False
+    return any(base.__module__.split(".")[0] == "gymnasium" and base.__name__ == "Env" for base in found.__mro__)
+
+
+def _called(name: str, make: Any, batch_size: int, options: dict[str, Any]) -> World:
+    if not callable(make):
+        raise ConfigError(f"World '{name}' is {make!r}: it must be a class, a function, a Task or a gymnasium.Env.")
+    try:
+        world: Any = make(batch_size, **options)
+    except RobopolicyError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"World '{name}' could not be made: {type(error).__name__}: {error}. It is called as "
+            f"{getattr(make, '__name__', 'make')}({batch_size}, {', '.join(options)})."
+        ) from error
+    missing = [part for part in ("spec", "batch_size", "reset", "step", "close") if not hasattr(world, part)]
+    if missing:
+        raise ConfigError(
+            f"World '{name}' made {type(world).__name__}, which lacks {', '.join(missing)}: see World in "
+            "robopolicy/core/world.py, and try `robopolicy check`."
+        )
+    return cast(World, world)

@@ -3,12 +3,16 @@
 Axes: R row, C control step, A action dimension, G goal parameter; "..." is any leading axes.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.resources import resource
 from robopolicy.core.spec import Field
 from robopolicy.core.world import Controller
 
@@ -63,7 +67,7 @@ class Markers:
 class Task:
     """One task. All functions are pure and work on any leading axes; they must not depend on how rows are batched.
 
-    model: MJCF path below assets/, e.g. "planar/push_cube.xml"; fps: control steps per second; substeps: physics steps
+    model: MJCF path, absolute, below assets/ (e.g. "planar/push_cube.xml"), or beside the module of `start`; fps: control steps per second; substeps: physics steps
     per control step (fps * substeps * timestep must be 1); horizon: control steps until the time limit;
     success_text: the criterion in words with its tolerances; cameras: names in the model, the default view first;
     action: bounds of one control step; observation: fields by LeRobot key, without images;
@@ -96,6 +100,17 @@ class Task:
     succeeded: Callable[[Arrays], np.ndarray]
     expert: Callable[[], Controller]
     markers: Callable[[np.ndarray], Markers] | None = None
+
+
+def model_path(task: Task) -> Path:
+    """Return where the task's MJCF is; raises ConfigError naming the places where it is not."""
+    beside = getattr(sys.modules.get(task.start.__module__), "__file__", None)
+    places = [resource("assets", task.model), *([Path(beside).parent / task.model] if beside else [])]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        tried = ", ".join(dict.fromkeys(map(str, places)))
+        raise ConfigError(f"Task '{task.name}' names the model {task.model}, which does not exist: {tried}.")
+    return found
 
 
 def scale(uniforms: np.ndarray, low: Any, high: Any) -> np.ndarray:

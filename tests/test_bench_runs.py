@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from robopolicy.benchmarks import imagination, ranking
+from robopolicy.benchmarks import imagination, looking_ahead, ranking
+from robopolicy.benchmarks.runs import Changes
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
 from robopolicy.verbs import bench
@@ -25,14 +26,13 @@ TINY = [
     "finetune.rollout_length=4",
     "finetune.evaluate_episodes=8",
     "worldmodel.transitions=300",
-    "worldmodel.ensemble.members=2",
-    "worldmodel.ensemble.width=16",
-    "worldmodel.rssm.size=tiny",
+    "worldmodel.config.members=2",
     "worldmodel.fit.steps=10",
     "world.batch_size=8",
     "worldmodel.examine_rows=16",
     "worldmodel.examine_steps=100",
     "rank.episodes=8",
+    "evaluate.episodes=8",
     "imagine.watch=8",
 ]
 
@@ -67,6 +67,21 @@ def test_models_of_several_kinds_rank_the_same_policies(tmp_path, monkeypatch, c
     real = [{row["name"]: row["real"] for row in figures[model]["0"]["policies"]} for model in ("ensemble", "rssm")]
     assert real[0] == real[1]
     assert benchmark(tmp_path, *chosen) == 0, "nothing is done twice"
+
+
+def test_a_policy_stands_beside_itself_looking_ahead(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(looking_ahead, "MODEL", Changes(("worldmodel.kind=ensemble",)))
+    monkeypatch.setattr(looking_ahead, "PLANS", {"2 candidates": ("plan.candidates=2", "plan.horizon=2")})
+    chosen = "bench.name=looking_ahead", "bench.tasks=[reach_planar]"
+    assert benchmark(tmp_path, *chosen) == 0
+    assert "reach_planar, 2 candidates" in capsys.readouterr().out
+    folder = tmp_path / "bench" / "looking_ahead"
+    row = json.loads((folder / "benchmark.json").read_text())["tasks"]["reach_planar"]["2 candidates"]["0"]
+    assert {row[who][mode]["episodes"] for who in row for mode in row[who]} == {8}
+    policies = {path.name for path in (folder / "reach_planar" / "train" / "diffusion").iterdir() if path.is_dir()}
+    assert policies == {"0", "100"}, "the policy that is judged and the one that the model saw share no seed"
+    assert benchmark(tmp_path, *chosen) == 0
+    assert "seed 100" not in capsys.readouterr().out, "nothing is done twice"
 
 
 def test_imagined_and_real_success_stand_beside_each_other(tmp_path, monkeypatch, capsys):

@@ -19,7 +19,7 @@ def test_overrides_outweigh_recipes_and_recipes_outweigh_defaults():
     assert compose(["recipe=push_t"]).world.name == "push_t"
     config = compose(["recipe=push_t", "world=push_cube", "policy.chunk=2", "train.fit.steps=7"])
     assert config.world.name == "push_cube"
-    assert (config.policy.chunk, config.policy.prediction_steps, config.train.fit.steps) == (2, 8, 7)
+    assert (config.policy.config.chunk, config.policy.config.prediction_steps, config.train.fit.steps) == (2, 8, 7)
 
 
 def test_lists_options_and_null_are_overridable():
@@ -50,7 +50,7 @@ def test_own_recipe_file(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("world:\n  name: push_t\npolicy:\n  chunk: 3\n")
     config = compose([f"recipe={path}"])
-    assert (config.world.name, config.policy.chunk) == ("push_t", 3)
+    assert (config.world.name, config.policy.config.chunk) == ("push_t", 3)
 
 
 def test_unknown_key_in_own_recipe_is_an_error(tmp_path):
@@ -62,7 +62,9 @@ def test_unknown_key_in_own_recipe_is_an_error(tmp_path):
 
 def test_help_describes_every_section_and_every_key():
     sections = described(tuple(item for item in Config.__dataclass_fields__ if item != "json"), Config())
-    assert {"finetune", "world.imagination", "worldmodel.video.edm"} <= {section.path for section in sections}
+    assert {"finetune", "world.imagination", "worldmodel.config", "policy.image"} <= {
+        section.path for section in sections
+    }
     for section in sections:
         assert section.text, section.path
         for key, default, text in section.keys:

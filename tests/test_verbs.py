@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from robopolicy.cli import INTERRUPTED, VERBS, main
+from robopolicy.cli import INTERRUPTED, main
+from robopolicy.verbs.verb import VERBS, declaration
 from robopolicy.training import imagined
 from robopolicy.training.stages import fit_stages
 
@@ -24,8 +25,8 @@ SMALL = [
     "finetune.critic_width=16",
     "finetune.videos=1",
     "worldmodel.transitions=600",
-    "worldmodel.ensemble.members=2",
-    "worldmodel.ensemble.width=32",
+    "worldmodel.config.members=2",
+    "worldmodel.config.width=32",
     "worldmodel.fit.steps=40",
     "rank.episodes=8",
     "rank.noise=[none,medium,random]",
@@ -117,7 +118,7 @@ def test_imagination_that_is_interrupted_while_its_model_is_refreshed_ends_in_th
 
 def test_a_joint_model_is_trained_judged_with_and_without_planning_and_evaluated_but_not_fine_tuned(root, capsys):
     make(root, "collect")
-    small = "policy.joint.width=16", "policy.joint.candidates=2", "policy.joint.edm.steps=2"
+    small = "policy.width=16", "policy.candidates=2", "policy.edm.steps=2"
     data = root / "collect" / "reach_planar" / "0" / "dataset"
     assert run(root, "train", "policy.kind=joint", *small, "run.name=joint", f"train.data={data}") == 0
     folder = root / "train" / "joint" / "0"
@@ -191,16 +192,16 @@ def test_another_configuration_in_the_same_folder_is_refused(root, capsys):
     ],
 )
 def test_mistakes_end_with_a_sentence_and_status_2(arguments, text, capsys, tmp_path):
-    assert main([*arguments, *([f"run.root={tmp_path}"] if arguments[0] in VERBS else [])]) == 2
+    assert main([*arguments, *([f"run.root={tmp_path}"] if arguments[0] in VERBS.names() else [])]) == 2
     assert text in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", VERBS.names())
 def test_help_teaches_every_verb(verb, capsys):
     assert main([verb, "--help"]) == 0
     text = capsys.readouterr().out
-    assert VERBS[verb].example.split(" && ")[0][:40] in text
-    for section in VERBS[verb].sections:
+    assert declaration(verb).example.split(" && ")[0][:40] in text
+    for section in declaration(verb).sections:
         assert f"{section}." in text
 
 

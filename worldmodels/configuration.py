@@ -1,6 +1,7 @@
 """What can be set about world models of one file, and about planning in any of them."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.nn.configuration import AGGREGATES, EdmConfig
@@ -9,6 +10,8 @@ from robopolicy.nn.configuration import AGGREGATES, EdmConfig
 @dataclass(frozen=True)
 class EnsembleConfig:
     """An ensemble of dynamics networks."""
+
+    builds: ClassVar[str] = "worldmodels.ensemble:EnsembleModel"
 
     members: int = 5
     """Networks, whose disagreement is the uncertainty."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.errors import CheckpointError, ConfigError, DataError
 from robopolicy.core.policy import Decision, Scores, TensorObservation
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import returns_to_go
@@ -29,8 +29,10 @@ from robopolicy.core.world import Rows
 from robopolicy.nn import edm
 from robopolicy.nn.aggregates import AGGREGATED
 from robopolicy.nn.denoisers import TimeEmbedding
+from robopolicy.policies.checkpoint import read_weights, require_format, write_checkpoint
 from robopolicy.policies.joint_configuration import JointConfig
 
+SAVED_KIND = "world_model/joint"
 STATE, ACTION, FUTURE, VALUE = "state", "action", "future", "value"
 FRAMES = (STATE, ACTION, FUTURE, VALUE)
 ROLES = {"policy": (STATE,), "world": (STATE, ACTION), "value": (STATE, ACTION, FUTURE)}
@@ -38,7 +40,7 @@ ROLES = {"policy": (STATE,), "world": (STATE, ACTION), "value": (STATE, ACTION, 
 
 
 class JointModel(nn.Module):
-    """A `Policy` that knows what it leads to; make one with `build` or `restore`. It has no log-probabilities."""
+    """A `Policy` that knows what it leads to; make one with `build` or `load_policy`. It has no log-probabilities."""
 
     def __init__(self, config: JointConfig, spec: WorldSpec, seed: int = 0):
         super().__init__()
@@ -80,15 +82,6 @@ class JointModel(nn.Module):
             getattr(model, f"{name}_mean").copy_(value.mean(0))
             getattr(model, f"{name}_std").copy_(value.std(0, correction=0).clamp_min(1e-4))
         return model
-
-    def description(self) -> dict[str, Any]:
-        """Return what `restore` needs besides spec and weights."""
-        return {"config": to_plain(self.config)}
-
-    @classmethod
-    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return a model into which `weights` can be loaded."""
-        return cls(from_plain(JointConfig, description["config"]), spec)
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """All roles at once."""
@@ -201,10 +194,24 @@ class JointModel(nn.Module):
         """It remembers nothing."""
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint, as a world model."""
-        from worldmodels.checkpoint import save_world_model
+        """Write a checkpoint, atomically."""
+        description = {"kind": SAVED_KIND, "spec": self.world.to_json(), "model": {"config": to_plain(self.config)}}
+        write_checkpoint(folder, description, self)
 
-        save_world_model(self, folder)
+    @classmethod
+    def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
+        """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
+        require_format(folder, description)
+        try:
+            config = from_plain(JointConfig, description["model"]["config"], "config")
+            model = cls(config, WorldSpec.from_json(description["spec"]))
+        except (KeyError, TypeError, ConfigError) as error:
+            raise CheckpointError(f"{folder / 'config.json'} does not describe a policy: {error!r}.") from error
+        return read_weights(model, folder, device).eval()
+
+    def unplanned(self) -> Self | None:
+        """Return the same model without planning, None where it does not plan anyway."""
+        return self.planning(1) if self.config.candidates > 1 else None
 
     # -- frames --------------------------------------------------------------------------------------------------
 

@@ -180,6 +180,24 @@ class Finishes(Protocol):
 
 
 @runtime_checkable
+class TakesAdapters(Protocol):
+    """A policy of which low-rank adapters can learn instead of its weights."""
+
+    def add_lora(self, rank: int) -> None:
+        """Freeze the weights and add trainable adapters of this rank (LoRA)."""
+        ...
+
+
+@runtime_checkable
+class PlansItself(Protocol):
+    """A policy that looks ahead by itself before it acts."""
+
+    def unplanned(self) -> "Policy | None":
+        """Return the same policy without looking ahead, None where it does not anyway."""
+        ...
+
+
+@runtime_checkable
 class KeepsMeans(Protocol):
     """A policy whose steps are Gaussian, and whose decisions hold their means on request.
 

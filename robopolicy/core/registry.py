@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -61,10 +62,23 @@ def load_dotted(path: str, what: str) -> Any:
 
 
 def ask_for(paths: Iterable[str]) -> None:
-    """Import what the user names by dotted path; checkpoints that need it can then be loaded. Raises ConfigError."""
+    """Import what the user names, modules or dotted paths; checkpoints that need it can then be loaded.
+
+    Raises ConfigError.
+    """
     for path in paths:
         load_dotted(path, "Plugin") if ":" in path else load_dotted(f"{path}:__name__", "Plugin")
-        _asked_for.add(path)
+        note(path)
+
+
+def note(path: str) -> None:
+    """Remember that the user has named a module or dotted path, so that a checkpoint may bring it up again."""
+    _asked_for.add(path)
+
+
+def asked_for(path: str) -> bool:
+    """Whether the user has named this dotted path, or the module that it is in, in this process."""
+    return path in _asked_for or path.partition(":")[0] in _asked_for
 
 
 class Registry:
@@ -80,12 +94,23 @@ class Registry:
     @cached_property
     def _installed(self) -> dict[str, str]:
         """Return what other installed packages add; a name of ours is never replaced."""
+        if not self.group:
+            return {}
         found = {point.name: point.value for point in importlib.metadata.entry_points(group=self.group)}
         return {name: path for name, path in found.items() if name not in self._known}
 
     def names(self) -> tuple[str, ...]:
         """Return every registered name, ours first; nothing is imported."""
         return (*self._known, *sorted(self._installed))
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """The names that ship with us."""
+        return tuple(self._known)
+
+    def paths(self) -> dict[str, str]:
+        """Return name -> dotted path of everything registered."""
+        return {**self._installed, **self._known}
 
     def __contains__(self, name: str) -> bool:
         return name in self._known or name in self._installed
@@ -104,7 +129,7 @@ class Registry:
         """Import and return what `name` (or a dotted path) stands for. Raises ConfigError."""
         path = self.path(name)
         found = load_dotted(path, self.what.capitalize())
-        _asked_for.add(path)
+        note(path)
         return found
 
     def load_saved(self, name: str, where: Any) -> Any:
@@ -112,12 +137,12 @@ class Registry:
 
         Files do not choose what is imported: raises CheckpointError that says what is needed otherwise.
         """
-        if name in self or name in _asked_for or name.partition(":")[0] in _asked_for:
+        if name in self or asked_for(name):
             return self.load(name)
         if is_dotted(name):
             raise CheckpointError(
-                f"{where} needs the {self.what} '{name}', which is not part of robopolicy. If you trust it, name it: "
-                f"run.plugins=[{name}] (in Python: robopolicy.core.registry.ask_for)."
+                f"{where} needs the {self.what} '{name}', which is not part of robopolicy. If you trust it, name its "
+                f"module: run.plugins=[{name.partition(':')[0]}] (in Python: robopolicy.core.registry.ask_for)."
             )
         raise CheckpointError(
             f"{where} holds '{name}', not a {self.what} that is known here.{did_you_mean(name, self.names())}"
@@ -126,5 +151,46 @@ class Registry:
     def name_of(self, kind: type) -> str:
         """Return the name under which `kind` is found again: a registered one, else its dotted path."""
         path = f"{kind.__module__}:{kind.__qualname__}"
-        both = {**self._installed, **self._known}
-        return next((name for name, known in both.items() if known == path), path)
+        return next((name for name, known in self.paths().items() if known == path), path)
+
+
+class Kinds(Registry):
+    """A registry of what is built from a configuration: policies, world models.
+
+    Registered is the configuration, a dataclass that imports nothing heavy and says in `builds` what it belongs to
+    ("package.module:Class"); a stranger may register the class itself, with its dataclass as `configuration`.
+    """
+
+    def configuration(self, name: str) -> type:
+        """Return the dataclass of what can be set about kind `name`; raises ConfigError where there is none."""
+        found = self.load(name)
+        config = found if _is_configuration(found) else getattr(found, "configuration", None)
+        if not (isinstance(config, type) and is_dataclass(config)):
+            raise ConfigError(
+                f"The {self.what} '{name}' has no configuration: give its class an attribute `configuration`, a "
+                "dataclass of what can be set about it, or a dataclass an attribute `builds`, its class's dotted path."
+            )
+        return config
+
+    def builds(self, name: str) -> Any:
+        """Return the class that kind `name` is built with, importing all it needs. Raises ConfigError."""
+        return self._class_of(self.load(name))
+
+    def saved(self, name: str, where: Any) -> Any:
+        """Return the class of what a checkpoint at `where` holds; see `load_saved`."""
+        return self._class_of(self.load_saved(name, where))
+
+    def name_of(self, kind: type) -> str:
+        """Return the name under which class `kind` is found again: a registered one, else its dotted path."""
+        path = f"{kind.__module__}:{kind.__qualname__}"
+        for name, known in self.paths().items():
+            if known == path or (name in self.ours and getattr(self.load(name), "builds", "") == path):
+                return name
+        return path
+
+    def _class_of(self, found: Any) -> Any:
+        return load_dotted(found.builds, self.what.capitalize()) if _is_configuration(found) else found
+
+
+def _is_configuration(found: Any) -> bool:
+    return isinstance(found, type) and is_dataclass(found) and hasattr(found, "builds")

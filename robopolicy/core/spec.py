@@ -95,6 +95,19 @@ class WorldSpec:
         """Names of the cameras whose images are part of the observation."""
         return _cameras(self.observation)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in self.__dict__.items()}
+        fields = {key: each.to_json() for key, each in self.observation.items()}
+        return {**plain, "observation": fields, "action": self.action.to_json()}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "WorldSpec":
+        """Rebuild from `to_json`; raises KeyError or TypeError on what is none."""
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        fields = {key: Field.from_json(value) for key, value in data["observation"].items()}
+        return WorldSpec(**{**values, "observation": fields, "action": Field.from_json(data["action"])})
+
 
 @dataclass(frozen=True)
 class PolicySpec:

@@ -6,17 +6,34 @@ import textwrap
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.registry import Kinds
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """A section that holds one of several kinds: `kind` names it in `kinds`, `config` is that kind's configuration.
+
+    beside: whether the kind's keys stand beside `kind` in the section, not inside `config`.
+    """
+
+    kinds: ClassVar[Kinds]
+    beside: ClassVar[bool] = False
+
+    kind: str
+    config: Any
 
 
 def to_plain(value: Any) -> Any:
     """Return `value` with dataclasses as dictionaries, enums and paths as text, tuples as lists: JSON ready."""
+    if isinstance(value, Tagged) and value.beside:
+        return {"kind": value.kind, **to_plain(value.config)}
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
@@ -29,13 +46,16 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain[Structure](kind: type[Structure], data: Mapping[str, Any], where: str = "") -> Structure:
-    """Build the dataclass `kind` from plain values; missing keys take the defaults.
+    """Build the dataclass `kind` from plain values; missing keys take the defaults, also inside a section whose
+    defaults its owner has changed.
 
     Raises ConfigError on an unknown key (with the nearest name), a missing one, or a value of the wrong type, naming
     the full path of the key. `where` is the path of this section.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"'{where}' is a section with keys, not {data!r}.")
+    if issubclass(kind, Tagged):
+        data = _of_kind(kind, data, where)
     known = {item.name: item for item in fields(cast(Any, kind)) if item.init}
     for key in data:
         if key not in known:
@@ -44,7 +64,8 @@ def from_plain[Structure](kind: type[Structure], data: Mapping[str, Any], where:
                 f"Unknown configuration key '{_join(where, str(key))}'{place}.{did_you_mean(str(key), known)}"
             )
     hints = typing.get_type_hints(kind)
-    values = {key: _convert(hints[key], data[key], _join(where, key)) for key in known if key in data}
+    given = {key: _over_default(known[key], data[key]) for key in known if key in data}
+    values = {key: _convert(hints[key], value, _join(where, key)) for key, value in given.items()}
     for key, item in known.items():
         if key not in values and item.default is MISSING and item.default_factory is MISSING:
             raise ConfigError(f"'{_join(where, key)}' is required: add {_join(where, key)}=VALUE.")
@@ -82,6 +103,50 @@ def choices(kind: Any) -> tuple[str, ...]:
     if isinstance(kind, types.UnionType):
         return tuple(name for part in typing.get_args(kind) for name in choices(part))
     return ()
+
+
+def _over_default(item: Field[Any], value: Any) -> Any:
+    """Return the plain value of a field that is a section, where keys are missing filled up from the field's default."""
+    default = item.default_factory() if item.default_factory is not MISSING else item.default
+    if not is_dataclass(default) or isinstance(default, Tagged) or not isinstance(value, Mapping):
+        return value
+    return {**to_plain(default), **_sections_over(default, value)}
+
+
+def _sections_over(default: Any, value: Mapping[str, Any]) -> dict[str, Any]:
+    known = {item.name: getattr(default, item.name) for item in fields(default)}
+    return {
+        key: {**to_plain(known[key]), **_sections_over(known[key], item)}
+        if is_dataclass(known.get(key)) and not isinstance(known[key], Tagged) and isinstance(item, Mapping)
+        else item
+        for key, item in value.items()
+    }
+
+
+def _of_kind(section: type[Tagged], data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the plain values of a tagged section with `config` as the chosen kind's dataclass."""
+    name = str(data.get("kind", section.kind))
+    kind, path = section.kinds.configuration(name), where if section.beside else _join(where, "config")
+    given = {key: value for key, value in data.items() if key != "kind"} if section.beside else data.get("config", {})
+    own = {item.name for item in fields(kind) if item.init}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"'{path}' is a section with keys, not {given!r}.")
+    for key in given:
+        others = [
+            other
+            for other in section.kinds.ours
+            if key in {item.name for item in fields(section.kinds.configuration(other))}
+        ]
+        if key not in own:
+            has = (
+                f" {where}.kind={others[0]} has it."
+                if others
+                else did_you_mean(f"{path}.{key}", [f"{path}.{name}" for name in own])
+            )
+            raise ConfigError(f"Unknown configuration key '{path}.{key}': {where}.kind={name} has no '{key}'.{has}")
+    tag = {"kind": name} if "kind" in own else {}
+    rest = {} if section.beside else data
+    return {**rest, "kind": name, "config": from_plain(kind, {**given, **tag}, path)}
 
 
 def _join(where: str, key: str) -> str:

@@ -1,86 +1,180 @@
-"""Self-describing policy checkpoints: config.json (what it is) and model.safetensors (weights and normalisers)."""
+"""Self-describing policy checkpoints: config.json (what it is) and model.safetensors (weights and normalisers).
+
+config.json names the kind of policy that it needs. Built-in and installed kinds are found by that name; others only
+where the user has named them too, so that a downloaded folder cannot choose what is imported.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
-from robopolicy.core.policy import Policy
-from robopolicy.core.spec import Field
+from robopolicy.core.policy import Policy, Trainable
+from robopolicy.core.spec import Field, WorldSpec
 from robopolicy.core.storage import read_json, recover_folder, storage_errors, write_folder_atomic, write_json
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.tensors import load_tensors
-from robopolicy.policies.configuration import DenoisingPolicyConfig
-from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.token.checkpoint import TOKEN_POLICY, load_token_policy
+from robopolicy.policies.registry import POLICIES, SAVED_AS
 
-DENOISING_POLICY = "denoising_policy"
 FORMAT = 2
 
 
-def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Policy:
-    """Load any policy checkpoint of this project; what it decides is bitwise what the saved one decided.
+class HasWeights(Protocol):
+    """An nn.Module's part in a checkpoint."""
 
-    Raises CheckpointError when the folder is missing, corrupt, of another kind or of a newer format.
+    def state_dict(self) -> dict[str, Any]:
+        """As in nn.Module."""
+        ...
+
+
+class Describes(HasWeights, Protocol):
+    """A policy, an nn.Module, that keeps what it was made of, so that `save_policy` can write it down."""
+
+    @property
+    def config(self) -> Any:
+        """Its dataclass."""
+        ...
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """What it reads, by key."""
+        ...
+
+    @property
+    def action(self) -> Field:
+        """One control step."""
+        ...
+
+    @property
+    def fps(self) -> float:
+        """Control steps a second."""
+        ...
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        """What it may be told."""
+        ...
+
+
+def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Policy:
+    """Load any policy checkpoint; what it decides is bitwise what the saved one decided.
+
+    Raises CheckpointError when the folder is missing, corrupt, of a newer format, or holds what is no policy or a kind
+    that neither ships with us nor is installed nor was named by the user.
     """
     folder = recover_folder(Path(folder))
     description = read_json(folder / "config.json")
-    kind = description["kind"] if isinstance(description, Mapping) and "kind" in description else None
-    if kind not in _LOADERS:
+    if isinstance(description, Mapping) and "kind" not in description and "type" in description:
+        from robopolicy.policies.lerobot import load_lerobot_policy  # imports LeRobot's policies, which takes seconds
+
+        return load_lerobot_policy(folder, device)
+    kind = str(description.get("kind")) if isinstance(description, Mapping) else "None"
+    name = SAVED_AS.get(kind, kind)
+    if name not in POLICIES and ":" not in name:
         raise CheckpointError(
-            f"{folder} holds '{kind}', not a policy.{did_you_mean(str(kind), _LOADERS)} Policies are written by "
+            f"{folder} holds '{kind}', not a policy.{did_you_mean(kind, SAVED_AS)} Policies are written by "
             "'robopolicy train' and 'robopolicy finetune' into runs/<verb>/<name>/<seed>/checkpoint."
         )
-    return _LOADERS[kind](folder, description, device)
+    made = POLICIES.saved(name, folder)
+    if hasattr(made, "load"):
+        return made.load(folder, description, device)
+    return _constructed(made, POLICIES.configuration(name), folder, description, device)
 
 
-def save_denoising_policy(policy: DenoisingPolicy, folder: Path) -> None:
-    """Write `policy` to `folder`, atomically."""
-    description = {
-        "kind": DENOISING_POLICY,
-        "format": FORMAT,
-        "config": to_plain(policy.config),
-        "spec": {
-            "observation": {key: field.to_json() for key, field in policy.fields.items()},
-            "action": policy.action.to_json(),
-            "fps": policy.fps,
-            "instructions": list(policy.instructions),
-        },
-        "finetuning": policy.finetuning,
+def build_policy(
+    kind: str, config: object, spec: WorldSpec, episodes: Episodes, seed: int, device: torch.device | str = "cpu"
+) -> Trainable:
+    """Return a fresh policy of a kind for the fields of `spec`, its normalisers fitted on `episodes`.
+
+    The kind's class has `build(config, spec, episodes, seed)`, or is called as cls(config, observation fields, action
+    field, fps=, instructions=, values=, seed=) with values: key -> [samples, *shape], "action" among them.
+    """
+    made = POLICIES.builds(kind)
+    if hasattr(made, "build"):
+        policy = made.build(config, spec, episodes, seed)
+    else:
+        values = {**episodes.observation, "action": episodes.actions}
+        known = {"fps": spec.fps, "instructions": spec.instructions, "values": values, "seed": seed}
+        policy = made(config, spec.observation, spec.action, **known)
+    if not isinstance(policy, nn.Module):
+        raise ConfigError(f"The policy '{kind}' is built as {type(policy).__name__}, which is no torch.nn.Module.")
+    return cast(Trainable, policy.to(device))
+
+
+def save_policy(
+    policy: Describes, folder: Path, more: Callable[[Path], None] | None = None, **description: Any
+) -> None:
+    """Write a policy's kind, config, fields and weights to `folder`, atomically, so that `load_policy` finds all.
+
+    description: further entries of config.json, for classes with a `load` of their own; `kind` among them replaces the
+    name under which the class is registered or its dotted path. more: writes further files into the folder it is given.
+    """
+    spec = {
+        "observation": {key: field.to_json() for key, field in policy.fields.items()},
+        "action": policy.action.to_json(),
+        "fps": policy.fps,
+        "instructions": list(policy.instructions),
     }
-    weights = {name: value.detach().cpu().contiguous() for name, value in policy.state_dict().items()}
-
-    def fill(temporary: Path) -> None:
-        write_json(temporary / "config.json", description)
-        with storage_errors(temporary):
-            save_file(weights, temporary / "model.safetensors")
-
-    write_folder_atomic(Path(folder), fill)
+    kind = description.pop("kind", None) or POLICIES.name_of(type(policy))
+    whole = {"kind": kind, "config": to_plain(policy.config), "spec": spec, **description}
+    write_checkpoint(folder, whole, policy, more)
 
 
-def _load_denoising_policy(folder: Path, description: Mapping[str, Any], device: torch.device | str) -> DenoisingPolicy:
-    if description.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder} has format {description.get('format')}, this version reads {FORMAT}: use the version of "
-            "robopolicy that wrote it, or train again."
-        )
+def _constructed(
+    made: Any, configuration: type, folder: Path, description: Mapping[str, Any], device: torch.device | str
+) -> Policy:
+    """Rebuild what `save_policy` wrote by the class's constructor."""
+    require_format(folder, description)
     try:
         spec = description["spec"]
-        policy = DenoisingPolicy(
-            from_plain(DenoisingPolicyConfig, description["config"], "config"),
+        policy = made(
+            from_plain(configuration, description["config"], "config"),
             {key: Field.from_json(field) for key, field in spec["observation"].items()},
             Field.from_json(spec["action"]),
             fps=spec["fps"],
             instructions=tuple(spec["instructions"]),
         )
-        finetuning = description["finetuning"]
-        if finetuning is not None:
-            policy.prepare_finetuning(finetuning["steps"], train_encoder=finetuning["train_encoder"])
     except (KeyError, TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(f"{folder / 'config.json'} does not describe a policy: {error!r}.") from error
+    return read_weights(policy, folder, device)
+
+
+def write_checkpoint(
+    folder: Path, description: Mapping[str, Any], weights: HasWeights, more: Callable[[Path], None] | None = None
+) -> None:
+    """Write `description` and the weights of a module to `folder`, atomically.
+
+    description: JSON with at least "kind": what `load_policy` finds the class by, `POLICIES.name_of(type(policy))`;
+    more: writes further files into the folder that it is given.
+    """
+    tensors = {name: value.detach().cpu().contiguous() for name, value in weights.state_dict().items()}
+
+    def fill(temporary: Path) -> None:
+        write_json(temporary / "config.json", {"kind": description["kind"], "format": FORMAT, **description})
+        with storage_errors(temporary):
+            save_file(tensors, temporary / "model.safetensors")
+            if more is not None:
+                more(temporary)
+
+    write_folder_atomic(Path(folder), fill)
+
+
+def require_format(folder: Path, description: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless this version reads the format of the checkpoint in `folder`."""
+    if description.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder} has format {description.get('format')}, this version reads {FORMAT}: use the version of "
+            "robopolicy that wrote it, or train again."
+        )
+
+
+def read_weights[Module: nn.Module](policy: Module, folder: Path, device: torch.device | str = "cpu") -> Module:
+    """Return `policy` on `device` with the weights in `folder`; raises CheckpointError unless all of them fit."""
     tensors = load_tensors(folder / "model.safetensors")
     try:
         policy.load_state_dict(tensors, strict=True)
@@ -89,9 +183,3 @@ def _load_denoising_policy(folder: Path, description: Mapping[str, Any], device:
             f"{folder / 'model.safetensors'} does not match its config.json: {error}. Restore both from a copy."
         ) from error
     return policy.to(device)
-
-
-_LOADERS: dict[str, Callable[[Path, Mapping[str, Any], torch.device | str], Policy]] = {
-    DENOISING_POLICY: _load_denoising_policy,
-    TOKEN_POLICY: load_token_policy,
-}

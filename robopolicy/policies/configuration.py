@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.configuration import (
@@ -15,14 +16,10 @@ from robopolicy.nn.configuration import (
 
 
 class PolicyKind(Enum):
-    """Diffusion (DDPM, DDIM), rectified flow, action tokens from a language model (`TokenPolicyConfig`), or a model of
-    actions, futures and values that plans with itself (`worldmodels.joint`).
-    """
+    """Diffusion (DDPM, DDIM) or rectified flow."""
 
     DIFFUSION = "diffusion"
     FLOW = "flow"
-    TOKEN = "token"
-    JOINT = "joint"
 
 
 class Likelihood(Enum):
@@ -48,8 +45,10 @@ class DenoisingPolicyConfig:
     Axes: H history, C chunk, P predicted steps, T training grid, K sampling steps of which K' are tuned.
     """
 
+    builds: ClassVar[str] = "robopolicy.policies.denoising:DenoisingPolicy"
+
     kind: PolicyKind = PolicyKind.DIFFUSION
-    """diffusion, flow, token (a language model over action tokens) or joint (a model that plans with itself)."""
+    """diffusion or flow."""
     observation_keys: tuple[str, ...] = ()
     """What it reads, [] for everything the world shows."""
     history: int = 1

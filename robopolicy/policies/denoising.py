@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import Decision, Scores, TensorObservation, is_condition
-from robopolicy.core.spec import TASK, Field, PolicySpec, check_finite, validate_observation
+from robopolicy.core.spec import Field, PolicySpec, WorldSpec, check_finite, validate_observation
 from robopolicy.core.world import Rows
-from robopolicy.nn.normalizer import Normalizer, fit_normalizers
+from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
+from robopolicy.policies.fields import select_fields
 from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, reduce_logp
 from robopolicy.policies.network import (
     ChunkNetwork,
@@ -35,9 +37,6 @@ from robopolicy.policies.network import (
 )
 from robopolicy.policies.sampler import Chain, Kept, choices, draw, finish_chain, sample_chain
 from robopolicy.policies.schedule import make_schedule
-
-ACTION = "action"
-"""LeRobot's key of the action in data passed to `fit_normalizers`."""
 
 
 class DenoisingPolicy(nn.Module):
@@ -273,9 +272,25 @@ class DenoisingPolicy(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Write config.json and model.safetensors, normalisers and base copy included, atomically."""
-        from robopolicy.policies.checkpoint import save_denoising_policy
+        from robopolicy.policies.denoising_checkpoint import save_denoising_policy
 
         save_denoising_policy(self, folder)
+
+    @classmethod
+    def load(
+        cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu"
+    ) -> "DenoisingPolicy":
+        """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
+        from robopolicy.policies.denoising_checkpoint import load_denoising_policy
+
+        return load_denoising_policy(folder, description, device)
+
+    @classmethod
+    def build(cls, config: DenoisingPolicyConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> "DenoisingPolicy":
+        """Return a fresh policy for the fields of `spec`, its normalisers fitted on `episodes`."""
+        values = {**episodes.observation, "action": episodes.actions}
+        known: dict[str, Any] = {"fps": spec.fps, "instructions": spec.instructions, "values": values, "seed": seed}
+        return build_policy(config, spec.observation, spec.action, **known)
 
     def _validate(self, observation: TensorObservation) -> None:
         validate_observation(observation, self.fields, history=self.config.history)
@@ -355,17 +370,6 @@ class DenoisingPolicy(nn.Module):
             if kept:
                 return kept
         return self.encode(observation)
-
-
-def select_fields(keys: tuple[str, ...], observation: Mapping[str, Field]) -> dict[str, Field]:
-    """Return the fields that `keys` name, all but the instruction for (); raises ConfigError for unknown ones."""
-    known = {key: spec for key, spec in observation.items() if key != TASK}
-    for key in keys:
-        if key not in known:
-            raise ConfigError(
-                f"observation_keys names '{key}', which is no field of the world.{did_you_mean(key, known)}"
-            )
-    return {key: known[key] for key in (keys or known)}
 
 
 def build_policy(

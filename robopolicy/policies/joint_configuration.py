@@ -1,6 +1,7 @@
 """What can be set about the joint model of actions, futures and values."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.configuration import AGGREGATES, EdmConfig
@@ -9,6 +10,8 @@ from robopolicy.nn.configuration import AGGREGATES, EdmConfig
 @dataclass(frozen=True)
 class JointConfig:
     """A diffusion model that is policy, world model and value at once, and how it plans with itself."""
+
+    builds: ClassVar[str] = "worldmodels.joint:JointModel"
 
     chunk: int = 4
     """Actions of a decision."""

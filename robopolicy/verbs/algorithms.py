@@ -15,6 +15,14 @@ from robopolicy.core.structured import to_plain
 from robopolicy.rl.presets import PRESETS
 from robopolicy.rl.registry import Mechanism, Slot, mechanisms
 from robopolicy.runs import output, publish
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="List the algorithms and mechanisms that fine-tuning is composed of",
+    sections=("algorithms",),
+    example="robopolicy algorithms grpo",
+    target="algorithms.name",
+)
 
 
 def run(config: Config) -> int:

@@ -38,6 +38,14 @@ from robopolicy.core.run import versions
 from robopolicy.core.storage import write_atomic, write_json
 from robopolicy.evaluation.report import Report, Section, render
 from robopolicy.runs import output, print_table, publish
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Print figures side by side: speed, algorithms, mechanisms, world models",
+    sections=("run", "bench"),
+    example="robopolicy bench algorithms",
+    target="bench.name",
+)
 
 Figures = Mapping[str, Any]
 """What a benchmark measured, ready for JSON; assets/figures/<benchmark>.json holds what `json=PATH` wrote."""

@@ -14,13 +14,18 @@ from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import finish, finished, open_run, output
+from robopolicy.verbs.verb import Verb
 
-SECTIONS = ("run", "world", "plan", "collect")
+VERB = Verb(
+    summary="Record demonstrations as a LeRobotDataset",
+    sections=("run", "world", "plan", "collect"),
+    example="robopolicy collect recipe=push_cube collect.episodes=200",
+)
 
 
 def run(config: Config) -> int:
     """Record, write, and print the success rate of what was recorded."""
-    folder = open_run(config, "collect", SECTIONS)
+    folder = open_run(config, "collect", VERB.sections)
     if (done := finished(folder)) is not None:
         output.print(f"{folder.path} already holds {done['episodes']} episodes; run.fresh=true records anew.")
         return 0

@@ -22,8 +22,13 @@ from robopolicy.core.storage import read_json
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.runs import finish, finished, output, run_path
 from robopolicy.verbs import collect, finetune, rank, train, worldmodel
+from robopolicy.verbs.verb import Verb
 
-SECTIONS = ("run", "demo")
+VERB = Verb(
+    summary="The whole job in ten minutes, ending with a report",
+    sections=("run", "demo"),
+    example="robopolicy demo",
+)
 
 
 def run(config: Config) -> int:

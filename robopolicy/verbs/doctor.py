@@ -15,6 +15,14 @@ from robopolicy.core.randomness import Generators
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.doctor import Finding, Health, examine
 from robopolicy.runs import default_path, output, publish, run_path
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Find out why success is low: replay demonstrations through every convention",
+    sections=("run", "world", "doctor"),
+    example="robopolicy doctor recipe=push_cube",
+    target="doctor.data",
+)
 
 COLOURS = {Health.GOOD: "green", Health.UNKNOWN: "dim", Health.WARNING: "yellow", Health.BAD: "bold red"}
 

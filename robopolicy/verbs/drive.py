@@ -10,6 +10,13 @@ from robopolicy.runs import output, publish
 from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.drive import drive
 from robopolicy.verbs.evaluate import evaluation_seeds
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Drive a simulated robot against a policy server",
+    sections=("run", "world", "drive"),
+    example="robopolicy drive world=push_cube drive.port=8000",
+)
 
 
 def run(config: Config) -> int:

@@ -24,8 +24,14 @@ from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
 from robopolicy.evaluation.video import record_grid, write_video
 from robopolicy.runs import finish, open_fresh_run, output
+from robopolicy.verbs.verb import Verb
 
-SECTIONS = ("run", "world", "plan", "evaluate")
+VERB = Verb(
+    summary="Measure success in a simulator or in a world model",
+    sections=("run", "world", "plan", "evaluate"),
+    example="robopolicy evaluate runs/finetune/push_cube/0/checkpoint world=worldmodel",
+    target="evaluate.policy",
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ def run(config: Config) -> int:
     policies = {name: open_policy(path, device) for name, path in paths.items() if path is not None}
     policies["policy"] = planned(config.plan, policies["policy"], device)
     seeds = evaluation_seeds(config, section.episodes)
-    folder = open_fresh_run(config, "evaluate", SECTIONS)
+    folder = open_fresh_run(config, "evaluate", VERB.sections)
     result: dict[str, Any] = {}
     verdicts: dict[str, Verdict] = {}
     for name, policy in policies.items():

@@ -12,7 +12,7 @@ from robopolicy.build import build_controller, build_critic, build_world, choose
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Policy
+from robopolicy.core.policy import Policy, TakesAdapters
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
@@ -21,7 +21,6 @@ from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare, evaluate_policy
 from robopolicy.evaluation.video import beside, record_grid, write_video
-from robopolicy.policies import TokenPolicy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.collection import start_pool
 from robopolicy.training.configuration import FinetuneConfig
@@ -29,13 +28,19 @@ from robopolicy.training.demonstrations import Demonstrations, demonstrate
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.verb import Verb
 
-SECTIONS = ("run", "world", "finetune")
+VERB = Verb(
+    summary="Fine-tune a policy with RL in its denoising chain or on its tokens",
+    sections=("run", "world", "finetune"),
+    example="robopolicy finetune recipe=push_cube run.seed=1",
+    target="finetune.policy",
+)
 
 
 def run(config: Config) -> int:
     """Fine-tune, judge base and tuned on the same seeds, film both."""
-    folder = open_run(config, "finetune", SECTIONS)
+    folder = open_run(config, "finetune", VERB.sections)
     if finished(folder) is not None:
         output.print(f"{folder.path} is already fine-tuned; run.fresh=true starts over.")
         return 0
@@ -129,8 +134,8 @@ def demonstrated(config: Config, world: World) -> Demonstrations | None:
 
 
 def add_lora(policy: Policy, rank: int) -> None:
-    """Let adapters of a token policy learn instead of its weights; ConfigError for other policies."""
-    if not isinstance(policy, TokenPolicy):
+    """Let adapters of a policy learn instead of its weights; ConfigError for policies that have none."""
+    if not isinstance(policy, TakesAdapters):
         raise ConfigError(f"finetune.lora_rank={rank} is for token policies; {type(policy).__name__} has no adapters.")
     policy.add_lora(rank)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from robopolicy.build import WORLD_MODEL, build_critic, build_world, choose_device, open_policy
 from robopolicy.configuration import Config
+from robopolicy.configuration.world import ImaginationSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
@@ -22,19 +23,24 @@ from robopolicy.core.world import Renders
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.two_worlds import TwoWorlds
 from robopolicy.runs import default_path, finish, finished, open_run, output
-from robopolicy.sections import ImaginationSection
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.finetune import film, guidance_of, print_advice, summary
+from robopolicy.verbs.verb import Verb
 
-SECTIONS = ("run", "world", "finetune", "imagine")
+VERB = Verb(
+    summary="Fine-tune inside a world model, with imagined and real success side by side",
+    sections=("run", "world", "finetune", "imagine"),
+    example="robopolicy imagine recipe=push_cube",
+    target="finetune.policy",
+)
 
 
 def run(config: Config) -> int:
     """Fine-tune in imagination, judge base and tuned in both worlds."""
-    folder = open_run(config, "imagine", SECTIONS)
+    folder = open_run(config, "imagine", VERB.sections)
     if finished(folder) is not None:
         output.print(f"{folder.path} is already fine-tuned; run.fresh=true starts over.")
         return 0
@@ -127,8 +133,8 @@ def imitate(config: Config, policy: Any, training_world: Any, watch: TwoWorlds, 
         rounds=chosen.rounds,
         rollouts=chosen.synthetic,
         steps=chosen.imitate_steps,
-        batch_size=config.train.batch_size,
-        learning_rate=config.train.fit.learning_rate,
+        batch_size=chosen.imitate_batch_size,
+        learning_rate=chosen.imitate_learning_rate,
         seed=config.run.seed,
         evaluate=watch.evaluate,
         run=folder,

@@ -13,6 +13,7 @@ from typing import Any
 
 from robopolicy.build import WORLD_MODEL, build_noisy_expert, build_world, choose_device, open_policy
 from robopolicy.configuration import Config
+from robopolicy.configuration.world import WorldSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive, numpy_generator
@@ -21,11 +22,15 @@ from robopolicy.evaluation.ranking import RankingResult, rank
 from robopolicy.evaluation.report import agreement, report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
-from robopolicy.sections import WorldSection
 from robopolicy.verbs.evaluate import evaluation_seeds
+from robopolicy.verbs.verb import Verb
 from worldmodels.checkpoint import kind_of
 
-SECTIONS = ("run", "world", "rank")
+VERB = Verb(
+    summary="Compare policies in a world model and in the simulator",
+    sections=("run", "world", "rank"),
+    example="robopolicy rank recipe=push_cube",
+)
 
 
 def run(config: Config) -> int:
@@ -36,7 +41,7 @@ def run(config: Config) -> int:
             for path in config.rank.models or (None,)
         ]
     )
-    folder = open_fresh_run(config, "rank", SECTIONS)
+    folder = open_fresh_run(config, "rank", VERB.sections)
     candidates = load_candidates(config)
     real = score(config, config.world, candidates, "simulator")
     rankings: dict[str, RankingResult] = {}

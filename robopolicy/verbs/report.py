@@ -4,6 +4,14 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.runs import output
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Rebuild report.html of a run folder",
+    sections=("run", "report"),
+    example="robopolicy report runs/finetune/push_cube/0",
+    target="report.run",
+)
 
 
 def run(config: Config) -> int:

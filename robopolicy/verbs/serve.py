@@ -10,6 +10,14 @@ from robopolicy.build import choose_device, open_policy, planned
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.serving.server import serve
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Serve a policy to robots over a websocket (openpi's protocol)",
+    sections=("run", "plan", "serve"),
+    example="robopolicy serve runs/finetune/push_cube/0/checkpoint",
+    target="serve.policy",
+)
 
 
 def run(config: Config) -> int:

@@ -8,38 +8,38 @@ Killed? Run the same command again: it goes on and ends in the same place. train
 
 from typing import Any
 
+import torch
+
 from robopolicy.build import build_world, choose_device
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.policy import PlansItself, Trainable
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import narrowed
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
-from robopolicy.policies import (
-    DenoisingPolicy,
-    DenoisingPolicyConfig,
-    TokenPolicy,
-    TokenPolicyConfig,
-    build_policy,
-    build_token_policy,
-)
-from robopolicy.policies.configuration import PolicyKind
+from robopolicy.policies.checkpoint import build_policy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.fit import FitResult
 from robopolicy.training.pretrain import pretrain
-from robopolicy.training.stages import fit_stages
+from robopolicy.training.stages import Staged, fit_stages
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
-from worldmodels.joint import JointModel
+from robopolicy.verbs.verb import Verb
 
-SECTIONS = ("run", "world", "policy", "train")
+VERB = Verb(
+    summary="Pre-train a diffusion, flow or token policy on a dataset",
+    sections=("run", "world", "policy", "train"),
+    example="robopolicy train recipe=push_cube policy.kind=flow",
+    target="train.data",
+)
 
 
 def run(config: Config) -> int:
     """Train, save, judge."""
-    folder = open_run(config, "train", SECTIONS)
+    folder = open_run(config, "train", VERB.sections)
     if finished(folder) is not None:
         output.print(f"{folder.path} is already trained; run.fresh=true trains anew.")
         return 0
@@ -48,7 +48,7 @@ def run(config: Config) -> int:
     episodes = read_dataset(data)
     if config.train.episodes:
         episodes = episodes.select(range(min(config.train.episodes, len(episodes))))
-    policy = new_policy(config, episodes).to(device)
+    policy = new_policy(config, episodes, device)
     fitted = learn(config, policy, episodes, folder)
     result: dict[str, Any] = {
         "data": str(data),
@@ -63,8 +63,8 @@ def run(config: Config) -> int:
         world = build_world(config.world, policy, episodes=count, seed=config.run.seed, device=device)
         seeds = evaluation_seeds(config, count)
         judged: dict[str, Any] = {"policy": policy}
-        if isinstance(policy, JointModel) and policy.config.candidates > 1:
-            judged = {UNPLANNED: policy.planning(1), **judged}
+        if isinstance(policy, PlansItself) and (unplanned := policy.unplanned()) is not None:
+            judged = {UNPLANNED: unplanned, **judged}
         verdicts = {name: judge(world, each, seeds, device, config.run.seed, name) for name, each in judged.items()}
         world.close()
         print_verdicts(verdicts)
@@ -74,9 +74,9 @@ def run(config: Config) -> int:
     return 0
 
 
-def learn(config: Config, policy: Any, episodes: Episodes, folder: RunFolder) -> FitResult:
+def learn(config: Config, policy: Trainable, episodes: Episodes, folder: RunFolder) -> FitResult:
     """Fit the policy, save it, and return what came of it."""
-    if not isinstance(policy, JointModel):
+    if not isinstance(policy, Staged):
         return pretrain(policy, episodes, narrowed(PretrainConfig, config.train), folder, seed=config.run.seed)
     generators = Generators(config.run.seed, next(policy.parameters()).device)
     *_, fitted = fit_stages(policy, episodes, config.train.fit, generators, folder)
@@ -84,26 +84,16 @@ def learn(config: Config, policy: Any, episodes: Episodes, folder: RunFolder) ->
     return fitted
 
 
-def new_policy(config: Config, episodes: Episodes) -> DenoisingPolicy | TokenPolicy | JointModel:
+def new_policy(config: Config, episodes: Episodes, device: torch.device | str = "cpu") -> Trainable:
     """Build the configured policy with fields and normalisers from `episodes`; its weights follow from run.seed."""
-    known: dict[str, Any] = {
-        "fps": episodes.fps,
-        "instructions": tuple(sorted(set(episodes.tasks))),
-        "values": {**episodes.observation, "action": episodes.actions},
-        "seed": derive(config.run.seed, "initial weights"),
-    }
-    fields, action = episodes.observation_fields, episodes.action_field
-    if config.policy.kind is PolicyKind.JOINT:
-        spec = WorldSpec(
-            config.world.name,
-            fields,
-            action,
-            episodes.fps,
-            int(episodes.lengths.max()),
-            rewards=tuple(episodes.rewards or ()),
-            instructions=known["instructions"],
-        )
-        return JointModel.build(config.policy.joint, spec, episodes, known["seed"])
-    if config.policy.kind is PolicyKind.TOKEN:
-        return build_token_policy(narrowed(TokenPolicyConfig, config.policy), fields, action, **known)
-    return build_policy(narrowed(DenoisingPolicyConfig, config.policy), fields, action, **known)
+    spec = WorldSpec(
+        config.world.name,
+        episodes.observation_fields,
+        episodes.action_field,
+        episodes.fps,
+        int(episodes.lengths.max()),
+        rewards=tuple(episodes.rewards or ()),
+        instructions=tuple(sorted(set(episodes.tasks))),
+    )
+    seed = derive(config.run.seed, "initial weights")
+    return build_policy(config.policy.kind, config.policy.config, spec, episodes, seed, device)

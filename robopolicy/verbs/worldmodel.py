@@ -29,16 +29,24 @@ from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow
 from robopolicy.runs import default_path, finish, finished, open_run, output, print_table
 from robopolicy.training.stages import fit_stages
-from worldmodels.checkpoint import model_class, save_world_model
+from robopolicy.verbs.verb import Verb
+from worldmodels.checkpoint import save_world_model
+from worldmodels.registry import WORLD_MODELS
 
-SECTIONS = ("run", "world", "worldmodel")
+VERB = Verb(
+    summary="Train a world model on demonstrations and rollouts",
+    sections=("run", "world", "worldmodel"),
+    example="robopolicy worldmodel recipe=push_cube",
+    target="worldmodel.data",
+)
+
 FILMED = 6
 """How many episodes are filmed."""
 
 
 def run(config: Config) -> int:
     """Gather data, train, calibrate, examine, save."""
-    folder = open_run(config, "worldmodel", SECTIONS)
+    folder = open_run(config, "worldmodel", VERB.sections)
     if finished(folder) is not None:
         output.print(f"{folder.path} is already trained; run.fresh=true trains anew.")
         return 0
@@ -50,8 +58,7 @@ def run(config: Config) -> int:
     training, validation = episodes.split(0.1, torch.Generator().manual_seed(derive(config.run.seed, "split")))
     training = in_other_styles(config, training)
     seed = derive(config.run.seed, "world model weights")
-    build: Any = model_class(section.kind).build
-    model = build(getattr(section, section.kind), world.spec, training, seed).to(device)
+    model = WORLD_MODELS.builds(section.kind).build(section.config, world.spec, training, seed).to(device)
     world.close()
     fitted = fit_stages(model, training, section.fit, generators, folder)
     model.calibrate(validation)

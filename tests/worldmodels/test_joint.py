@@ -9,13 +9,13 @@ from point_world import GAIN, SPEC, recorded
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import Generators
+from robopolicy.core.returns import returns_to_go
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.nn.configuration import EdmConfig
+from robopolicy.policies import load_policy
 from robopolicy.policies.joint_configuration import JointConfig
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
-from worldmodels import load_world_model, save_world_model
-from robopolicy.core.returns import returns_to_go
 from worldmodels.joint import ACTION, FUTURE, VALUE, JointModel
 
 CONFIG = JointConfig(chunk=1, width=32, depth=2, heads=2, batch_size=128, edm=EdmConfig(sigma_data=1.0, steps=6))
@@ -79,8 +79,9 @@ def test_planning_takes_the_action_that_is_worth_most(learned):
 
 def test_checkpoints_and_refusals(learned, tmp_path):
     model, episodes = learned
-    save_world_model(model, tmp_path / "joint")
-    again = load_world_model(tmp_path / "joint")
+    model.save(tmp_path / "joint")
+    again = load_policy(tmp_path / "joint")
+    assert isinstance(again, JointModel)
     first, second = (each.draw({"state": states(episodes, 4)}, draws())[ACTION] for each in (model, again))
     assert np.array_equal(first.numpy(), second.numpy())
     with pytest.raises(ConfigError, match="log-probabilities"):

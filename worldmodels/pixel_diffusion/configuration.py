@@ -1,7 +1,7 @@
 """How large a pixel diffusion model is, and how it is trained and sampled."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.configuration import EdmConfig, Precision
@@ -33,6 +33,8 @@ SIZES = {
 @dataclass(frozen=True)
 class PixelDiffusionConfig:
     """Pixel diffusion, DIAMOND's numbers of noise and sampling."""
+
+    builds: ClassVar[str] = "worldmodels.pixel_diffusion.model:PixelDiffusionModel"
 
     size: Literal["tiny", "small", "diamond"] = "small"
     """A preset, of which the three entries below replace single ones: tiny for tests, small for 32 to 64 pixels on two

@@ -1,7 +1,7 @@
 """How large a recurrent state-space model is, and how it is trained and imagines."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
 
@@ -32,6 +32,8 @@ SIZES = {
 @dataclass(frozen=True)
 class RssmConfig:
     """A recurrent state-space model (DreamerV3)."""
+
+    builds: ClassVar[str] = "worldmodels.rssm.model:RssmModel"
 
     size: Literal["tiny", "small", "size1m", "size12m"] = "small"
     """A preset, of which the six entries below replace single ones: tiny for tests, small for states on one core, and

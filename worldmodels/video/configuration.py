@@ -1,7 +1,7 @@
 """How large a latent video model is, what it remembers, and how it is trained and sampled."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.configuration import EdmConfig, Precision
@@ -39,6 +39,8 @@ SIZES = {
 @dataclass(frozen=True)
 class VideoConfig:
     """A latent video model of all cameras."""
+
+    builds: ClassVar[str] = "worldmodels.video.model:VideoModel"
 
     size: Literal["tiny", "small", "medium", "large"] = "small"
     """A preset, of which the six entries below replace single ones: 3.5 (small), 14 (medium) and 64 (large) million

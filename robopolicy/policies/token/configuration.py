@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.configuration import ActionTokens, ImageEncoderConfig, NormalizationMode
@@ -81,16 +82,22 @@ class TokenConfig:
 class TokenPolicyConfig:
     """A language-conditioned policy over action tokens.
 
-    observation_keys: what it reads beside the instruction, () for everything the world shows; history: H frames; chunk:
-    C executed steps, all that is predicted; image: only its random_shift is used here (patches are `token.patch`).
+    Images are cut into patches (token.patch); of `image` only random_shift is used.
     """
 
+    builds: ClassVar[str] = "robopolicy.policies.token.policy:TokenPolicy"
+
     observation_keys: tuple[str, ...] = ()
+    """What it reads beside the instruction, [] for everything the world shows."""
     history: int = 1
+    """Frames H that it reads."""
     chunk: int = 4
+    """Steps C that it executes of a decision, all that it predicts."""
     image: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
     state_normalization: NormalizationMode = NormalizationMode.MIN_MAX
+    """mean_std, min_max (the data's range becomes [-1, 1]) or identity."""
     action_normalization: NormalizationMode = NormalizationMode.MIN_MAX
+    """The same of actions."""
     token: TokenConfig = field(default_factory=TokenConfig)
 
     def __post_init__(self) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import Decision, Scores, TensorObservation
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, check_finite, validate_observation
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, WorldSpec, check_finite, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.action_tokens import make_action_tokenizer
 from robopolicy.nn.language import (
@@ -26,9 +27,9 @@ from robopolicy.nn.language import (
     pretrained_backbone,
     small_backbone,
 )
-from robopolicy.nn.normalizer import Normalizer
+from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.nn.observation_tokens import ObservationTokens
-from robopolicy.policies.denoising import ACTION, select_fields
+from robopolicy.policies.fields import select_fields
 from robopolicy.policies.token.configuration import TokenPolicyConfig
 from robopolicy.policies.token.decoding import ActionLanguage, CausalDecoding, Prompt, make_decoding
 
@@ -200,16 +201,19 @@ class TokenPolicy(nn.Module):
         prompt = self._prompt(observation, generator)
         return {"tokens": self.decoding.loss(self._action_language, prompt, tokens, counted, generator)}
 
+    def normalizers(self) -> dict[str, Normalizer]:
+        """Return the normalisers by observation key, and the action's under "action"."""
+        keys = [key for key in self.fields if not key.startswith(IMAGE_PREFIX)]
+        return {ACTION: self.action_normalizer, **{key: self.observation_tokens.normalizer(key) for key in keys}}
+
     def fit_normalizers(self, values: Mapping[str, Tensor]) -> None:
-        """Fit every normaliser on data: values by observation key [samples, *shape] and "action" [samples, A]."""
+        """Fit every normaliser on data: values by observation key [samples, *shape] and "action" [samples, A].
+
+        Raises ConfigError when a key is missing or fine-tuning has begun.
+        """
         if self.finetuning is not None:
             raise ConfigError("The normalisers are fixed once fine-tuning has begun: fit them before pre-training.")
-        keys = [key for key in self.fields if not key.startswith(IMAGE_PREFIX)]
-        normalizers = {key: self.observation_tokens.normalizer(key) for key in keys}
-        for key, normalizer in {ACTION: self.action_normalizer, **normalizers}.items():
-            if key not in values:
-                raise ConfigError(f"No data to normalise '{key}' with.{did_you_mean(key, values)}")
-            normalizer.fit(values[key])
+        fit_normalizers(self.normalizers(), values)
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
         """Get ready for policy gradients, which train all K tokens; train_encoder False freezes the observation's part.
@@ -254,6 +258,20 @@ class TokenPolicy(nn.Module):
         from robopolicy.policies.token.checkpoint import save_token_policy
 
         save_token_policy(self, folder)
+
+    @classmethod
+    def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "TokenPolicy":
+        """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
+        from robopolicy.policies.token.checkpoint import load_token_policy
+
+        return load_token_policy(folder, description, device)
+
+    @classmethod
+    def build(cls, config: TokenPolicyConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> "TokenPolicy":
+        """Return a fresh policy for the fields of `spec`, its normalisers fitted on `episodes`."""
+        values = {**episodes.observation, "action": episodes.actions}
+        known: dict[str, Any] = {"fps": spec.fps, "instructions": spec.instructions, "values": values, "seed": seed}
+        return build_token_policy(config, spec.observation, spec.action, **known)
 
     @property
     def _action_language(self) -> ActionLanguage:

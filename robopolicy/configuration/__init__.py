@@ -1,0 +1,10 @@
+"""What can be set: sections with their defaults, one a file, composed by hydra with recipes and the command line.
+
+Nothing here imports torch. `configs/recipe/<name>.yaml` holds what differs from the defaults.
+"""
+
+from robopolicy.configuration.composition import compose, groups, to_yaml
+from robopolicy.configuration.config import Config
+from robopolicy.configuration.description import Described, described
+
+__all__ = ["Config", "Described", "compose", "described", "groups", "to_yaml"]

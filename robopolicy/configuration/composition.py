@@ -1,0 +1,189 @@
+"""Composes the configuration from defaults, a recipe, a world and `key=value` overrides, and writes it down."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from robopolicy.configuration.config import Config
+from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.registry import is_dotted
+from robopolicy.core.resources import resource
+from robopolicy.core.structured import Tagged, from_plain, to_plain
+from sims.registry import WORLDS, suite_of
+
+GROUPS = ("recipe", "world")
+RENAMED = {
+    "finetune.units": "finetune.finetuned_steps",
+    "finetune.scored_units": "finetune.scored_steps",
+    "finetune.branch_unit": "finetune.branch_sampling_step",
+    "finetune.worlds": "finetune.num_envs",
+    "finetune.decisions": "finetune.rollout_length",
+    "finetune.actor_rate": "finetune.learning_rate",
+    "finetune.critic_rate": "finetune.critic_learning_rate",
+    "policy.finetuned_units": "policy.finetuned_steps",
+    "policy.noisy_units": "policy.noisy_steps",
+    "policy.joint": "policy",
+    "worldmodel.ensemble": "worldmodel.config",
+    "worldmodel.rssm": "worldmodel.config",
+    "worldmodel.pixel_diffusion": "worldmodel.config",
+    "worldmodel.video": "worldmodel.config",
+}
+"""Keys and sections of earlier versions, and what they are called now."""
+
+
+def compose(overrides: list[str]) -> Config:
+    """Compose defaults, recipe, world and `key=value` overrides, in this order of growing weight.
+
+    `recipe=path/to/mine.yaml` and `world=path/to/mine.yaml` read your own file. Where the command line chooses another
+    kind of policy or world model than the recipe, what the recipe says about its own kind alone is left out. Raises
+    ConfigError naming the key.
+    """
+    defaults = to_plain(Config())
+    for path, section in _tagged(Config):
+        node = _at(defaults, path)
+        kept = () if section.beside else [key for key in node if key != "config"]
+        _at(defaults, path[:-1])[path[-1]] = {"kind": section.kind, **{key: node[key] for key in kept}}
+    store = ConfigStore.instance()
+    prepared = [_prepare(override, defaults, store) for override in overrides]
+    composed = _hydra(prepared)
+    for path, section in _tagged(Config):
+        _leave_out_other_kinds(composed, path, section, prepared)
+    for old, new in RENAMED.items():
+        if _at(composed, tuple(old.split(".")), None) is not None:
+            raise ConfigError(f"'{old}' is called '{new}' now.")
+    return from_plain(Config, composed)
+
+
+def to_yaml(config: Config, sections: tuple[str, ...]) -> str:
+    """Return the given sections as YAML, as saved in a run folder."""
+    plain = to_plain(config)
+    return OmegaConf.to_yaml(OmegaConf.create({name: plain[name] for name in sections}))
+
+
+def groups() -> dict[str, list[str]]:
+    """Return the names that `recipe=` and `world=` accept, besides files, suites and dotted paths."""
+    recipes = sorted(path.stem for path in resource("configs", "recipe").glob("*.yaml"))
+    return {"recipe": recipes, "world": [*WORLDS.names(), WORLD_MODEL, DEMONSTRATIONS]}
+
+
+def _hydra(overrides: list[str]) -> dict[str, Any]:
+    try:
+        with initialize_config_dir(str(resource("configs")), version_base="1.3", job_name="robopolicy"):
+            composed = OmegaConf.to_container(hydra_compose("robopolicy", overrides=overrides), resolve=True)
+    except HydraException as error:
+        hint = " A recipe names its world as 'world: {name: push_t}'." if "override 'world'" in str(error) else ""
+        raise ConfigError(f"{error}{hint}") from error
+    assert isinstance(composed, dict)
+    return {str(key): value for key, value in composed.items()}
+
+
+def _tagged(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[Tagged]]]:
+    """Yield path and class of every section that holds one of several kinds."""
+    for item in dataclasses.fields(kind):
+        if isinstance(item.type, type) and dataclasses.is_dataclass(item.type):
+            if issubclass(item.type, Tagged):
+                yield (*path, item.name), item.type
+            yield from _tagged(item.type, (*path, item.name))
+
+
+def _at(tree: Any, path: tuple[str, ...], *default: Any) -> Any:
+    for part in path:
+        if default and not (isinstance(tree, Mapping) and part in tree):
+            return default[0]
+        tree = tree[part]
+    return tree
+
+
+def _leave_out_other_kinds(
+    composed: dict[str, Any], path: tuple[str, ...], section: type[Tagged], overrides: list[str]
+) -> None:
+    """Drop a recipe's settings of its own kind, where the command line chooses another one that lacks them."""
+    place = ".".join(path)
+    if not any(override.lstrip("+").startswith(f"{place}.kind=") for override in overrides):
+        return
+    inside = path if section.beside else (*path, "config")
+    mine = [item for item in overrides if item.lstrip("+").startswith(f"{place}.")]
+    recipe = _at(_hydra([item for item in overrides if item not in mine]), inside, {})
+    kind = section.kinds.configuration(str(_at(composed, (*path, "kind"))))
+    own = {"kind", *(item.name for item in dataclasses.fields(kind))}
+    keys = [item.lstrip("+").partition("=")[0].split(".") for item in mine]
+    said = {parts[len(inside)] for parts in keys if len(parts) > len(inside)}
+    node = _at(composed, inside, {})
+    for key in recipe:
+        if key not in own and key not in said:
+            node.pop(key, None)
+
+
+def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore) -> str:
+    key, _, value = override.partition("=")
+    key = key.lstrip("+")
+    if key == "world" and not value.endswith((".yaml", ".yml")):
+        return _named_world(value)
+    if key in GROUPS:
+        return f"{key}={_group_option(key, value, store)}"
+    for old, new in RENAMED.items():
+        if key == old or key.startswith(f"{old}."):
+            raise ConfigError(f"'{key}' is called '{new}{key.removeprefix(old)}' now.")
+    parts = tuple(key.split("."))
+    for path, section in _tagged(Config):
+        inside = path if section.beside else (*path, "config")
+        if parts[: len(inside)] == inside and len(parts) > len(inside):
+            return f"++{key}={value}"  # which keys there are depends on the kind, known once all is composed
+    node: Any = defaults
+    for depth, part in enumerate(parts):
+        if not isinstance(node, Mapping) or (part not in node and not _is_open(parts[:depth])):
+            place = ".".join(parts[:depth])
+            known = [f"{place}.{name}" if place else name for name in node] if isinstance(node, Mapping) else []
+            raise ConfigError(f"Unknown configuration key '{key}'.{did_you_mean(key, known)}")
+        node = node.get(part, {})
+    return f"++{key}={value}"
+
+
+def _named_world(name: str) -> str:
+    """Return the override for `world=name`: a registered world, one of a suite, or a dotted path."""
+    known = groups()["world"]
+    if name not in known and suite_of(name) is None and not is_dotted(name):
+        raise ConfigError(
+            f"world={name} is not known.{did_you_mean(name, known)} Or give a dotted path, "
+            "package.module:Name, or a .yaml file."
+        )
+    return f"++world.name={name}"
+
+
+def _is_open(path: tuple[str, ...]) -> bool:
+    """Whether the section at `path` takes keys of the user's own (a dict field)."""
+    kind: Any = Config
+    for part in path:
+        item = (
+            {entry.name: entry for entry in dataclasses.fields(kind)}.get(part)
+            if dataclasses.is_dataclass(kind)
+            else None
+        )
+        if item is None:
+            return not dataclasses.is_dataclass(kind)
+        kind = item.type if not isinstance(item.type, str) else Any
+    return not dataclasses.is_dataclass(kind)
+
+
+def _group_option(group: str, value: str, store: ConfigStore) -> str:
+    if not value.endswith((".yaml", ".yml")):
+        known = groups()[group]
+        if value not in known:
+            raise ConfigError(
+                f"{group}={value} is not known.{did_you_mean(value, known)} Or give a path to a .yaml file."
+            )
+        return value
+    path = Path(value)
+    if not path.is_file():
+        raise ConfigError(f"{group}={value}: there is no such file.")
+    package = "_global_" if group == "recipe" else group
+    store.store(group=group, name=path.stem, package=package, node=OmegaConf.to_container(OmegaConf.load(path)))
+    return path.stem

@@ -1,0 +1,50 @@
+"""The one configuration of every verb: all sections, of which a verb reads its own."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from robopolicy.configuration.algorithms import AlgorithmsSection
+from robopolicy.configuration.bench import BenchSection
+from robopolicy.configuration.check import CheckSection
+from robopolicy.configuration.collect import CollectSection
+from robopolicy.configuration.demo import DemoSection
+from robopolicy.configuration.doctor import DoctorSection
+from robopolicy.configuration.drive import DriveSection
+from robopolicy.configuration.evaluate import EvaluateSection
+from robopolicy.configuration.finetune import FinetuneSection
+from robopolicy.configuration.imagine import ImagineSection
+from robopolicy.configuration.plan import PlanSection
+from robopolicy.configuration.policy import PolicySection
+from robopolicy.configuration.rank import RankSection
+from robopolicy.configuration.report import ReportSection
+from robopolicy.configuration.run import RunSection
+from robopolicy.configuration.serve import ServeSection
+from robopolicy.configuration.train import TrainSection
+from robopolicy.configuration.world import WorldSection
+from robopolicy.configuration.worldmodel import WorldModelSection
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every section; a verb reads its own."""
+
+    run: RunSection = field(default_factory=RunSection)
+    world: WorldSection = field(default_factory=WorldSection)
+    collect: CollectSection = field(default_factory=CollectSection)
+    policy: PolicySection = field(default_factory=PolicySection)
+    train: TrainSection = field(default_factory=TrainSection)
+    finetune: FinetuneSection = field(default_factory=FinetuneSection)
+    worldmodel: WorldModelSection = field(default_factory=WorldModelSection)
+    imagine: ImagineSection = field(default_factory=ImagineSection)
+    plan: PlanSection = field(default_factory=PlanSection)
+    evaluate: EvaluateSection = field(default_factory=EvaluateSection)
+    rank: RankSection = field(default_factory=RankSection)
+    serve: ServeSection = field(default_factory=ServeSection)
+    drive: DriveSection = field(default_factory=DriveSection)
+    doctor: DoctorSection = field(default_factory=DoctorSection)
+    bench: BenchSection = field(default_factory=BenchSection)
+    algorithms: AlgorithmsSection = field(default_factory=AlgorithmsSection)
+    report: ReportSection = field(default_factory=ReportSection)
+    demo: DemoSection = field(default_factory=DemoSection)
+    check: CheckSection = field(default_factory=CheckSection)
+    json: Path | None = None

@@ -1,0 +1,16 @@
+"""What is examined."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class DoctorSection:
+    """What to examine."""
+
+    data: Path | None = None
+    """A LeRobotDataset (default: what collect wrote under the same name and seed)."""
+    policy: Path | None = None
+    """Checkpoint (default: what train wrote under the same name and seed)."""
+    episodes: int = 20
+    """How many demonstrations are replayed."""

@@ -1,0 +1,36 @@
+"""Fine-tuning."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from robopolicy.training.configuration import FinetuneConfig
+
+
+@dataclass(frozen=True)
+class FinetuneSection(FinetuneConfig):
+    """RL in the denoising chain or on the tokens of a pre-trained policy."""
+
+    policy: Path | None = None
+    """Its checkpoint (default: what train wrote under the same name and seed)."""
+    teacher: Path | None = None
+    """Checkpoint of the policy that distillation learns from."""
+    expert: str = ""
+    """Dotted path of the controller whose states hints begin in, empty for the task's."""
+    experts: tuple[Path, ...] = ()
+    """Datasets whose successes auxiliaries=[experts] imitates on the side."""
+    finetuned_steps: int | None = None
+    """How many of the last denoising steps are tuned, null for policy.finetuned_steps, else half of them."""
+    train_encoder: bool = True
+    """Whether the encoders of its observations learn as well."""
+    lora_rank: int = 0
+    """Tune adapters of this rank instead of the weights (token policies), 0 for none."""
+    num_envs: int = 256
+    """Rows collected in parallel."""
+    critic_width: int = 256
+    """Width of the critic's layers."""
+    critic_depth: int = 2
+    """Hidden layers of the critic."""
+    evaluate_episodes: int = 200
+    """Episodes of every evaluation and of the judgement at the end."""
+    videos: int = 8
+    """Episodes in the film of base and tuned policy, 0 for none."""

@@ -1,0 +1,18 @@
+"""What is ranked."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RankSection:
+    """Policies scored in world models and in the simulator, on the same starts."""
+
+    policies: tuple[Path, ...] = ()
+    """Checkpoints of independently trained policies."""
+    models: tuple[Path, ...] = ()
+    """Checkpoints of world models of any kind (default: what worldmodel wrote under the same name and seed)."""
+    noise: tuple[str, ...] = ("none", "low", "medium", "high", "random")
+    """Levels at which the expert is ranked beside them, [] for none."""
+    episodes: int = 200
+    """Episodes of every policy in every world."""

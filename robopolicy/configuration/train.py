@@ -1,0 +1,18 @@
+"""Pre-training."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from robopolicy.training.configuration import PretrainConfig
+
+
+@dataclass(frozen=True)
+class TrainSection(PretrainConfig):
+    """Pre-training by regression on demonstrations."""
+
+    data: Path | None = None
+    """A LeRobotDataset (default: what collect wrote under the same name and seed)."""
+    episodes: int = 0
+    """Use the first so many, 0 for all."""
+    evaluate_episodes: int = 200
+    """Episodes of the judgement at the end, 0 for none."""

@@ -1,0 +1,59 @@
+"""The world that a policy acts in, real, imagined or recorded."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from robopolicy.core.errors import ConfigError
+
+WORLD_MODEL = "worldmodel"
+DEMONSTRATIONS = "demonstrations"
+
+
+@dataclass(frozen=True)
+class ImaginationSection:
+    """When imagination is cut (the value beyond still counts), and what uncertainty costs."""
+
+    steps: int | None = None
+    """Cut after so many imagined steps, null for never."""
+    uncertainty: float | None = None
+    """Cut where a step's uncertainty exceeds this, in the model's units, null for never."""
+    quantile: float | None = None
+    """Cut where it exceeds this quantile of the uncertainty on held-out data, so that the limit adapts to the model."""
+    penalty: float = 0.0
+    """Reward lost per unit of uncertainty (MOPO)."""
+    debounce: int = 1
+    """Consecutive steps that must look successful before success is believed."""
+    starts: Literal["simulator", "data", "keyframes"] = "simulator"
+    """Where episodes begin: as the simulator would start them (paired with real episodes), in any step of the dataset
+    world.data (default: the model's own), or in keyframes, those of its successes where progress is made.
+    """
+
+    def __post_init__(self):
+        if self.quantile is not None and not 0 <= self.quantile <= 1:
+            raise ConfigError(f"world.imagination.quantile is {self.quantile}: it is a share of steps, 0 to 1.")
+
+
+@dataclass(frozen=True)
+class WorldSection:
+    """Where a policy acts."""
+
+    name: str = "push_cube"
+    """One of those above, metaworld/<task>, gymnasium:<id>, worldmodel (set model), demonstrations (set data; followed
+    as far as the policy agrees with them), or your own by its dotted path, package.module:Name.
+    """
+    batch_size: int = 128
+    """Rows that are simulated side by side."""
+    cameras: tuple[str, ...] = ()
+    """Names of the cameras that observations show; policies that see bring their own."""
+    image_size: int = 64
+    """Height and width of a camera's image in pixels."""
+    model: Path | None = None
+    """Checkpoint of a world model, for name=worldmodel."""
+    data: Path | None = None
+    """A LeRobotDataset: what name=demonstrations follows, or what imagination starts in."""
+    simulator: str = ""
+    """Task whose starts imagined episodes have, empty for the one that the model was trained on."""
+    imagination: ImaginationSection = field(default_factory=ImaginationSection)
+    options: dict[str, Any] = field(default_factory=dict)
+    """What else the world takes, such as world.options.style=3."""

@@ -1,0 +1,161 @@
+"""Checks something of yours against its contract, and says what it can be used for.
+
+The target is a checkpoint folder, a world's name, or the dotted path, package.module:Name, of a world, a policy or a
+world model. A policy or world model without a checkpoint is built, and tried on a dozen episodes that random actions
+play in the configured world. What fails is named in a sentence, and the exit status is 1.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from robopolicy.build import build_world, choose_device
+from robopolicy.configuration import Config
+from robopolicy.core.conformance import check_world
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy_conformance import check_policy
+from robopolicy.core.registry import Kinds, is_dotted, load_dotted
+from robopolicy.core.spec import Observation, WorldSpec
+from robopolicy.core.world import Renders, Rows, Snapshots, World
+from robopolicy.data.record import record
+from robopolicy.policies.checkpoint import build_policy, load_policy
+from robopolicy.policies.registry import POLICIES
+from robopolicy.runs import output, publish
+from robopolicy.verbs.verb import Verb
+from sims.registry import WORLDS, make_world, suite_of
+from worldmodels.checkpoint import holds_world_model, load_world_model
+from worldmodels.conformance import check_world_model
+from worldmodels.registry import WORLD_MODELS
+
+VERB = Verb(
+    summary="Check a world, policy or world model against its contract",
+    sections=("run", "world", "check"),
+    example="robopolicy check my_package.my_module:MyWorld",
+    target="check.target",
+)
+EPISODES = 12
+WORLD_ALLOWS = "evaluate, collect, finetune, drive and rank in it; train policies and world models on what it shows"
+MODEL_ALLOWS = "train it (worldmodel.kind), evaluate, finetune, rank and plan in it"
+
+
+def run(config: Config) -> int:
+    """Check, and print what the target allows or the first promise that it breaks."""
+    target = config.check.target
+    if not target:
+        raise ConfigError("Check what? Write: robopolicy check TARGET, a checkpoint or package.module:Name")
+    what, check = checker(config, target)
+    try:
+        lines = check()
+    except AssertionError as error:
+        output.print(f"{target}: {what} that breaks its contract.\n  {error}", markup=False, soft_wrap=True)
+        publish(config, {"target": target, "is": what, "passed": False, "failure": str(error)})
+        return 1
+    output.print(f"{target}: {what} that keeps its contract.", markup=False, soft_wrap=True)
+    for line in lines:
+        output.print(f"  {line}", markup=False, soft_wrap=True)
+    publish(config, {"target": target, "is": what, "passed": True, "allows": lines})
+    return 0
+
+
+def checker(config: Config, target: str) -> tuple[str, Callable[[], list[str]]]:
+    """Return what `target` is, in words, and its check, which raises AssertionError or says what it allows."""
+    if Path(target).is_dir():
+        return checkpoint_checker(config, Path(target))
+    if target in POLICIES or target in WORLD_MODELS:
+        kinds = POLICIES if target in POLICIES else WORLD_MODELS
+        return kind_checker(config, kinds, target)
+    if target in WORLDS or suite_of(target) is not None:
+        return "a world", partial(world_lines, config, target)
+    if not is_dotted(target):
+        raise ConfigError(f"'{target}' is neither a folder, nor registered, nor a dotted path, package.module:Name.")
+    found = load_dotted(target, "Target")
+    config_of = getattr(found, "configuration", None) or (found if hasattr(found, "builds") else None)
+    if config_of is None:
+        return "a world", partial(world_lines, config, target)
+    made = load_dotted(found.builds, "Target") if hasattr(found, "builds") else found
+    return kind_checker(config, POLICIES if hasattr(made, "act") else WORLD_MODELS, target)
+
+
+def checkpoint_checker(config: Config, folder: Path) -> tuple[str, Callable[[], list[str]]]:
+    """Return the check of a checkpoint of a policy, or of a world model, which is loaded."""
+    device = choose_device(config.run)
+    if holds_world_model(folder):
+
+        def loads() -> list[str]:
+            spec = load_world_model(folder, device).spec
+            return [f"It loads, and imitates '{spec.name}'. You can evaluate, finetune, rank and plan in it."]
+
+        return "a world model", loads
+    policy = load_policy(folder, device)
+    reload = partial(load_policy, device=device) if hasattr(policy, "save") else None
+    return "a policy", lambda: check_policy(policy, reload, device=device).lines()
+
+
+def kind_checker(config: Config, kinds: Kinds, target: str) -> tuple[str, Callable[[], list[str]]]:
+    """Return the check of a kind of policy or world model, built with its defaults for the configured world."""
+    choice = kinds.configuration(target)()
+    device = choose_device(config.run)
+
+    def policy() -> list[str]:
+        spec, episodes = played(config)
+        built = build_policy(target, choice, spec, episodes, config.run.seed, device)
+        return check_policy(built, partial(load_policy, device=device), device=device).lines()
+
+    def model() -> list[str]:
+        spec, episodes = played(config)
+        check_world_model(kinds.builds(target), choice, spec, episodes)
+        return [f"You can {MODEL_ALLOWS}."]
+
+    return ("a policy", policy) if kinds is POLICIES else ("a world model", model)
+
+
+class RandomActions:
+    """A controller that draws actions evenly from their range; unbounded ones from -1 to 1."""
+
+    def __init__(self, spec: WorldSpec, seed: int):
+        size = spec.action.shape
+        low, high = np.broadcast_to(spec.action.low, size), np.broadcast_to(spec.action.high, size)
+        self._low, self._high = np.where(np.isfinite(low), low, -1.0), np.where(np.isfinite(high), high, 1.0)
+        self._generator = np.random.default_rng(seed)
+
+    def reset(self, rows: Rows = None) -> None:
+        """Nothing is remembered."""
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Return actions [B, A]."""
+        rows = len(next(iter(observation.values())))
+        return self._generator.uniform(self._low, self._high, (rows, len(self._low)))
+
+
+def played(config: Config) -> tuple[WorldSpec, Episodes]:
+    """Return the configured world's spec, and a dozen episodes of random actions in it."""
+    world = build_world(config.world, batch_size=EPISODES, seed=config.run.seed)
+    episodes = record(world, RandomActions(world.spec, config.run.seed), np.arange(EPISODES))
+    world.close()
+    return world.spec, episodes
+
+
+def world_lines(config: Config, name: str) -> list[str]:
+    """Check a world: the protocols that it claims, and whether equal seeds repeat bit by bit."""
+    options: dict[str, Any] = {"seed": config.run.seed, "history": 2, **config.world.options}
+    if config.world.cameras:
+        options |= {"cameras": config.world.cameras, "image_size": config.world.image_size}
+    opened: list[World] = []
+
+    def make(rows: int) -> World:
+        opened.append(make_world(name, rows, **options))
+        return opened[-1]
+
+    first = make(1)
+    snapshots, renders = isinstance(first, Snapshots), isinstance(first, Renders)
+    try:
+        check_world(make, snapshots=snapshots, renders=renders)
+    finally:
+        for world in opened:
+            world.close()
+    more = f"Snapshots: {'yes' if snapshots else 'no'}. Images of it: {'yes' if renders else 'no'}."
+    return [f"You can {WORLD_ALLOWS}.", more]

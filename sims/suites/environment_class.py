@@ -1,0 +1,58 @@
+"""A class derived from gymnasium.Env as a world, registered with gymnasium or not.
+
+This module runs inside worker processes, so it imports neither torch nor anything that does before a world is made.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import gymnasium
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.registry import load_dotted
+from robopolicy.core.world import World
+
+
+def make_environment_world(
+    name: str,
+    kind: type[gymnasium.Env],
+    batch_size: int,
+    *,
+    horizon: int | None = None,
+    instruction: str | None = None,
+    env_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> World:
+    """Return a world called `name` of `batch_size` environments of class `kind`.
+
+    horizon: control steps until the time limit, default the class's `max_episode_steps`; instruction: default the words
+    of the class's name; env_options: its keyword arguments; options: of `GymnasiumWorld`. Raises ConfigError.
+    """
+    from sims.suites.gymnasium_suite import GymnasiumWorld, check_options, words
+
+    check_options(options)
+    limit = horizon if horizon is not None else getattr(kind, "max_episode_steps", None)
+    if limit is None:
+        raise ConfigError(f"'{name}' has no time limit: give horizon=NUMBER of control steps (world.options.horizon).")
+    return GymnasiumWorld(
+        name,
+        partial(open_class, f"{kind.__module__}:{kind.__qualname__}", dict(env_options or {})),
+        batch_size,
+        horizon=limit,
+        instruction=words(kind.__name__) if instruction is None else instruction,
+        **options,
+    )
+
+
+def open_class(path: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
+    """Make one environment of the class at a dotted path; raises ConfigError where its constructor fails."""
+    kind = load_dotted(path, "Environment")
+    modes = (getattr(kind, "metadata", None) or {}).get("render_modes", ())
+    images = {"render_mode": "rgb_array"} if "rgb_array" in modes else {}
+    try:
+        return kind(**{**images, **env_options})
+    except Exception as error:
+        raise ConfigError(
+            f"'{path}' could not be made with options {dict(env_options)}: {type(error).__name__}: {error}"
+        ) from error
