@@ -34,7 +34,8 @@ from robopolicy.training.imagined_values import (
     learn_in_imagination,
 )
 from robopolicy.verbs.bench import Benchmark, Table
-from sims.registry import make_world
+from sims.engine import MujocoWorld
+from sims.registry import load_task, make_world
 from worldmodels.env import ImaginedWorld, Truncation
 from worldmodels.oracle import OracleModel
 from worldmodels.protocol import Context, Starts
@@ -44,7 +45,7 @@ ROWS, EPISODES, RECORDED = 500, 200, 5000
 
 @dataclass(frozen=True)
 class Problem:
-    """A world that is known exactly, with recorded transitions to begin in.
+    """A world whose dynamics are known exactly, with recorded transitions that imagination begins in.
 
     imagined: (truncation, penalty) -> the world for rollouts; real: the world that judges; recorded: transitions with
     actions in [-1, 1]; agent: settings of the agent; steps: how far imagination goes; diversity: how strongly RAVL's
@@ -63,8 +64,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Arm:
-    """critics: of the agent, kept from agreeing where there are more than two; penalty, patched, whole (rollouts to the
-    end): see above.
+    """What an arm changes.
+
+    critics: how many, pushed apart where there are more than two; penalty: price of uncertainty; patched: the true
+    value is paid where imagination stops; whole: rollouts to the end of the episode.
     """
 
     critics: int = 2
@@ -92,7 +95,7 @@ LENGTH = ImaginedValuesConfig(epochs=16, rollouts=1000, updates=250)
 
 
 def point_problem(seed: int) -> Problem:
-    """The point that walks home."""
+    """Return the problem of the point that walks home."""
     generator = torch.Generator().manual_seed(derive(seed, "point"))
     state = torch.from_numpy(point.starts(episode_seeds(seed, "recorded", RECORDED)).last(point.STATE))
     action = 2 * torch.rand(RECORDED, point.AXES, generator=generator) - 1
@@ -115,15 +118,15 @@ def point_problem(seed: int) -> Problem:
 
 
 def task_problem(task: str, seed: int) -> Problem:
-    """A MuJoCo task whose own simulator is the model, begun in states that random actions led to.
+    """Return the problem of a MuJoCo task whose own simulator is the model, begun in states of random play.
 
     Two imagined steps: bounded joints leave less room to extrapolate than open space, so the edge must be near.
     """
-    recorded, starts = random_play(make_world(task, ROWS, seed=seed), seed)
+    recorded, starts = random_play(MujocoWorld(load_task(task), ROWS, seed=seed), seed)
     agent = SacConfig(width=64, depth=2, rate=3e-3, tau=0.1, temperature=1e-4, learn_temperature=False)
 
     def imagined(truncation: Truncation, penalty: float) -> World:
-        simulator: Any = make_world(task, ROWS, seed=seed)
+        simulator = MujocoWorld(load_task(task), ROWS, seed=seed)
         return ImaginedWorld(OracleModel(simulator), starts, ROWS, truncation=truncation, penalty=penalty)
 
     return Problem(imagined, make_world(task, EPISODES, seed=seed), recorded, agent, 2, 1.0)
@@ -134,7 +137,7 @@ def build_problem(name: str, seed: int) -> Problem:
     return point_problem(seed) if name == "point" else task_problem(name, seed)
 
 
-def random_play(world: Any, seed: int) -> tuple[Transitions, Starts]:
+def random_play(world: MujocoWorld, seed: int) -> tuple[Transitions, Starts]:
     """Return transitions of random actions, and starts in the states they began in (the seed chooses)."""
     interface = Interface(world.spec)
     generator = torch.Generator().manual_seed(derive(seed, "random play"))

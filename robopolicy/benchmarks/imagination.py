@@ -26,7 +26,7 @@ LONGER = ("finetune.target_success=0.98",)
 
 NEAR = "finetune.auxiliaries=[bc]"
 CAREFUL = (*LONGER, NEAR)
-"""Kept near the base, as DiWA does: slower, and worth it where the model is wrong about what the base never did."""
+"""Kept near the base, as DiWA does: slower, and worth it where the model errs about what the base never did."""
 
 FEWER = (
     "finetune.iterations=120",
@@ -44,7 +44,7 @@ FOOLED = (
     "finetune.iterations=30",
     "finetune.checkpoint_every=5",
 )
-"""What the success classifier believes is all that is paid (DiWA), and nobody intervenes."""
+"""The success classifier alone pays (as in DiWA), and the run is not stopped when the two worlds part."""
 
 EXPERTS = "finetune.auxiliaries=[experts]"
 """Imitates recorded successes on the side."""
@@ -52,8 +52,10 @@ EXPERTS = "finetune.auxiliaries=[experts]"
 
 @dataclass(frozen=True)
 class Arm:
-    """model: name and settings of the world model; knows_base: whether it has seen the base policy; settings: of
-    fine-tuning in it.
+    """A way to fine-tune in imagination.
+
+    model: name of the world model; described: its settings; knows_base: whether it was trained on rollouts of the base
+    policy as well; settings: of fine-tuning in it.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""COPlanner: is a cautious plan truer in imagination, and does a curious one teach the model more?
+"""COPlanner: is a cautious plan truer in imagination, and does a curious one improve the model more?
 
 A model learns from a few nearly clean demonstrations, so it is wrong where they never went. Cautious, on push_cube:
 rollouts inside the model choose among candidates by reward minus uncertainty; what is asked is how far they are from
@@ -19,11 +19,12 @@ from robopolicy.benchmarks.recordings import expert
 from robopolicy.benchmarks.replay import TASK, replay
 from robopolicy.benchmarks.runs import each_seed
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.world import World
 from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.world_model import open_loop
-from robopolicy.policies import DenoisingPolicyConfig, build_policy
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, build_policy
 from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.pretrain import pretrain
 from robopolicy.training.stages import fit_stages
@@ -37,7 +38,7 @@ from worldmodels.planning import PlannedPolicy
 from worldmodels.starts import recorded_starts
 
 SIGNS = {"policy": None, "planned": 0.0, "cautious": -1.0, "curious": 1.0}
-"""What a unit of uncertainty adds to a candidate's score, as a share of the study's; None: no candidates at all."""
+"""Weight of uncertainty in a candidate's score, as a share of the study's; None: the policy decides alone."""
 
 EXPLORERS = ("policy", "planned", "curious")
 
@@ -47,8 +48,10 @@ DEMONSTRATED = 0.1
 
 @dataclass(frozen=True)
 class Study:
-    """demonstrations: episodes of `task`; uncertainty: what SIGNS are multiplied by; candidates: of a plan;
-    exploration: the policy's noise, in normalised actions, by which candidates differ.
+    """One question on one task.
+
+    demonstrations: recorded episodes; uncertainty: weight that SIGNS are shares of; candidates: of a plan; exploration:
+    standard deviation of the policy's noise, in normalised actions, by which candidates differ.
     """
 
     task: str
@@ -81,38 +84,38 @@ class Scale:
 
 
 def measure(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
-    """Return, by actor, how far its imagined rollouts are from the truth, and what its exploration is worth."""
-    found = taught(seed, scale)
-    for name, error in stayed_true(seed, scale).items():
+    """Return, by actor, the error of its imagined rollouts and what its exploration is worth to the model."""
+    found = value_of_exploring(seed, scale)
+    for name, error in imagined_errors(seed, scale).items():
         found.setdefault(name, {})["imagined_error"] = error
     return found
 
 
-def stayed_true(seed: int, scale: Scale) -> dict[str, float]:
+def imagined_errors(seed: int, scale: Scale) -> dict[str, float]:
     """Return, by actor, how far imagined rollouts on push_cube are from the simulator's, in standard deviations."""
     study = scale.cautious
-    world: Any = make_world(study.task, 64, seed=seed)
-    shown, policy = shown_and_cloned(world, study, scale, seed)
+    world = make_world(study.task, 64, seed=seed)
+    shown, policy = demonstrations_and_policy(world, study, scale, seed)
     world.close()
     model = train_model(world, shown, scale, seed)
     actors = {name: actor_of(name, policy, model, study, scale) for name in SIGNS}
     return {name: imagined_error(model, actor, shown, scale, seed) for name, actor in actors.items()}
 
 
-def taught(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
+def value_of_exploring(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
     """Return, by explorer (and "before"), {"model_error", "explored_success"} on reach_planar: the error of following
     held-out actions with the model that has learned from its exploration, and the success of exploring.
     """
     study, held_out = scale.curious, episode_seeds(seed, "held out", scale.held_out)
-    world: Any = make_world(study.task, 64, seed=seed)
-    shown, policy = shown_and_cloned(world, study, scale, seed)
+    world = make_world(study.task, 64, seed=seed)
+    shown, policy = demonstrations_and_policy(world, study, scale, seed)
     before = train_model(world, shown, scale, seed)
     later = [record(world, expert(world, scale.play, derive(seed, "player")), held_out)]
     models, found = {"before": before}, {}
     for name in EXPLORERS:
         model, actor, seen = before, actor_of(name, policy, before, study, scale), [shown]
         for turn in range(scale.rounds):
-            seen.append(explored(world, actor, scale.explored, derive(seed, f"explored/{turn}")))
+            seen.append(explore(world, actor, scale.explored, derive(seed, f"explored/{turn}")))
             model = train_model(world, Episodes.concatenate(seen), scale, seed)
             actor = actor_of(name, policy, model, study, scale)
         later.append(record(world, actor, held_out, generator=Generators(seed)["act"]))
@@ -121,13 +124,15 @@ def taught(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
         models[name], found[name] = model, {"explored_success": float(success.float().mean())}
     world.close()
     for name, model in models.items():
-        errors = [followed(model, each) for each in later]
+        errors = [following_error(model, each) for each in later]
         found.setdefault(name, {})["model_error"] = sum(errors) / len(errors)
     return found
 
 
-def actor_of(name: str, policy: Any, model: EnsembleModel, study: Study, scale: Scale) -> Any:
-    """Return one of `SIGNS` as a policy."""
+def actor_of(
+    name: str, policy: DenoisingPolicy, model: EnsembleModel, study: Study, scale: Scale
+) -> DenoisingPolicy | PlannedPolicy:
+    """Return the policy alone, or looking ahead with the weight of uncertainty that `SIGNS` names."""
     sign = SIGNS[name]
     if sign is None:
         return policy
@@ -136,7 +141,7 @@ def actor_of(name: str, policy: Any, model: EnsembleModel, study: Study, scale: 
     )
 
 
-def shown_and_cloned(world: World, study: Study, scale: Scale, seed: int) -> tuple[Episodes, Any]:
+def demonstrations_and_policy(world: World, study: Study, scale: Scale, seed: int) -> tuple[Episodes, DenoisingPolicy]:
     """Return nearly clean demonstrations and a policy that imitates them, with exploration noise."""
     shown = record(
         world,
@@ -164,7 +169,7 @@ def shown_and_cloned(world: World, study: Study, scale: Scale, seed: int) -> tup
     return shown, policy
 
 
-def explored(world: World, actor: Any, steps: int, seed: int) -> Episodes:
+def explore(world: World, actor: Policy, steps: int, seed: int) -> Episodes:
     """Return whole episodes of an actor, eight at a time, of at least so many control steps."""
     generator = Generators(seed)["act"]
     return record_until(
@@ -182,7 +187,7 @@ def train_model(world: World, episodes: Episodes, scale: Scale, seed: int) -> En
     return model.eval()
 
 
-def imagined_error(model: EnsembleModel, actor: Any, shown: Episodes, scale: Scale, seed: int) -> float:
+def imagined_error(model: EnsembleModel, actor: Policy, shown: Episodes, scale: Scale, seed: int) -> float:
     """Return how far imagined rollouts are from the simulator's, in standard deviations of recorded states."""
     inside = ImaginedWorld(model, recorded_starts(shown), scale.imagined)
     played = record(inside, actor, episode_seeds(seed, "imagined", scale.imagined), generator=Generators(seed)["act"])
@@ -194,7 +199,7 @@ def imagined_error(model: EnsembleModel, actor: Any, shown: Episodes, scale: Sca
     return float(((data.next_state[index] - true) / spread).square().mean().sqrt())
 
 
-def followed(model: EnsembleModel, episodes: Episodes, horizon: int = 10) -> float:
+def following_error(model: EnsembleModel, episodes: Episodes, horizon: int = 10) -> float:
     """Return the error of following held-out actions for `horizon` steps, mean over the observation's keys."""
     figures = open_loop(model, episodes, torch.Generator().manual_seed(0), 512, (horizon,))[str(horizon)]
     return sum(each["model"] for each in figures.values()) / len(figures)

@@ -33,11 +33,11 @@ class PointModel:
     spec = SPEC
 
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
-        """Begin at the present frame."""
+        """Return the latent of the newest frame, {"state": [N, AXES]}."""
         return {"state": torch.from_numpy(np.asarray(context.last(STATE), dtype=np.float32))}
 
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Move."""
+        """Move by actions [N, AXES] at most STEP along each axis; nothing is uncertain."""
         state = latent["state"]
         after = state + STEP * actions.float().clamp(-1, 1)
         never = torch.zeros(len(state), dtype=torch.bool)
@@ -46,7 +46,7 @@ class PointModel:
 
 
 def starts(seeds: np.ndarray) -> Context:
-    """Begin anywhere within REACH of the origin along both axes."""
+    """Return contexts anywhere within REACH of the origin along every axis; one for each of `seeds` [N]."""
     place = (2 * uniforms(np.asarray(seeds, dtype=np.int64), AXES) - 1) * REACH
     return Context({STATE: place.astype(np.float32)[:, None]})
 

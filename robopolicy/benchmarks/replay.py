@@ -3,15 +3,14 @@
 Any imagined trajectory can be replayed from its own first state with its own actions, and compared step by step.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from robopolicy.core.world import Snapshot
 from robopolicy.training.imagined_values import Interface
-from sims.registry import make_world
+from sims.engine import MujocoWorld
+from sims.registry import load_task
 
 TASK = "push_cube"
 
@@ -31,7 +30,7 @@ def physics(state: np.ndarray) -> dict[str, np.ndarray]:
 
 def replay(states: Tensor, actions: Tensor) -> Tensor:
     """Return where the simulator ends up, [R, L, 19], from states [R, 19] under actions [R, L, 2] in its units."""
-    world: Any = make_world(TASK, len(states))
+    world = MujocoWorld(load_task(TASK), len(states))
     interface = Interface(world.spec)
     world.reset(seeds=np.arange(len(states)))
     arrays = {**world.snapshot().arrays, **physics(states.numpy())}

@@ -35,7 +35,7 @@ Arm = Callable[[], float]
 """Runs for a fraction of a second and returns control steps per second."""
 
 
-def rate(steps: int, run: Callable[[], Any]) -> float:
+def rate(steps: int, run: Callable[[], object]) -> float:
     """Time `run` and return `steps` per second."""
     begin = time.perf_counter()
     run()

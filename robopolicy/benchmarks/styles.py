@@ -1,4 +1,4 @@
-"""Sword's question: does a model that has seen the same episodes in other looks read an unseen look better?
+"""Sword's question: does a model trained on the same episodes in several looks read an unseen look better?
 
 Pixel diffusion sees a robot's joints and a camera's image; where the cube is, the image alone tells. One model
 learns from one look, another from the same episodes filmed in several, with as many training steps. Both are examined
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from robopolicy.benchmarks.rates import mean_text
@@ -25,7 +26,8 @@ from robopolicy.evaluation.world_model import one_step, open_loop
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.bench import Benchmark, Table
-from sims.registry import make_world
+from sims.engine import MujocoWorld
+from sims.registry import load_task
 from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 from worldmodels.pixel_diffusion.model import PixelDiffusionModel
 
@@ -56,9 +58,9 @@ def measure(seed: int, scale: Scale) -> dict[str, dict[str, dict[str, float]]]:
     """Return, by model and look, errors of reward and image and the score of the success head."""
     world = camera_world(scale, seed)
     played = [record(world, expert(world, noise, derive(seed, str(noise))), seeds(seed, noise)) for noise in (0.3, 1.0)]
-    episodes = seen_only(Episodes.concatenate([part.select(range(scale.episodes // 2)) for part in played]))
+    episodes = without_cube_state(Episodes.concatenate([part.select(range(scale.episodes // 2)) for part in played]))
     held = [part.select(range(scale.episodes // 2, (scale.episodes + scale.held_out) // 2)) for part in played]
-    held_out = seen_only(Episodes.concatenate(held))
+    held_out = without_cube_state(Episodes.concatenate(held))
     looks = [restyled(camera_world(scale, seed, style), episodes) for style in range(1, scale.looks + 1)]
     unseen = [restyled(camera_world(scale, seed, style), held_out) for style in range(UNSEEN, UNSEEN + scale.unseen)]
     spec = replace(world.spec, observation=without_cube(world.spec))
@@ -70,19 +72,19 @@ def measure(seed: int, scale: Scale) -> dict[str, dict[str, dict[str, float]]]:
         )
         model.calibrate(training)
         model.eval()
-        found[name] = {"the plain look": figures(model, held_out, scale)}
-        found[name]["unseen looks"] = mean_of([figures(model, look, scale) for look in unseen])
+        found[name] = {"the plain look": examine_look(model, held_out, scale)}
+        found[name]["unseen looks"] = mean_of([examine_look(model, look, scale) for look in unseen])
     world.close()
     return found
 
 
-def camera_world(scale: Scale, seed: int, style: int = 0) -> Any:
-    """Return push_cube filmed from above, in a look."""
-    return make_world(TASK, 64, seed=seed, cameras=(CAMERA,), image_size=scale.pixels, style=style)
+def camera_world(scale: Scale, seed: int, style: int = 0) -> MujocoWorld:
+    """Return push_cube filmed from above, in the look number `style`."""
+    return MujocoWorld(load_task(TASK), 64, seed=seed, cameras=(CAMERA,), image_size=scale.pixels, style=style)
 
 
-def seeds(seed: int, noise: float) -> Any:
-    """Return enough episode seeds."""
+def seeds(seed: int, noise: float) -> np.ndarray:
+    """Return episode seeds [512], the same for every look."""
     return episode_seeds(seed, f"styles/{noise}", 512)
 
 
@@ -91,15 +93,15 @@ def without_cube(spec: WorldSpec) -> dict[str, Any]:
     return {key: field for key, field in spec.observation.items() if key != ENVIRONMENT_STATE}
 
 
-def seen_only(episodes: Episodes) -> Episodes:
+def without_cube_state(episodes: Episodes) -> Episodes:
     """Return `episodes` without the cube's true place."""
     kept = {key: value for key, value in episodes.observation.items() if key != ENVIRONMENT_STATE}
     fields = {key: value for key, value in episodes.observation_fields.items() if key != ENVIRONMENT_STATE}
     return replace(episodes, observation=kept, observation_fields=fields)
 
 
-def figures(model: PixelDiffusionModel, episodes: Episodes, scale: Scale) -> dict[str, float]:
-    """Return what is compared."""
+def examine_look(model: PixelDiffusionModel, episodes: Episodes, scale: Scale) -> dict[str, float]:
+    """Return the errors of reward and image of a model on episodes in one look, and the F1 of its success head."""
     single = one_step(model, episodes, torch.Generator().manual_seed(0), 4000)
     followed = open_loop(model, episodes, torch.Generator().manual_seed(0), 256, (scale.horizon,))[str(scale.horizon)]
     return {

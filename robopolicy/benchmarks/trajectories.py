@@ -1,8 +1,8 @@
-"""Policy-guided diffusion: are its trajectories on-policy, are they true, and do they teach?
+"""Policy-guided diffusion: are its trajectories on-policy, are they true, and do agents learn from them?
 
-Truth is asked of push_cube's simulator, by replaying trajectories from their own first states with their own actions.
-Data is narrow there, nearly clean demonstrations: step by step, a policy leaves what an ensemble knows. What they teach
-is asked on reach_planar, where few, nearly random actions are recorded and a better policy goes where fewer went.
+Truth: push_cube's simulator replays trajectories from their own first states with their own actions. Data is narrow
+there, nearly clean demonstrations, and a policy rolled out step by step leaves what an ensemble knows. Learning:
+reach_planar, where few, nearly random actions are recorded and a better policy goes where fewer went.
 Source: Jackson et al. 2024, arXiv:2404.06356; the ensemble beside it rolls the target policy out step by step.
 """
 
@@ -21,6 +21,7 @@ from robopolicy.benchmarks.runs import each_seed
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.spec import WorldSpec
 from robopolicy.core.transitions import Transitions
 from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.success import evaluate_policy
@@ -71,11 +72,11 @@ def collect(task: str, seed: int, steps: int, noise: float) -> Episodes:
     """Return at least so many control steps of a noisy expert, in whole episodes."""
     world = make_world(task, 64, seed=seed)
 
-    def played(turn: int) -> Episodes:
+    def play(turn: int) -> Episodes:
         actor = expert(world, noise, derive(seed, f"{noise}/{turn}"))
         return record(world, actor, episode_seeds(seed, f"recorded/{noise}/{turn}", 8))
 
-    episodes = record_until(steps, played)
+    episodes = record_until(steps, play)
     world.close()
     return episodes
 
@@ -97,7 +98,7 @@ def train_agent(
     scale: Scale,
     recorded: Transitions,
     seed: int,
-    synthesise: Callable[[Any], Transitions] | None = None,
+    synthesise: Callable[[Td3Bc], Transitions] | None = None,
 ) -> Td3Bc:
     """Return TD3+BC on recorded transitions, or on mostly synthetic ones, drawn anew every so many updates.
 
@@ -123,7 +124,7 @@ def train_agent(
 
 
 def generator_of(
-    config: TrajectoryConfig, spec: Any, episodes: Episodes, steps: int, seed: int, generators: Generators
+    config: TrajectoryConfig, spec: WorldSpec, episodes: Episodes, steps: int, seed: int, generators: Generators
 ) -> TrajectoryDiffusion:
     """Return a trained generator of subsequences."""
     model = TrajectoryDiffusion.build(config, spec, episodes, derive(seed, "trajectories"))
@@ -138,11 +139,11 @@ def likelihood(agent: Td3Bc, interface: Interface) -> Callable[[Tensor, Tensor],
 
 
 def measure(seed: int, scale: Scale) -> dict[str, Any]:
-    """Return likelihood and truth by guidance beside the ensemble's, and what agents make of real and of both."""
-    return {**asked_for_truth(seed, scale), "agents": taught(seed, scale)}
+    """Return likelihood and error by strength of guidance, the ensemble's error, and the success of agents."""
+    return {**truth_by_guidance(seed, scale), "agents": agents_trained(seed, scale)}
 
 
-def asked_for_truth(seed: int, scale: Scale) -> dict[str, Any]:
+def truth_by_guidance(seed: int, scale: Scale) -> dict[str, Any]:
     """Return {"guidance": {strength: {"log_likelihood", "error_after_steps"}}, "ensemble":
     {"error_after_steps"}}, errors in standard deviations of the data.
     """
@@ -167,7 +168,7 @@ def asked_for_truth(seed: int, scale: Scale) -> dict[str, Any]:
     return found
 
 
-def taught(seed: int, scale: Scale) -> dict[str, Any]:
+def agents_trained(seed: int, scale: Scale) -> dict[str, Any]:
     """Return the success of agents on real data and on generated data beside it, by what they learned from."""
     episodes = collect(TAUGHT_TASK, seed, scale.taught_recorded, scale.taught_noise)
     world, generators = make_world(TAUGHT_TASK, EPISODES, seed=seed), Generators(seed)
@@ -175,8 +176,8 @@ def taught(seed: int, scale: Scale) -> dict[str, Any]:
     model = generator_of(config, world.spec, episodes, scale.taught_fit, seed, generators)
     recorded = recorded_batch(episodes, interface)
 
-    def generated(strength: float) -> Callable[[Any], Transitions]:
-        def synthesise(agent: Any) -> Transitions:
+    def generated(strength: float) -> Callable[[Td3Bc], Transitions]:
+        def synthesise(agent: Td3Bc) -> Transitions:
             drawn = model.generate(scale.synthetic, generators["synthesise"], likelihood(agent, interface), strength)
             return batch_of(model.transitions(drawn), interface)
 

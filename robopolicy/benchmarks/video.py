@@ -1,4 +1,4 @@
-"""The latent video model at 64 px: does it mind actions, what are memory and bootstrapping worth, how fast is it?
+"""The latent video model at 64 px: does it follow actions, what are memory and bootstrapping worth, how fast is it?
 
 It learns from episodes of the expert at graded noise and is judged on other, longer ones, in which success comes late
 or never. Two fixed cameras see all of push_cube; the wrist's camera loses sight of pick_place's cube, then finds it
@@ -106,7 +106,7 @@ def judged_episodes(seed: int, scale: Scale) -> Episodes:
 def _player(
     seed: int, scale: Scale, level: str, name: str, horizon: int | None = None
 ) -> Iterator[Callable[[int], Episodes]]:
-    """Give what plays a turn's episodes of the expert at a level of noise; horizon: instead of the task's."""
+    """Give a function turn -> episodes of the expert at a level of noise; horizon: another time limit."""
     task = load_task(scale.task)
     world = MujocoWorld(
         replace(task, horizon=horizon or task.horizon), WORLDS, seed=seed, cameras=scale.cameras, image_size=64
