@@ -94,6 +94,8 @@ def gtpo(
     entropy_limit (ln 2) are left out; A -= penalty * entropy. Runs from the end, also in the paper, are not treated:
     episodes of a robot do not end alike.
     """
+    # same[i, j, s]: both rows chose the same token at place s; cummin keeps the unbroken run from the start, so it ends
+    # at the first difference. A conflict is a token shared with a good and with a bad episode of the group.
     tokens = rollouts.latents["tokens"].flatten(1)
     good = (advantage > 0).any((1, 2))
     bad = (advantage < 0).any((1, 2))
@@ -127,6 +129,7 @@ def vppo(
     episode's advantage is scaled by its mean d, mapped to [low, high] and centred at 1.
     """
     shift = (rollouts.extras["blackout_logp"] - rollouts.logp_behaviour).clamp(-10, 10)
+    # k3 of KL(seeing || blind): never negative, 0 where the image does not matter.
     dependency = torch.where(rollouts.mask, torch.expm1(shift) - shift, 0.0)
     threshold = torch.quantile(dependency[rollouts.mask].float(), 1 - share)
     mean = dependency.sum((1, 2)) / rollouts.mask.sum((1, 2)).clamp(min=1)
@@ -157,6 +160,8 @@ def seed_grpo(
     groups = Segments.of(rollouts.group)
     members = Segments.of(rollouts.group, cluster)
     size = groups.size()[groups.index].float()
+    # Summing -log(share) / size over a group's rows is the entropy of its clusters: a cluster of m of n rows adds m
+    # equal terms, together -(m / n) log(m / n). Its maximum, all rows apart, is log n.
     share = members.size()[members.index].float() / size
     entropy = groups.sum(-share.log() / size)[groups.index]
     return advantage * (1 - alpha * entropy / size.log().clamp(min=1e-6)).clamp(min=0)[:, None, None]

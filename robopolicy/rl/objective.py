@@ -14,6 +14,7 @@ def policy_loss(
     logp, coefficient, weight: [N, K]. Entries with weight 0 give neither value nor gradient, even if not finite. The
     value means little (its gradient is the surrogate's); auxiliaries are scalars, already scaled.
     """
+    # Masked entries go through where on both factors: 0 * inf would be NaN, and its gradient too.
     used = weight > 0
     terms = torch.where(used, weight * coefficient, 0.0).detach() * torch.where(used, logp, 0.0)
     loss = -terms.sum()

@@ -29,6 +29,7 @@ def log_ratios(
     Above the step level the steps of an action, decision or episode (the last two axes) share the sum or the mean over
     their scored steps. A clamped entry keeps its sign and size `limit`, so exp never overflows.
     """
+    # Differences in log space, and the clamp before exp: a ratio of probabilities of hundreds of steps overflows fp32.
     difference = torch.where(mask, logp.detach() - logp_old, 0.0)
     if level is not RatioLevel.STEP:
         difference = torch.where(mask, _shared(difference, mask, level, steps_per_action), 0.0)

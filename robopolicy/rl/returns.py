@@ -28,11 +28,12 @@ class ReturnScale(nn.Module):
         Streams are taken to start anew (G = 0) at the first column.
         """
         running = torch.zeros(rewards.shape[0], dtype=torch.float64, device=rewards.device)
-        collected = []
+        collected: list[Tensor] = []
         for column in range(rewards.shape[1]):
             running = rewards[:, column].double() + running
             collected.append(running)
             running = torch.where(ended[:, column], 0.0, discount[:, column].double() * running)
+        # Chan's update joins the moments of two samples exactly; fp64, because the counts grow for the whole run.
         values = torch.stack(collected)
         count = torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
         total = self.count + count

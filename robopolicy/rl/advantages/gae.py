@@ -19,6 +19,8 @@ class Advantages(NamedTuple):
 
 def chunk_rewards(rewards: Tensor, valid: Tensor, gamma: float) -> Tensor:
     """Return the discounted reward inside each chunk, sum_j gamma^j r_j over valid steps: [B, T, C] -> [B, T]."""
+    # The policy commits to a whole chunk, so its rewards belong to one decision; they are discounted inside it all the
+    # same, so that chunks of different lengths are paid alike for the same control steps.
     discounts = gamma ** torch.arange(rewards.shape[-1], dtype=rewards.dtype, device=rewards.device)
     return (torch.where(valid, rewards, 0.0) * discounts).sum(-1)
 
@@ -50,6 +52,8 @@ def gae(
     reward = chunk_rewards(rewards, valid, gamma)
     delta = reward + discount * torch.where(terminated, 0.0, next_values) - values
     delta = torch.where(alive, delta, 0.0)
+    # terminated cuts the value of what follows (there is nothing), ended only the chain: an episode that a time limit
+    # cut would have gone on, so its value still counts, but the next column is another episode.
     carry = torch.where(ended | ~alive, 0.0, discount * gae_lambda)
     advantages = torch.zeros_like(delta)
     running = torch.zeros_like(delta[:, 0])
@@ -73,6 +77,7 @@ def standardise(advantages: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return (A - mean) / (std + 1e-8) over the masked entries; entries outside the mask become 0."""
     if mask is None:
         mask = torch.ones_like(advantages, dtype=torch.bool)
+    # Fixes the size of the policy's steps whatever the scale of rewards; 1e-8 only guards against equal advantages.
     chosen = advantages[mask]
     scale = chosen.std(unbiased=False) + 1e-8
     return torch.where(mask, (advantages - chosen.mean()) / scale, 0.0)

@@ -53,6 +53,7 @@ def rloo(rollouts: Rollouts, context: Context) -> Tensor:
 
 def leave_one_out(values: Tensor, counts: Tensor, groups: Segments) -> Tensor:
     """Return each value minus the mean of the others of its group, [B]; 0 where there are no others."""
+    # With itself in the baseline an episode would lower its own advantage by 1 / size, a bias of small groups.
     size = groups.size(counts)[groups.index]
     others = (groups.sum(values, counts)[groups.index] - values) / (size - 1).clamp(min=1)
     return torch.where(counts & (size > 1), values - others, 0.0)
@@ -126,6 +127,8 @@ def bnpo(rollouts: Rollouts, context: Context) -> Tensor:
     groups = Segments.of(rollouts.group)
     rate = groups.mean(success)
     mean, variance = rate.mean().clamp(1e-3, 1 - 1e-3), rate.var(unbiased=False).clamp(min=1e-2)
+    # Method of moments: a Beta of this mean and variance has a0 + b0 = mean (1 - mean) / variance - 1. Dividing by its
+    # density at p gives starts with common success rates smaller advantages than rare ones.
     strength = (mean * (1 - mean) / variance - 1).clamp(min=1e-3)
     a, b = 1 + mean * strength / 3, 1 + (1 - mean) * strength / 3
     p = rate[groups.index]
@@ -164,6 +167,7 @@ def risk_po(rollouts: Rollouts, context: Context, *, low: float = 0.2, high: flo
     returns, counts, groups = outcomes(rollouts)
     score = groups.mean(returns, counts)
     q_low, q_high = torch.quantile(score, low), torch.quantile(score, high)
+    # The first term grows only between the quantiles, the second only below: the top is ignored, since it is solved.
     middle = (returns - q_low).clamp(min=0) - (returns - q_high).clamp(min=0) + q_low - q_high
     value = middle / (high - low) - tail * (q_low - returns).clamp(min=0) / low
     return broadcast(standardise(value, counts), rollouts)

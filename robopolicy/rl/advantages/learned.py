@@ -32,12 +32,14 @@ def process_rloo(
     """
     reward, alive = rollouts.extras["process"], rollouts.alive
     groups, every = Segments.of(rollouts.group), torch.ones_like(rollouts.group, dtype=torch.bool)
+    # Leave one out on means per step, not on sums: long episodes would otherwise seem to have more process reward.
     steps = (alive.sum(1) * reward.shape[-1]).clamp(min=1)
     mean = reward.sum((1, 2)) / steps
     others = mean - leave_one_out(mean, every, groups)
     centred = torch.where(alive[..., None], reward - others[:, None, None], 0.0).flatten(1)
     following = (centred.flip(1).cumsum(1).flip(1) if to_go else centred).reshape(reward.shape)
     won = leave_one_out(rollouts.row_success.float(), every, groups)
+    # Where all episodes of a start ended alike, process rewards can only restate noise: those groups get nothing.
     spread = groups.maximum(rollouts.row_return) - groups.minimum(rollouts.row_return)
     mixed = (spread > 1e-6)[groups.index]
     advantage = process * following + outcome * won[:, None, None]

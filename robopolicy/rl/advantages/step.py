@@ -77,6 +77,8 @@ def hgpo(
     state, counts = state_keys(rollouts, resolution), rollouts.alive.flatten()
     keys = [per_decision(rollouts.group, rollouts)]
     total, weight = torch.zeros_like(to_go.flatten()), torch.zeros_like(to_go.flatten())
+    # Each level adds one more earlier state to the key, so its groups are subsets of the level's before: fewer members
+    # that are more alike, less bias and more variance, which the weights (level + 1)^alpha trade.
     for level in range(context_length + 1):
         shifted = torch.full_like(state, -1)
         shifted[:, level:] = state[:, : state.shape[1] - level]

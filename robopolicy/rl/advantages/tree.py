@@ -31,6 +31,8 @@ def owners(rollouts: Rollouts) -> Tensor:
     position[rollouts.episode] = torch.arange(count, device=position.device)
     parent = torch.where(rollouts.parent >= 0, position[rollouts.parent.clamp(min=0)], -1)
     time = torch.arange(length, device=position.device)[None]
+    # Start with every row owning its decisions, and pass what lies before its branch on to the parent until nothing
+    # moves: each round climbs one generation, so a tree of depth d is done after d rounds.
     owner = torch.arange(count, device=position.device)[:, None].expand(count, length)
     for _ in range(count):
         shared = (time < branch[owner]) & (parent[owner] >= 0)
@@ -89,6 +91,7 @@ def tree_po(rollouts: Rollouts, context: Context) -> Tensor:
     returns, counts, groups = outcomes(rollouts)
     values, _ = subtree_values(rollouts)
     alive = _nodes_alive(rollouts, values)
+    # Summed over the path: near the root a leaf is compared with the whole group, near the end with its own siblings.
     inside = torch.where(alive, returns[:, None] - values, 0.0).sum(1)
     depths = alive.sum(1) + 1
     root = returns - groups.mean(returns, counts)[groups.index]
@@ -107,6 +110,8 @@ def branch_grpo(rollouts: Rollouts, context: Context) -> Tensor:
     values, nodes = subtree_values(rollouts)
     first = torch.zeros(nodes.count, dtype=torch.bool, device=values.device)
     flat, alive = values.flatten(), _nodes_alive(rollouts, values).flatten()
+    # A node stands in every row of its subtree; only its first place counts in the depth's mean and spread, so that a
+    # node weighs the same however many leaves it has.
     order = torch.arange(len(flat), device=flat.device)
     leader = nodes.minimum(order.double(), alive, empty=-1.0)
     counted = alive & (leader[nodes.index] == order)

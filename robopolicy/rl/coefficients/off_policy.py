@@ -76,6 +76,8 @@ def min_pro(scored: Scored, *, cap: float = 5.0) -> Coefficients:
     c = sg(clip(r_t min_{j < t} r_j, 0, cap)) A, over the scored steps of an episode in order (the form of the cap is
     ours: the paper's is uncertain). Stays bounded where prefix products explode or vanish.
     """
+    # An unbiased weight is the product of all ratios so far, whose variance grows without bound along the episode. The
+    # smallest ratio before (at most 1) stands for that product: what follows an unlikely step counts little.
     log_ratio = torch.where(scored.mask, scored.log_ratio, 0.0).flatten(1)
     before = torch.cat([torch.zeros_like(log_ratio[:, :1]), log_ratio.cummin(1).values[:, :-1]], 1)
     weight = (log_ratio + before.clamp(max=0)).exp().clamp(max=cap).reshape(scored.log_ratio.shape)

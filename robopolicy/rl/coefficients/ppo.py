@@ -26,6 +26,8 @@ def ppo(
     dual_clip: with A < 0 also 0 where r exceeds it (Ye et al. 2020, arXiv:1912.09729). clamped: entries whose log-ratio
     was clamped get 0, as the clamp's own gradient says. Clip widths broadcast, e.g. one per step [K].
     """
+    # d/dtheta of r A is r A grad(logp), since grad r = r grad(logp): the surrogate's gradient is a coefficient on the
+    # score. Where the clip is the smaller of the two, the surrogate is constant and the coefficient 0.
     ratio = log_ratio.exp()
     inside = torch.where(advantage >= 0, ratio <= 1 + clip_high, ratio >= 1 - clip_low)
     if dual_clip is not None:

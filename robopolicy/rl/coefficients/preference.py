@@ -40,6 +40,8 @@ def dpo(scored: Scored, *, beta: float = 0.1) -> Coefficients:
     """
     log_ratio, pairs = episode_log_ratio(scored), preferred(scored)
     margin = beta * (log_ratio[:, None] - log_ratio[None])
+    # pull[i, j] moves the winner i up and the loser j down by as much: rows sum what an episode wins, columns what it
+    # loses. sigmoid(-margin) fades a pair once it is ranked rightly by far.
     pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * _pair_mean(pairs)
     right = ((margin > 0) & pairs).sum() / pairs.sum().clamp(min=1)
     return _to_steps(pull.sum(1) - pull.sum(0), scored), {"pairs": pairs.sum().float(), "preferred_right": right}
@@ -53,6 +55,7 @@ def sppo(scored: Scored, *, eta: float = 1.0) -> Coefficients:
     """
     returns, group = scored.rollouts.row_return, scored.rollouts.group
     same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+    # A win rate of 1/2 is the policy against itself: the target log-ratio is how much an episode beats that, times eta.
     wins = (returns[:, None] > returns[None] + 1e-6).float() + (returns[:, None] - returns[None]).abs().le(1e-6) * 0.5
     rate = (wins * same).sum(1) / same.sum(1).clamp(min=1)
     rate = torch.where(same.any(1), rate, 0.5)
@@ -69,6 +72,7 @@ def p3o(scored: Scored, *, clip: float = 0.2) -> Coefficients:
     """
     returns, group = scored.rollouts.row_return, scored.rollouts.group
     same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+    # Differences of returns cancel whatever a start adds to all of them, so no baseline is needed.
     gain = ((returns[:, None] - returns[None]) / 2 * same).sum(1) / same.sum(1).clamp(min=1)
     log_ratio = episode_log_ratio(scored)
     ratio = log_ratio.clamp(-3, 3).exp()

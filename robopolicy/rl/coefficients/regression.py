@@ -19,6 +19,8 @@ def pacs(scored: Scored, *, beta: float = 1.0) -> Coefficients:
     same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
     others = same.to(total.dtype) / same.sum(1, keepdim=True).clamp(min=1)
     centred = total - others @ total
+    # centred = (I - others) total, so the cross-entropy's error goes back through the transpose: an episode also moves
+    # for being in the others' baselines.
     label = rollouts.row_success.to(total.dtype)
     positive = label.sum().clamp(min=1)
     negative = (1 - label).sum().clamp(min=1)

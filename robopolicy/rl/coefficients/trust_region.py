@@ -49,6 +49,8 @@ def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2) -> Coefficient
 
     A probability is needed, not a density: token policies only.
     """
+    # The roots of |r - 1| pi = width with pi = r q: the change is weighed by the new probability, so the rarer a token
+    # was, the further its ratio may go, as sqrt(width / q) for q -> 0.
     old = (scored.logp - scored.log_ratio).exp().clamp(min=1e-12)
     bottom = 0.5 + 0.5 * (1 - 4 * low / old).clamp(min=0).sqrt()
     top = 0.5 + 0.5 * (1 + 4 * high / old).sqrt()
@@ -82,6 +84,7 @@ def gaussian_kl(scored: Scored, *, nats: float = 0.005) -> Coefficients:
     Steps beyond the bound keep their gradient only where it brings them back.
     """
     divergence, _ = mean_shift(scored)
+    # A (r - 1) > 0: this step has already moved the way its advantage asks; only those may be stopped.
     away = scored.advantage * (scored.ratio - 1) > 0
     kept = (divergence <= nats) | ~away
     c = torch.where(kept & ~scored.clamped, scored.ratio * scored.advantage, 0.0)
@@ -97,6 +100,8 @@ def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
     E[log r] = -shift; the factor std makes all steps alike in scale. Source: GRPO-Guard, arXiv:2510.22319 (public
     documentation).
     """
+    # With x ~ N(mean_old, std) the log-ratio has mean -shift and standard deviation |mean - mean_old| / std: adding the
+    # shift centres it, multiplying by std makes it depend on the distance alone, whatever the step's noise.
     return (log_ratio + shift) * std
 
 
