@@ -1,0 +1,122 @@
+"""The ten names of `import robopolicy`: what a notebook needs, on top of what the command line runs.
+
+collect, train, finetune, imagine and rank are the verbs: they take their settings as the command line does, keep their
+results in the same run folders, go on where they stopped, and return what they measured.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from robopolicy.build import build_world, choose_device, open_policy
+from robopolicy.configuration import compose
+from robopolicy.configuration.run import RunSection
+from robopolicy.configuration.world import WorldSection
+from robopolicy.core.policy import Policy
+from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.registry import ask_for
+from robopolicy.core.storage import read_json
+from robopolicy.core.world import Controller, World
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
+from robopolicy.runs import RESULT, run_path
+from robopolicy.verbs.verb import VERBS
+
+
+def load_policy(path: Path | str, device: torch.device | str = "cpu") -> Policy:
+    """Return the policy of a checkpoint, ours or LeRobot's. Raises CheckpointError saying what is missing."""
+    return open_policy(Path(path), device)
+
+
+def make_world(name: str, batch_size: int = 128, **options: Any) -> World:
+    """Return a world of `batch_size` rows: a task of ours, a suite's, or your own by its dotted path.
+
+    options: what the world takes (world.options on the command line), with history, cameras and image_size. Raises
+    ConfigError with the nearest name.
+    """
+    from sims.registry import make_world as make
+
+    return make(name, batch_size, **options)
+
+
+def evaluate(
+    policy: Policy | Controller,
+    world: World | str,
+    episodes: int = 200,
+    *,
+    seed: int = 0,
+    deterministic: bool = True,
+    device: str = "cpu",
+) -> EvaluationResult:
+    """Return the outcomes of `episodes`, with a Wilson interval; equal seeds give equal starts, for paired comparison.
+
+    world: a world, or the name of one, which is then made as the policy sees it (its cameras and history).
+    deterministic: without exploration noise. Raises SpecError where policy and world do not fit.
+    """
+    made = None
+    if isinstance(world, str):
+        viewer = policy if isinstance(policy, Policy) else None
+        world = made = build_world(WorldSection(name=world), viewer, episodes=episodes, device=device)
+    try:
+        return evaluate_policy(
+            world,
+            policy,
+            episode_seeds(seed, "evaluate", episodes),
+            deterministic=deterministic,
+            generator_seed=seed,
+            device=choose_device(RunSection(device=device)),
+        )
+    finally:
+        if made is not None:
+            made.close()
+
+
+def collect(*settings: str) -> dict[str, Any]:
+    """Record demonstrations: `collect("recipe=push_cube", "collect.episodes=200")`; see `_run`."""
+    return _run("collect", settings)
+
+
+def train(*settings: str) -> dict[str, Any]:
+    """Pre-train a policy: `train("recipe=push_cube", "policy.kind=flow")`; see `_run`."""
+    return _run("train", settings)
+
+
+def finetune(*settings: str) -> dict[str, Any]:
+    """Fine-tune a policy: `finetune("recipe=push_cube", "run.seed=1")`; see `_run`."""
+    return _run("finetune", settings)
+
+
+def imagine(*settings: str) -> dict[str, Any]:
+    """Fine-tune a policy inside a world model: `imagine("recipe=push_cube")`; see `_run`."""
+    return _run("imagine", settings)
+
+
+def rank(*settings: str) -> dict[str, Any]:
+    """Rank policies in world models and in the simulator: `rank("recipe=push_cube", "rank.policies=[A,B]")`."""
+    return _run("rank", settings)
+
+
+def serve(policy: Policy | Path | str, *, host: str = "127.0.0.1", port: int = 8000, api_key: str = "") -> None:
+    """Serve a policy, or a checkpoint's, over openpi's websocket protocol until interrupted.
+
+    Raises ConfigError beyond loopback without an api_key.
+    """
+    from robopolicy.serving.server import serve as listen
+
+    served = load_policy(policy) if isinstance(policy, (str, Path)) else policy
+    listen(served, host=host, port=port, api_key=api_key or None)
+
+
+def report(run: Path | str) -> Path:
+    """Rebuild and return the report.html of a run folder. Raises an error where it holds none."""
+    return report_for_run(Path(run))
+
+
+def _run(verb: str, settings: tuple[str, ...]) -> dict[str, Any]:
+    """Run a verb and return its figures, with the run's folder as "run". Raises as the verb does (RobopolicyError)."""
+    config = compose(list(settings))
+    ask_for(config.run.plugins)
+    VERBS.load(verb)(config)
+    folder = run_path(config, verb)
+    return {**read_json(folder / RESULT), "run": str(folder)}
