@@ -19,7 +19,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.progress import progress
 from robopolicy.core.world import Controller, World
 from robopolicy.evaluation.intervals import PairedComparison, compare_paired, wilson
-from robopolicy.evaluation.waves import Actor, play_wave, waves
+from robopolicy.evaluation.waves import play_wave, waves
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,12 @@ def evaluate_policy(
         raise ConfigError("Evaluation needs at least one seed: ask for episodes=1 or more.")
     if len(np.unique(seeds)) != len(seeds):
         raise ConfigError("Evaluation seeds repeat: repeated episodes are not independent, use distinct seeds.")
-    actor = Actor(policy, deterministic=deterministic, device=device)
     success, cut = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
     start = time.perf_counter()
     with progress(label, len(seeds)) as advance:
         for index in waves(seeds, world.batch_size):
-            wave = play_wave(world, actor, seeds[index], generator_seed)
+            wave = play_wave(world, policy, seeds[index], generator_seed, deterministic=deterministic, device=device)
             success[index], returns[index] = wave.success, wave.returns
             lengths[index], cut[index] = wave.lengths, wave.cut
             advance(len(index))

@@ -5,7 +5,7 @@ time. The outcome is shown by colour and by a sign, so that it does not depend o
 """
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -23,7 +23,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.storage import storage_errors, write_atomic
 from robopolicy.core.world import Controller, Renders, Step, World
-from robopolicy.evaluation.waves import Actor, play_wave, waves
+from robopolicy.evaluation.waves import play_wave, waves
 
 BACKGROUND, TEXT, MUTED = (22, 27, 34), (230, 234, 240), (140, 148, 160)
 RUNNING, SUCCESS, FAILURE = (74, 82, 94), (0, 166, 125), (222, 99, 12)
@@ -79,10 +79,17 @@ def record_grid(
     seeds = np.asarray(seeds, dtype=np.int64)
     if len(seeds) == 0 or columns < 1 or every < 1 or size < 16:
         raise ConfigError("A video needs seeds, columns >= 1, every >= 1 and size >= 16 pixels.")
-    actor = Actor(policy, deterministic=deterministic, device=device)
     cells = [_Cell([]) for _ in seeds]
     for index in waves(seeds, world.batch_size):
-        _film(world, world, actor, seeds[index], [cells[i] for i in index], camera, size, every, generator_seed)
+        play_wave(
+            world,
+            policy,
+            seeds[index],
+            generator_seed,
+            deterministic=deterministic,
+            device=device,
+            after_step=_film(world, [cells[i] for i in index], camera, size, every),
+        )
     fps = world.spec.fps / every
     length = max(len(cell.images) for cell in cells)
     frames = [_compose(cells, time, every, columns, label) for time in range(length)]
@@ -168,16 +175,9 @@ def write_video(clip: Clip, path: Path) -> None:
 
 
 def _film(
-    world: World,
-    camera_world: Renders,
-    actor: Actor,
-    seeds: np.ndarray,
-    cells: list[_Cell],
-    camera: str | None,
-    size: int,
-    every: int,
-    noise_seed: int,
-) -> None:
+    world: Renders, cells: list[_Cell], camera: str | None, size: int, every: int
+) -> Callable[[Step | None], None]:
+    """Return what films a wave of episodes into `cells` when it is called after the reset and every control step."""
     steps = 0
 
     def after_step(step: Step | None) -> None:
@@ -189,11 +189,11 @@ def _film(
                 cells[row].ended, cells[row].success = bool(step.ended[row]), bool(step.success[row])
         shown = [row for row in live if steps % every == 0 or cells[row].ended]
         if shown:
-            images = camera_world.render(shown, camera, size, size)
+            images = world.render(shown, camera, size, size)
             for row, image in zip(shown, images, strict=True):
                 cells[row].images.append(image)
 
-    play_wave(world, actor, seeds, noise_seed, after_step)
+    return after_step
 
 
 def _compose(cells: list[_Cell], time: int, every: int, columns: int, label: str) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Playing a policy in a world: streams of decisions that go on over episode ends and come back as `Rollouts`."""
+"""Streams of decisions that go on over episode ends, and how what was played becomes columns of `Rollouts`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import SpecError
-from robopolicy.core.policy import Decision, Policy, Resumes, to_tensors
+from robopolicy.core.player import Decided, Moment, Player, PolicyActor
+from robopolicy.core.policy import Policy, to_tensors
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.core.spec import TASK, Observation, check_finite, require_fit, validate_observation
-from robopolicy.core.world import Step, World
+from robopolicy.core.spec import TASK, Observation, check_finite, require_fit
+from robopolicy.core.world import World
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Streams:
 
 
 def start_streams(world: World, policy: Policy, seed: int, name: str = "collect") -> Streams:
-    """Reset every row with fresh seeds that depend on (seed, name) alone."""
+    """Reset every row with fresh seeds that depend on (seed, name) alone. Raises SpecError on a misfit."""
     require_fit(policy.spec, world.spec)
     rows = world.batch_size
     policy.reset()
@@ -58,70 +59,44 @@ def play(
     one. Raises NonFiniteError, before anything reaches the world, when an observation, action or log-probability is
     not finite.
     """
+    actor = PolicyActor(policy, generator, deterministic=deterministic, scored=True)
+    player = Player(world, actor, streams.observation)
     columns: list[dict] = []
-    for _ in range(decisions):
-        step, column = decide(
-            world, policy, streams.observation, generator, deterministic=deterministic, version=version
-        )
-        streams.observation, streams.returns = step.observation, streams.returns + step.reward.sum(-1)
-        column["extras"]["episode_return"] = torch.tensor(streams.returns, dtype=torch.float32).to(generator.device)
-        columns.append(column)
-        _restart(world, policy, streams, step.ended)
+    for moment in islice(player, decisions):
+        found = column(moment, world.spec.instructions, generator.device, version)
+        streams.returns = streams.returns + moment.step.reward.sum(-1)
+        found["extras"]["episode_return"] = torch.tensor(streams.returns, dtype=torch.float32).to(generator.device)
+        columns.append(found)
+        _restart(player, streams, np.flatnonzero(moment.ended))
+        streams.observation = player.observation
     rows = torch.arange(world.batch_size, device=generator.device)
     alone = torch.full_like(rows, -1)
     return Rollouts(**_stack(columns), episode=rows, group=rows, parent=alone, branch_decision=alone)
 
 
-def decide(
-    world: World,
-    policy: Policy,
-    observation: Observation,
-    generator: torch.Generator,
-    *,
-    deterministic: bool = False,
-    version: int = 0,
-    kept: tuple[Mapping[str, Tensor], Tensor] | None = None,
-) -> tuple[Step, dict[str, Any]]:
-    """Let `policy` decide once in every row; return the world's step and one column [B, ...] of `Rollouts`.
-
-    kept: steps [B, ...] of other decisions, and how many of them each row goes on from [B] (see `Resumes`).
-    Raises NonFiniteError, before anything reaches the world, when something is not finite.
-    """
-    validate_observation(observation, policy.spec.observation, world.batch_size, policy.spec.history)
-    before = to_tensors(observation, generator.device)
-    if kept is not None and isinstance(policy, Resumes):
-        decision = policy.resume(before, *kept, generator)
-    else:
-        decision = policy.act(before, generator, deterministic=deterministic)
-    check_finite("actions", decision.actions)
-    check_finite("log-probabilities", decision.logp)
-    step = world.step(decision.actions.cpu().numpy())
-    for name, reward in step.rewards.items():
-        check_finite(f"reward '{name}'", reward)
-    after = to_tensors(step.observation, generator.device)
-    return step, _column(before, after, decision, step, world.spec.instructions, generator.device, version)
-
-
-def _restart(world: World, policy: Policy, streams: Streams, ended: np.ndarray) -> None:
-    rows = np.flatnonzero(ended)
+def _restart(player: Player[Decided], streams: Streams, rows: np.ndarray) -> None:
+    """Begin fresh episodes in `rows`."""
     if not len(rows):
         return
     seeds = episode_seeds(streams.seed, streams.name, streams.episodes + len(rows))[streams.episodes :]
-    streams.observation = world.reset(rows=rows, seeds=seeds)
+    player.start(seeds, rows)
     streams.episodes += len(rows)
     streams.returns[rows] = 0.0
-    policy.reset(rows)
 
 
-def _column(
-    before: Mapping,
-    after: Mapping,
-    decision: Decision,
-    step: Step,
-    instructions: tuple[str, ...],
-    device: torch.device,
-    version: int,
+def column(
+    moment: Moment[Decided], instructions: tuple[str, ...], device: torch.device, version: int
 ) -> dict[str, Any]:
+    """Return a decision as one column of `Rollouts`: its fields by name, each [B, ...], apart from those of rows.
+
+    version: number of updates of the policy. Raises NonFiniteError on a reward, SpecError on an instruction that is
+    none of `instructions`.
+    """
+    before, decision, step = moment.thought.seen, moment.thought.decision, moment.step
+    for name, reward in step.rewards.items():
+        check_finite(f"reward '{name}'", reward)
+    after = to_tensors(step.observation, device)
+
     def tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
         return torch.as_tensor(np.asarray(array), dtype=dtype).to(device).clone()
 
@@ -129,7 +104,7 @@ def _column(
     extras: dict[str, Tensor] = {}
     task = torch.zeros(len(step.terminated), dtype=torch.int64, device=device)
     if TASK in before:
-        task = torch.tensor([_instruction(text, instructions) for text in before[TASK]], device=device)
+        task = torch.tensor([_instruction(text, instructions) for text in map(str, before[TASK])], device=device)
     if step.uncertainty is not None:
         extras["uncertainty"] = tensor(step.uncertainty, torch.float32)
     return {

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.policy import Policy, Resumes
 from robopolicy.core.progress import progress
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.core.spec import Observation, require_fit
+from robopolicy.core.spec import require_fit
 from robopolicy.core.world import Snapshot, Snapshots, World
-from robopolicy.rl.collect import decide
+from robopolicy.rl.collect import column
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class EpisodePlayer:
         step = self.branching.step
         if step is not None and not isinstance(policy, Resumes):
             raise ConfigError(
-                f"{type(policy).__name__} cannot go on inside a decision: set finetune.branch_sampling_step=null."
+                f"{type(policy).__name__} cannot go on inside a decision: set branch_sampling_step to null."
             )
         if step is not None and not 0 <= step < policy.spec.scored_steps:
             raise ConfigError(
@@ -120,7 +121,7 @@ class EpisodePlayer:
         """Drop what is in flight and waiting; the next call starts from fresh resets."""
         self.rows: list[_Running | None] = [None] * self.world.batch_size
         self.waiting: deque[_Running] = deque()
-        self.observation: Observation | None = None
+        self.player = Player(self.world, PolicyActor(self.policy, torch.Generator()))
         self.parts: list[dict[str, Any]] = []
         self.finished: set[int] = set()
         self.lineage: dict[int, tuple[int, int]] = {}
@@ -151,24 +152,17 @@ class EpisodePlayer:
         whose ancestor is still in flight waits for it.
         """
         self.waiting.extend(_Running(request, snapshot=request.state) for request in requests)
+        actor = PolicyActor(self.policy, generator, deterministic=deterministic, scored=True)
+        self.player.actor, moments = actor, iter(self.player)
         with progress(label, enough or self.unfinished) if label else nullcontext(_nothing) as advance:
             while self.unfinished and (enough is None or len(self._complete()) < enough):
                 self._fill()
-                assert self.observation is not None
                 self._branch()
-                step, column = decide(
-                    self.world,
-                    self.policy,
-                    self.observation,
-                    generator,
-                    deterministic=deterministic,
-                    version=version,
-                    kept=self._shared_latents(generator.device),
-                )
-                self.observation = step.observation
-                self.returns += step.reward.sum(-1)
-                self._keep(column, generator.device)
-                done = [index for index, row in enumerate(self.rows) if row is not None and step.ended[index]]
+                actor.kept = self._shared_latents(generator.device)
+                moment = next(moments)
+                self.returns += moment.step.reward.sum(-1)
+                self._keep(column(moment, self.world.spec.instructions, generator.device, version), generator.device)
+                done = np.flatnonzero(moment.ended)
                 for index in done:
                     running = self.rows[index]
                     assert running is not None
@@ -187,7 +181,8 @@ class EpisodePlayer:
             self.rows[index], self.count = running, self.count + 1
             self.returns[index] = running.returned
         starts = [(index, running.request) for index, running in taken if running.snapshot is None]
-        if self.observation is None and len(starts) < self.world.batch_size:
+        played = len(starts)
+        if not self.player.started and played < self.world.batch_size:
             # every row has to start once; those beyond the requests play along and are not recorded
             idle = sorted(set(range(self.world.batch_size)) - {index for index, _ in starts})
             starts += [(index, taken[-1][1].request) for index in idle]
@@ -195,14 +190,11 @@ class EpisodePlayer:
             rows = np.array([index for index, _ in starts])
             tasks = np.array([request.task for _, request in starts])
             options = {"task": tasks} if (tasks >= 0).any() else None
-            seeds = [request.seed for _, request in starts]
-            self.observation = self.world.reset(rows=rows, seeds=seeds, options=options)
+            self.player.start([request.seed for _, request in starts], rows, options, count=played)
         kept = [(index, running.snapshot) for index, running in taken if running.snapshot is not None]
         if kept and isinstance(self.world, Snapshots):
             rows = np.array([index for index, _ in kept])
-            self.observation = self.world.restore(_joined([snapshot for _, snapshot in kept]), rows)
-        if taken:
-            self.policy.reset(np.array([index for index, _ in taken]))
+            self.player.restore(self.world, _joined([snapshot for _, snapshot in kept]), rows)
 
     def _branch(self) -> None:
         """Where it is time, keep the state and queue children that go on from it, before anything else waiting.

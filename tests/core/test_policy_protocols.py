@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.player import actor_of
 from robopolicy.core.policy import (
     Decision,
     KeepsMeans,
@@ -17,7 +18,6 @@ from robopolicy.core.policy import (
     require_trainable,
 )
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
-from robopolicy.evaluation.waves import Actor
 from robopolicy.policies import DenoisingPolicyConfig, build_policy
 
 FIELDS, ACTION = {STATE: Field((2,))}, Field((1,))
@@ -65,5 +65,5 @@ def test_denoising_policies_have_it_all():
 def test_a_controller_with_a_spec_is_no_policy():
     controller = SpecController()
     assert not is_policy(controller) and is_policy(Plain())
-    chunk = Actor(controller).decide({STATE: np.zeros((3, 1, 2))}, torch.Generator())
+    chunk, _ = actor_of(controller, torch.Generator()).choose({STATE: np.zeros((3, 1, 2))})
     assert chunk.shape == (3, 1, 1) and (chunk == 1).all()

@@ -1,0 +1,209 @@
+"""`Player`: the one loop in which an actor acts in a world; who collects, records, evaluates or serves is its body.
+
+    player = Player(world, actor_of(policy, generator))
+    player.start(seeds)
+    for moment in player:
+        ...  # keep what is wanted of moment.step; where moment.whole, rows that ended may go on:
+        player.start(more_seeds, rows=np.flatnonzero(moment.ended))
+
+Rows that end are left alone unless the body gives them another episode. Axes: B row, C chunk step, A action dimension.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import SpecError
+from robopolicy.core.policy import Decision, Policy, Resumes, TensorObservation, is_policy, to_tensors
+from robopolicy.core.spec import Observation, check_finite, require_fit, validate_observation
+from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, Step, World
+
+
+class Actor[Thought](Protocol):
+    """Whatever turns a world's observation into action chunks, and can tell how it came to them."""
+
+    def reset(self, rows: Rows = None) -> None:
+        """Forget what was remembered about `rows`, all of them for None."""
+        ...
+
+    def choose(self, observation: Observation) -> tuple[np.ndarray, Thought]:
+        """Return the next chunk of every row, [B, C, A] in the world's units, and what is to be kept of the choice."""
+        ...
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A policy's decision, and the tensors [B, H, ...] that it saw."""
+
+    seen: TensorObservation
+    decision: Decision
+
+
+class PolicyActor:
+    """A policy as an actor.
+
+    generator: its noise, on the device where it computes; deterministic: no exploration noise (a denoising policy's
+    initial noise remains); scored: log-probabilities must be finite too. kept: set before a decision, what it goes on
+    from: latents [B, ...] and how many steps of them each row keeps [B], for a policy that `Resumes`.
+    """
+
+    def __init__(
+        self, policy: Policy, generator: torch.Generator, *, deterministic: bool = False, scored: bool = False
+    ):
+        self.policy, self.generator = policy, generator
+        self.deterministic, self.scored = deterministic, scored
+        self.kept: tuple[Mapping[str, Tensor], Tensor] | None = None
+
+    def reset(self, rows: Rows = None) -> None:
+        """Let the policy forget `rows`."""
+        self.policy.reset(rows)
+
+    def choose(self, observation: Observation) -> tuple[np.ndarray, Decided]:
+        """Return the next chunk [B, C, A] and the decision. Raises SpecError or NonFiniteError on what does not fit."""
+        spec = self.policy.spec
+        validate_observation(observation, spec.observation, history=spec.history)
+        seen = to_tensors(observation, self.generator.device)
+        if self.kept is not None and isinstance(self.policy, Resumes):
+            decision = self.policy.resume(seen, *self.kept, self.generator)
+        else:
+            decision = self.policy.act(seen, self.generator, deterministic=self.deterministic)
+        check_finite("actions", decision.actions)
+        if self.scored:
+            check_finite("log-probabilities", decision.logp)
+        return decision.actions.detach().cpu().numpy(), Decided(seen, decision)
+
+
+class ControllerActor:
+    """A controller as an actor: its chunks are one step long."""
+
+    def __init__(self, controller: Controller):
+        self.controller = controller
+
+    def reset(self, rows: Rows = None) -> None:
+        """Let the controller forget `rows`."""
+        self.controller.reset(rows)
+
+    def choose(self, observation: Observation) -> tuple[np.ndarray, None]:
+        """Return the next control step as a chunk, [B, 1, A] float64."""
+        return np.asarray(self.controller.act(observation), dtype=np.float64)[:, None], None
+
+
+def actor_of(
+    actor: Policy | Controller, generator: torch.Generator, *, deterministic: bool = False
+) -> Actor[Decided] | Actor[None]:
+    """Return a policy or a controller (which draws nothing) as an actor; see `PolicyActor`."""
+    if is_policy(actor):
+        return PolicyActor(actor, generator, deterministic=deterministic)
+    return ControllerActor(actor)
+
+
+@dataclass(frozen=True)
+class Moment[Thought]:
+    """One call of the world's `step`.
+
+    thought: what the actor said of its decision; actions: [B, c, A] as handed to the world; step: what they led to;
+    running: [B] bool, rows that were being played; whole: the decision is executed, rows may be started now.
+    """
+
+    thought: Thought
+    actions: np.ndarray
+    step: Step
+    running: np.ndarray
+    whole: bool
+
+    @property
+    def ended(self) -> np.ndarray:
+        """[B] bool: rows that were being played and ended in this step."""
+        return self.running & self.step.ended
+
+
+class Player[Thought]:
+    """An actor in a world; iterate over it to play until no row runs, or stop whenever enough is seen.
+
+    actor: may be exchanged between two decisions; observation: what rows see that run on from before, None before the
+    first `start`; stepwise: run chunks control step by control step, one moment each, instead of whole.
+    running: [B] bool, rows whose episode is played. Raises SpecError where a policy does not fit the world.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        actor: Actor[Thought],
+        observation: Observation | None = None,
+        *,
+        stepwise: bool = False,
+    ):
+        _require_fit(actor, world)
+        self.world, self.actor, self.stepwise = world, actor, stepwise
+        self._observation = observation
+        self.running = np.full(world.batch_size, observation is not None)
+
+    @property
+    def observation(self) -> Observation:
+        """The newest, key -> [B, H, ...]. Raises SpecError before the first `start`."""
+        if self._observation is None:
+            raise SpecError("Nothing is played yet: call start() first.")
+        return self._observation
+
+    @property
+    def started(self) -> bool:
+        """Whether there is an observation."""
+        return self._observation is not None
+
+    def start(
+        self,
+        seeds: Sequence[int] | np.ndarray,
+        rows: Sequence[int] | np.ndarray | None = None,
+        options: Mapping | None = None,
+        *,
+        count: int | None = None,
+    ) -> None:
+        """Reset `rows` [R] (None: all) with `seeds` [R] and play them, or only the first `count` of them.
+
+        At the first reset a world wants every row started, also those that nobody plays. options: as in `World.reset`.
+        """
+        self._observation = self.world.reset(rows=rows, seeds=seeds, options=options)
+        self.actor.reset(rows)
+        self.running = self.running.copy()
+        self.running[(np.arange(self.world.batch_size) if rows is None else np.asarray(rows))[:count]] = True
+
+    def start_wave(self, seeds: np.ndarray, options: Mapping | None = None) -> None:
+        """Reset every row and play one episode per seed, [n <= B]; spare rows repeat the seeds and are not played."""
+        self.running = np.zeros(self.world.batch_size, dtype=bool)
+        self.start(np.resize(seeds, self.world.batch_size), options=options, count=len(seeds))
+
+    def restore(self, world: Snapshots, snapshot: Snapshot, rows: np.ndarray) -> None:
+        """Play `rows` [R] on from `snapshot`; world: the played one, as what can restore rows."""
+        self._observation = world.restore(snapshot, rows)
+        self.actor.reset(rows)
+        self.running = self.running.copy()
+        self.running[rows] = True
+
+    def __iter__(self) -> Iterator[Moment[Thought]]:
+        while self.running.any():
+            yield from self._decide()
+
+    def _decide(self) -> Iterator[Moment[Thought]]:
+        """Let the actor decide once and execute its chunk, until no row is left that runs."""
+        actions, thought = self.actor.choose(self.observation)
+        parts = np.split(actions, actions.shape[1], axis=1) if self.stepwise else [actions]
+        for place, part in enumerate(parts):
+            running = self.running
+            step = self.world.step(part)
+            if not step.valid[running].any():
+                raise SpecError(f"'{self.world.spec.name}' ran no step though episodes had not ended.")
+            self._observation, self.running = step.observation, running & ~step.ended
+            whole = place + 1 == len(parts) or not self.running.any()
+            yield Moment(thought, part, step, running, whole)
+            if whole:
+                return
+
+
+def _require_fit(actor: object, world: World) -> None:
+    """Raise SpecError where a policy reads what the world does not show, or acts otherwise."""
+    if isinstance(actor, PolicyActor):
+        require_fit(actor.policy.spec, world.spec)
