@@ -1,0 +1,35 @@
+"""The mechanism that the README of this room writes down runs as it stands there."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from seeing_toys import SeeingWorld, token_policy
+
+import robopolicy.rl
+from robopolicy.core.errors import ConfigError
+from robopolicy.rl.registry import Slot
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import finetune
+
+README = Path(robopolicy.rl.__file__).with_name("README.md").read_text()
+
+
+def test_the_readmes_mechanism_runs_by_its_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "readme_mechanism.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = FinetuneConfig(
+        algorithm="grpo", advantage="readme_mechanism:confident", iterations=1, groups=2, group_size=2, epochs=1,
+        minibatch=16, ratio_tolerance=1e-4, evaluate_every=0,
+    )  # fmt: skip
+    policy = token_policy(SeeingWorld(4))
+    policy.prepare_finetuning()
+    assert finetune(policy, None, SeeingWorld(4), config).iterations == 1
+    with pytest.raises(ConfigError, match="group_size >= 2"):
+        finetune(policy, None, SeeingWorld(4), replace(config, group_size=1))
+
+
+def test_the_table_has_every_slot():
+    assert re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE) == [slot.value for slot in Slot]
