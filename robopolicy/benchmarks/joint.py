@@ -15,12 +15,12 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.policies.joint import JointModel
 from robopolicy.policies.joint_configuration import JointConfig
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
-from worldmodels.joint import JointModel
 
 TASK = "reach_planar"
 

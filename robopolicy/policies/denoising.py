@@ -68,8 +68,8 @@ class DenoisingPolicy(nn.Module):
             raise ConfigError(f"A denoising policy needs a vector of actions per control step, not {action.shape}.")
         if config.kind not in (PolicyKind.DIFFUSION, PolicyKind.FLOW):
             raise ConfigError(
-                f"policy.kind={config.kind.value} is no denoising policy: build it with build_token_policy, or as a "
-                "worldmodels.joint.JointModel."
+                f"kind={config.kind.value} is no denoising policy: build it with build_token_policy, or as a "
+                "robopolicy.policies.joint.JointModel."
             )
         self.config = config
         self.fields = select_fields(config.observation_keys, observation)

@@ -11,7 +11,7 @@ from robopolicy.nn.configuration import AGGREGATES, EdmConfig
 class JointConfig:
     """A diffusion model that is policy, world model and value at once, and how it plans with itself."""
 
-    builds: ClassVar[str] = "worldmodels.joint:JointModel"
+    builds: ClassVar[str] = "robopolicy.policies.joint:JointModel"
 
     chunk: int = 4
     """Actions of a decision."""

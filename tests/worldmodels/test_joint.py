@@ -8,15 +8,17 @@ import torch
 from point_world import GAIN, SPEC, recorded
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import require_trainable
+from robopolicy.core.policy_conformance import Level, check_policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.returns import returns_to_go
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.nn.configuration import EdmConfig
 from robopolicy.policies import load_policy
+from robopolicy.policies.joint import ACTION, FUTURE, VALUE, JointModel
 from robopolicy.policies.joint_configuration import JointConfig
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
-from worldmodels.joint import ACTION, FUTURE, VALUE, JointModel
 
 CONFIG = JointConfig(chunk=1, width=32, depth=2, heads=2, batch_size=128, edm=EdmConfig(sigma_data=1.0, steps=6))
 
@@ -84,10 +86,9 @@ def test_checkpoints_and_refusals(learned, tmp_path):
     assert isinstance(again, JointModel)
     first, second = (each.draw({"state": states(episodes, 4)}, draws())[ACTION] for each in (model, again))
     assert np.array_equal(first.numpy(), second.numpy())
-    with pytest.raises(ConfigError, match="log-probabilities"):
-        model.log_prob({}, {})
-    with pytest.raises(ConfigError, match="log-probabilities"):
-        model.prepare_finetuning()
+    assert check_policy(model, load_policy, level=Level.ACTS).level == Level.ACTS
+    with pytest.raises(ConfigError, match="lacks log_prob"):
+        require_trainable(model)
     with pytest.raises(ConfigError, match="reads no instructions"):
         JointModel(CONFIG, replace(SPEC, instructions=("left", "right")))
     with pytest.raises(ConfigError, match="policy_share"):

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError
-from robopolicy.core.policy import Decision, Scores, TensorObservation
+from robopolicy.core.policy import Decision, TensorObservation
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import returns_to_go
 from robopolicy.core.sequences import SequenceData
-from robopolicy.core.spec import PolicySpec, WorldSpec
+from robopolicy.core.spec import PolicySpec, WorldSpec, validate_observation
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Rows
@@ -32,7 +32,7 @@ from robopolicy.nn.denoisers import TimeEmbedding
 from robopolicy.policies.checkpoint import read_weights, require_format, write_checkpoint
 from robopolicy.policies.joint_configuration import JointConfig
 
-SAVED_KIND = "world_model/joint"
+SAVED_KIND = "joint"
 STATE, ACTION, FUTURE, VALUE = "state", "action", "future", "value"
 FRAMES = (STATE, ACTION, FUTURE, VALUE)
 ROLES = {"policy": (STATE,), "world": (STATE, ACTION), "value": (STATE, ACTION, FUTURE)}
@@ -40,19 +40,22 @@ ROLES = {"policy": (STATE,), "world": (STATE, ACTION), "value": (STATE, ACTION, 
 
 
 class JointModel(nn.Module):
-    """A `Policy` that knows what it leads to; make one with `build` or `load_policy`. It has no log-probabilities."""
+    """A `Policy` that predicts what its actions lead to; make one with `build` or `load_policy`.
+
+    It acts and is trained in stages (`Staged`), but it is no `ScoredPolicy`: draws of an ordinary differential equation
+    have no tractable density, so it plans instead of being fine-tuned.
+    """
 
     def __init__(self, config: JointConfig, spec: WorldSpec, seed: int = 0):
         super().__init__()
         self.config, self.world = config, spec
         self.state_vector = StateVector.of(spec)
-        self.keys = self.state_vector.keys
-        if not self.keys or len(spec.instructions) > 1:
+        if not self.state_vector.size or len(spec.instructions) > 1:
             raise ConfigError(
                 f"A joint model sees vectors and reads no instructions: '{spec.name}' has "
-                f"{len(self.keys)} vector fields and {len(spec.instructions)} instructions."
+                f"{len(self.state_vector.fields)} vector fields and {len(spec.instructions)} instructions."
             )
-        states = sum(spec.observation[key].size for key in self.keys)
+        states = self.state_vector.size
         self.sizes = {STATE: states, ACTION: config.chunk * spec.action.size, FUTURE: states, VALUE: 1}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -95,7 +98,7 @@ class JointModel(nn.Module):
         every = torch.arange(episodes.step_count)
         count = round(config.policy_share * config.batch_size)
         rest = max(1, (config.batch_size - count) // 2)
-        data, returns = SequenceData(episodes, self.keys), self._returns(episodes)
+        data, returns = SequenceData(episodes, self.state_vector.keys), self._returns(episodes)
         while True:
             batch: dict[str, Any] = {}
             for role, rows, size in (("policy", good, count), ("world", every, rest), ("value", every, rest)):
@@ -158,15 +161,18 @@ class JointModel(nn.Module):
 
     @property
     def spec(self) -> PolicySpec:
-        """It reads the world's vector fields and decides `chunk` actions; one unit stands for the whole decision."""
-        fields = {key: self.world.observation[key] for key in self.keys}
-        chunk = self.config.chunk
-        return PolicySpec(fields, self.world.action, 1, chunk, chunk, 1, self.world.fps, self.world.instructions)
+        """It reads the world's vector fields, decides `chunk` actions, and scores none of them."""
+        chunk, world = self.config.chunk, self.world
+        return PolicySpec(self.state_vector.fields, world.action, 1, chunk, chunk, 0, world.fps, world.instructions)
 
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Draw a decision, or plan one. deterministic changes nothing: what is drawn is the initial noise alone."""
+        """Draw a decision, or plan one. deterministic changes nothing: what is drawn is the initial noise alone.
+
+        Raises SpecError where the observation does not fit, NonFiniteError on NaN or infinity.
+        """
+        validate_observation(observation, self.spec.observation, history=1)
         state = self.state_vector.pack(observation)[:, -1]
         if self.config.candidates > 1:
             flat, _ = self.plan(state, generator)
@@ -176,19 +182,7 @@ class JointModel(nn.Module):
         low, high = (
             torch.as_tensor(bound, device=flat.device) for bound in (self.world.action.low, self.world.action.high)
         )
-        none = torch.zeros(len(state), 1, device=flat.device)
-        return Decision(actions.clamp(low, high), {}, none, none.bool())
-
-    def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-        """It cannot: an ODE's draws have no tractable density."""
-        raise ConfigError(
-            "A joint model plans instead of being fine-tuned, its decisions have no log-probabilities: pre-train "
-            "policy.kind=diffusion, flow or token for that."
-        )
-
-    def prepare_finetuning(self, units: int | None = None, *, train_encoder: bool = True) -> None:
-        """It cannot, see `evaluate`."""
-        self.log_prob({}, {})
+        return Decision(actions.clamp(low, high))
 
     def reset(self, rows: Rows = None) -> None:
         """It remembers nothing."""
@@ -238,7 +232,7 @@ class JointModel(nn.Module):
         return returns_to_go(episodes.reward, episodes, self.config.discount)
 
     def _frames(self, episodes: Episodes, rows: Tensor) -> dict[str, Tensor]:
-        return self._cut(SequenceData(episodes, self.keys), self._returns(episodes), rows)
+        return self._cut(SequenceData(episodes, self.state_vector.keys), self._returns(episodes), rows)
 
     def _cut(self, data: SequenceData, returns: Tensor, rows: Tensor) -> dict[str, Tensor]:
         """Return the frames of the decisions at steps `rows` [M]: after an episode's end its last frame stays."""
