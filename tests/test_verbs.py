@@ -80,7 +80,10 @@ def test_the_whole_path(root, capsys):
     imagined = json.loads((root / "imagine" / "reach_planar" / "0" / "result.json").read_text())
     assert imagined["imagined_steps"] > 0 and imagined["env_steps"] > 0 and "tuned, imagined" in imagined["imagined"]
     synthetic = ["imagine.method=sft", "imagine.rounds=1", "imagine.synthetic=16", "imagine.imitate_steps=5"]
-    assert run(root, "imagine", *synthetic, "imagine.watch=0", "run.name=reach_planar_sft", *explicit(root)) == 0
+    synthetic += ["imagine.watch=0", "run.name=reach_planar_sft", *explicit(root)]
+    assert run(root, "imagine", *synthetic, "imagine.imitate_learning_rate=1e-4") == 0
+    assert "imitate_learning_rate: 0.0001" in (root / "imagine/reach_planar_sft/0/config.yaml").read_text()
+    assert run(root, "imagine", *synthetic, "imagine.imitate_learning_rate=1e-3") == 2
     for page in root.glob("*/*/*/report.html"):
         text = page.read_text()
         assert "<svg" in text
@@ -118,9 +121,10 @@ def test_imagination_that_is_interrupted_while_its_model_is_refreshed_ends_in_th
 
 def test_a_joint_model_is_trained_judged_with_and_without_planning_and_evaluated_but_not_fine_tuned(root, capsys):
     make(root, "collect")
-    small = "policy.width=16", "policy.candidates=2", "policy.edm.steps=2"
+    shared = [setting for setting in SMALL if not setting.startswith("policy.")]  # keys of a diffusion policy
+    small = "policy.kind=joint", "policy.width=16", "policy.candidates=2", "policy.edm.steps=2"
     data = root / "collect" / "reach_planar" / "0" / "dataset"
-    assert run(root, "train", "policy.kind=joint", *small, "run.name=joint", f"train.data={data}") == 0
+    assert main(["train", *shared, f"run.root={root}", *small, "run.name=joint", f"train.data={data}"]) == 0
     folder = root / "train" / "joint" / "0"
     result = json.loads((folder / "result.json").read_text())
     assert {"without planning", "policy"} <= result.keys()
@@ -130,7 +134,7 @@ def test_a_joint_model_is_trained_judged_with_and_without_planning_and_evaluated
     assert judged["deterministic"]["success_rate"] == result["policy"]["deterministic"]["success_rate"]
     capsys.readouterr()
     assert run(root, "finetune", f"finetune.policy={folder / 'checkpoint'}", "run.name=joint") == 2
-    assert "plans instead of being fine-tuned" in " ".join(capsys.readouterr().err.split())
+    assert "JointModel acts but cannot be trained: it lacks log_prob" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_policy_that_looks_ahead_is_judged_beside_itself_and_can_be_recorded(root, capsys):

@@ -25,11 +25,11 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.members import Members
 from worldmodels.configuration import EnsembleConfig
-from worldmodels.data.statistics import require_fields
+from worldmodels.data.statistics import require_fields, standardised
 from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
 from worldmodels.data.transitions import recorded_transitions
 from worldmodels.heads.calibration import quantiles_of
-from worldmodels.heads.state import BOUND, StepHeads, success_batch
+from worldmodels.heads.state import StepHeads, success_batch
 from worldmodels.protocol import Context, Imagined, Latent, draws_of
 
 
@@ -215,7 +215,7 @@ class EnsembleModel(nn.Module):
 
     def _standard(self, name: str, value: Tensor) -> Tensor:
         mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
-        return ((value - mean) / std).clamp(-BOUND, BOUND)
+        return standardised(value, mean, std)
 
 
 def _disagreement(mean: Tensor) -> Tensor:

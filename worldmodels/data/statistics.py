@@ -12,6 +12,14 @@ from robopolicy.core.spec import Field, WorldSpec, check_finite
 from robopolicy.core.vectors import StateVector
 from worldmodels.data.structure import StateStructure, find_structure, no_structure
 
+BOUND = 10.0
+"""Standardised values are limited to this, so that a state far from the data cannot blow up the networks."""
+
+
+def standardised(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return `value` [..., D] in standard deviations [D] from the mean [D], limited to BOUND."""
+    return ((value - mean) / std).clamp(-BOUND, BOUND)
+
 
 def read_statistics(spec: WorldSpec, episodes: Episodes) -> tuple[StateStructure, dict[str, tuple[Tensor, Tensor]]]:
     """Return the state's structure, and name -> (mean, standard deviation) of "state", "action", "change", "reward".

@@ -17,10 +17,10 @@ from torch.nn import functional
 from robopolicy.core.episodes import Episodes
 from robopolicy.nn.blocks import perceptron
 from robopolicy.nn.members import Members
+from worldmodels.data.statistics import BOUND
 from worldmodels.heads.calibration import explains_as_well
 from worldmodels.heads.success import SuccessHead
 from worldmodels.heads.two_hot import BINS, reward_bins, two_hot, two_hot_mean
-from worldmodels.rssm.dynamics import BOUND
 
 BATCH = 512
 POSITIVE_SHARE = 0.25

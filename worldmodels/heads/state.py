@@ -16,11 +16,9 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.members import Members
+from worldmodels.data.statistics import standardised
 from worldmodels.data.transitions import recorded_transitions
 from worldmodels.heads.calibration import calibrated_threshold, explains_as_well
-
-BOUND = 10.0
-"""Standardised inputs are limited to this, so a state far from the data cannot blow up the networks."""
 
 BATCH = 256
 POSITIVE_SHARE = 0.25
@@ -127,7 +125,7 @@ class StepHeads(nn.Module):
 
     def _standard(self, name: str, value: Tensor) -> Tensor:
         mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
-        return ((value - mean) / std).clamp(-BOUND, BOUND)
+        return standardised(value, mean, std)
 
 
 def success_batch(

@@ -21,13 +21,13 @@ from robopolicy.core.returns import PROGRESS, SUCCESS, progress_reward
 from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, WorldSpec
 from robopolicy.core.vectors import StateVector
+from worldmodels.data.statistics import BOUND, standardised
 from worldmodels.data.structure import StateStructure, register_structure, structure_of
 from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
 from worldmodels.heads.latent import THUMBNAIL, LatentSteps
 from worldmodels.images.configuration import ReadoutConfig
 from worldmodels.images.readout import FrameReadout, to_pixels
 from worldmodels.protocol import Context, Imagined, Latent, draws_of
-from worldmodels.rssm.dynamics import BOUND
 from worldmodels.starts import context_at
 
 CALIBRATION_STEPS = 2000
@@ -268,7 +268,7 @@ class FrameReader(nn.Module):
     def standard(self, name: str, value: Tensor) -> Tensor:
         """Return "state", "action" or "change" in standard deviations of the data, limited."""
         mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
-        return ((value - mean.to(value.device)) / std.to(value.device)).clamp(-BOUND, BOUND)
+        return standardised(value, mean.to(value.device), std.to(value.device))
 
     def _observation(self, state: Tensor, frame: Tensor) -> dict[str, Tensor]:
         """Return the observations of states [B, V] and stacked frames, key -> [B, *shape]."""

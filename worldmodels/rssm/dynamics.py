@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from robopolicy.core.spec import Field
 from robopolicy.nn.blocks import dense, perceptron
 from robopolicy.nn.encoders import module_name
+from worldmodels.data.statistics import BOUND
 from worldmodels.images.decoder import ImageDecoder, ImageEncoder
 from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.networks import RecurrentCore, straight_through
-
-BOUND = 10.0
-"""Standardised vectors are limited to this, so a state far from the data cannot blow up the networks."""
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.vectors import StateVector
-from worldmodels.data.statistics import read_statistics
+from worldmodels.data.statistics import BOUND, read_statistics, standardised
 from worldmodels.data.structure import StateStructure, register_structure, structure_in, structure_of
 from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
 from worldmodels.heads.latent import THUMBNAIL, HeadStage, LatentHeads, LatentSteps
 from worldmodels.protocol import Context, Imagined, Latent, draws_of
 from worldmodels.rssm.configuration import RssmConfig
-from worldmodels.rssm.dynamics import BOUND, LatentDynamics, Unrolled
+from worldmodels.rssm.dynamics import LatentDynamics, Unrolled
 from worldmodels.rssm.networks import balanced_divergence, draw
 
 HEAD_STEPS = 200_000
@@ -332,7 +332,7 @@ class RssmModel(nn.Module):
 
     def _standard(self, name: str, value: Tensor) -> Tensor:
         mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
-        return ((value - mean) / std).clamp(-BOUND, BOUND)
+        return standardised(value, mean, std)
 
 
 def _spread(structure: StateStructure, state_std: Tensor, change_std: Tensor) -> Tensor:
