@@ -222,7 +222,7 @@ def by_step(error: Tensor) -> dict[str, float]:
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return what guidance does to trajectories, and what agents learn from them; means over the seeds."""
     runs = list(figures["seeds"].values())
-    steps = list(runs[0]["ensemble"]["error_after_steps"])
+    steps = list(next(iter(runs[0]["guidance"].values()))["error_after_steps"])
     header = ["guidance", "log-likelihood of the target policy", *(f"error after {step} steps" for step in steps)]
     lines = []
     for strength in runs[0]["guidance"]:
