@@ -11,8 +11,15 @@ from robopolicy.core.policy import Decision
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, Field, PolicySpec
 from robopolicy.data.record import record
 from robopolicy.doctor import Health, examine_policy
+from robopolicy.doctor.policy import check_normalizers
 from robopolicy.nn.configuration import NormalizationMode
-from robopolicy.policies import DenoisingPolicyConfig, build_policy
+from robopolicy.policies import (
+    DenoisingPolicyConfig,
+    TokenConfig,
+    TokenPolicyConfig,
+    build_policy,
+    build_token_policy,
+)
 from sims.experts import NoisyController
 from sims.registry import load_task, make_world
 
@@ -24,20 +31,14 @@ class FunctionPolicy:
 
     def __init__(self, act, observation, action, fps=10.0):
         self._act = act
-        self.spec = PolicySpec(observation, action, history=1, chunk=1, prediction=1, scored_steps=1, fps=fps)
+        self.spec = PolicySpec(observation, action, history=1, chunk=1, prediction=1, scored_steps=0, fps=fps)
 
     def act(self, observation, generator, *, deterministic=False):
         actions = torch.as_tensor(self._act(observation), dtype=torch.float32)[:, None]
-        return Decision(actions, {}, torch.zeros(len(actions), 1), torch.zeros(len(actions), 1, dtype=torch.bool))
-
-    def log_prob(self, observation, latents):
-        raise NotImplementedError
+        return Decision(actions)
 
     def reset(self, rows=None):
         pass
-
-    def save(self, folder):
-        raise NotImplementedError
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +163,15 @@ def test_statistics_fit_the_data_they_come_from(data):
     half = data.select(range(5))
     assert "normaliser" not in problems(fitted(half), data)
     assert "normaliser" not in problems(fitted(data), half)
+
+
+def test_a_token_policy_shows_its_statistics_too(data):
+    token = TokenConfig(width=16, depth=1, heads=2, feed_forward=16)
+    fields, values = data.observation_fields, {**data.observation, "action": data.actions}
+    policy = build_token_policy(TokenPolicyConfig(token=token), fields, data.action_field, fps=10.0, values=values)
+    assert check_normalizers(policy, data)[0].health is Health.GOOD
+    moved = replace(data, observation={**data.observation, STATE: data.observation[STATE] + 5.0})
+    assert check_normalizers(policy, moved)[0].measured.startswith("observation.state: fitted on other data")
 
 
 def test_a_normaliser_that_was_never_fitted_is_named(data):
