@@ -1,7 +1,20 @@
+import ast
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from robopolicy import verbs
+from robopolicy.cli import main
 from robopolicy.configuration import Config, compose, described, groups
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.policies.joint_configuration import JointConfig
+from robopolicy.verbs.verb import VERBS, declaration
+from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 
 
 @pytest.mark.parametrize("recipe", groups()["recipe"])
@@ -22,6 +35,77 @@ def test_overrides_outweigh_recipes_and_recipes_outweigh_defaults():
     assert (config.policy.config.chunk, config.policy.config.prediction_steps, config.train.fit.steps) == (2, 8, 7)
 
 
+def test_a_kind_brings_its_own_settings_and_keeps_its_own_defaults_where_one_is_changed():
+    assert compose(["policy.kind=token", "policy.token.bins=17"]).policy.config.token.bins == 17
+    assert compose(["policy.kind=flow"]).policy.config.kind.value == "flow"
+    imagined = compose(["worldmodel.kind=pixel_diffusion", "worldmodel.config.edm.steps=1", "worldmodel.fit.warmup=7"])
+    default = PixelDiffusionConfig()
+    assert imagined.worldmodel.config == replace(default, edm=replace(default.edm, steps=1))
+    assert imagined.worldmodel.fit == replace(Config().worldmodel.fit, warmup=7)
+
+
+def test_what_a_recipe_says_of_its_own_kind_alone_goes_where_another_kind_is_chosen():
+    chosen = compose(["recipe=push_t", "policy.kind=joint"])
+    assert chosen.policy.config == JointConfig(chunk=8) and chosen.world.name == "push_t"
+    with pytest.raises(ConfigError, match=r"policy\.kind=joint has no 'sampling_steps'"):
+        compose(["recipe=push_t", "policy.kind=joint", "policy.sampling_steps=3"])
+
+
+@pytest.mark.parametrize("name", ["metaworld/push-v3", "gymnasium:my_package:Thing-v0", "my_module:MyWorld"])
+def test_worlds_of_suites_and_of_ones_own_are_named_as_they_are(name):
+    assert compose(["recipe=push_t", f"world={name}"]).world.name == name
+    assert compose([f"world.name={name}"]).world.name == name
+
+
+def test_what_is_composed_is_read_back_as_it_was():
+    for recipe in groups()["recipe"]:
+        config = compose([f"recipe={recipe}"])
+        assert from_plain(Config, to_plain(config)) == config
+
+
+@pytest.mark.parametrize("verb", [name for name in VERBS.names() if name != "bench"])
+def test_a_verb_reads_only_the_sections_that_its_run_folder_remembers(verb):
+    source = ast.parse((Path(verbs.__file__).parent / f"{verb}.py").read_text())
+    read = {
+        node.attr
+        for node in ast.walk(source)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "config"
+    }
+    assert read - {"json"} <= {*declaration(verb).sections}
+
+
+def test_below_the_command_line_messages_name_arguments_not_configuration_keys():
+    package = Path(verbs.__file__).parents[2]
+    folders = [package / "robopolicy" / name for name in ("core", "nn", "policies", "rl", "training", "evaluation")]
+    for file in [
+        file for folder in (*folders, package / "worldmodels", package / "sims") for file in folder.rglob("*.py")
+    ]:
+        texts = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
+        for text in texts:
+            assert not isinstance(text, str) or not re.search(r"\b(finetune|imagine|collect|train)\.[a-z_]+=", text), (
+                file
+            )
+
+
+def test_help_and_the_list_of_algorithms_import_no_torch():
+    code = (
+        "import sys\nfrom robopolicy.cli import main\nfrom robopolicy.verbs.verb import VERBS\n"
+        "for verb in VERBS.names():\n    assert main([verb, '--help']) == 0\n"
+        "assert main([]) == main(['algorithms']) == main(['algorithms', 'grpo']) == 0\n"
+        "found = {'torch', 'diffusers', 'mujoco', 'scipy'} & set(sys.modules)\nassert not found, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["ensemble", "rssm", "video"])
+def test_help_shows_the_chosen_kind_alone(kind, capsys):
+    assert main(["worldmodel", f"worldmodel.kind={kind}", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert ("burn_in" in text, "view_batch_size" in text) == (kind == "rssm", kind == "video")
+    assert kind == "video" or len(text.splitlines()) < 120
+
+
 def test_lists_options_and_null_are_overridable():
     config = compose(["collect.noise=[none,0.3]", "world.options.threads=1", "finetune.target_kl=null"])
     assert config.collect.noise == ("none", "0.3")
@@ -39,6 +123,14 @@ def test_lists_options_and_null_are_overridable():
         ("finetune.discount=2", "discount"),
         ("world.imagination.quantile=1.5", "share of steps"),
         ("recipe=missing/file.yaml", "no such file"),
+        ("policy.widht=3", "policy.kind=diffusion has no 'widht'. Did you mean 'policy.width'"),
+        ("policy.token.bins=3", "policy.kind=diffusion has no 'token'. policy.kind=token has it"),
+        ("policy.image.chanels=3", "Did you mean 'channels'"),
+        ("worldmodel.config.burn_in=3", "worldmodel.kind=ensemble has no 'burn_in'. worldmodel.kind=rssm has it"),
+        ("worldmodel.rssm.burn_in=3", "'worldmodel.rssm.burn_in' is called 'worldmodel.config.burn_in' now"),
+        ("policy.joint.width=3", "'policy.joint.width' is called 'policy.width' now"),
+        ("finetune.actor_rate=1", "'finetune.actor_rate' is called 'finetune.learning_rate' now"),
+        ("world=push_tea", "Did you mean 'push_t'"),
     ],
 )
 def test_mistakes_name_the_key_and_the_nearest_name(override, text):

@@ -207,7 +207,7 @@ def _next_positions(reading: Reading, embeddings: Tensor) -> tuple[Tensor, Tenso
 def _causal_by_nature(backbone: Any, what: str) -> str:
     return (
         f"{what} needs attention in both directions, which a {type(backbone).__name__} does not offer: choose another "
-        "token.model, or policy.token.decoding=causal."
+        "token.model, or decoding=causal."
     )
 
 

@@ -48,7 +48,7 @@ class AlgorithmConfig:
     hint: str | None = None
     """How far along a demonstration episodes begin."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Mechanism -> its options, such as finetune.options.grpo.epsilon=1e-6."""
+    """Mechanism -> its options, such as options.grpo.epsilon=1e-6."""
 
     def of(self, name: str, default: Any) -> Any:
         """The choice for a slot: this configuration's, else the preset's, else `default`."""

@@ -1,6 +1,7 @@
-"""Finds the mechanisms in our own source files by reading them, so that a list of all imports none (nor torch)."""
+"""Finds mechanisms in source files by reading them, so that a list of all imports none of them (nor torch)."""
 
 import ast
+import importlib.util
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +39,17 @@ def declared() -> tuple[Declared, ...]:
             module = ".".join(("robopolicy.rl", *file.relative_to(ROOT).with_suffix("").parts))
             found += _of_module(ast.parse(text), module.removesuffix(".__init__"))
     return tuple(found)
+
+
+def declared_in(module: str) -> tuple[Declared, ...]:
+    """Return what another package's module declares, () where its source has no decorator or cannot be found."""
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        return ()
+    return tuple(_of_module(ast.parse(Path(found.origin).read_text(encoding="utf-8")), module))
 
 
 def _of_module(tree: ast.Module, module: str) -> Iterator[Declared]:

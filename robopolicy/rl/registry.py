@@ -2,8 +2,8 @@
 
 A mechanism's options are the keyword-only parameters of its function, so that its signature is its configuration.
 What it needs of steps or rollouts is declared beside its name; `require` turns a wrong combination into a clear error.
-Ours are read off our source files (`discovery`) and imported when used. Others come from installed packages (entry
-points `robopolicy.mechanisms`, modules that register on import) or by dotted path, "package.module:name".
+Ours, and those of modules that installed packages name under the entry points `robopolicy.mechanisms`, are read off
+source files (`discovery`) and imported when used. Others come by dotted path, "package.module:name".
 """
 
 import importlib.metadata
@@ -16,10 +16,10 @@ from typing import Any
 
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.registry import is_dotted, load_dotted
-from robopolicy.rl.discovery import declared
+from robopolicy.rl.discovery import Declared, declared, declared_in
 
 GROUP = "robopolicy.mechanisms"
-"""Entry points of installed packages, each a module that registers its mechanisms when it is imported."""
+"""Entry points of installed packages, each a module with mechanisms."""
 
 
 class Slot(Enum):
@@ -119,9 +119,8 @@ def mechanism[F: Callable[..., Any]](
 
 def mechanisms(slot: Slot | None = None) -> list[Mechanism]:
     """Return all mechanisms, or those of one slot, by slot and name."""
-    _import_installed()
-    order = list(Slot)
-    chosen = [entry for entry in {**_registered, **_ours()}.values() if slot in (None, entry.slot)]
+    order, known = list(Slot), {**_installed(), **_registered, **_ours()}
+    chosen = [entry for entry in known.values() if slot in (None, entry.slot)]
     return sorted(chosen, key=lambda entry: (order.index(entry.slot), entry.name))
 
 
@@ -176,19 +175,28 @@ def _ours() -> dict[tuple[Slot, str], Mechanism]:
     """Return what our own source files declare; ValueError where one name comes twice in a slot."""
     found: dict[tuple[Slot, str], Mechanism] = {}
     for item in declared():
-        key = Slot[item.slot], item.name
-        if key in found:
-            raise ValueError(f"Two mechanisms are called {key[0].value} '{item.name}'.")
-        needs, gives = (frozenset(Need[name] for name in names) for names in (item.needs, item.gives))
-        found[key] = Mechanism(*key, item.path, item.source, needs, gives, item.text, item.options)
+        entry = _entry(item)
+        if (entry.slot, entry.name) in found:
+            raise ValueError(f"Two mechanisms are called {entry.slot.value} '{entry.name}'.")
+        found[entry.slot, entry.name] = entry
     return found
 
 
 @cache
-def _import_installed() -> None:
-    """Import the modules that other packages offer under the entry points, so that what is in them registers."""
+def _installed() -> dict[tuple[Slot, str], Mechanism]:
+    """Return what modules of other packages declare; one that declares nothing in its own source is imported."""
+    found: dict[tuple[Slot, str], Mechanism] = {}
     for point in importlib.metadata.entry_points(group=GROUP):
-        load_dotted(point.value if point.attr else f"{point.module}:__name__", "Mechanism")
+        entries = [_entry(item) for item in declared_in(point.module)]
+        found.update({(entry.slot, entry.name): entry for entry in entries})
+        if not entries:
+            load_dotted(point.value if point.attr else f"{point.module}:__name__", "Mechanism")
+    return found
+
+
+def _entry(item: Declared) -> Mechanism:
+    needs, gives = (frozenset(Need[name] for name in names) for names in (item.needs, item.gives))
+    return Mechanism(Slot[item.slot], item.name, item.path, item.source, needs, gives, item.text, item.options)
 
 
 def _at(slot: Slot, path: str) -> Mechanism:
@@ -208,6 +216,4 @@ def require(entries: list[Mechanism], have: frozenset[Need]) -> None:
     have = have.union(*(entry.gives for entry in entries))
     for entry in entries:
         for need in sorted(entry.needs - have, key=lambda item: item.name):
-            raise ConfigError(
-                f"finetune.{entry.slot.value}={entry.name} needs {need.value}; this combination has none."
-            )
+            raise ConfigError(f"{entry.slot.value}={entry.name} needs {need.value}; this combination has none.")

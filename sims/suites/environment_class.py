@@ -34,7 +34,7 @@ def make_environment_world(
     check_options(options)
     limit = horizon if horizon is not None else getattr(kind, "max_episode_steps", None)
     if limit is None:
-        raise ConfigError(f"'{name}' has no time limit: give horizon=NUMBER of control steps (world.options.horizon).")
+        raise ConfigError(f"'{name}' has no time limit: give horizon=NUMBER of control steps.")
     return GymnasiumWorld(
         name,
         partial(open_class, f"{kind.__module__}:{kind.__qualname__}", dict(env_options or {})),

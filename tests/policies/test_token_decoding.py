@@ -300,9 +300,9 @@ def test_causal_decoding_has_no_order_and_no_weights_of_its_own():
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ConfigError, match=r"policy\.token\.decode_steps is 0"):
+    with pytest.raises(ConfigError, match=r"decode_steps is 0"):
         make(decode_steps=0)
-    with pytest.raises(ConfigError, match=r"policy\.token\.decode_steps to 1 \.\. 6.*decode_schedule=ascending"):
+    with pytest.raises(ConfigError, match=r"decode_steps to 1 \.\. 6.*decode_schedule=ascending"):
         make(decode_steps=7)
     make(decode_steps=7, decode_schedule=DecodeSchedule.ASCENDING)
     make(decode_steps=7, **CAUSAL)

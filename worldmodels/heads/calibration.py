@@ -2,7 +2,7 @@
 
 Sources: DiWA, arXiv:2508.03645 (contrastive and cross-entropy loss of a latent success classifier); NT-Xent, Chen et
 al. 2020, arXiv:2002.05709, in its supervised form, Khosla et al. 2020, arXiv:2004.11362; Cosmos Policy (Monte-Carlo
-values). Success is debounced by the world around a model (`ImaginedWorld`, world.imagination.debounce).
+values). Success is debounced by the world around a model (`ImaginedWorld`, its debounce).
 """
 
 import torch
@@ -19,13 +19,14 @@ def calibrated_threshold(logit: Tensor, label: Tensor) -> Tensor:
     return torch.quantile(logit.double(), 1 - label.double().mean().to(logit.device)).float()
 
 
-def explains_as_well(potential: Tensor, reward: Tensor, paid: Tensor, tolerance: float = 0.1) -> bool:
-    """Return whether the increase of a potential [N] explains rewards [N] as well as what a head says, `paid` [N].
+def explains_as_well(potential: Tensor, reward: Tensor, predicted: Tensor, tolerance: float = 0.1) -> bool:
+    """Return whether the increase of a potential [N] explains rewards [N] as well as a head that `predicted` them [N].
 
     tolerance: share of the rewards' variance by which it may be worse. Imagined progress that is no increase of
-    anything can be earned in circles, and policies find them: what is exact for a potential is worth a little error.
+    any potential can be earned by going in circles, and policies find out; increases of a potential cannot, which is
+    worth a slightly larger error.
     """
-    allowed = (paid - reward).square().mean() + tolerance * reward.var(correction=0)
+    allowed = (predicted - reward).square().mean() + tolerance * reward.var(correction=0)
     return bool((potential - reward).square().mean() <= allowed)
 
 

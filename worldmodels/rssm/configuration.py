@@ -68,7 +68,7 @@ class RssmConfig:
     representation_scale: float = 0.1
     """Weight of the KL term that makes the posterior predictable."""
     burn_in: int = 4
-    """Frames that imagination likes to begin with."""
+    """Frames of recorded episodes that are read before imagination begins; one is enough."""
     length: int = 16
     """Frames that follow them in a training subsequence."""
     batch_size: int = 32
@@ -91,7 +91,7 @@ class RssmConfig:
             raise ConfigError("layers, burn_in, length, batch_size, images and members must be at least 1.")
         for name in ("unimix", "start_share", "success_share", "seen_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"worldmodel.rssm.{name} is {getattr(self, name)}; a share is between 0 and 1.")
+                raise ConfigError(f"{name} is {getattr(self, name)}; a share is between 0 and 1.")
         if self.start_share + self.success_share > 1:
             raise ConfigError("start_share and success_share of the subsequences are more than all of them.")
 

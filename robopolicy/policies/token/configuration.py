@@ -67,14 +67,14 @@ class TokenConfig:
             raise ConfigError(f"token.temperature is {self.temperature}: it must be positive (act deterministically?).")
         if self.decode_steps < 1:
             raise ConfigError(
-                f"policy.token.decode_steps is {self.decode_steps}: set policy.token.decode_steps to at least 1."
+                f"decode_steps is {self.decode_steps}: it is at least 1."
             )
         if min(self.width, self.depth, self.heads, self.feed_forward, self.patch) < 1 or self.lora_rank < 0:
             raise ConfigError("token.width, depth, heads, feed_forward and patch are at least 1, lora_rank at least 0.")
         if self.lora_rank and not self.model:
             raise ConfigError(
                 "token.lora_rank adapts a checkpoint, but a model from scratch has random weights: set token.model, or "
-                "train all weights and use finetune.lora_rank."
+                "train all weights and tune adapters later (lora_rank of fine-tuning)."
             )
 
 

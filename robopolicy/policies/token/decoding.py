@@ -218,8 +218,8 @@ def commit_schedule(length: int, steps: int, schedule: DecodeSchedule) -> tuple[
         return tuple(min(2**step, length - 2**step + 1) for step in range(length.bit_length()))
     if not 1 <= steps <= length:
         raise ConfigError(
-            f"policy.token.decode_steps is {steps}, but a chunk has {length} tokens and every pass says at least one: "
-            f"set policy.token.decode_steps to 1 .. {length}, or policy.token.decode_schedule=ascending."
+            f"decode_steps is {steps}, but a chunk has {length} tokens and every pass says at least one: "
+            f"set decode_steps to 1 .. {length}, or decode_schedule=ascending."
         )
     return tuple((step + 1) * length // steps - step * length // steps for step in range(steps))
 
@@ -229,7 +229,7 @@ def make_decoding(config: TokenConfig, length: int, model: LanguageModel) -> Cau
     if config.decoding is TokenDecoding.CAUSAL:
         return CausalDecoding(length)
     if config.model:
-        model.require_attend("policy.token.decoding=masked")
+        model.require_attend("decoding=masked")
     return MaskedDecoding(length, model.width, config.decode_steps, config.decode_schedule)
 
 

@@ -136,7 +136,7 @@ class TokenPolicy(nn.Module):
         """`act` that keeps the first count[b] tokens of latents["tokens"] [B, K]; see `Resumes`."""
         if not isinstance(self.decoding, CausalDecoding):
             raise ConfigError(
-                "Masked decoding has no first tokens to go on from: set finetune.branch_sampling_step=null."
+                "Masked decoding has no first tokens to go on from: set branch_sampling_step to null."
             )
         found, logp = self.decoding.sample(
             self._action_language,

@@ -1,0 +1,54 @@
+"""Mechanisms are read off source files; what is read is what an import would register."""
+
+import ast
+import importlib
+import pkgutil
+
+import pytest
+
+from robopolicy import rl
+from robopolicy.core.errors import ConfigError
+from robopolicy.rl import registry
+from robopolicy.rl.discovery import _of_module
+from robopolicy.rl.registry import Mechanism, Slot, find, mechanism, mechanisms
+
+
+def test_what_is_read_is_what_an_import_registers():
+    for module in pkgutil.walk_packages(rl.__path__, "robopolicy.rl."):
+        importlib.import_module(module.name)
+    ours = {key: entry for key, entry in registry._registered.items() if entry.path.startswith("robopolicy.rl")}
+    assert ours == registry._ours()
+    for entry in mechanisms():
+        assert entry.line and callable(entry.function)
+
+
+def test_constants_inherited_constructors_and_missing_defaults_are_read():
+    source = """
+WIDTH = 3
+
+class Base:
+    def __init__(self, tools, *, width: int = WIDTH, depth):
+        pass
+
+@mechanism(Slot.MODEL, "it", source="a " "paper", needs=(Need.CRITIC,), gives=(Need.VALUES, Need.BASE))
+class It(Base):
+    \"\"\"First.
+
+    Second.
+    \"\"\"
+"""
+    (found,) = _of_module(ast.parse(source), "a.b")
+    assert (found.path, found.slot, found.name, found.source) == ("a.b:It", "MODEL", "it", "a paper")
+    assert (found.needs, found.gives, found.text) == (("CRITIC",), ("VALUES", "BASE"), "First.\n\nSecond.")
+    assert found.options["width"] == 3 and list(found.options) == ["width", "depth"]
+    assert Mechanism(Slot.MODEL, "it", "a.b:It", text=found.text).line == "First."
+
+
+def test_a_name_is_taken_once():
+    with pytest.raises(ValueError, match="Two mechanisms are called advantage 'grpo'"):
+        mechanism(Slot.ADVANTAGE, "grpo")(lambda rollouts, context: rollouts)
+
+
+def test_a_mistake_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"advantage: there is no mechanism 'grop'. Did you mean 'grpo'"):
+        find(Slot.ADVANTAGE, "grop")

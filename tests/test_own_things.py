@@ -1,0 +1,193 @@
+"""What a user brings along is found by its dotted path, and a file never chooses what is imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from robopolicy.cli import main
+from robopolicy.configuration import compose
+from robopolicy.core import registry
+from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.registry import Registry, ask_for
+from robopolicy.policies import load_policy
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.configuration import AlgorithmConfig
+from robopolicy.rl.registry import Slot, find
+from sims.registry import load_task, make_saved_world, make_world
+from worldmodels import load_world_model
+
+
+@pytest.fixture
+def nothing_named(monkeypatch):
+    """As in a process in which the user has named nothing yet."""
+    monkeypatch.setattr(registry, "_asked_for", set())
+
+
+def test_a_world_a_task_and_an_environment_by_dotted_path():
+    line = make_world("own_things:Line", 3, seed=0, history=2)
+    assert line.spec.name == "line" and line.reset(seeds=np.arange(3))["observation.state"].shape == (3, 2, 1)
+    task = make_world("own_things:cube", 2, history=1)
+    assert task.spec.name == "own_things:cube" and task.spec.action == load_task("push_cube").action
+    with pytest.raises(ConfigError, match="not a Task"):
+        load_task("own_things:Line")
+    slide = make_world("own_things:Slide", 2, env_options={"limit": 2.0})
+    assert (slide.spec.horizon, slide.spec.instructions) == (5, ("slide",))
+    slide.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("own_things:Lime", r"Did you mean 'Line'"),
+        ("own_thing:Line", "no module 'own_thing'"),
+        ("own_things:ACTION", "must be a class"),
+        ("own_things:Towards", "could not be made: TypeError"),
+        ("push_cubes", r"Did you mean 'push_cube'.*metaworld/<task>-v3.*gymnasium:<id>"),
+    ],
+)
+def test_what_is_no_world_is_named(name, text):
+    with pytest.raises(ConfigError, match=text):
+        make_world(name, 2, seed=0)
+
+
+def test_a_mjcf_lies_anywhere_or_beside_the_module_of_its_task(tmp_path, monkeypatch):
+    scene = Path("assets") / load_task("push_cube").model
+    module = """
+import dataclasses
+from sims.registry import load_task
+from sims.task import Start
+def start(uniforms):
+    return load_task("push_cube").start(uniforms)
+def task():
+    return dataclasses.replace(load_task("push_cube"), model={model!r}, start=start)
+"""
+    root = Path(__file__).resolve().parents[1]
+    for name in {path.name for path in (root / scene).parent.iterdir()}:
+        (tmp_path / name).write_bytes(((root / scene).parent / name).read_bytes())
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "beside_task.py").write_text(module.format(model=scene.name))
+    (tmp_path / "absolute_task.py").write_text(module.format(model=str(tmp_path / scene.name)))
+    (tmp_path / "missing_task.py").write_text(module.format(model="nowhere.xml"))
+    for name in ("beside_task", "absolute_task"):
+        make_world(f"{name}:task", 1).reset(seeds=np.arange(1))
+    with pytest.raises(ConfigError, match=r"nowhere\.xml, which does not exist"):
+        make_world("missing_task:task", 1)
+
+
+def test_a_file_does_not_choose_what_is_imported(tmp_path, monkeypatch, nothing_named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "planted_module.py").write_text("raise SystemExit('imported')\n")
+    for name in ("gymnasium:planted_module:Any-v0", "planted_module:World"):
+        with pytest.raises(CheckpointError, match=r"world\.simulator="):
+            make_saved_world(name, tmp_path, 2)
+    (tmp_path / "checkpoint").mkdir()
+    needs = {load_policy: "planted_module:Policy", load_world_model: "world_model/planted_module:Model"}
+    for load, kind in needs.items():
+        (tmp_path / "checkpoint" / "config.json").write_text(json.dumps({"kind": kind, "format": 2}))
+        with pytest.raises(CheckpointError, match=r"run\.plugins=\[planted_module\]"):
+            load(tmp_path / "checkpoint")
+    assert "planted_module" not in sys.modules
+
+
+def test_a_saved_world_that_the_user_has_named_is_made(nothing_named):
+    with pytest.raises(CheckpointError):
+        make_saved_world("own_things:Line", Path("checkpoint"), 2)
+    make_world("own_things:Line", 2)
+    assert make_saved_world("own_things:Line", Path("checkpoint"), 2).batch_size == 2
+
+
+def test_own_policy_from_training_to_judgement_and_its_checkpoint(tmp_path, capsys, nothing_named):
+    here = ["world=own_things:Line", "run.name=line", f"run.root={tmp_path}"]
+    recorded = ["collect.controller=own_things:Towards", "collect.noise=[none]", "collect.episodes=6"]
+    assert main(["collect", *here, *recorded]) == 0
+    own = ["policy.kind=own_things:Linear", "policy.gain=0.1", "train.fit.steps=200", "train.evaluate_episodes=8"]
+    assert main(["train", *here, *own, "train.fit.learning_rate=0.05"]) == 0
+    folder = tmp_path / "train" / "line" / "0"
+    assert json.loads((folder / "checkpoint" / "config.json").read_text())["kind"] == "own_things:Linear"
+    assert json.loads((folder / "result.json").read_text())["policy"]["deterministic"]["success_rate"] == 1.0
+
+    registry._asked_for.clear()
+    judged = ["evaluate", str(folder / "checkpoint"), *here, "evaluate.episodes=4", "evaluate.videos=0"]
+    world = [argument for argument in judged if not argument.startswith("world=")]
+    capsys.readouterr()
+    assert main([*world, "world=push_cube"]) == 2
+    assert "run.plugins=[own_things]" in " ".join(capsys.readouterr().err.split())
+    assert main([*judged, "run.plugins=[own_things]"]) == 0
+    assert load_policy(folder / "checkpoint").spec.chunk == 2
+
+
+def test_settings_of_an_own_policy_are_checked():
+    with pytest.raises(ConfigError, match=r"policy\.kind=own_things:Linear has no 'gian'.*'policy\.gain'"):
+        compose(["policy.kind=own_things:Linear", "policy.gian=1"])
+    with pytest.raises(ConfigError, match="has no configuration"):
+        compose(["policy.kind=own_things:Towards"])
+
+
+def test_own_advantage_decorated_and_plain():
+    config = AlgorithmConfig(algorithm="grpo", advantage="own_things:signs", options={"own_signs": {"scale": 2.0}})
+    assert build_algorithm(config).advantage.keywords == {"scale": 2.0}
+    assert find(Slot.ADVANTAGE, "own_things:signs").source == "a user's own"
+    plain = find(Slot.ADVANTAGE, "own_things:plain")
+    assert (plain.name, plain.options, plain.needs) == ("plain", {"scale": 1.0}, frozenset())
+    with pytest.raises(ConfigError, match="is a mechanism for advantage"):
+        find(Slot.CREDIT, "own_things:signs")
+    with pytest.raises(ConfigError, match="Did you mean 'plain'"):
+        find(Slot.ADVANTAGE, "own_things:plane")
+
+
+def test_ask_for_says_what_is_missing():
+    with pytest.raises(ConfigError, match="no module 'not_there'"):
+        ask_for(["not_there"])
+
+
+def test_installed_kinds_are_found_by_name_and_never_replace_ours(tmp_path):
+    package = tmp_path / "somebody-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: somebody\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(
+        "[robopolicy.worlds]\nline = own_things:Line\npush_cube = own_things:Line\n"
+        "[robopolicy.mechanisms]\nown = own_things\n"
+    )
+    code = (
+        "from sims.registry import WORLDS, make_world; from robopolicy.rl.registry import mechanisms, Slot;"
+        "assert make_world('line', 2).spec.name == 'line';"
+        "assert WORLDS.path('push_cube') == 'sims.tasks.push_cube:task';"
+        "assert 'own_signs' in [entry.name for entry in mechanisms(Slot.ADVANTAGE)]"
+    )
+    paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(Path(__file__).parent)!r}];"
+    subprocess.run([sys.executable, "-c", paths + code], check=True)
+
+
+def test_a_registry_names_the_nearest(nothing_named):
+    fruit = Registry("fruit", "", {"apple": "own_things:Line"})
+    with pytest.raises(ConfigError, match=r"no fruit 'appel'. Did you mean 'apple'"):
+        fruit.load("appel")
+    with pytest.raises(CheckpointError, match="needs the fruit 'own_things:Towards'"):
+        fruit.load_saved("own_things:Towards", "here")
+    assert fruit.name_of(type(make_world("own_things:Line", 1))) == "apple"
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "texts"),
+    [
+        ("own_things:Linear", 0, ["a policy that keeps its contract", "acts: yes", "scores: no, it lacks log_prob"]),
+        ("reach_planar", 0, ["a world that keeps its contract", "Snapshots: yes"]),
+    ],
+)
+def test_check_says_what_a_target_allows(target, status, texts, capsys):
+    assert main(["check", target, "world=own_things:Line"]) == status
+    said = " ".join(capsys.readouterr().out.split())
+    for text in texts:
+        assert text in said
+
+
+def test_check_names_a_broken_promise(capsys, monkeypatch):
+    import own_things
+
+    monkeypatch.setattr(own_things.Line, "reset", lambda self, rows=None, seeds=None, options=None: {})
+    assert main(["check", "own_things:Line"]) == 1
+    assert "a world that breaks its contract" in capsys.readouterr().out
