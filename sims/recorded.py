@@ -5,7 +5,7 @@ episode follows one demonstration. At every control step the policy's action is 
 where it differs, the demonstrated action takes its place, which is allowed a few times before the episode fails.
 
 Source: UI-S1, semi-online reinforcement learning, arXiv:2509.11543 (patches keep a rollout on the expert's trajectory).
-Use it with finetune.advantage=step_groups, which compares the same steps of the same demonstration.
+Use it with the advantage step_groups, which compares the same steps of the same demonstration.
 """
 
 from collections.abc import Mapping, Sequence
