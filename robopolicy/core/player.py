@@ -63,7 +63,10 @@ class PolicyActor:
         self.policy.reset(rows)
 
     def choose(self, observation: Observation) -> tuple[np.ndarray, Decided]:
-        """Return the next chunk [B, C, A] and the decision. Raises SpecError or NonFiniteError on what does not fit."""
+        """Return the next chunk [B, C, A] float64, and the decision.
+
+        Raises SpecError and NonFiniteError on an observation that does not fit, NonFiniteError on a bad decision.
+        """
         spec = self.policy.spec
         validate_observation(observation, spec.observation, history=spec.history)
         seen = to_tensors(observation, self.generator.device)
@@ -74,7 +77,7 @@ class PolicyActor:
         check_finite("actions", decision.actions)
         if self.scored:
             check_finite("log-probabilities", decision.logp)
-        return decision.actions.detach().cpu().numpy(), Decided(seen, decision)
+        return decision.actions.detach().cpu().numpy().astype(np.float64), Decided(seen, decision)
 
 
 class ControllerActor:

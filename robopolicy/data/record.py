@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import DataError, SpecError
-from robopolicy.core.policy import Policy, is_policy, to_tensors
+from robopolicy.core.errors import DataError
+from robopolicy.core.player import Moment, Player, actor_of
+from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.progress import progress
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation, WorldSpec, validate_observation
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
 from robopolicy.core.world import Controller, Step, World
 
 
@@ -39,23 +41,22 @@ def record(
         raise DataError("Nothing to record: give at least one seed and ask for at least one episode.")
     if is_policy(actor) and generator is None:
         raise DataError("A policy draws noise: pass the generator it shall use.")
-    rows = _Rows(world, actor, seeds)
-    stepwise = bool(spec.cameras) or not spec.terminate_on_success
+    chosen = actor_of(actor, torch.Generator() if generator is None else generator, deterministic=deterministic)
+    player = Player(world, chosen, stepwise=bool(spec.cameras) or not spec.terminate_on_success)
+    takes = _Takes(player, seeds)
     exact = episodes is None and not successes_only
     with progress(f"recording {spec.name}", wanted) as advance:
-        while rows.running.any():
-            chunk = _decide(actor, rows.observation, spec, generator, deterministic)
-            pieces = np.split(chunk, chunk.shape[1], axis=1) if stepwise else [chunk]
-            for piece in pieces:
-                if rows.running.any():
-                    rows.run(piece)
-            ended = rows.collect()
+        for moment in player:
+            takes.add(moment)
+            if not moment.whole:
+                continue
+            ended = takes.collect()
             kept = sum(item.success[-1] or not successes_only for item in ended)
-            advance(kept, f"{rows.successes}/{rows.finished} succeeded")
-            pending = rows.successes if successes_only else rows.finished
-            if exact or pending + rows.running.sum() < wanted:
-                rows.start_next()
-    return _gather(rows, spec, wanted if episodes is not None else None, successes_only)
+            advance(kept, f"{takes.successes}/{takes.finished} succeeded")
+            pending = takes.successes if successes_only else takes.finished
+            if exact or pending + player.running.sum() < wanted:
+                takes.start_next()
+    return _gather(takes, spec, wanted if episodes is not None else None, successes_only)
 
 
 def record_until(steps: float, play: Callable[[int], Episodes]) -> Episodes:
@@ -79,44 +80,37 @@ class _Recording:
     terminated: bool = False
 
 
-class _Rows:
-    """Which episode runs in which row of the world, and what was recorded so far."""
+class _Takes:
+    """Which episode runs in which row of a player's world, and what was recorded so far."""
 
-    def __init__(self, world: World, actor: Controller | Policy, seeds: np.ndarray):
-        self.world, self.actor, self.seeds = world, actor, seeds
+    def __init__(self, player: Player[Any], seeds: np.ndarray):
+        self.player, self.seeds = player, seeds
         self.done: dict[int, _Recording] = {}
-        self.current: list[_Recording | None] = [None] * world.batch_size
+        self.current: list[_Recording | None] = [None] * player.world.batch_size
         self.finished = self.successes = self.launched = 0
-        self.running = np.zeros(world.batch_size, dtype=bool)
-        self.ended = np.zeros(world.batch_size, dtype=bool)
-        self.observation: Observation = world.reset(seeds=np.resize(seeds, world.batch_size))
-        actor.reset()
-        count = min(len(seeds), world.batch_size)
-        self._open(np.arange(count))
+        first = seeds[: player.world.batch_size]
+        player.start_wave(first)
+        self._open(np.arange(len(first)))
 
-    def run(self, actions: np.ndarray) -> None:
-        """Execute [B, C, A] and store what happened in the rows that still run."""
-        low, high = np.asarray(self.world.spec.action.low), np.asarray(self.world.spec.action.high)
-        executed = np.clip(actions, low, high)
-        step = self.world.step(executed)
-        self.observation = step.observation
-        for row in self.running.nonzero()[0]:
+    def add(self, moment: Moment[Any]) -> None:
+        """Store what happened in the rows that were played."""
+        action = self.player.world.spec.action
+        executed = np.clip(
+            np.asarray(moment.actions, dtype=np.float64), np.asarray(action.low), np.asarray(action.high)
+        )
+        for row in moment.running.nonzero()[0]:
             recording = self.current[row]
             assert recording is not None
-            _append(recording, step, executed, row, self.world.spec)
-        self.ended |= self.running & step.ended
-        self.running &= ~step.ended
+            _append(recording, moment.step, executed, row, self.player.world.spec)
 
     def collect(self) -> list[_Recording]:
         """Take out the episodes that ended since the last call."""
         ended: list[_Recording] = []
-        for row in self.ended.nonzero()[0]:
-            recording = self.current[row]
-            assert recording is not None
-            self.done[recording.position] = recording
-            self.current[row] = None
-            ended.append(recording)
-        self.ended[:] = False
+        for row, recording in enumerate(self.current):
+            if recording is not None and not self.player.running[row]:
+                self.done[recording.position] = recording
+                self.current[row] = None
+                ended.append(recording)
         self.finished += len(ended)
         self.successes += sum(item.success[-1] for item in ended)
         return ended
@@ -125,19 +119,17 @@ class _Rows:
         """Give the next seeds, in order, to the rows that are free."""
         free = np.array([row for row, item in enumerate(self.current) if item is None], dtype=np.int64)
         rows = free[: len(self.seeds) - self.launched]
-        if not len(rows):
-            return
-        self.observation = self.world.reset(rows, self.seeds[self.launched : self.launched + len(rows)])
-        self.actor.reset(rows)
-        self._open(rows)
+        if len(rows):
+            self.player.start(self.seeds[self.launched : self.launched + len(rows)], rows)
+            self._open(rows)
 
     def _open(self, rows: np.ndarray) -> None:
+        observation = self.player.observation
         for row in rows:
-            frames = {key: [self.observation[key][row, -1:].copy()] for key in self.world.spec.observation}
-            task = str(self.observation[TASK][row]) if TASK in self.observation else ""
+            frames = {key: [observation[key][row, -1:].copy()] for key in self.player.world.spec.observation}
+            task = str(observation[TASK][row]) if TASK in observation else ""
             self.current[row] = _Recording(self.launched, task, frames)
             self.launched += 1
-        self.running[rows] = True
 
 
 def _append(recording: _Recording, step: Step, actions: np.ndarray, row: int, spec: WorldSpec) -> None:
@@ -153,34 +145,12 @@ def _append(recording: _Recording, step: Step, actions: np.ndarray, row: int, sp
     recording.terminated = bool(step.terminated[row])
 
 
-def _decide(
-    actor: Controller | Policy,
-    observation: Observation,
-    spec: WorldSpec,
-    generator: torch.Generator | None,
-    deterministic: bool,
-) -> np.ndarray:
-    """Return the actor's next chunk, [B, C, A]."""
-    if not is_policy(actor):
-        return np.asarray(actor.act(observation), dtype=np.float64)[:, None]
-    assert generator is not None
-    wanted = actor.spec
-    if wanted.action.shape != spec.action.shape:
-        raise SpecError(
-            f"The policy's actions have shape {list(wanted.action.shape)}, '{spec.name}' takes "
-            f"{list(spec.action.shape)}: this policy was trained for another world."
-        )
-    validate_observation(observation, wanted.observation, history=wanted.history)
-    decision = actor.act(to_tensors(observation, generator.device), generator, deterministic=deterministic)
-    return decision.actions.detach().cpu().numpy().astype(np.float64)
-
-
-def _gather(rows: _Rows, spec: WorldSpec, wanted: int | None, successes_only: bool) -> Episodes:
-    done = [rows.done[position] for position in sorted(rows.done)]
+def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: bool) -> Episodes:
+    done = [takes.done[position] for position in sorted(takes.done)]
     kept = [item for item in done if item.success[-1]] if successes_only else done
     if wanted is not None and len(kept) < wanted:
         raise DataError(
-            f"Only {len(kept)} of {wanted} episodes came out of {len(rows.seeds)} seeds on '{spec.name}': give more "
+            f"Only {len(kept)} of {wanted} episodes came out of {len(takes.seeds)} seeds on '{spec.name}': give more "
             f"seeds or a better actor."
         )
     kept = kept[:wanted]
@@ -207,6 +177,6 @@ def _gather(rows: _Rows, spec: WorldSpec, wanted: int | None, successes_only: bo
         rewards={name: joined([piece for item in kept for piece in item.rewards[name]]) for name in spec.rewards},
         step_success=torch.tensor([value for item in kept for value in item.success]),
         terminated=torch.tensor([item.terminated for item in kept]),
-        seeds=torch.from_numpy(rows.seeds[[item.position for item in kept]]),
+        seeds=torch.from_numpy(takes.seeds[[item.position for item in kept]]),
         final_known=torch.ones(len(kept), dtype=torch.bool),
     )

@@ -1,18 +1,19 @@
 """A simulated robot that takes its actions from a policy server, in real time; run it in a process of its own."""
 
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError, SpecError, did_you_mean
+from robopolicy.core.history import begin, move
+from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import TASK, Observation
-from robopolicy.core.world import Step, World
+from robopolicy.core.world import Rows, World
 
 
 class Server(Protocol):
@@ -47,16 +48,15 @@ def drive(
     """
     seeds = np.asarray(seeds, dtype=np.int64)
     _check(world, client.metadata, prefetch)
-    robots = _Robots(world, client, prefetch)
     clock = _Clock(rate)
+    robots = _Robots(world, client, prefetch, clock)
     successes = steps = 0
     started = time.perf_counter()
     try:
         with progress("driving", len(seeds)) as advance:
             for first in range(0, len(seeds), world.batch_size):
                 part = seeds[first : first + world.batch_size]
-                last, count = robots.episodes(part, clock)
-                won = int(last.success[: len(part)].sum())
+                won, count = robots.episodes(part)
                 successes, steps = successes + won, steps + count
                 advance(len(part), f"{successes}/{first + len(part)} succeeded")
     finally:
@@ -105,55 +105,68 @@ class _Clock:
 
 @dataclass
 class _Plan:
-    """What one robot does next: actions [C, A] from `position` on, and the request under way."""
+    """What one robot does next: actions [C, A] from `position` on, and the request under way.
 
-    frames: dict[str, deque[np.ndarray]]
+    frames: what the policy reads, key -> the last frames [1, H, *shape]; skipped: steps run since the request was made.
+    """
+
     actions: np.ndarray
+    frames: dict[str, np.ndarray] = field(default_factory=dict)
     position: int = 0
     request: Future[np.ndarray] | None = None
     skipped: int = 0
 
 
 class _Robots:
-    """The rows of a world and their plans; requests go through one thread, because a connection is one conversation."""
+    """The rows of a world and their plans, as an actor that asks the server for chunks and gives out single steps.
 
-    def __init__(self, world: World, client: Server, prefetch: int):
-        self.world, self.client, self.prefetch = world, client, prefetch
+    Requests go through one thread, because a connection is one conversation.
+    """
+
+    def __init__(self, world: World, client: Server, prefetch: int, clock: _Clock):
+        self.world, self.client, self.prefetch, self.clock = world, client, prefetch, clock
         self.history, self.keys = int(client.metadata["history"]), list(client.metadata["observation"])
         self.latencies: list[float] = []
+        self.player = Player(world, self)
+        self.reset()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="requests")
 
     def close(self) -> None:
         """Wait for the request under way."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def episodes(self, seeds: np.ndarray, clock: _Clock) -> tuple[Step, int]:
-        """Run the world's rows from `seeds` until all have ended; returns the last step and the steps run."""
-        count = len(seeds)
-        observation = self.world.reset(seeds=np.resize(seeds, self.world.batch_size))
+    def episodes(self, seeds: np.ndarray) -> tuple[int, int]:
+        """Run one episode per seed [n <= B] until all have ended; returns how many succeeded and the steps run."""
+        count, successes, steps = len(seeds), 0, 0
+        self.player.start_wave(seeds)
+        self.clock.start()
+        for moment in self.player:
+            successes += int(moment.step.success[moment.ended].sum())
+            steps += int(moment.step.valid[:count].sum())
+        return successes, steps
+
+    def reset(self, rows: Rows = None) -> None:
+        """Begin every robot anew, with nothing seen and nothing to do."""
         nothing = np.zeros((0, *self.world.spec.action.shape), np.float32)
-        plans = [_Plan({key: deque(maxlen=self.history) for key in self.keys}, nothing) for _ in range(count)]
+        self.plans = [_Plan(nothing) for _ in range(self.world.batch_size)]
+
+    def choose(self, observation: Observation) -> tuple[np.ndarray, None]:
+        """Return every robot's next control step [B, 1, A], zero where no episode runs, once it is due."""
         actions = np.zeros((self.world.batch_size, 1, *self.world.spec.action.shape))
-        running, steps = np.ones(count, dtype=bool), 0
-        clock.start()
-        while True:
-            for row in running.nonzero()[0]:
-                self._look(plans[row], observation, row)
-            for row in running.nonzero()[0]:
-                actions[row, 0] = self._act(plans[row])
-            clock.wait()
-            step = self.world.step(actions)
-            observation, steps = step.observation, steps + int(step.valid[:count].sum())
-            running &= ~step.ended[:count]
-            if not running.any():
-                return step, steps
+        running = self.player.running.nonzero()[0]
+        for row in running:
+            self._look(self.plans[row], observation, row)
+        for row in running:
+            actions[row, 0] = self._act(self.plans[row])
+        self.clock.wait()
+        return actions, None
 
     def _look(self, plan: _Plan, observation: Observation, row: int) -> None:
         """Add the newest frame to the robot's history and ask ahead if it is time."""
-        for key, frames in plan.frames.items():
-            frames.append(np.array(observation[key][row, -1]))
-            while len(frames) < self.history:
-                frames.append(frames[-1])
+        for key in self.keys:
+            newest = observation[key][row : row + 1, -1:]
+            seen = plan.frames.get(key)
+            plan.frames[key] = begin(newest, self.history) if seen is None else move(seen, newest)
         left = len(plan.actions) - plan.position
         if plan.request is None and left <= self.prefetch:
             plan.request, plan.skipped = self._thread.submit(self._ask, self._message(plan, observation, row)), 0
@@ -172,7 +185,7 @@ class _Robots:
         return action
 
     def _message(self, plan: _Plan, observation: Observation, row: int) -> dict[str, Any]:
-        message: dict[str, Any] = {key: np.stack(frames) for key, frames in plan.frames.items()}
+        message: dict[str, Any] = {key: frames[0] for key, frames in plan.frames.items()}
         if TASK in observation:
             message[TASK] = str(observation[TASK][row])
         return message
@@ -195,17 +208,15 @@ def _check(world: World, metadata: Mapping[str, Any], prefetch: int) -> None:
     missing = {"observation", "history", "chunk", "action"} - set(metadata)
     if missing:
         raise ServingError(f"The server does not describe its policy ({', '.join(sorted(missing))}): not one of ours?")
-    for key, field in metadata["observation"].items():
+    for key, read in metadata["observation"].items():
         if key not in world.spec.observation:
             raise SpecError(
                 f"The served policy needs '{key}', which '{world.spec.name}' does not show."
                 f"{did_you_mean(key, world.spec.observation)} Add the camera or field to the world."
             )
         shape = world.spec.observation[key].shape
-        if tuple(field["shape"]) != tuple(shape):
-            raise SpecError(
-                f"The served policy needs '{key}' as {list(field['shape'])}, the world shows {list(shape)}."
-            )
+        if tuple(read["shape"]) != tuple(shape):
+            raise SpecError(f"The served policy needs '{key}' as {list(read['shape'])}, the world shows {list(shape)}.")
     if tuple(metadata["action"]["shape"]) != tuple(world.spec.action.shape):
         raise SpecError(
             f"The served policy's actions have shape {list(metadata['action']['shape'])}, '{world.spec.name}' takes "

@@ -15,13 +15,13 @@ Images are uint8, height x width x 3; 3 x height x width (openpi's ALOHA) is tur
 instruction is used.
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from robopolicy.core.errors import SpecError, did_you_mean
+from robopolicy.core.history import begin, move
 from robopolicy.core.policy import PolicySpec
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, TASK, Field, Observation, validate_observation
 
@@ -33,11 +33,11 @@ class Session:
 
     def __init__(self, spec: PolicySpec):
         self.spec = spec
-        self._frames: dict[str, deque[np.ndarray]] = {}
+        self._frames: dict[str, np.ndarray] = {}
 
     def reset(self) -> None:
         """Forget the history: the next frame begins an episode."""
-        self._frames.clear()
+        self._frames = {}
 
     def observe(self, message: Mapping[Any, Any]) -> Observation:
         """Add the message to the history and return the policy's observation [1, H, ...] with its task.
@@ -47,16 +47,11 @@ class Session:
         names = dict(_flatten(message))
         arrays = {key: _frames(key, field, names, self.spec) for key, field in self.spec.observation.items()}
         observation: Observation = {}
-        histories: dict[str, deque[np.ndarray]] = {}
         for key, frames in arrays.items():
-            history = deque(() if len(frames) > 1 else self._frames.get(key, ()), maxlen=self.spec.history)
-            history.extend(frames)
-            while len(history) < self.spec.history:
-                history.appendleft(history[0])
-            histories[key] = history
-            observation[key] = np.stack(history)[None]
+            known = self._frames.get(key) if len(frames) == 1 else None
+            observation[key] = begin(frames[None], self.spec.history) if known is None else move(known, frames[None])
         validate_observation(observation, self.spec.observation, 1, self.spec.history)
-        self._frames = histories
+        self._frames = dict(observation)
         observation[TASK] = np.array([_task(names, self.spec)])
         return observation
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.player import ControllerActor, Player
 from robopolicy.core.progress import progress
 from robopolicy.core.world import Controller, Snapshot, Snapshots, World
 
@@ -34,28 +35,30 @@ def demonstrate(
     if not isinstance(world, Snapshots):
         raise ConfigError(f"The world '{world.spec.name}' cannot save its rows, so no demonstrated state can be kept.")
     states: dict[int, list[Snapshot]] = {}
+    player = Player(world, ControllerActor(expert))
     with progress("Demonstrations", len(seeds)) as advance:
         for first in range(0, len(seeds), world.batch_size):
-            chosen = np.arange(first, first + world.batch_size) % len(seeds)
-            options = {"task": np.array([tasks[int(index)] for index in chosen])} if len(tasks) else None
-            observation = world.reset(seeds=[int(seeds[int(index)]) for index in chosen], options=options)
-            expert.reset()
-            running = np.arange(world.batch_size) + first < len(seeds)
-            paths: list[list[Snapshot]] = [[] for _ in chosen]
-            count = 0
-            while running.any():
-                if count % every == 0:
-                    rows = np.flatnonzero(running)
-                    saved = world.snapshot(rows)
-                    for place, row in enumerate(rows):
-                        paths[row].append(saved.take([place]))
-                step = world.step(expert.act(observation)[:, None])
-                observation, count = step.observation, count + 1
-                for row in np.flatnonzero(running & step.ended):
-                    if step.success[row]:
-                        states[int(chosen[row])] = paths[row]
+            wave = np.asarray(seeds[first : first + world.batch_size], dtype=np.int64)
+            chosen = np.resize(tasks[first : first + len(wave)], world.batch_size) if len(tasks) else None
+            player.start_wave(wave, options=None if chosen is None else {"task": chosen})
+            paths: list[list[Snapshot]] = [[] for _ in wave]
+            _keep(world, player.running, paths)
+            for count, moment in enumerate(player, start=1):
+                for row in np.flatnonzero(moment.ended):
+                    if moment.step.success[row]:
+                        states[first + int(row)] = paths[row]
                     advance()
-                running &= ~step.ended
+                if count % every == 0:
+                    _keep(world, player.running, paths)
     if not states:
         raise ConfigError(f"The expert of '{world.spec.name}' succeeded from none of {len(seeds)} starts.")
     return Demonstrations(states)
+
+
+def _keep(world: Snapshots, running: np.ndarray, paths: list[list[Snapshot]]) -> None:
+    """Append the states of the rows that run [B] to their paths."""
+    rows = np.flatnonzero(running)
+    if len(rows):
+        saved = world.snapshot(rows)
+        for place, row in enumerate(rows):
+            paths[row].append(saved.take([place]))

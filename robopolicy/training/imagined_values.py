@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, episode_seeds
 from robopolicy.core.run import RunFolder
@@ -107,6 +108,22 @@ class AgentController:
         return self.interface.to_world(self.agent.act(self.interface.state(observation), self.generator))
 
 
+class _Explorer:
+    """An agent as an actor that also tells states [B, S] and actions [B, A] as the agent has them."""
+
+    def __init__(self, agent: Agent, interface: Interface, generator: torch.Generator):
+        self.agent, self.interface, self.generator = agent, interface, generator
+
+    def reset(self, rows: Rows = None) -> None:
+        """It remembers nothing."""
+
+    def choose(self, observation: Observation) -> tuple[np.ndarray, tuple[Tensor, Tensor]]:
+        """Return one control step [B, 1, A] in the world's units, and what the agent saw and did."""
+        state = self.interface.state(observation)
+        action = self.agent.act(state, self.generator)
+        return self.interface.to_world(action)[:, None], (state, action)
+
+
 EdgeValue = Callable[[Tensor], Tensor]
 """What states [N, S] are worth where imagination stops: knowing it is the oracle's cure for the edge of reach."""
 
@@ -125,26 +142,21 @@ def roll_out(
 
     edge_value: what it says (discounted) is paid where imagination stops, and the transition ends there.
     """
+    player = Player(world, _Explorer(agent, interface, generator))
     parts, begun, turn = [], 0, 0
     while begun < rollouts:
-        observation = world.reset(seeds=episode_seeds(seed, f"{name}/{turn}", world.batch_size))
+        player.start(episode_seeds(seed, f"{name}/{turn}", world.batch_size))
         begun, turn = begun + world.batch_size, turn + 1
-        live = np.ones(world.batch_size, dtype=bool)
-        while live.any():
-            state = interface.state(observation)
-            action = agent.act(state, generator)
-            step = world.step(interface.to_world(action)[:, None])
+        for moment in player:
+            (state, action), step = moment.thought, moment.step
             following = interface.state(step.observation)
             reward = np.stack(list(step.rewards.values())).sum(0)[:, 0]
-            kept = torch.from_numpy(live & step.valid[:, 0])
             paid, over = torch.from_numpy(reward).float(), torch.from_numpy(step.terminated)
-            if edge_value is not None:
+            if edge_value is not None and step.horizon_end is not None:
                 stopped = torch.from_numpy(step.horizon_end)
                 paid, over = torch.where(stopped, paid + edge_value(following), paid), over | stopped
             found = Transitions(state, action, paid, following, over, torch.from_numpy(step.success))
-            parts.append(found.take(kept))
-            live &= ~step.ended
-            observation = step.observation
+            parts.append(found.take(torch.from_numpy(moment.running & step.valid[:, 0])))
     return Transitions.join(parts)
 
 
