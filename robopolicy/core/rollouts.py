@@ -30,6 +30,16 @@ class FinalImages:
     images: Mapping[str, Tensor]
     place: Tensor
 
+    @staticmethod
+    def of(columns: list[tuple[Tensor, dict[str, Tensor]]]) -> "FinalImages | None":
+        """Return what T columns keep: rows [B] bool of each, and key -> images of those rows; None without images."""
+        if not columns or not columns[0][1]:
+            return None
+        kept = torch.stack([rows for rows, _ in columns], 1)
+        images = {key: torch.cat([column[key] for _, column in columns]) for key in columns[0][1]}
+        order = kept.T.flatten().long().cumsum(0).reshape(kept.T.shape).T  # columns lie one after the other
+        return FinalImages(images, order * kept)
+
     def at(self, where: Tensor) -> dict[str, Tensor]:
         """Return key -> [n, H, ...] after the n decisions `where` [B, T] bool; LookupError where none is kept."""
         index = self.place[where]
@@ -42,15 +52,16 @@ class FinalImages:
 class Rollouts:
     """Decisions in order of time.
 
-    observation, next_observation: key -> [B, T, H, ...], next is taken BEFORE any reset; final_images: what remains of
-    the next images after `thinned`; latents: name -> [B, T, ...]; actions: [B, T, C, A]; logp_behaviour: [B, T, K] fp32
-    under the policy that acted; mask: [B, T, K] bool, False on padding and on prefixes copied from a parent; rewards:
-    name -> [B, T, C]; valid: [B, T, C]; terminated, truncated, horizon_end, success: [B, T] bool; task, policy_version:
-    [B, T] int64, index of the instruction and number of updates of the policy that acted; extras: what else is known of
-    them (see `Extras`). episode, group, parent, branch_decision: [B] int64. episode: identity of the row; group:
-    episodes with the same start and task, whose outcomes are compared; parent: the episode that this one branched off
-    at decision branch_decision (both -1: none), keeping the first branch_sampling_step of its steps there (None: 0
-    everywhere). logp_proximal: [B, T, K] under the policy to clip around, None: the behaviour's.
+    observation, next_observation: key -> [B, T, H, ...], next is taken BEFORE any reset and has no images;
+    final_images: the next images where nothing follows; latents: name -> [B, T, ...]; actions: [B, T, C, A];
+    logp_behaviour: [B, T, K] fp32 under the policy that acted; mask: [B, T, K] bool, False on padding and on prefixes
+    copied from a parent; rewards: name -> [B, T, C]; valid: [B, T, C]; terminated, truncated, horizon_end, success: [B,
+    T] bool; task, policy_version: [B, T] int64, index of the instruction and number of updates of the policy that
+    acted; extras: what else is known of them (see `Extras`). episode, group, parent, branch_decision: [B] int64.
+    episode: identity of the row; group: episodes with the same start and task, whose outcomes are compared; parent: the
+    episode that this one branched off at decision branch_decision (both -1: none), keeping the first
+    branch_sampling_step of its steps there (None: 0 everywhere). logp_proximal: [B, T, K] under the policy to clip
+    around, None: the behaviour's.
     """
 
     observation: TensorObservation
@@ -143,18 +154,6 @@ class Rollouts:
         images = {key: value.to(device) for key, value in moved.final_images.images.items()}
         return replace(moved, final_images=replace(moved.final_images, images=images))
 
-    def thinned(self) -> "Rollouts":
-        """Keep next images only where an episode ends and in the last column: the others stand in the next column."""
-        keys = [key for key in self.next_observation if key.startswith(IMAGE_PREFIX)]
-        if not keys:
-            return self
-        kept = self.ended.clone()
-        kept[:, -1] = True
-        images = {key: tensor_of(self.next_observation, key)[kept] for key in keys}
-        place = kept.flatten().long().cumsum(0).reshape(kept.shape) * kept
-        rest = {key: value for key, value in self.next_observation.items() if key not in keys}
-        return replace(self, next_observation=rest, final_images=FinalImages(images, place))
-
     def without(self, *, following: bool = False, images: bool = False) -> "Rollouts":
         """Leave out what is not read any more, so that selecting rows does not copy it.
 
@@ -198,7 +197,7 @@ def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False, image
     """Return what a critic sees at the n decisions `where` [B, T], or after them: key -> [n, ...]; `task` as index.
 
     images: camera images too, which cost more to gather than all the rest. Raises LookupError where images after a
-    decision are asked for that are not kept (see `Rollouts.thinned`).
+    decision are asked for that are not kept (see `FinalImages`).
     """
     source = rollouts.next_observation if following else rollouts.observation
     wanted = [key for key in source if key != TASK and (images or not key.startswith(IMAGE_PREFIX))]

@@ -12,8 +12,8 @@ from robopolicy.core.errors import SpecError
 from robopolicy.core.player import Decided, Moment, Player, PolicyActor
 from robopolicy.core.policy import Policy, to_tensors
 from robopolicy.core.randomness import episode_seeds
-from robopolicy.core.rollouts import Rollouts
-from robopolicy.core.spec import TASK, Observation, check_finite, require_fit
+from robopolicy.core.rollouts import FinalImages, Rollouts
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation, check_finite, require_fit
 from robopolicy.core.world import World
 
 
@@ -62,16 +62,23 @@ def play(
     actor = PolicyActor(policy, generator, deterministic=deterministic, scored=True)
     player = Player(world, actor, streams.observation)
     columns: list[dict] = []
+    finals: list[tuple[Tensor, dict[str, Tensor]]] = []
     for moment in islice(player, decisions):
         found = column(moment, world.spec.instructions, generator.device, version)
         streams.returns = streams.returns + moment.step.reward.sum(-1)
         found["extras"]["episode_return"] = torch.tensor(streams.returns, dtype=torch.float32).to(generator.device)
+        after, kept = found.pop("images_after"), torch.as_tensor(moment.ended, device=generator.device).clone()
+        kept |= len(columns) + 1 == decisions  # nothing follows the last column either
+        finals.append((kept, {key: value[kept] for key, value in after.items()}))
         columns.append(found)
         _restart(player, streams, np.flatnonzero(moment.ended))
         streams.observation = player.observation
     rows = torch.arange(world.batch_size, device=generator.device)
     alone = torch.full_like(rows, -1)
-    return Rollouts(**_stack(columns), episode=rows, group=rows, parent=alone, branch_decision=alone)
+    final = FinalImages.of(finals)
+    return Rollouts(
+        **_stack(columns), episode=rows, group=rows, parent=alone, branch_decision=alone, final_images=final
+    )
 
 
 def _restart(player: Player[Decided], streams: Streams, rows: np.ndarray) -> None:
@@ -89,6 +96,7 @@ def column(
 ) -> dict[str, Any]:
     """Return a decision as one column of `Rollouts`: its fields by name, each [B, ...], apart from those of rows.
 
+    "images_after" holds the next images, of which only those are to be kept that the next column does not show.
     version: number of updates of the policy. Raises NonFiniteError on a reward, SpecError on an instruction that is
     none of `instructions`.
     """
@@ -96,6 +104,9 @@ def column(
     for name, reward in step.rewards.items():
         check_finite(f"reward '{name}'", reward)
     after = to_tensors(step.observation, device)
+
+    def is_image(key: str) -> bool:
+        return key.startswith(IMAGE_PREFIX)
 
     def tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
         return torch.as_tensor(np.asarray(array), dtype=dtype).to(device).clone()
@@ -109,7 +120,8 @@ def column(
         extras["uncertainty"] = tensor(step.uncertainty, torch.float32)
     return {
         "observation": {key: value for key, value in before.items() if key != TASK},
-        "next_observation": {key: value for key, value in after.items() if key != TASK},
+        "next_observation": {key: value for key, value in after.items() if key != TASK and not is_image(key)},
+        "images_after": {key: value for key, value in after.items() if is_image(key)},
         "latents": dict(decision.latents),
         "actions": decision.actions,
         "logp_behaviour": decision.logp,

@@ -22,7 +22,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.policy import Policy, Resumes
 from robopolicy.core.progress import progress
-from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.rollouts import FinalImages, Rollouts
 from robopolicy.core.spec import require_fit
 from robopolicy.core.world import Snapshot, Snapshots, World
 from robopolicy.rl.collect import column
@@ -126,6 +126,7 @@ class EpisodePlayer:
         self.finished: set[int] = set()
         self.lineage: dict[int, tuple[int, int]] = {}
         self.shared: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self.after: dict[int, dict[str, Tensor]] = {}
         self.count = 0
         self.returns = np.zeros(self.world.batch_size)
 
@@ -161,12 +162,14 @@ class EpisodePlayer:
                 actor.kept = self._shared_latents(generator.device)
                 moment = next(moments)
                 self.returns += moment.step.reward.sum(-1)
-                self._keep(column(moment, self.world.spec.instructions, generator.device, version), generator.device)
-                done = np.flatnonzero(moment.ended)
+                found = column(moment, self.world.spec.instructions, generator.device, version)
+                done, after = np.flatnonzero(moment.ended), found.pop("images_after")
+                self._keep(found, generator.device)
                 for index in done:
                     running = self.rows[index]
                     assert running is not None
                     self.finished.add(running.number)
+                    self.after[running.number] = {key: value[index].clone() for key, value in after.items()}
                     self.rows[index] = None
                 advance(len(done))
         return self._assemble(sorted(self._complete()))
@@ -307,7 +310,19 @@ class EpisodePlayer:
             branch_decision=torch.tensor(steps, device=place.device),
             branch_sampling_step=self._branch_sampling_steps(steps, place.device),
             whole=True,
+            final_images=self._final_images(numbers, there),
         )
+
+    def _final_images(self, numbers: list[int], there: Tensor) -> FinalImages | None:
+        """Return the images that the episodes `numbers` end with; there: [B, T] bool, which decisions they have."""
+        after = [self.after.pop(number) for number in numbers]
+        if not after or not after[0]:
+            return None
+        place = torch.zeros(there.shape, dtype=torch.int64, device=there.device)
+        row = torch.arange(len(numbers), device=there.device)
+        place[row, there.sum(1) - 1] = row + 1
+        place[:, -1] = row + 1  # a value after padding counts nowhere, but is asked for
+        return FinalImages({key: torch.stack([each[key] for each in after]) for key in after[0]}, place)
 
     def _branch_sampling_steps(self, steps: list[int], device: torch.device) -> Tensor | None:
         """Return how many steps each row shares of the decision it branched at, None where branches share none."""

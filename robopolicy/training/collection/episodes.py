@@ -62,7 +62,7 @@ class EpisodeCollector:
     def batch(self, number: int, version: int) -> Rollouts:
         """Return the episodes of batch `number`, with `start` and `hint` [B, T] among their extras."""
         with while_collecting(number):
-            found = self._groups(number, version).thinned()
+            found = self._groups(number, version)
             return with_executed(found, self.policy, self.world.spec.instructions)
 
     def restart(self) -> None:

@@ -34,7 +34,7 @@ class StreamCollector:
             if self.streams is None:
                 self.streams = start_streams(self.world, self.policy, self.seed, f"collect/{number}")
             found = play(self.world, self.policy, self.rollout_length, self.generator, self.streams, version=version)
-            return with_executed(found.thinned(), self.policy, self.world.spec.instructions)
+            return with_executed(found, self.policy, self.world.spec.instructions)
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
         """Nothing is learned from outcomes: seeds follow one another."""
