@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
@@ -16,6 +16,7 @@ from robopolicy.configuration import Config, to_yaml
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, recover_folder, storage_errors, write_json
+from robopolicy.core.structured import from_plain, to_plain
 
 RESULT = "result.json"
 
@@ -73,14 +74,14 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     text = to_yaml(config, sections)
     written = path / "config.yaml"
     if written.exists() and _has_begun(path):
-        defaults = OmegaConf.create(to_yaml(Config(), sections))
-        earlier = OmegaConf.merge(defaults, OmegaConf.load(written))  # settings that an older version did not have
-        changed = _differences(OmegaConf.to_container(earlier), OmegaConf.to_container(OmegaConf.create(text)))
+        way_out = "Give this one a name with run.name=NAME, or start over with run.fresh=true."
+        try:  # what an older version had no setting for is at its default
+            earlier = to_plain(from_plain(Config, cast(Any, OmegaConf.to_container(OmegaConf.load(written)))))
+        except ConfigError as error:
+            raise ConfigError(f"{path} holds a run of another version ({error}). {way_out}") from error
+        changed = _differences(*({name: plain[name] for name in sections} for plain in (earlier, to_plain(config))))
         if changed:
-            raise ConfigError(
-                f"{path} holds a run with other settings ({'; '.join(changed[:4])}). "
-                "Give this one a name with run.name=NAME, or start over with run.fresh=true."
-            )
+            raise ConfigError(f"{path} holds a run with other settings ({'; '.join(changed[:4])}). {way_out}")
     else:
         folder.describe(text, config.run.seed)
     return folder
