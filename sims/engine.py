@@ -24,7 +24,7 @@ from robopolicy.core.history import places
 from robopolicy.core.randomness import numpy_generator, uniforms
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSpec, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
-from sims.render import FrameRenderer
+from sims.render import FREE_CAMERA, FrameRenderer
 from sims.styles import restyle
 from sims.task import Markers, Readings, Task, model_path
 
@@ -338,13 +338,14 @@ class MujocoWorld:
         return self._episodes.observation()
 
     def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> np.ndarray:
-        """Return uint8 images [R, height, width, 3]; camera None is the task's first.
+        """Return uint8 images [R, height, width, 3]; camera None is the task's first, of a task without any MuJoCo's own.
 
         Raises ConfigError on an unknown camera, SpecError on bad rows and before the first reset.
         """
         arrays, index = self._episodes.arrays, self._episodes.index(rows)
-        camera = self.task.cameras[0] if camera is None else camera
-        if camera not in self.task.cameras:
+        if camera is None:
+            camera = self.task.cameras[0] if self.task.cameras else FREE_CAMERA
+        elif camera not in self.task.cameras:
             raise ConfigError(
                 f"Task '{self.task.name}' has no camera '{camera}'.{did_you_mean(camera, self.task.cameras)}"
             )

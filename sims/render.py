@@ -14,6 +14,9 @@ import numpy as np
 from robopolicy.core.errors import ConfigError
 from sims.task import Markers
 
+FREE_CAMERA = ""
+"""MuJoCo's own view of the whole scene, for models that name no camera."""
+
 
 class FrameRenderer:
     """Renders states of one model; contexts are made on first use and belong to the thread that made them."""
@@ -28,7 +31,7 @@ class FrameRenderer:
         self._option.geomgroup[3] = 0
 
     def frames(self, qpos: np.ndarray, markers: Markers | None, camera: str, height: int, width: int) -> np.ndarray:
-        """Render qpos [R, nq] with goal markers from `camera`; returns uint8 [R, height, width, 3]."""
+        """Render qpos [R, nq] with goal markers from `camera`, or FREE_CAMERA; returns uint8 [R, height, width, 3]."""
         renderer, model, data = self._renderer(height, width), self._model, self._data
         frames = np.empty((len(qpos), height, width, 3), dtype=np.uint8)
         for index, position in enumerate(qpos):
@@ -38,7 +41,7 @@ class FrameRenderer:
                 data.mocap_quat[:] = markers.quaternion[index]
             mujoco.mj_kinematics(model, data)
             mujoco.mj_camlight(model, data)
-            renderer.update_scene(data, camera, self._option)
+            renderer.update_scene(data, -1 if camera == FREE_CAMERA else camera, self._option)
             renderer.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
             renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
             renderer.render(out=frames[index])

@@ -1,0 +1,130 @@
+"""What strangers bring works in every verb, by dotted path and by entry point, without a line of ours changed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from robopolicy.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "outside_robotics"
+pytest.importorskip(PACKAGE, reason="install it with: pip install -e tests/outside")
+
+TASK, BALL = f"{PACKAGE}.reacher:task", f"{PACKAGE}.ball:BallEnvironment"
+QUICK = [
+    "world.batch_size=16",
+    "train.fit.steps=30",
+    "train.evaluate_episodes=0",
+    "finetune.iterations=1",
+    "finetune.num_envs=8",
+    "finetune.rollout_length=6",
+    "finetune.minibatch=32",
+    "finetune.evaluate_every=1",
+    "finetune.evaluate_episodes=4",
+    "finetune.critic_width=16",
+    "finetune.videos=0",
+    "evaluate.episodes=4",
+    "evaluate.videos=0",
+]
+SMALL_DIFFUSION = ["policy.width=16", "policy.depth=1", "policy.sampling_steps=2"]
+
+
+def robopolicy(verb: str, *settings: str, root: Path, quick: bool = True) -> int:
+    known = [each for each in QUICK if each.split(".")[0] in ("world", verb) or verb == "imagine"] if quick else []
+    return main([verb, *settings, *(known if verb not in ("algorithms", "check", "bench") else []), f"run.root={root}"])
+
+
+def result(root: Path, verb: str, name: str) -> dict:
+    return json.loads((root / verb / name / "0" / "result.json").read_text())
+
+
+def named(path: str) -> str:
+    """Return the run's name that a dotted path gives."""
+    return path.replace(":", "-").replace("/", "-")
+
+
+@pytest.mark.parametrize("world", [TASK])
+def test_a_task_on_somebody_elses_scene(tmp_path, world):
+    assert robopolicy("collect", f"world.name={world}", "collect.episodes=8", root=tmp_path) == 0
+    assert result(tmp_path, "collect", named(world))["success_rate"] >= 0.75
+    assert robopolicy("train", f"world.name={world}", *SMALL_DIFFUSION, root=tmp_path) == 0
+    assert robopolicy("finetune", f"world.name={world}", root=tmp_path) == 0
+    judged = result(tmp_path, "finetune", named(world))["tuned"]["deterministic"]
+    assert judged["episodes"] == 4
+
+
+@pytest.mark.parametrize("world", [BALL, "ball"])
+def test_a_gymnasium_environment_that_nobody_registered(tmp_path, world):
+    settings = [f"world.name={world}", "world.options.horizon=30", f"collect.controller={PACKAGE}.controller:Straight"]
+    assert robopolicy("collect", *settings, "collect.episodes=6", root=tmp_path) == 0
+    assert result(tmp_path, "collect", named(world))["success_rate"] == 1.0
+
+
+@pytest.mark.parametrize("kind", [f"{PACKAGE}.policy:GaussianPolicy", "gaussian_mlp"])
+def test_a_policy_is_trained_tuned_judged_and_named_by_its_checkpoint(tmp_path, kind):
+    settings = ["world=reach_planar", f"policy.kind={kind}", "policy.width=32"]
+    assert robopolicy("collect", "world=reach_planar", "collect.episodes=6", root=tmp_path) == 0
+    assert robopolicy("train", *settings, root=tmp_path) == 0
+    checkpoint = tmp_path / "train" / "reach_planar" / "0" / "checkpoint"
+    assert json.loads((checkpoint / "config.json").read_text())["kind"] == "gaussian_mlp"
+    assert robopolicy("evaluate", str(checkpoint), "world=reach_planar", root=tmp_path) == 0
+    assert robopolicy("finetune", "world=reach_planar", "finetune.algorithm=ppo", root=tmp_path) == 0
+    assert robopolicy("check", str(checkpoint), root=tmp_path) == 0
+
+
+@pytest.mark.parametrize("kind", [f"{PACKAGE}.model:LatentModel", "latent_mlp"])
+def test_a_world_model_without_a_decoder(tmp_path, kind):
+    assert robopolicy("collect", "world=reach_planar", "collect.episodes=8", root=tmp_path) == 0
+    settings = ["world=reach_planar", f"worldmodel.kind={kind}", "worldmodel.config.width=16"]
+    small = ["worldmodel.transitions=400", "worldmodel.fit.steps=20", "worldmodel.examine_rows=4"]
+    assert robopolicy("worldmodel", *settings, *small, "worldmodel.examine_steps=50", root=tmp_path) == 0
+    model = tmp_path / "worldmodel" / "reach_planar" / "0" / "checkpoint"
+    assert robopolicy("check", str(model), root=tmp_path) == 0
+
+
+@pytest.mark.parametrize("advantage", ["outside_ranks", f"{PACKAGE}.mechanisms:ranks"])
+def test_a_mechanism(tmp_path, advantage):
+    assert robopolicy("collect", "world=reach_planar", "collect.episodes=6", root=tmp_path) == 0
+    assert robopolicy("train", "world=reach_planar", *SMALL_DIFFUSION, root=tmp_path) == 0
+    groups = [
+        "finetune.algorithm=grpo",
+        "finetune.groups=2",
+        "finetune.group_size=2",
+        f"finetune.advantage={advantage}",
+    ]
+    assert robopolicy("finetune", "world=reach_planar", *groups, f"finetune.advantage={advantage}", root=tmp_path) == 0
+
+
+def test_what_is_installed_is_listed(capfd):
+    assert main(["algorithms"]) == 0
+    assert "outside_ranks" in capfd.readouterr().out
+    for verb, name in (("train", "gaussian_mlp"), ("worldmodel", "latent_mlp"), ("evaluate", "reacher")):
+        assert main([verb, "--help"]) == 0
+        assert name in capfd.readouterr().out, (verb, name)
+
+
+def test_a_checkpoint_says_what_it_needs_and_imports_nothing(tmp_path):
+    """Somebody without the package opens a checkpoint that names a class by dotted path."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')\n")
+    (folder / "config.json").write_text(json.dumps({"kind": "evil:Policy", "format": 2}))
+    program = "from robopolicy.policies import load_policy; load_policy('checkpoint')"
+    found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 1
+    assert "evil:Policy" in found.stderr
+    assert "CheckpointError" in found.stderr
+
+
+@pytest.mark.parametrize("target", [TASK, "ball", f"{PACKAGE}.policy:GaussianPolicy", f"{PACKAGE}.model:LatentModel"])
+def test_check_says_what_each_is_good_for(tmp_path, target):
+    assert main(["check", target, f"run.root={tmp_path}"]) == 0
+
+
+def test_nothing_of_ours_knows_the_package():
+    ours = [path for top in ("robopolicy", "sims", "worldmodels", "configs") for path in (ROOT / top).rglob("*.*")]
+    naming = [str(path) for path in ours if path.suffix in (".py", ".yaml") and PACKAGE in path.read_text()]
+    assert not naming
