@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,18 @@ def test_links_lead_to_files(path):
 def test_every_verb_is_in_the_readme_and_every_verb_there_exists():
     text = (ROOT / "README.md").read_text()
     assert first_column(text[text.index("| verb |") : text.index("`robopolicy VERB --help`")]) == set(VERBS.names())
+
+
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+    (code,) = blocks(ROOT / "README.md", "python")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notebook.py").write_text(code)
+    runpy.run_path("notebook.py")
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"^\d+% \(0\.\d+, [01]\.\d+\), report: runs/finetune/notebook/0/report.html$", printed, re.MULTILINE
+    )
+    assert (tmp_path / "runs" / "finetune" / "notebook" / "0" / "checkpoint").is_dir()
 
 
 def test_every_recipe_in_the_readme_exists():
