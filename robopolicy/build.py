@@ -14,7 +14,7 @@ from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, Imaginat
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec, cameras_of
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
@@ -28,7 +28,7 @@ from worldmodels import load_world_model
 from worldmodels.configuration import PlanConfig
 from worldmodels.env import ImaginedWorld, Truncation
 from worldmodels.planning import PlannedPolicy
-from worldmodels.protocol import Context, LearnedModel, Starts
+from worldmodels.protocol import Context, LearnedModel, Starts, WorldModel, fields_read
 from worldmodels.starts import keyframes, recorded_starts
 
 
@@ -103,7 +103,7 @@ def _imagined_world(
     model = load_world_model(section.model, device)
     imagination = section.imagination
     if imagination.starts == "simulator":
-        starts = simulator_starts(section, model.spec, rows)
+        starts = simulator_starts(section, model, rows)
     else:
         data = section.model.parent / "dataset" if section.data is None else section.data
         if not data.exists():
@@ -111,7 +111,7 @@ def _imagined_world(
                 f"world.imagination.starts={imagination.starts} begins in recorded steps, and {data} does not exist: "
                 "set world.data=FOLDER."
             )
-        episodes = read_dataset(data, cameras=model.spec.cameras)
+        episodes = read_dataset(data, cameras=cameras_of(fields_read(model)))
         chosen = keyframes(episodes) if imagination.starts == "keyframes" else None
         starts = recorded_starts(episodes, model.context, chosen)
     return ImaginedWorld(
@@ -126,11 +126,12 @@ def _imagined_world(
     )
 
 
-def simulator_starts(section: WorldSection, spec: WorldSpec, rows: int) -> Starts:
-    """Return the starts of the simulator that a world model of `spec` imitates."""
-    options = dict(section.options)
-    if spec.cameras:
-        options |= {"cameras": spec.cameras, "image_size": spec.observation[IMAGE_PREFIX + spec.cameras[0]].shape[0]}
+def simulator_starts(section: WorldSection, model: WorldModel, rows: int) -> Starts:
+    """Return the starts of the simulator that a world model imitates, with the fields that it begins from."""
+    spec, fields, options = model.spec, fields_read(model), dict(section.options)
+    cameras = cameras_of(fields)
+    if cameras:
+        options |= {"cameras": cameras, "image_size": fields[IMAGE_PREFIX + cameras[0]].shape[0]}
     if section.simulator:
         simulator = make_world(section.simulator, rows, **options)
     else:
@@ -139,7 +140,7 @@ def simulator_starts(section: WorldSection, spec: WorldSpec, rows: int) -> Start
     def starts(seeds: np.ndarray) -> Context:
         chosen = np.arange(len(seeds))
         observation = simulator.reset(seeds=np.resize(seeds, simulator.batch_size))
-        return Context({key: observation[key][chosen, -1:] for key in spec.observation}, observation[TASK][chosen])
+        return Context({key: observation[key][chosen, -1:] for key in fields}, observation[TASK][chosen])
 
     return starts
 

@@ -79,7 +79,8 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
             earlier = to_plain(from_plain(Config, cast(Any, OmegaConf.to_container(OmegaConf.load(written)))))
         except ConfigError as error:
             raise ConfigError(f"{path} holds a run of another version ({error}). {way_out}") from error
-        changed = _differences(*({name: plain[name] for name in sections} for plain in (earlier, to_plain(config))))
+        old, new = ({name: plain[name] for name in sections} for plain in (earlier, to_plain(config)))
+        changed = _differences(old, new)
         if changed:
             raise ConfigError(f"{path} holds a run with other settings ({'; '.join(changed[:4])}). {way_out}")
     else:

@@ -52,5 +52,5 @@ def test_a_run_of_another_kind_than_the_default_goes_on_and_a_changed_setting_of
     written.write_text("\n".join(line for line in written.read_text().splitlines() if "decode_steps" not in line))
     opened()
     written.write_text(written.read_text() + "\n  unheard_of: 3\n")
-    with pytest.raises(ConfigError, match="another version.*unheard_of"):
+    with pytest.raises(ConfigError, match=r"another version.*unheard_of"):
         opened()

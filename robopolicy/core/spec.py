@@ -93,7 +93,7 @@ class WorldSpec:
     @property
     def cameras(self) -> tuple[str, ...]:
         """Names of the cameras whose images are part of the observation."""
-        return _cameras(self.observation)
+        return cameras_of(self.observation)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -134,7 +134,7 @@ class PolicySpec:
     @property
     def cameras(self) -> tuple[str, ...]:
         """Names of the cameras it looks through."""
-        return _cameras(self.observation)
+        return cameras_of(self.observation)
 
 
 def require_fit(policy: PolicySpec, world: WorldSpec) -> None:
@@ -167,7 +167,8 @@ def _describe(field: Field) -> str:
     return f"{list(field.shape)}{names}"
 
 
-def _cameras(keys: Iterable[str]) -> tuple[str, ...]:
+def cameras_of(keys: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the cameras whose images are among observation keys."""
     return tuple(key.removeprefix(IMAGE_PREFIX) for key in keys if key.startswith(IMAGE_PREFIX))
 
 
