@@ -338,7 +338,7 @@ class MujocoWorld:
         return self._episodes.observation()
 
     def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> np.ndarray:
-        """Return uint8 images [R, height, width, 3]; camera None is the task's first, of a task without any MuJoCo's own.
+        """Return uint8 images [R, height, width, 3]; camera None: the task's first, else MuJoCo's own view.
 
         Raises ConfigError on an unknown camera, SpecError on bad rows and before the first reset.
         """

@@ -67,16 +67,16 @@ class Markers:
 class Task:
     """One task. All functions are pure and work on any leading axes; they must not depend on how rows are batched.
 
-    model: MJCF path, absolute, below assets/ (e.g. "planar/push_cube.xml"), or beside the module of `start`; fps: control steps per second; substeps: physics steps
-    per control step (fps * substeps * timestep must be 1); horizon: control steps until the time limit;
-    success_text: the criterion in words with its tolerances; cameras: names in the model, the default view first;
-    action: bounds of one control step; observation: fields by LeRobot key, without images;
-    uniforms: how many random numbers in [0, 1) a start needs;
-    start: uniforms [R, n] -> Start; control: (actions [R, C, A] clipped to bounds, previous control [R, nu]) ->
-    control [R, C, nu], where C steps must equal C calls with one step; observe: Readings -> float arrays by key;
-    potential: observation -> [...], the progress reward is its increase (scale it so that an episode collects 1 to 5);
-    succeeded: observation -> bool [...]; markers: goal [R, G] -> Markers for rendering (None: nothing to show);
-    expert: makes the scripted expert, which sees observations [B, H, ...] and reads the newest frame.
+    model: MJCF path, absolute, below assets/ (e.g. "planar/push_cube.xml"), or beside the module of `start`; fps:
+    control steps per second; substeps: physics steps per control step (fps * substeps * timestep must be 1); horizon:
+    control steps until the time limit; success_text: the criterion in words with its tolerances; cameras: names in the
+    model, the default view first; action: bounds of one control step; observation: fields by LeRobot key, without
+    images; uniforms: how many random numbers in [0, 1) a start needs; start: uniforms [R, n] -> Start; control:
+    (actions [R, C, A] clipped to bounds, previous control [R, nu]) -> control [R, C, nu], where C steps must equal C
+    calls with one step; observe: Readings -> float arrays by key; potential: observation -> [...], the progress reward
+    is its increase (scale it so that an episode collects 1 to 5); succeeded: observation -> bool [...]; markers: goal
+    [R, G] -> Markers for rendering (None: nothing to show); expert: makes the scripted expert, which sees observations
+    [B, H, ...] and reads the newest frame.
 
     potential and succeeded read the observation alone, so a learned world can be judged by the very same functions; it
     includes `task`, texts that broadcast against the leading axes.
