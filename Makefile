@@ -12,9 +12,7 @@ export HF_HUB_OFFLINE := 1
 demo: $(VENV)/.core  ## collect, train, fine-tune, judge, serve and drive; ends with a report
 	$(BIN)/robopolicy demo $(ARGS)
 
-test: $(VENV)/.dev  ## floors, style and every test but the slow ones
-	$(BIN)/ruff check .
-	$(BIN)/lint-imports
+test: $(VENV)/.dev lint  ## style, floors, types and every test but the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow" $(ARGS)
 
 slow: $(VENV)/.dev  ## the learning runs that take minutes
@@ -35,8 +33,8 @@ $(VENV)/.core: $(VENV)/bin/uv pyproject.toml
 	$(BIN)/uv pip install --quiet --python $(VENV) --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/bin/uv pyproject.toml
-	$(BIN)/uv pip install --quiet --python $(VENV) --editable '.[dev,vla,metaworld,robotics,lpips]'
+$(VENV)/.dev: $(VENV)/bin/uv pyproject.toml tests/outside/pyproject.toml
+	$(BIN)/uv pip install --quiet --python $(VENV) --editable '.[dev,vla,metaworld,robotics,lpips]' --editable tests/outside
 	@touch $@ $(VENV)/.core
 
 clean:
