@@ -10,6 +10,7 @@ Nothing is ever downloaded. A file `robopolicy.json` beside config.json says wha
 
 import importlib
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from robopolicy.core.errors import CheckpointError, ConfigError, SpecError, did_you_mean
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, SpecError, did_you_mean
 from robopolicy.core.policy import Decision, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, validate_observation
 from robopolicy.core.storage import read_json, recover_folder
@@ -77,7 +78,7 @@ def load_lerobot_policy(
         config = _read_config(folder, torch.device(device))
         policy = _read_policy(folder, config)
         preprocess, postprocess = _read_processors(folder, config)
-    return LeRobotPolicy(policy.requires_grad_(False).eval(), preprocess, postprocess, settings)
+    return LeRobotPolicy(policy.eval(), preprocess, postprocess, settings)
 
 
 class LeRobotPolicy:
@@ -261,26 +262,46 @@ def _check_processor(folder: Path, name: str) -> None:
 
 @contextmanager
 def _nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
-    """Keep the Hugging Face hub offline, and turn what LeRobot raises into one line that names the way out."""
+    """Keep the Hugging Face hub offline and quiet, and turn what LeRobot raises into one line."""
     import huggingface_hub.constants as hub
 
     offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
+    chatter = logging.getLogger("transformers")
+    level = chatter.level
+    chatter.setLevel(logging.ERROR)
     try:
         yield
+    except RobopolicyError:
+        raise
     except ImportError as error:
         raise ConfigError(
             f"LeRobot's '{kind}' needs a package that is not installed: {_first_line(error)} Install it with: "
             f"pip install 'lerobot[{kind}]'"
         ) from error
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded as LeRobot's '{kind}': {_first_line(error)}") from error
+    except Exception as error:
+        reason = _first_line(error.__cause__ or error) + _needed_models(folder, error)
+        raise CheckpointError(f"{folder} cannot be loaded as LeRobot's '{kind}': {reason}") from error
     finally:
         hub.HF_HUB_OFFLINE = offline
+        chatter.setLevel(level)
+
+
+def _needed_models(folder: Path, error: Exception) -> str:
+    """Return which models of others the checkpoint names, when one of them could not be read."""
+    if not isinstance(error, OSError):
+        return ""
+    names = {
+        key: value
+        for key, value in read_json(folder / "config.json").items()
+        if key.endswith(("coder_name", "tokenizer_name"))
+    }
+    absent = [f"{key}={value}" for key, value in names.items() if value and not Path(str(value)).is_dir()]
+    return f" It needs {', '.join(absent)} on this machine: nothing is downloaded." if absent else ""
 
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{lines[0] if lines else type(error).__name__}"
+    return lines[0] if lines else type(error).__name__
 
 
 def _read_config(folder: Path, device: torch.device) -> "PreTrainedConfig":
@@ -300,6 +321,11 @@ def _read_policy(folder: Path, config: "PreTrainedConfig") -> "PreTrainedPolicy"
 
     policy: Any = get_policy_class(config.type)(config)
     load_model(policy, folder / "model.safetensors", strict=True)
+    if config.type == "vqbet" and not policy.vqbet.action_head.vqvae_model.discretized.item():
+        raise CheckpointError(
+            f"{folder} holds a VQ-BeT whose action codes are not trained yet: train it for more than "
+            "n_vqvae_training_steps."
+        )
     return policy.to(config.device)
 
 

@@ -1,0 +1,351 @@
+"""LeRobot's checkpoints as policies: the same chunks as LeRobot's own, for any number of rows, and one-line errors."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
+from robopolicy.core.policy_conformance import Level, check_policy, example_observation
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK
+from robopolicy.policies.checkpoint import load_policy
+from robopolicy.policies.lerobot import LeRobotSettings, load_lerobot_policy
+
+FRONT = "observation.images.front"
+SIZE = 32
+ROWS = 3
+
+
+def features(state: int = 4, environment: int | None = 3, cameras: tuple[str, ...] = ()) -> tuple[dict, dict]:
+    from lerobot.configs.types import FeatureType, PolicyFeature
+
+    inputs = {STATE: PolicyFeature(FeatureType.STATE, (state,))}
+    if environment is not None:
+        inputs[ENVIRONMENT_STATE] = PolicyFeature(FeatureType.ENV, (environment,))
+    inputs |= {camera: PolicyFeature(FeatureType.VISUAL, (3, SIZE, SIZE)) for camera in cameras}
+    return inputs, {"action": PolicyFeature(FeatureType.ACTION, (2,))}
+
+
+def statistics(inputs: dict, outputs: dict) -> dict[str, dict[str, torch.Tensor]]:
+    """Return statistics that are not neutral, so that a missing or doubled normalisation shows."""
+    generator = torch.Generator().manual_seed(5)
+    found = {}
+    for key, feature in {**inputs, **outputs}.items():
+        shape = (3, 1, 1) if len(feature.shape) == 3 else feature.shape
+        low = -torch.rand(shape, generator=generator) - 0.5
+        found[key] = {"min": low, "max": -2 * low, "mean": -0.4 * low, "std": 0.3 - 0.2 * low}
+    return found
+
+
+def save(config: Any, folder: Path, discretized: bool = True) -> Path:
+    """Build a LeRobot policy and save it with its processors, as LeRobot does."""
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+    torch.manual_seed(0)
+    policy: Any = get_policy_class(config.type)(config)
+    with torch.no_grad():
+        for parameter in policy.parameters():  # an untrained transformer's zeros would hide what it is conditioned on
+            if not parameter.any():
+                parameter.normal_(0, 0.1)
+    if config.type == "vqbet":
+        policy.vqbet.action_head.vqvae_model.discretized.fill_(discretized)
+    known = statistics(config.input_features, config.output_features)
+    parts = make_pre_post_processors(config, dataset_stats=known)
+    for part in (policy, *parts):
+        part.save_pretrained(folder)
+    return folder
+
+
+def act_config(**options: Any):
+    from lerobot.policies.act.configuration_act import ACTConfig
+
+    inputs, outputs = features(**options)
+    return ACTConfig(
+        input_features=inputs, output_features=outputs, chunk_size=6, n_action_steps=4, dim_model=32, n_heads=2,
+        dim_feedforward=32, n_encoder_layers=1, n_vae_encoder_layers=1, latent_dim=4, device="cpu",
+        pretrained_backbone_weights=None, push_to_hub=False,
+    )  # fmt: skip
+
+
+def diffusion_config(**options: Any):
+    from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
+
+    inputs, outputs = features(**options)
+    return DiffusionConfig(
+        input_features=inputs, output_features=outputs, horizon=8, n_action_steps=3, down_dims=(16, 32), n_groups=4,
+        num_train_timesteps=10, num_inference_steps=4, device="cpu", pretrained_backbone_weights=None,
+        spatial_softmax_num_keypoints=4, push_to_hub=False, crop_shape=None, use_group_norm=True,
+    )  # fmt: skip
+
+
+def vqbet_config():
+    from lerobot.policies.vqbet.configuration_vqbet import VQBeTConfig
+
+    inputs, outputs = features(environment=None, cameras=(FRONT,))
+    return VQBeTConfig(
+        input_features=inputs, output_features=outputs, n_obs_steps=3, action_chunk_size=4, crop_shape=None,
+        gpt_input_dim=32, gpt_output_dim=32, gpt_n_layer=1, gpt_n_head=2, gpt_hidden_dim=32, vqvae_embedding_dim=16,
+        vqvae_enc_hidden_dim=16, spatial_softmax_num_keypoints=4, device="cpu", pretrained_backbone_weights=None,
+        push_to_hub=False, use_group_norm=True,
+    )  # fmt: skip
+
+
+def tiny_clip(folder: Path) -> Path:
+    """Write a CLIP model and tokenizer of a few thousand weights; LeRobot asks for "clip" in the folder's name."""
+    from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    folder.mkdir(parents=True)
+    (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**size, "vocab_size": len(words), "eos_token_id": len(words) - 1, "bos_token_id": len(words) - 2}
+    vision = {**size, "image_size": SIZE, "patch_size": 16}
+    torch.manual_seed(0)
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(folder)
+    CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt")).save_pretrained(folder)
+    return folder
+
+
+def dit_config(clip: Path):
+    from lerobot.policies.multi_task_dit.configuration_multi_task_dit import MultiTaskDiTConfig
+
+    inputs, outputs = features(environment=None, cameras=(FRONT,))
+    return MultiTaskDiTConfig(
+        input_features=inputs, output_features=outputs, n_obs_steps=2, horizon=8, n_action_steps=4, hidden_dim=32,
+        num_layers=1, num_heads=2, objective="flow_matching", num_integration_steps=3, image_crop_shape=None,
+        vision_encoder_name=str(clip), text_encoder_name=str(clip), tokenizer_max_length=16, device="cpu",
+        push_to_hub=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("lerobot")
+    return {
+        "act": save(act_config(cameras=(FRONT,)), root / "act"),
+        "state": save(act_config(), root / "state"),
+        "diffusion": save(diffusion_config(cameras=(FRONT, "observation.images.wrist")), root / "diffusion"),
+        "vqbet": save(vqbet_config(), root / "vqbet"),
+        "multi_task_dit": save(dit_config(tiny_clip(root / "clip")), root / "dit"),
+    }
+
+
+@pytest.fixture
+def copy(folders, tmp_path) -> Path:
+    return shutil.copytree(folders["state"], tmp_path / "copy")
+
+
+def observed(policy, seed: int = 0):
+    observation = example_observation(policy.spec, ROWS, torch.Generator().manual_seed(seed))
+    observation[TASK] = ["push the cube", "reach", "stack"]
+    return observation
+
+
+def lerobots_chunk(folder: Path, observation: dict, steps: int, noise: torch.Tensor | None, seed: int) -> torch.Tensor:
+    """Return what LeRobot's own `select_action` executes until its queue is empty, fed the history frame by frame."""
+    from lerobot.configs.policies import PreTrainedConfig
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+    config = PreTrainedConfig.from_pretrained(folder)
+    policy = get_policy_class(config.type).from_pretrained(folder)
+    preprocess, postprocess = make_pre_post_processors(config, str(folder))
+    policy.reset()
+    arrays = {key: value for key, value in observation.items() if key != TASK}
+    history = next(iter(arrays.values())).shape[1]
+
+    def frame(index: int) -> dict:
+        values = {key: value[:, index] for key, value in arrays.items()}
+        values = {
+            key: value.permute(0, 3, 1, 2).contiguous().float() / 255 if value.ndim == 4 else value
+            for key, value in values.items()
+        }
+        return preprocess({**values, TASK: observation[TASK]})
+
+    for index in range(history - 1):  # fills the queues; what it decides meanwhile is thrown away
+        policy.select_action(frame(index))
+        policy._queues["action"].clear()
+    torch.manual_seed(seed)
+    options = {} if noise is None else {"noise": noise}
+    last = frame(history - 1)
+    return torch.stack([postprocess(policy.select_action(dict(last), **options)) for _ in range(steps)], dim=1)
+
+
+@pytest.mark.parametrize("kind", ["act", "diffusion", "vqbet", "multi_task_dit"])
+def test_chunks_equal_lerobots_own(folders, kind):
+    policy = load_policy(folders[kind])
+    observation = observed(policy)
+    ours = policy.act(observation, torch.Generator().manual_seed(7)).actions
+    generator = torch.Generator().manual_seed(7)
+    noise = torch.randn(ROWS, 8, 2, generator=generator) if kind == "diffusion" else None
+    seed = int(torch.randint(2**62, (1,), generator=generator))
+    theirs = lerobots_chunk(folders[kind], observation, policy.spec.chunk, noise, seed)
+    assert ours.shape == (ROWS, {"act": 4, "diffusion": 3, "vqbet": 4, "multi_task_dit": 4}[kind], 2)
+    assert torch.equal(ours, theirs)
+    assert ours.std() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["act", "diffusion", "vqbet", "multi_task_dit"])
+def test_keeps_the_promises_of_a_policy(folders, kind):
+    report = check_policy(load_policy(folders[kind]))
+    assert report.level is Level.ACTS
+
+
+def test_what_it_reads_and_writes(folders):
+    spec = load_policy(folders["diffusion"]).spec
+    assert (spec.history, spec.chunk, spec.scored_steps) == (2, 3, 0)
+    assert {key: field.shape for key, field in spec.observation.items()} == {
+        STATE: (4,), ENVIRONMENT_STATE: (3,), FRONT: (SIZE, SIZE, 3), "observation.images.wrist": (SIZE, SIZE, 3),
+    }  # fmt: skip
+    assert spec.observation[FRONT].dtype == "uint8"
+    assert spec.action.shape == (2,)
+
+
+def test_rows_do_not_touch_each_other(folders):
+    policy = load_policy(folders["act"])
+    observation, generator = observed(policy), torch.Generator()
+    together = policy.act(observation, generator).actions
+    for row in range(ROWS):
+        alone = {key: value[row : row + 1] for key, value in observation.items()}
+        assert torch.allclose(policy.act(alone, generator).actions[0], together[row], atol=1e-5)
+
+
+def test_texts_reach_a_language_policy(folders):
+    policy = load_policy(folders["multi_task_dit"])
+    observation = observed(policy)
+    first = policy.act(observation, torch.Generator().manual_seed(0)).actions
+    other = policy.act({**observation, TASK: ["lift"] * ROWS}, torch.Generator().manual_seed(0)).actions
+    assert not torch.allclose(first, other)
+
+
+def moved(observation, key: str, to: str):
+    return {to if name == key else name: value for name, value in observation.items()}
+
+
+def test_names_are_mapped_where_the_file_says_so(copy):
+    plain = load_policy(copy)
+    settings = {"features": {ENVIRONMENT_STATE: "observation.goal"}, "fps": 20, "instructions": ["reach"]}
+    (copy / "robopolicy.json").write_text(json.dumps(settings))
+    policy = load_policy(copy)
+    assert (policy.spec.fps, policy.spec.instructions) == (20.0, ("reach",))
+    observation, generator = observed(plain), torch.Generator()
+    mapped = policy.act(moved(observation, ENVIRONMENT_STATE, "observation.goal"), generator).actions
+    assert torch.equal(mapped, plain.act(observation, generator).actions)
+    expected = r"no field 'observation.goal': .*reads .*observation.goal.*shown are .*environment_state"
+    with pytest.raises(SpecError, match=expected):
+        policy.act(observation, generator)
+    (copy / "robopolicy.json").write_text(json.dumps({"features": {"observation.stat": "observation.goal"}}))
+    with pytest.raises(ConfigError, match=r"no feature 'observation.stat'. Did you mean 'observation.state'"):
+        load_policy(copy)
+    (copy / "robopolicy.json").write_text(json.dumps({"rate": 20}))
+    with pytest.raises(ConfigError, match="rate"):
+        load_policy(copy)
+
+
+def test_a_processor_that_renames_reads_the_old_name(folders, copy):
+    path = copy / "policy_preprocessor.json"
+    steps = json.loads(path.read_text())
+    rename = next(step for step in steps["steps"] if step["registry_name"] == "rename_observations_processor")
+    rename["config"]["rename_map"] = {"observation.joints": STATE}
+    path.write_text(json.dumps(steps))
+    policy, plain = load_policy(copy), load_policy(folders["state"])
+    assert set(policy.spec.observation) == {"observation.joints", ENVIRONMENT_STATE}
+    observation, generator = observed(plain), torch.Generator()
+    renamed = policy.act(moved(observation, STATE, "observation.joints"), generator).actions
+    assert torch.equal(renamed, plain.act(observation, generator).actions)
+
+
+def test_images_are_resized_only_when_asked(folders):
+    plain = load_policy(folders["act"])
+    observation, generator = observed(plain), torch.Generator()
+    plane = torch.tensor([10, 120, 200], dtype=torch.uint8)[:, None, None, None, None]
+    observation[FRONT] = plane.expand(ROWS, 1, SIZE, SIZE, 3)
+    large = plane.expand(ROWS, 1, 64, 64, 3)
+    with pytest.raises(SpecError, match=r"images.front' has shape \(3, 1, 64, 64, 3\)"):
+        plain.act({**observation, FRONT: large}, generator)
+    policy = load_lerobot_policy(folders["act"], settings=LeRobotSettings(image_sizes={FRONT: (64, 64)}))
+    assert policy.spec.observation[FRONT].shape == (64, 64, 3)
+    resized = policy.act({**observation, FRONT: large}, generator).actions
+    assert torch.allclose(resized, plain.act(observation, generator).actions, atol=1e-5)
+
+
+def test_a_missing_field_lists_both_sides(folders):
+    policy = load_policy(folders["act"])
+    observation = observed(policy)
+    renamed = moved(observation, STATE, "observation.joints")
+    expected = r"no field 'observation.state': .*reads .*observation.state, shown are .*observation.joints.*features"
+    with pytest.raises(SpecError, match=expected):
+        policy.act(renamed, torch.Generator())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "policy_preprocessor.json", "policy_postprocessor.json", "normalizer"],
+)
+def test_missing_files_are_named(copy, name):
+    path = next(copy.glob("policy_preprocessor_step_*.safetensors")) if name == "normalizer" else copy / name
+    path.unlink()
+    with pytest.raises(CheckpointError, match=path.name) as caught:
+        load_policy(copy)
+    assert "\n" not in str(caught.value)
+
+
+def edited(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"type": "smolvla"}, r"LeRobot's policy 'smolvla'.*act, diffusion, multi_task_dit, vqbet"),
+        ({"type": "difusion"}, "Did you mean 'diffusion'"),
+        ({"temporal_ensemble_coeff": 0.01}, "averages overlapping chunks"),
+        ({"use_peft": True}, "adapter"),
+        ({"dim_model": 64}, "cannot be loaded as LeRobot's 'act'"),
+        ({"n_action_steps": 99}, "chunk size is the upper bound"),
+    ],
+)
+def test_checkpoints_that_cannot_be_used_say_why(copy, changes, text):
+    with pytest.raises(CheckpointError, match=text) as caught:
+        load_policy(edited(copy, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_does_not_choose_what_is_imported(copy):
+    path = copy / "policy_preprocessor.json"
+    steps = json.loads(path.read_text())
+    steps["steps"].append({"class": "antigravity.Step", "config": {}})
+    path.write_text(json.dumps(steps))
+    with pytest.raises(CheckpointError, match=r"asks for the class antigravity.Step"):
+        load_policy(copy)
+
+
+def test_a_vqbet_without_codes_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="action codes are not trained yet"):
+        load_policy(save(vqbet_config(), tmp_path / "vqbet", discretized=False))
+
+
+def test_nothing_is_downloaded(folders, tmp_path, monkeypatch):
+    import huggingface_hub.constants as hub
+
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
+    asked = []
+    monkeypatch.setattr("socket.socket.connect", lambda *arguments: asked.append(arguments))
+    resnet = edited(
+        shutil.copytree(folders["act"], tmp_path / "act"), pretrained_backbone_weights="ResNet18_Weights.IMAGENET1K_V1"
+    )
+    load_policy(resnet)
+    clip = edited(
+        shutil.copytree(folders["multi_task_dit"], tmp_path / "dit"), vision_encoder_name="openai/clip-absent"
+    )
+    with pytest.raises(CheckpointError, match="needs vision_encoder_name=openai/clip-absent on this") as caught:
+        load_policy(clip)
+    assert "\n" not in str(caught.value)
+    assert not asked
+    assert hub.HF_HUB_OFFLINE is False
