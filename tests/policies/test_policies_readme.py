@@ -1,0 +1,24 @@
+"""The policy of the policies' README keeps every promise, is found by its dotted path, saved and loaded."""
+
+import re
+from pathlib import Path
+
+import robopolicy
+from robopolicy.core.policy_conformance import Level, check_policy
+from robopolicy.core.registry import ask_for
+from robopolicy.core.spec import STATE, Field
+from robopolicy.policies import load_policy
+from robopolicy.policies.registry import POLICIES
+
+README = Path(robopolicy.__file__).parent / "policies" / "README.md"
+
+
+def test_the_policy_of_the_readme_can_be_fine_tuned(tmp_path, monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "readme_policy.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ask_for(["readme_policy"])
+    kind = "readme_policy:MyPolicy"
+    config = POLICIES.configuration(kind)()
+    policy = POLICIES.builds(kind)(config, {STATE: Field((3,))}, Field((2,), low=-1.0, high=1.0), fps=10.0)
+    assert check_policy(policy, load_policy).level is Level.TRAINS
