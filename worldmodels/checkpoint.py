@@ -65,7 +65,7 @@ def _described(folder: Path) -> tuple[str, Mapping[str, Any]]:
     return name, description
 
 
-def load_world_model(folder: Path, device: torch.device | str = "cpu") -> Any:
+def load_world_model(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:
     """Load a `LearnedModel`, or raise CheckpointError: missing, corrupt, another kind, or weights that do not fit."""
     folder = recover_folder(folder)
     kind, description = _described(folder)
@@ -77,7 +77,7 @@ def load_world_model(folder: Path, device: torch.device | str = "cpu") -> Any:
     weights = load_tensors(folder / "model.safetensors", device)
     try:
         spec = WorldSpec.from_json(description["spec"])
-        model: Any = made.restore(description["model"], spec, weights)
+        model: LearnedModel = made.restore(description["model"], spec, weights)
         model.load_state_dict(weights, strict=True)
     except (KeyError, TypeError, RuntimeError, ConfigError) as error:
         raise CheckpointError(

@@ -125,6 +125,7 @@ class EnsembleModel(nn.Module):
         """Return standardised mean and log-variance [M, N, F] of the free elements' change."""
         x = torch.cat([self._standard("state", state), self._standard("action", action)], -1)
         mean, logvar = self.dynamics(x).chunk(2, -1)
+        # Soft, learned bounds (PETS): far from the data a free variance would be arbitrary, and its likelihood explode.
         logvar = self.max_logvar - functional.softplus(self.max_logvar - logvar)
         return mean, self.min_logvar + functional.softplus(logvar - self.min_logvar)
 
@@ -137,6 +138,8 @@ class EnsembleModel(nn.Module):
         state, action, after = batch["state"], batch["action"], batch["next_state"]
         target = self._standard("delta", (after - state)[..., self.structure.free])
         mean, logvar = self.predict(state, action)
+        # beta-NLL: the weight, an element's own detached variance, undoes the 1 / variance by which the likelihood
+        # would neglect what is uncertain; the bounds are pulled together, or they would only ever widen.
         error = (mean - target).square()
         likelihood = ((error * (-logvar).exp() + logvar) * (self.config.beta * logvar.detach()).exp()).mean(-1)
         bounds = 0.01 * (self.max_logvar - self.min_logvar).mean()

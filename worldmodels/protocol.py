@@ -5,12 +5,13 @@ actions: whatever noise a model draws, it derives from the seed and the step tha
 depend on rows or batches, and a copied latent branches exactly.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import uniforms
@@ -143,8 +144,32 @@ def fields_read(model: WorldModel) -> Mapping[str, Field]:
     return model.reads if isinstance(model, DecoderFree) else model.spec.observation
 
 
+@runtime_checkable
 class LearnedModel(WorldModel, Staged, Protocol):
-    """A world model with weights, an nn.Module: trained in stages, and able to describe itself for a checkpoint."""
+    """A world model with weights, an nn.Module: trained in stages, and able to describe itself for a checkpoint.
+
+    `worldmodels.conformance.check_world_model` tests every promise of it.
+    """
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """As in nn.Module."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in nn.Module: all that imagination depends on, statistics and thresholds included."""
+        ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """As in nn.Module."""
+        ...
+
+    def to(self, device: torch.device | str) -> Self:
+        """As in nn.Module."""
+        ...
+
+    def eval(self) -> Self:
+        """As in nn.Module."""
+        ...
 
     @property
     def uncertainty_quantiles(self) -> Tensor:
@@ -153,16 +178,20 @@ class LearnedModel(WorldModel, Staged, Protocol):
 
     @property
     def context(self) -> int:
-        """How many frames it likes to begin with; it can do with one."""
+        """Frames of a context that `initial` makes use of, at least 1; it accepts fewer (one) and more."""
         ...
 
     @classmethod
     def build(cls, config: Any, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return an untrained model of the world of `spec`, its statistics read off `episodes`."""
+        """Return an untrained model of the world of `spec`, its statistics read off `episodes`.
+
+        config: the settings of this kind; its weights follow from `seed`, not from global randomness. Raises DataError
+        where the episodes are not of that world or lack what is learned.
+        """
         ...
 
     def calibrate(self, episodes: Episodes) -> None:
-        """Set thresholds on held-out episodes, after training."""
+        """Set thresholds and `uncertainty_quantiles` on held-out episodes, after training."""
         ...
 
     def description(self) -> dict[str, Any]:

@@ -187,6 +187,8 @@ class TrajectoryDiffusion(nn.Module):
         structure, count = structure_of(self), self.states
         drawn, change, actions = steps.split([count, count, self.actions], -1)
         trust, step_trust = (std.double().pow(-2)[:, None] for std in self.std[: 2 * count].split(count))
+        # Weighted least squares, element by element: minimise |s - drawn|^2 / var(s) + |D s - change|^2 / var(change)
+        # over whole subsequences s; D takes differences in time. Its normal equations are sides @ s = target.
         whole = torch.eye(self.config.length, dtype=torch.float64, device=steps.device)
         difference = whole.diff(dim=0)
         sides = trust[..., None] * whole + step_trust[..., None] * (difference.T @ difference)

@@ -3,15 +3,16 @@
 Sources: WoVR (refresh the model where the policy goes); Ctrl-World, arXiv:2510.10125 (synthesise, filter, imitate).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
-from robopolicy.core.policy import Policy
+from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, write_json
@@ -23,6 +24,7 @@ from robopolicy.training.finetune import Evaluate
 from robopolicy.training.pretrain import pretrain
 from robopolicy.training.stages import fit_stages
 from worldmodels import load_world_model, save_world_model
+from worldmodels.protocol import LearnedModel
 
 
 class ModelRefresh:
@@ -35,7 +37,7 @@ class ModelRefresh:
 
     def __init__(
         self,
-        models: Sequence[Any],
+        models: Sequence[LearnedModel],
         real: World,
         data: Path,
         run: RunFolder,
@@ -77,14 +79,14 @@ class ModelRefresh:
         write_json(self.record_path, {"iterations": self.iterations, "env_steps": self.env_steps})
         return True
 
-    def _share(self, weights: Any) -> None:
+    def _share(self, weights: Mapping[str, Tensor]) -> None:
         for model in self.models:
             model.load_state_dict(weights)
             model.eval()
 
 
 def synthesise_and_imitate(
-    policy: Any,
+    policy: Trainable,
     world: World,
     *,
     rounds: int,

@@ -37,7 +37,7 @@ def learned():
     return model.eval(), held
 
 
-def test_it_dreams_the_image_and_minds_its_actions(learned):
+def test_it_imagines_the_image_and_depends_on_its_actions(learned):
     model, held = learned
     figures = examine(model, held, torch.Generator().manual_seed(0), rows=100, steps=400, horizons=(1, 2, 3, 4, 5))
     print({k: v[IMAGE] for k, v in figures["open_loop"].items()}, figures["reward_error"], figures["success"])

@@ -250,7 +250,7 @@ def dots(episodes=120, steps=8):
     )
 
 
-def test_it_dreams_in_images(tmp_path):
+def test_it_imagines_images(tmp_path):
     spec, data = dots()
     config = RssmConfig(size="tiny", length=3, batch_size=32, burn_in=2, members=3)
     model, held = trained(config, spec, data, 250)

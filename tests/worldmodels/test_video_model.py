@@ -64,7 +64,7 @@ def latent_at(model, data, steps):
     return model.initial(context_at(data, steps, model.context), steps.numpy())
 
 
-def test_it_dreams_the_image_and_minds_its_actions(learned):
+def test_it_imagines_the_image_and_depends_on_its_actions(learned):
     model, held = learned
     figures = examine(model, held, torch.Generator().manual_seed(0), rows=100, steps=400, horizons=(1, 2, 3, 4, 5))
     for ahead, found in figures["open_loop"].items():
@@ -274,7 +274,7 @@ def test_own_predictions_take_the_place_of_true_history():
     assert int(stage.updates) == 1 and bool(changed.any())
     assert set(changed.nonzero()[:, 0].tolist()) <= set(predicted.tolist())
     stage.cache += 1
-    history, _, _ = stage._spoiled(subsequence, lambda *shape: torch.rand(shape, generator=generator))
+    history, _, _ = stage._degraded(subsequence, lambda *shape: torch.rand(shape, generator=generator))
     assert torch.equal(history, stage.cache[subsequence.places[:, : -TINY.chunk]].float())
     off, _ = VideoModel.build(replace(config, bootstrap=0.0), SPEC, data, 0).stages()["dynamics"]
     assert isinstance(off, DynamicsStage)

@@ -1,8 +1,6 @@
-"""What models read off their latents: success, detected and calibrated, and how much there is still to earn.
+"""What turns a head's output into what is paid: thresholds of success, the choice of a potential, and quantiles.
 
-Sources: DiWA, arXiv:2508.03645 (contrastive and cross-entropy loss of a latent success classifier); NT-Xent, Chen et
-al. 2020, arXiv:2002.05709, in its supervised form, Khosla et al. 2020, arXiv:2004.11362; Cosmos Policy (Monte-Carlo
-values). Success is debounced by the world around a model (`ImaginedWorld`, its debounce).
+Success is debounced by the world around a model (`ImaginedWorld`, its debounce).
 """
 
 import torch

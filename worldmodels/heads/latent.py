@@ -98,15 +98,17 @@ class LatentHeads(nn.Module):
         """Return by how much the potential grows [...], as a standardised reward."""
         assert self.potential is not None
         after, change = inputs[..., -2 * len(self.change_scale) :].chunk(2, -1)
+        # The state before is recovered from what heads read: change is in deviations of a change, after in the state's.
         both = torch.stack([after - change / self.change_scale, after])
         before, later = self.potential(both.reshape(1, -1, after.shape[-1])).reshape(both.shape[:-1])
+        # An increase has no offset in the world's units: circles sum to 0 there, not in standardised rewards.
         return later - before - self.reward_offset
 
     def choose_reward(self, inputs: Tensor, reward: Tensor) -> None:
         """Pay the increase of the potential if it explains standardised rewards [N] as well as the reward head."""
         if self.potential is not None:
-            said = two_hot_mean(self.reward(inputs), self.bins)
-            self.pays_potential.fill_(explains_as_well(self.increase(inputs), reward, said))
+            predicted = two_hot_mean(self.reward(inputs), self.bins)
+            self.pays_potential.fill_(explains_as_well(self.increase(inputs), reward, predicted))
 
     def losses(self, inputs: Tensor, reward: Tensor, success: Tensor) -> dict[str, Tensor]:
         """Return the cross-entropies [...] of "reward" and "success"."""

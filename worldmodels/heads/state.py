@@ -76,10 +76,10 @@ class StepHeads(nn.Module):
         """
         state, action, after = batch["state"], batch["action"], batch["next_state"]
         reward = self._standard("reward", batch["reward"][:, None])[:, 0]
-        said = self.reward(self._reward_input(state, action, after)[None])[0, :, 0]
+        predicted = self.reward(self._reward_input(state, action, after)[None])[0, :, 0]
         logit, label = self.success_logit(batch["success_state"]), batch["success_label"].float()
         return {
-            "reward": (said - reward).square(),
+            "reward": (predicted - reward).square(),
             "potential": (self._increase(state, after) - batch["reward"]).square() / self.reward_std.square(),
             "success": functional.binary_cross_entropy_with_logits(logit, label, reduction="none"),
         }
@@ -94,7 +94,7 @@ class StepHeads(nn.Module):
 
     def progress(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
         """Return the reward [N] without the bonus for success."""
-        return self._increase(state, after) if self.pays_potential else self._said(state, action, after)
+        return self._increase(state, after) if self.pays_potential else self._predicted(state, action, after)
 
     @torch.no_grad()
     def calibrate(self, data: Transitions) -> None:
@@ -105,16 +105,16 @@ class StepHeads(nn.Module):
         paid = []
         for rows in torch.arange(len(data)).split(PART):
             state, action, after = (value[rows].to(device) for value in (data.state, data.action, data.next_state))
-            paid.append(torch.stack([self._increase(state, after), self._said(state, action, after)]))
-        increase, said = torch.cat(paid, 1)
-        self.pays_potential.fill_(explains_as_well(increase, data.reward.to(device), said))
+            paid.append(torch.stack([self._increase(state, after), self._predicted(state, action, after)]))
+        increase, predicted = torch.cat(paid, 1)
+        self.pays_potential.fill_(explains_as_well(increase, data.reward.to(device), predicted))
 
     def _increase(self, state: Tensor, after: Tensor) -> Tensor:
         """Return by how much the learned potential grows [N]."""
         before, later = (self.potential(self._standard("state", each)[None])[0, :, 0] for each in (state, after))
         return self.reward_std * (later - before)
 
-    def _said(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
+    def _predicted(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
         """Return the reward [N] that need not be the increase of anything."""
         found = self.reward(self._reward_input(state, action, after)[None])[0, :, 0]
         return self.reward_mean + self.reward_std * found

@@ -73,7 +73,7 @@ class ImageModel(nn.Module, ABC):
     @property
     @abstractmethod
     def context(self) -> int:
-        """How many frames it likes to begin with."""
+        """Frames of a context that it reads; where there are fewer, the first one is repeated."""
 
     @abstractmethod
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:

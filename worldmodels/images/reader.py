@@ -107,7 +107,9 @@ class FrameReader(nn.Module):
         return fields[STATE].size if STATE in fields else 1
 
     def poses(self, states: Tensor) -> Tensor:
-        """Return what the robot knows of itself, standardised, [..., P], of states [..., V]; one zero if nothing."""
+        """Return the robot's own state, `observation.state`, standardised, [..., P], of states [..., V]; one zero where
+        the world has none.
+        """
         place = self.state_vector.slices.get(STATE)
         if place is None:
             return states.new_zeros(*states.shape[:-1], 1)
@@ -142,7 +144,7 @@ class FrameReader(nn.Module):
         """Return a batch of the steps in `cut`, with frames `seen` [N, 3, ...] and states off by `noise` [N, free]."""
         device = self.state_mean.device
         state, after = self.vector(cut.frames, 1).to(device), self.vector(cut.frames, 2).to(device)
-        given, free = self.mistaken(state, noise), self.structure.free
+        given, free = self.perturbed(state, noise), self.structure.free
         seen = seen.to(device)
         coarse = functional.adaptive_avg_pool2d(to_pixels(seen[:, 2]), THUMBNAIL).flatten(1)
         change = ((after - state) / self.change_std)[:, free].clamp(-BOUND, BOUND)
@@ -160,9 +162,9 @@ class FrameReader(nn.Module):
         mending = ((after - given) / self.change_std)[:, free].clamp(-BOUND, BOUND)
         return {"frames": seen, "steps": steps, "given": self.standard("state", given), "mending": mending}
 
-    def mistaken(self, states: Tensor, noise: Tensor) -> Tensor:
-        """Return `states` [..., V] as a model that errs would carry them: what is free is off by `noise` [..., free]
-        times the deviation of a step's change, and the rest agrees with it.
+    def perturbed(self, states: Tensor, noise: Tensor) -> Tensor:
+        """Return `states` [..., V] with errors as of a model that drifts: free elements are off by `noise` [..., free]
+        times the deviation of a step's change, derived elements follow from them.
         """
         states, free = states.clone(), self.structure.free
         states[..., free] += noise.to(states.device) * self.change_std[free]

@@ -4,14 +4,14 @@ arXiv:2405.12399).
 The next frame of all cameras is drawn by EDM diffusion from noise, given the last frames, actions and the robot's
 pose. State vectors, reward, success and uncertainty are read off the frames by a second network, fitted afterwards on
 true frames and on frames that the first one imagined. Deviations from DIAMOND: its rewards come from a recurrent
-network, ours from a carried state vector and two frames; the pose is told (Ctrl-World's idea); actions are
-continuous; training goes on from own predictions in a share of the rows only; another share starts where the sampler
-starts, what is diffused is the change from the last frame, and pixels that hardly change are held (see
+network, ours from a carried state vector and two frames; the pose is an input (Ctrl-World's idea); actions
+are continuous; training goes on from own predictions in a share of the rows only; another share starts where the
+sampler starts, what is diffused is the change from the last frame, and pixels that hardly change are held (see
 `PixelDiffusionConfig` and `PixelDenoiser`). Diffusing whole frames instead, images faded and ignored their actions
 after as long.
 
 On `reach_planar`, where nothing is left to chance, states read off after 20 imagined steps err by 0.56 standard
-deviations at 64 px (2,000 steps of training), by 0.32 with the pose told, and by 0.18 at 32 px with one step of
+deviations at 64 px (2,000 steps of training), by 0.32 with the pose as an input, and by 0.18 at 32 px with one step of
 sampling, which is all that is trained (first_share=1, 4,000 steps). fit.learning_rate=1e-3 suits it.
 
 Axes: N or B rows, K context frames, V elements of all vector fields, A action dimension.
@@ -79,7 +79,7 @@ class PixelDiffusionModel(ImageModel):
 
     @property
     def context(self) -> int:
-        """How many frames it likes to begin with."""
+        """Frames of a context that it reads; where there are fewer, the first one is repeated."""
         return self.config.context
 
     def _pixel_loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ class PixelDiffusionModel(ImageModel):
             yield {
                 "frames": reader.stack(cut.frames).to(device),
                 "actions": reader.standard("action", cut.actions.to(device)),
-                "poses": reader.poses(reader.mistaken(states, noise)),
+                "poses": reader.poses(reader.perturbed(states, noise)),
                 "valid": cut.valid.to(device),
             }
 

@@ -29,8 +29,8 @@ class PixelDenoiser(nn.Module):
 
     Deviations from DIAMOND: squares of pixels become channels, so that the finest maps have `grid` pixels a side (a
     CPU is fast on few pixels with many channels); what is diffused is the change from the last frame, in units of
-    `change_std` (of which EDM's sigma_data is the standard deviation), so that a network that says nothing repeats it;
-    it is told the robot's pose in the last frame (as Ctrl-World is), which images alone tell coarsely.
+    `change_std` (of which EDM's sigma_data is the standard deviation), so that a network whose output is zero repeats
+    the frame; the robot's pose in the last frame is an input (as in Ctrl-World), since images alone show it coarsely.
     """
 
     change_std: Tensor
@@ -62,11 +62,11 @@ class PixelDenoiser(nn.Module):
         )
         nn.init.zeros_(self.unet.conv_out.weight)
         self.register_buffer("change_std", torch.ones(()))
-        features, told = 4 * sizes.channels[0], config.context * actions + poses
-        self.steer = nn.Sequential(nn.Linear(told, features), nn.SiLU(), nn.Linear(features, features))
+        features, inputs = 4 * sizes.channels[0], config.context * actions + poses
+        self.steer = nn.Sequential(nn.Linear(inputs, features), nn.SiLU(), nn.Linear(features, features))
         self.drawn = MAPS, height // self.patch, width // self.patch
         self.draw = nn.Sequential(
-            nn.Linear(told, features),
+            nn.Linear(inputs, features),
             nn.SiLU(),
             nn.Linear(features, math.prod(self.drawn)),
             nn.Unflatten(1, self.drawn),
@@ -83,14 +83,14 @@ class PixelDenoiser(nn.Module):
         return functional.pixel_shuffle(found.float(), self.patch)
 
     def conditions(self, context: Tensor, actions: Tensor, pose: Tensor) -> dict[str, Tensor]:
-        """Return what all steps of denoising are told: maps [N, M, grid, grid] and steering [N, S].
+        """Return the conditions of all denoising steps: maps [N, M, grid, grid] and steering [N, S].
 
         context: pixels [N, K, 3, height, width]; actions: [N, K, A], the last leads to the new frame; pose: [N, P], in
         the last frame; both are standardised.
         """
-        told = torch.cat([actions.flatten(1), pose], 1)
+        inputs = torch.cat([actions.flatten(1), pose], 1)
         squares = functional.pixel_unshuffle(rearrange(context, "n k c h w -> n (k c) h w"), self.patch)
-        return {"maps": torch.cat([squares, self.draw(told)], 1), "steering": self.steer(told)}
+        return {"maps": torch.cat([squares, self.draw(inputs)], 1), "steering": self.steer(inputs)}
 
     def keep_statistics(self, frames: Tensor) -> None:
         """Keep how much pixels change from one to the next of frames [N, 2, height, width, 3]."""
@@ -122,8 +122,8 @@ class PixelDenoiser(nn.Module):
             clean = (pixels[:count, past + step] - context[:, -1]) / self.change_std
             shares = config.first_share, generator, config.temperature
             noisy, sigma, _ = edm.training_noise_with_starts(clean, config.edm, *shares)
-            told = self.conditions(context, actions[:count, step : step + past], poses[:count, step + past - 1])
-            denoised = edm.denoise(partial(self, **told), noisy, sigma, config.edm)
+            conditions = self.conditions(context, actions[:count, step : step + past], poses[:count, step + past - 1])
+            denoised = edm.denoise(partial(self, **conditions), noisy, sigma, config.edm)
             error = edm.weighted_error(denoised, clean, sigma, config.edm).mean((1, 2, 3))
             counts = valid[:count, past + step - 1].float()
             total = total + functional.pad(error * counts, (0, rows - count))

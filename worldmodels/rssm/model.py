@@ -8,9 +8,9 @@ them; imagination follows the prior. Deviations from DreamerV3:
   instead of symlog; constants are copied and derived elements recomputed as in the ensemble.
 - The posterior reads a random share of the frames of a subsequence and the prior guesses the others, so imagination is
   trained on its own guesses. Longer blindness (PlaNet's overshooting, arXiv:1811.04551) was tried and left out:
-  recorded actions tell where things truly were, the model learns to believe them, and a policy tuned in it exploits
-  that (pushing a cube, one such policy: 55 % success in reality, 87 % imagined; 59 % by a model trained on glimpses,
-  with equal heads).
+  recorded actions correlate with where things truly were, the model learns to infer the state from them, and a policy
+  tuned in it exploits that (pushing a cube, one such policy: 55 % success in reality, 87 % imagined; 59 % by a model
+  trained on a share of the frames, with equal heads).
 - Heads are fitted again on the finished latents; there is no continuation head: episodes end by success or time limit.
   Axes: M subsequences of T + 1 frames with T actions between them, V elements of all vector fields.
 """
@@ -117,7 +117,7 @@ class RssmModel(nn.Module):
 
     @property
     def context(self) -> int:
-        """How many frames it likes to begin with."""
+        """Frames of a context that the posterior reads before imagination begins; one is enough."""
         return self.config.burn_in
 
     @property
@@ -172,12 +172,15 @@ class RssmModel(nn.Module):
         state = self.vector(subsequence.frames)
         shape = length + 1, rows, config.networks.stochastic
         latents = self.follow(state, subsequence, seen, torch.rand(shape, generator=generator, device=generator.device))
+        # Errors count in deviations of a step's change: in the state's, slow elements would cost next to nothing.
         error = ((latents.decoded - state)[:, 1:] * (self.state_std / self.change_std))[..., self.structure.free]
         vector = functional.smooth_l1_loss(error, torch.zeros_like(error), reduction="none").sum(-1)
         dynamics, representation = balanced_divergence(latents.posterior, latents.prior, config.free_nats)
+        # Heads read the state as imagination carries it, and must not bend it towards what is easy to judge.
         carried = latents.state.detach()
         inputs = self.heads.inputs(latents.summary[:, 1:], carried[:, :-1], carried[:, 1:])
         heads = self.heads.losses(inputs, self._standard_reward(subsequence.reward), subsequence.success)
+        # Behind an unseen frame the prior guesses: which of several futures came true cannot be known.
         judged = subsequence.valid * seen[:, :-1]
         result = {
             "vector": config.reconstruction_scale * _masked(vector, known[:, 1:]),

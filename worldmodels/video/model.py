@@ -6,7 +6,7 @@ convolutions that denoises the latents of the next frames, all views of a frame 
 sparse older ones, each with the robot's pose; then a readout of vectors, reward, success and uncertainty, as of pixel
 diffusion. Deviations from Ctrl-World (1.5 B parameters, Stable Video Diffusion): trained from nothing; actions are the
 world's own, by adaptive layer norm as in IRASim (Zhu et al. 2024, arXiv:2406.14540) instead of cross-attention; latents
-are predicted as changes from the present frame, so that a network that says nothing repeats it; future frames see
+are predicted as changes from the present frame, so that a network whose output is zero repeats it; future frames see
 earlier ones only, so that frames can be imagined one by one; a share of the rows is trained where the sampler begins
 (see `VideoConfig.first_share`), and few denoising steps are enough; pixels where nothing changes are held.
 Axes: N or B rows, K history frames, L frames that the history reaches over, T or F future frames, V elements of all
@@ -99,7 +99,7 @@ class VideoModel(ImageModel):
 
     @property
     def context(self) -> int:
-        """How many frames it likes to begin with: what the history reaches over, and one for the first action."""
+        """Frames of a context that it reads: those that the history reaches over, and one for the first action."""
         return self.config.span + 1
 
     def view_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
@@ -270,8 +270,8 @@ class VideoModel(ImageModel):
         config, reader = self.config, self.reader
         slots = self._slots
         history, poses = latent["latents"][:, slots], reader.poses(latent["states"][:, slots])
-        told = reader.standard("action", latent["actions"][:, slots])
-        memory = self.transformer.remember(history, told, poses, history.new_zeros(history.shape[:2]))
+        taken = reader.standard("action", latent["actions"][:, slots])
+        memory = self.transformer.remember(history, taken, poses, history.new_zeros(history.shape[:2]))
         present, begin = history[:, -1], latent["step"] - latent["phase"]
         network = self.transformer.network(memory, present, reader.standard("action", actions))
         frames = [{**latent, "step": begin + step} for step in range(actions.shape[1])]

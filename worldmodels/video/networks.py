@@ -172,10 +172,10 @@ class VideoTransformer(nn.Module):
 
     History tokens attend to history alone, so `remember` computes them once for all denoising steps; a future frame
     attends to the history, to itself and to the future frames before it, so a chunk of F frames trains every shorter
-    one, and frames can be imagined one by one. Each future frame is told the action that led to it and the sum of all
-    since the present one, each history frame its action, pose and noise, all by adaptive layer norm and as a summand of
-    its tokens. Around the transformer are convolutions at the latents' own resolution, as in a U-Net: what moves a
-    little is moved there, and learned sooner.
+    one, and frames can be imagined one by one. Each future frame is conditioned on the action that led to it and on
+    the sum of all since the present one, each history frame on its action, pose and noise, all by adaptive layer norm
+    and as a summand of its tokens. Around the transformer are convolutions at the latents' own resolution, as in a
+    U-Net: what moves a little is moved there, and learned sooner.
     """
 
     precision: Precision
@@ -226,8 +226,8 @@ class VideoTransformer(nn.Module):
         """
         slots = self.slots[: history.shape[1]]
         with autocast(self.precision, history.device):
-            told = self.action(torch.cat([actions, torch.zeros_like(actions)], -1))
-            condition = slots + told + self.pose(poses) + self.noise(noise[..., None])
+            embedded = self.action(torch.cat([actions, torch.zeros_like(actions)], -1))
+            condition = slots + embedded + self.pose(poses) + self.noise(noise[..., None])
             tokens = self.past(self._patches(history)) + self.position + self.summand(condition)[:, :, None]
             found: Memory = []
             for block in self.blocks:
@@ -248,10 +248,12 @@ class VideoTransformer(nn.Module):
         frames = noisy.shape[1]
         with autocast(self.precision, noisy.device):
             shown = actions if known is None else actions * known[..., None]
-            told = self.action(torch.cat([shown, shown.cumsum(1) / self.chunk], -1))
+            embedded = self.action(torch.cat([shown, shown.cumsum(1) / self.chunk], -1))
             if known is not None:
-                told = torch.where(known[..., None], told, told + self.unknown.to(told.dtype))
-            condition = self.slots[self.history : self.history + frames] + told + self.level(0.25 + level / 4)[:, None]
+                hidden = embedded + self.unknown.to(embedded.dtype)
+                embedded = torch.where(known[..., None], embedded, hidden)
+            slots = self.slots[self.history : self.history + frames]
+            condition = slots + embedded + self.level(0.25 + level / 4)[:, None]
             each = condition.repeat_interleave(self.views, 1).flatten(0, 1)
             given = torch.cat([noisy, present[:, None].expand_as(noisy)], 2)
             maps = self.enter(rearrange(given, "n f c (v h) w -> (n f v) c h w", v=self.views))

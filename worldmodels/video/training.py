@@ -120,8 +120,8 @@ class DynamicsStage(nn.Module):
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"latents": [M]}, EDM's weighted error of future frames; 1: what repeating a frame costs a step ahead.
 
-        The history is made worse first: own predictions, collapse, noise. The future is predicted as a change from the
-        present frame as it is given, so errors in it are to be mended.
+        The history is degraded first, as it will be in imagination: own predictions, collapse, noise. The future is
+        predicted as a change from the present frame as it is given, so the network learns to correct errors in it.
         """
         subsequence, config = batch["subsequence"], self.config
         rows = len(subsequence.future)
@@ -129,7 +129,7 @@ class DynamicsStage(nn.Module):
         def draw(*shape: int) -> Tensor:
             return torch.rand(shape, generator=generator, device=generator.device).to(subsequence.future.device)
 
-        history, actions, poses = self._spoiled(subsequence, draw)
+        history, actions, poses = self._degraded(subsequence, draw)
         reach = torch.full(history.shape[1:2], config.memory_noise, device=history.device)
         reach[-config.recent :] = config.present_noise
         noise = reach * draw(*history.shape[:2])
@@ -148,7 +148,7 @@ class DynamicsStage(nn.Module):
         error = edm.weighted_error(found, change, sigma, config.edm).mean((2, 3, 4))
         return {"latents": (error * subsequence.valid).sum(1) * rows / subsequence.valid.sum().clamp_min(1)}
 
-    def _spoiled(self, subsequence: Subsequence, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _degraded(self, subsequence: Subsequence, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return history, its actions and its poses, in some rows predicted or collapsed to the present frame."""
         config, history = self.config, subsequence.history
         count = history.shape[1]
