@@ -4,13 +4,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators
+from robopolicy.core.regression import Regressor
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import to_plain
 from robopolicy.nn.optimisers import (
@@ -23,14 +24,6 @@ from robopolicy.nn.optimisers import (
 )
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.state import load_trainer, require_same_config, save_trainer
-
-
-class Regressor(Protocol):
-    """Anything trained by regression; also an nn.Module."""
-
-    def loss(self, batch: Any, generator: torch.Generator) -> Mapping[str, Tensor]:
-        """Return named losses, one value per row [N] (or [B, T]); the sum of their means is minimised."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ def ema_decay_at(step: int, config: FitConfig) -> float:
 
 
 def fit(
-    model: Any,
+    model: Regressor,
     batches: Iterator[Any],
     config: FitConfig,
     generators: Generators,
@@ -71,7 +64,7 @@ def fit(
 ) -> FitResult:
     """Minimise `model.loss` over `batches`; at the end the model holds the moving average of its weights.
 
-    model: an nn.Module that is a `Regressor`, on its final device. batches: drawn from generators of `generators` and
+    model: on its final device. batches: drawn from generators of `generators` and
     without any other state, so that a run killed at any point and started again ends bit for bit in the same place.
     run: where metrics and the resume point go; None keeps nothing. evaluate: called at every log step with the averaged
     weights in place; its figures are logged. Raises NonFiniteError naming the step of a bad loss or gradient.
@@ -82,7 +75,7 @@ def fit(
 class _Fit:
     """The state of one regression run."""
 
-    def __init__(self, model: Any, config: FitConfig, generators: Generators, run: RunFolder | None):
+    def __init__(self, model: Regressor, config: FitConfig, generators: Generators, run: RunFolder | None):
         self.model, self.config, self.generators, self.run_folder = model, config, generators, run
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimiser = adamw(self.parameters, config.learning_rate, config.weight_decay)
@@ -121,6 +114,8 @@ class _Fit:
         set_learning_rate(self.optimiser, learning_rate_at(self.step, self.config))
         self.optimiser.step()
         with torch.no_grad():
+            # By hand beside torch's swa_utils and lr_scheduler: a rate and a decay that depend on the step alone,
+            # and plain tensors for the average, are what makes a resumed run end bit for bit in the same place.
             weight = 1 - ema_decay_at(self.step, self.config)
             for average, parameter in zip(self.average, self.parameters, strict=True):
                 average.lerp_(parameter, weight)

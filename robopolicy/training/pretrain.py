@@ -6,17 +6,18 @@ from typing import Any
 import torch
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.policy import Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import TASK, PolicySpec
+from robopolicy.core.spec import TASK
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.fit import FitResult, fit
 
 
 def pretrain(
-    policy: Any, episodes: Episodes, config: PretrainConfig, run: RunFolder | None = None, *, seed: int = 0
+    policy: Trainable, episodes: Episodes, config: PretrainConfig, run: RunFolder | None = None, *, seed: int = 0
 ) -> FitResult:
-    """Fit `policy`, an nn.Module with `loss` and `spec`, to `episodes` and save it to the run's checkpoint folder.
+    """Fit `policy` to `episodes` and save it to the run's checkpoint folder.
 
     A run that was killed goes on from its resume point and ends bit for bit in the same place. The policy ends in
     evaluation mode, with averaged weights. seed: root of the batches drawn and of the noise.
@@ -30,10 +31,10 @@ def pretrain(
 
 
 def regression_batches(
-    policy: Any, episodes: Episodes, batch_size: int, generator: torch.Generator
+    policy: Trainable, episodes: Episodes, batch_size: int, generator: torch.Generator
 ) -> Iterator[dict[str, Any]]:
     """Yield random decisions of `episodes` for ever, as `policy.loss` takes them; `generator` is all the state."""
-    spec: PolicySpec = policy.spec
+    spec = policy.spec
     keys = [*spec.observation, TASK] if len(spec.instructions) > 1 else list(spec.observation)
     data = episodes.to(next(policy.parameters()).device)
     return data.sampler(spec.history, spec.prediction, batch_size, generator, keys=keys)

@@ -12,7 +12,7 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.members import follow
-from robopolicy.rl.offline.learner import Learner
+from robopolicy.rl.offline.agent import OfflineAgent
 from robopolicy.rl.offline.networks import Actor, Critics, Values
 
 
@@ -34,7 +34,7 @@ class IqlConfig:
             raise ConfigError(f"expectile {self.expectile} and discount {self.discount} must be in (0, 1).")
 
 
-class Iql(Learner):
+class Iql(OfflineAgent):
     """The agent; actions are in [-1, 1]."""
 
     def __init__(self, config: IqlConfig, state: int, action: int, seed: int):

@@ -14,7 +14,7 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.members import follow
-from robopolicy.rl.offline.learner import Learner
+from robopolicy.rl.offline.agent import OfflineAgent
 from robopolicy.rl.offline.networks import Actor, Critics
 
 
@@ -45,7 +45,7 @@ class SacConfig:
             raise ConfigError(f"discount {self.discount} must be in (0, 1).")
 
 
-class Sac(Learner):
+class Sac(OfflineAgent):
     """The agent; actions are in [-1, 1]."""
 
     def __init__(self, config: SacConfig, state: int, action: int, seed: int):

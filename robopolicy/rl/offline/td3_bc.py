@@ -10,7 +10,7 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.members import Members, follow
-from robopolicy.rl.offline.learner import Learner
+from robopolicy.rl.offline.agent import OfflineAgent
 from robopolicy.rl.offline.networks import Critics, Standardiser
 
 
@@ -49,7 +49,7 @@ class DeterministicActor(torch.nn.Module):
         return self.members(self.state(state)[None])[0].tanh()
 
 
-class Td3Bc(Learner):
+class Td3Bc(OfflineAgent):
     """The agent; actions are in [-1, 1]."""
 
     def __init__(self, config: Td3BcConfig, state: int, action: int, seed: int):

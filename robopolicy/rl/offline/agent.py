@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-class Learner(torch.nn.Module):
+class OfflineAgent(torch.nn.Module):
     """Networks with the optimisers that move them, by name; `config` has the discount of a step."""
 
     config: Any
