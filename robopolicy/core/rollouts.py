@@ -167,7 +167,7 @@ class Rollouts:
         return replace(self, observation=kept, next_observation={}, final_images=None)
 
     def with_extras(self, **extras: Tensor) -> "Rollouts":
-        """Add extras by name; raises KeyError for a name that `Extras` does not have."""
+        """Add extras [B, T, ...] by name; raises KeyError for a name that `Extras` does not have."""
         return replace(self, extras=self.extras.adding(**extras))
 
     def _map(self, function: Any, rows: Any = None) -> "Rollouts":

@@ -16,19 +16,19 @@ def approximate_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def clip_fraction(log_ratio: Tensor, mask: Tensor, clip_low: Tensor | float, clip_high: Tensor | float) -> Tensor:
-    """Return the share of scored steps whose ratio is outside [1 - low, 1 + high]."""
+    """Return the share of scored steps [N, K] whose ratio is outside [1 - low, 1 + high], a scalar."""
     ratio = log_ratio.exp()
     outside = ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)) & mask
     return outside.sum() / mask.sum().clamp(min=1)
 
 
 def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Return (sum w)^2 / (n sum w^2) in (0, 1] with w = the ratio of the whole decision, exp(sum of log-ratios)."""
+    """Return (sum w)^2 / (n sum w^2) in (0, 1], a scalar; w [N]: the ratio of the whole decision, exp(sum [N, K])."""
     joint = torch.where(mask, log_ratio, 0.0).sum(-1)
     weights = (joint - joint.max()).exp()
     return weights.sum().square() / (weights.square().sum() * weights.numel())
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """Return 1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 no better than a constant."""
+    """Return 1 - Var(returns - values) / Var(returns) of [N] each: 1 is a perfect critic, 0 like a constant."""
     return 1 - (returns - values).var(unbiased=False) / returns.var(unbiased=False).clamp(min=1e-12)

@@ -29,7 +29,7 @@ def episode_mean(mask: Tensor) -> Tensor:
 
 
 def constant_denominator(mask: Tensor, denominator: float) -> Tensor:
-    """Sum over steps divided by a constant, so long decisions weigh more (Dr.GRPO, arXiv:2503.20783)."""
+    """Sum over steps [b, t, K] divided by a constant, so long decisions weigh more (Dr.GRPO, arXiv:2503.20783)."""
     return mask.float() / denominator
 
 

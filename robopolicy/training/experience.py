@@ -198,7 +198,10 @@ def require_same_scores(
     tolerance: float,
     where: str,
 ) -> None:
-    """Check on some decisions of the current policy that the ratio is 1 before the first update."""
+    """Check on at most 256 decisions of the current policy that the ratio is 1 before the first update.
+
+    Raises RuntimeError if a log-probability differs by more than `tolerance`, NonFiniteError if one is not finite.
+    """
     fresh = rollouts.played & (rollouts.policy_version == iteration)
     chosen = fresh.flatten().nonzero().squeeze(1)
     if not len(chosen):

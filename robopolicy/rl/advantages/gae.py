@@ -74,7 +74,7 @@ def next_values(values: Tensor, values_at_end: Tensor, ended: Tensor) -> Tensor:
 
 
 def standardise(advantages: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return (A - mean) / (std + 1e-8) over the masked entries; entries outside the mask become 0."""
+    """Return (A - mean) / (std + 1e-8) over the masked entries, any shape [...]; entries outside the mask become 0."""
     if mask is None:
         mask = torch.ones_like(advantages, dtype=torch.bool)
     # Fixes the size of the policy's steps whatever the scale of rewards; 1e-8 only guards against equal advantages.

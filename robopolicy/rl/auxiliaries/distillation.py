@@ -43,6 +43,7 @@ def distill(
     share < 1 picks that share of the steps without replacement, with probability growing with
     (entropy / log V)^alpha (Jensen-Shannon divergence / log 2)^gamma (TIP): where the student is unsure and where it
     disagrees. Gaussian steps have equal spreads, so their KL is the squared distance of means and all of them count.
+    Raises ConfigError where the two have neither in common.
     """
     policy = given(inputs.teacher, "teacher")
     assert isinstance(policy, ScoredPolicy)  # which Need.SAME_STEPS asks for

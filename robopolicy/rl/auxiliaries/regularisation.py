@@ -48,7 +48,7 @@ def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: 
     """KL to the base policy on the steps that were chosen, by an estimator: k1, k2 or k3.
 
     k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x with x = log pi - log pi_base. k2's gradient is that of the KL on data of
-    the current policy; k1's vanishes in expectation and is here for comparison.
+    the current policy; k1's vanishes in expectation and is here for comparison. ConfigError for another estimator.
     """
     with torch.no_grad():
         base = given(inputs.base, "base").log_prob(inputs.observation, inputs.latents).logp

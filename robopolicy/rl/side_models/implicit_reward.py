@@ -49,7 +49,7 @@ class _ImplicitReward(SideNetwork[Trainable]):
         return rollouts.with_extras(process=process, process_accuracy=right.expand(rollouts.shape))
 
     def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return the loss of episode logits [b]."""
+        """Return the loss of episode logits [b], a scalar."""
         raise NotImplementedError
 
     def _logp(self, policy: ScoredPolicy, rollouts: Rollouts) -> Tensor:
@@ -73,7 +73,7 @@ class Prime(_ImplicitReward):
         super().__init__(tools, beta, rate, epochs, minibatch)
 
     def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return the cross-entropy."""
+        """Return the cross-entropy of logits [b], a scalar."""
         return functional.binary_cross_entropy_with_logits(logits, rollouts.row_success.to(logits.dtype))
 
 
@@ -95,7 +95,7 @@ class Oprl(_ImplicitReward):
         return super().annotate(rollouts.take(order), context).take(back)
 
     def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return the pairwise loss."""
+        """Return the pairwise loss of logits [b], a scalar; without gradient where no pair differs."""
         returns, group = rollouts.row_return, rollouts.group
         better = (group[:, None] == group[None]) & (returns[:, None] > returns[None] + 1e-6)
         if not bool(better.any()):

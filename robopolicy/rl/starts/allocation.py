@@ -24,16 +24,16 @@ class Uniform:
     """Give every start the same number of episodes."""
 
     def plan(self, predicted: np.ndarray, group_size: int) -> list[int]:
-        """Return equal sizes."""
+        """Return equal sizes [n]."""
         return [group_size] * len(predicted)
 
     def extend(self, rate: np.ndarray, sizes: np.ndarray) -> list[int]:
-        """Return zeros."""
+        """Return zeros [n]."""
         return [0] * len(sizes)
 
 
 def signal_value(size: np.ndarray, rate: np.ndarray) -> np.ndarray:
-    """Return the expected value of a group: (1 - p^N - (1 - p)^N) p (1 - p)^2, Knapsack RL's.
+    """Return the expected value of groups [n]: (1 - p^N - (1 - p)^N) p (1 - p)^2, Knapsack RL's.
 
     The chance that outcomes are mixed, times how much a gradient step gains there.
     """
@@ -41,7 +41,10 @@ def signal_value(size: np.ndarray, rate: np.ndarray) -> np.ndarray:
 
 
 def knapsack(rate: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
-    """Return sizes [n] in [low, high], of sum `budget`, that maximise the summed value: exact, dynamic programming."""
+    """Return sizes [n] in [low, high], of sum `budget`, that maximise the summed value: exact, dynamic programming.
+
+    Raises ValueError where no such sizes exist.
+    """
     count = len(rate)
     if not low * count <= budget <= high * count:
         raise ValueError(f"{budget} episodes cannot be shared among {count} starts with {low} to {high} each.")
@@ -75,7 +78,7 @@ class Knapsack(Uniform):
         self.least, self.most = least, most
 
     def plan(self, predicted: np.ndarray, group_size: int) -> list[int]:
-        """Return the optimal sizes."""
+        """Return the optimal sizes [n]; predicted: success rates [n]."""
         low, high = min(self.least, group_size), max(self.most, group_size)
         return knapsack(predicted, group_size * len(predicted), low, high).tolist()
 
@@ -92,7 +95,7 @@ class Dars(Uniform):
         self.weighted, self.most = weighted, most
 
     def extend(self, rate: np.ndarray, sizes: np.ndarray) -> list[int]:
-        """Return the additional episodes; none where nothing succeeded yet is capped like the rest."""
+        """Return the additional episodes [n], at most up to `most` in all, also where nothing has succeeded yet."""
         spread = np.maximum(2 * rate * (1 - rate), 1e-6)
         target = (2 * (1 - rate) if self.weighted else 1.0) * sizes / 2
         more = np.where(rate < 0.5, (target - sizes * spread) / spread, 0.0)

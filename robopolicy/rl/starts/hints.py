@@ -44,7 +44,7 @@ class _Rates:
         self.rates: dict[tuple[int, int], float] = {}
 
     def observe(self, start: np.ndarray, depth: np.ndarray, rate: np.ndarray) -> None:
-        """Mix the new rates in."""
+        """Mix the new rates [n] in."""
         for number, share, found in zip(start.tolist(), depth.tolist(), rate.tolist(), strict=True):
             key = (number, int(10 * share))
             self.rates[key] = (
@@ -74,7 +74,7 @@ class Guide(_Rates):
     def depth(
         self, start: np.ndarray, predicted: np.ndarray, context: Context, draws: np.random.Generator
     ) -> np.ndarray:
-        """Return `share` for starts whose last unhelped group failed, unless they were helped just before."""
+        """Return `share`, [n], for starts whose last unhelped group failed, 0 if they were helped just before."""
         failed = np.array([self.rates.get((number, 0)) == 0.0 for number in start.tolist()])
         helped = np.array([self.rates.get((number, int(10 * self.share)), 0.0) > 0.5 for number in start.tolist()])
         return np.where(failed & ~helped, self.share, 0.0)
@@ -95,13 +95,13 @@ class AdaptiveHint(_Rates):
     def depth(
         self, start: np.ndarray, predicted: np.ndarray, context: Context, draws: np.random.Generator
     ) -> np.ndarray:
-        """Return the shares."""
+        """Return the shares [n]."""
         left = max(0.0, 1 - context.share / self.fades)
         rate = np.array([self.rates.get((number, 0), 0.0) for number in start.tolist()])
         return draws.uniform(size=len(start)) * self.most * (1 - rate) * left
 
     def observe(self, start: np.ndarray, depth: np.ndarray, rate: np.ndarray) -> None:
-        """Judge a start by unhelped groups, and by helped ones in proportion to what they had to do themselves."""
+        """Judge starts [n] by unhelped groups, and by helped ones in proportion to what they had to do themselves."""
         super().observe(start, np.zeros_like(depth), rate * (1 - depth))
 
 
@@ -120,7 +120,7 @@ class Pivot(_Rates):
     def depth(
         self, start: np.ndarray, predicted: np.ndarray, context: Context, draws: np.random.Generator
     ) -> np.ndarray:
-        """Return the shares."""
+        """Return the shares [n]."""
         tenths = np.arange(int(10 * self.most) + 1)
         shares = []
         for number in start.tolist():

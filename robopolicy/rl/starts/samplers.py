@@ -11,7 +11,7 @@ class TaskSampler(Protocol):
     """Chooses among a pool of starts by what happened on them. Its state is JSON-able."""
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> np.ndarray:
-        """Return `count` different indices into a pool of starts (all of them where the pool is smaller)."""
+        """Return `count` different indices [n] into a pool of starts (all of them where the pool is smaller)."""
         ...
 
     def observe(self, index: np.ndarray, successes: np.ndarray, episodes: np.ndarray, advantage: np.ndarray) -> None:
@@ -44,14 +44,14 @@ class _Beliefs:
         return np.array([a for a, _ in pairs]), np.array([b for _, b in pairs])
 
     def observe(self, index: np.ndarray, successes: np.ndarray, episodes: np.ndarray, advantage: np.ndarray) -> None:
-        """Add successes and failures; what was counted before fades towards the prior by `decay`."""
+        """Add successes and failures, each [n]; what was counted before fades towards the prior by `decay`."""
         for number, won, played in zip(index.tolist(), successes.tolist(), episodes.tolist(), strict=True):
             a, b = self.counts.get(number, (self.prior, self.prior))
             kept = [self.decay * value + (1 - self.decay) * self.prior for value in (a, b)]
             self.counts[number] = (kept[0] + won, kept[1] + played - won)
 
     def predict(self, index: np.ndarray) -> np.ndarray:
-        """Return the means a / (a + b)."""
+        """Return the means a / (a + b), [n]."""
         a, b = self.beta(index)
         return a / (a + b)
 
@@ -72,7 +72,7 @@ class UniformSampler(_Beliefs):
         super().__init__(prior=1.0, decay=1.0)
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> np.ndarray:
-        """Return indices drawn without replacement."""
+        """Return indices [n] drawn without replacement."""
         return generator.permutation(pool)[:count]
 
 
@@ -88,7 +88,7 @@ class MoppsSampler(_Beliefs):
         self.target = target
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> np.ndarray:
-        """Return the `count` starts whose drawn rate is nearest to the target."""
+        """Return the `count` starts [n] whose drawn rate is nearest to the target."""
         a, b = self.beta(np.arange(pool))
         drawn = generator.beta(a, b)
         return np.argsort(np.abs(drawn - self.target), kind="stable")[:count]
@@ -105,7 +105,7 @@ class VadeSampler(MoppsSampler):
         super().__init__(decay=decay)
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> np.ndarray:
-        """Return the `count` starts with the largest drawn variance."""
+        """Return the `count` starts [n] with the largest drawn variance."""
         a, b = self.beta(np.arange(pool))
         drawn = generator.beta(a, b)
         return np.argsort(-drawn * (1 - drawn), kind="stable")[:count]
@@ -124,7 +124,7 @@ class SecSampler(_Beliefs):
         self.values = np.zeros(categories)
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> np.ndarray:
-        """Return starts, their categories drawn by value."""
+        """Return starts [n], their categories drawn by value."""
         scaled = (self.values - self.values.max()) / self.temperature
         share = np.exp(scaled) / np.exp(scaled).sum()
         order = generator.permutation(pool)
@@ -133,7 +133,7 @@ class SecSampler(_Beliefs):
         return order[np.argsort(-keys, kind="stable")[:count]]
 
     def observe(self, index: np.ndarray, successes: np.ndarray, episodes: np.ndarray, advantage: np.ndarray) -> None:
-        """Move the value of every category played towards its mean |A|."""
+        """Move the value of every category played towards its mean |A|; arguments [n]."""
         super().observe(index, successes, episodes, advantage)
         for category in np.unique(index % self.categories):
             paid = advantage[index % self.categories == category].mean()
@@ -163,7 +163,7 @@ class ReplaySampler(_Beliefs):
         self.round, self.last, self.used = 0, {}, {}
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> np.ndarray:
-        """Return replayed starts first, then those used least."""
+        """Return starts [n], replayed ones first, then those used least."""
         self.round += 1
         order = generator.permutation(pool)
         ready = [

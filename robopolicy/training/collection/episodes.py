@@ -23,7 +23,7 @@ from robopolicy.training.experience import with_executed
 
 
 def start_pool(seed: int, starts: int, instructions: int = 1) -> tuple[np.ndarray, list[int]]:
-    """Return the seeds of a run's pool of starts and, where there are several instructions, each start's: i mod n."""
+    """Return the seeds [starts] of a run's pool and, if there are several instructions, each start's: i mod n."""
     tasks = [start % instructions for start in range(starts)] if instructions > 1 else []
     return episode_seeds(seed, "starts", starts), tasks
 
