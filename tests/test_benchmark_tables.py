@@ -80,6 +80,8 @@ def test_a_benchmark_of_another_package_is_run_by_its_dotted_path(tmp_path, monk
     monkeypatch.syspath_prepend(str(tmp_path))
     published = tmp_path / "figures.json"
     assert run(tmp_path, "bench.name=my_claim:BENCHMARK", "bench.seeds=[7,9]", f"json={published}") == 0
+    with pytest.raises(ConfigError, match="name a `Benchmark`"):
+        run(tmp_path, "bench.name=my_claim:measure")
     sys.modules.pop("my_claim")
     assert "Mine" in capsys.readouterr().out
     figures = json.loads(published.read_text())

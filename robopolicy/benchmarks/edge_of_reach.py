@@ -167,7 +167,10 @@ def random_play(world: MujocoWorld, seed: int) -> tuple[Transitions, Starts]:
 
 
 def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig) -> dict[str, Any]:
-    """Run one arm; returns its records and the real return and success of the noise-free agent."""
+    """Return the records of one arm, and the real return and success of its noise-free agent.
+
+    Raises ConfigError for an unknown arm, or one that needs true values where they are not known.
+    """
     if name not in ARMS:
         raise ConfigError(f"There is no arm '{name}'.{did_you_mean(name, ARMS)} There are {', '.join(ARMS)}.")
     arm = ARMS[name]

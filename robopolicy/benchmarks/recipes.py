@@ -17,7 +17,7 @@ from robopolicy.benchmarks.rates import rate_text, short, spread_text
 from robopolicy.benchmarks.runs import chosen_from
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json, write_json
-from robopolicy.runs import output
+from robopolicy.runs import output, run_path
 from robopolicy.verbs import collect, finetune, train
 from robopolicy.verbs.bench import Benchmark, Table
 
@@ -68,7 +68,7 @@ def measure(config: Config, root: Path, recipe: str, seed: int) -> dict[str, Any
         started = time.perf_counter()
         stage(chosen)
         seconds[name] = time.perf_counter() - started
-    folder = root / "finetune" / (chosen.run.name or chosen.world.name.replace("/", "-").replace(":", "-")) / str(seed)
+    folder = run_path(chosen, "finetune")
     result, made = read_json(folder / "result.json"), read_json(folder / "versions.json")
     return {
         "base": short(result["base"]["deterministic"]),

@@ -149,7 +149,8 @@ def benchmark_sims(
     """Measure every arm `rounds` times, interleaved, and return figures, ratios, bars and versions.
 
     like_metaworld: our task whose physics per control step costs about as much as Meta-World's push-v3 (both costs are
-    reported); gymnasium_envs: sizes of the vector environments, the fastest of which counts.
+    reported); gymnasium_envs: sizes of the vector environments, the fastest of which counts. Raises ConfigError without
+    a round, or without the extra `metaworld`.
     """
     if rounds < 1:
         raise ConfigError("A benchmark needs at least one round.")

@@ -104,9 +104,14 @@ class Benchmark:
 
 
 def run(config: Config) -> int:
-    """Run one benchmark: print its tables, write report.html and benchmark.json into runs/bench/<name>."""
+    """Run one benchmark: print its tables, write report.html and benchmark.json into runs/bench/<name>.
+
+    Raises ConfigError where there is no such benchmark, or one does not read a setting that is given.
+    """
     name = config.bench.name
-    benchmark: Benchmark = BENCHMARKS.load(name)
+    benchmark = BENCHMARKS.load(name)
+    if not isinstance(benchmark, Benchmark):
+        raise ConfigError(f"bench.name={name} is {benchmark!r}: name a `Benchmark`, such as package.module:BENCHMARK.")
     refuse_unread(config, benchmark)
     root = config.run.root / "bench" / name.replace(":", "-")
     figures = benchmark.measure(config, root)
