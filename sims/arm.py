@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from robopolicy.core.spec import Field
-from sims.task import Readings, scale, vector_field
+from sims.task import Readings, elements, scale, vector_field
 
 JOINTS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
 JOINT_LOW = np.array([-1.92, -1.745, -1.69, -1.658, -2.74, -0.1745])
@@ -45,6 +45,11 @@ STATE_FIELD = vector_field(
     + " tip_x tip_y tip_z tip_target_x tip_target_y tip_target_z gripper_target",
     "rad, rad/s, m, m, rad",
 )
+_POSITIONS, _VELOCITIES = (
+    elements(STATE_FIELD, " ".join(f"{joint}_{kind}" for joint in JOINTS)) for kind in ("position", "velocity")
+)
+_TIP, _TIP_TARGET = (elements(STATE_FIELD, f"{tip}_x {tip}_y {tip}_z") for tip in ("tip", "tip_target"))
+_GRIPPER_TARGET = elements(STATE_FIELD, "gripper_target")
 _TARGET_GRID = 9  # decimals: targets lie on a nanometre grid, so that reading them back from joint targets is exact
 
 
@@ -107,10 +112,10 @@ def proprioception(readings: Readings) -> np.ndarray:
 def parts(state: np.ndarray) -> Mapping[str, np.ndarray]:
     """Name the parts of `observation.state`: joints, velocities, tip, tip_target (vectors), gripper, gripper_target."""
     return {
-        "joints": state[..., :6],
-        "velocities": state[..., 6:12],
-        "gripper": state[..., 5],
-        "tip": state[..., 12:15],
-        "tip_target": state[..., 15:18],
-        "gripper_target": state[..., 18],
+        "joints": state[..., _POSITIONS],
+        "velocities": state[..., _VELOCITIES],
+        "gripper": state[..., _POSITIONS][..., -1],
+        "tip": state[..., _TIP],
+        "tip_target": state[..., _TIP_TARGET],
+        "gripper_target": state[..., _GRIPPER_TARGET][..., 0],
     }

@@ -11,7 +11,7 @@ import numpy as np
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation
 from robopolicy.core.world import Rows
 from sims.arm import GRIPPER_HOLDS, GRIPPER_OPEN, TIP_STEP, parts
-from sims.task import Arrays, newest
+from sims.task import Arrays, elements, newest, vector_field
 
 CUBE_HALF = 0.02
 """Half the edge of every cube."""
@@ -21,6 +21,13 @@ CUBE_NAMES = (
     "cube_velocity_x cube_velocity_y cube_velocity_z cube_spin_x cube_spin_y cube_spin_z "
     "tip_to_cube_x tip_to_cube_y tip_to_cube_z cube_to_goal_x cube_to_goal_y cube_to_goal_z"
 )
+
+_CUBE_FIELD = vector_field(CUBE_NAMES, "m, 1, m/s, rad/s")
+CUBE = elements(_CUBE_FIELD, "cube_x cube_y cube_z")
+VELOCITY = elements(_CUBE_FIELD, "cube_velocity_x cube_velocity_y cube_velocity_z")
+TO_CUBE = elements(_CUBE_FIELD, "tip_to_cube_x tip_to_cube_y tip_to_cube_z")
+TO_GOAL = elements(_CUBE_FIELD, "cube_to_goal_x cube_to_goal_y cube_to_goal_z")
+"""Where these lie in the environment state, [..., 3] each."""
 
 HELD_WITHIN = 0.012
 """The cube's centre is this near the tip, in metres, when the jaws hold it."""
@@ -49,9 +56,9 @@ def placing_potential(observation: Arrays, lift: float) -> np.ndarray:
     """
     state, environment = observation[STATE], observation[ENVIRONMENT_STATE]
     gripper = parts(state)["gripper"]
-    reach = np.maximum(length(environment[..., 15:18]) - HELD_WITHIN, 0.0)
-    distance = length(environment[..., 18:21])
-    raised = np.clip((environment[..., 2] - CUBE_HALF) / lift, 0.0, 1.0)
+    reach = np.maximum(length(environment[..., TO_CUBE]) - HELD_WITHIN, 0.0)
+    distance = length(environment[..., TO_GOAL])
+    raised = np.clip((environment[..., CUBE][..., 2] - CUBE_HALF) / lift, 0.0, 1.0)
     closed = np.clip(1.0 - np.abs(gripper - GRIPPER_HOLDS) / (GRIPPER_OPEN - GRIPPER_HOLDS), 0.0, 1.0)
     placed = np.clip((0.04 - distance) / 0.03, 0.0, 1.0)
     opened = np.clip((gripper - GRIPPER_HOLDS) / (RELEASED - GRIPPER_HOLDS), 0.0, 1.0)
@@ -70,9 +77,9 @@ def placing_potential(observation: Arrays, lift: float) -> np.ndarray:
 def cube_rests_at_goal(observation: Arrays, tolerance: float) -> np.ndarray:
     """Tell, [...] bool, whether the cube lies within `tolerance` of the goal, at its height, still and let go."""
     state, environment = observation[STATE], observation[ENVIRONMENT_STATE]
-    offset = environment[..., 18:21]
+    offset = environment[..., TO_GOAL]
     there = (length(offset[..., :2]) < tolerance) & (np.abs(offset[..., 2]) < 0.008)
-    still = length(environment[..., 9:12]) < 0.05
+    still = length(environment[..., VELOCITY]) < 0.05
     return there & still & (parts(state)["gripper"] > RELEASED)
 
 
@@ -98,7 +105,7 @@ class PlaceExpert:
         """Return actions [B, 4]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
         arm = parts(state)
-        cube, to_cube, to_goal = environment[:, 0:3], environment[:, 15:18], environment[:, 18:21]
+        cube, to_cube, to_goal = environment[:, CUBE], environment[:, TO_CUBE], environment[:, TO_GOAL]
         between = (
             (np.abs(to_cube[:, 0]) < 0.015)
             & (to_cube[:, 1] > -0.014)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.resources import resource
 from robopolicy.core.spec import Field
 from robopolicy.core.world import Controller
@@ -131,5 +131,18 @@ def flat_quaternion(yaw: np.ndarray) -> np.ndarray:
 
 def vector_field(names: str, unit: str) -> Field:
     """A float32 observation vector without bounds; names: one per element, separated by blanks."""
-    elements = tuple(names.split())
-    return Field((len(elements),), unit=unit, names=elements)
+    each = tuple(names.split())
+    return Field((len(each),), unit=unit, names=each)
+
+
+def elements(field: Field, names: str) -> slice:
+    """Return where the elements `names`, separated by blanks, lie in a vector field.
+
+    Raises SpecError unless they are neighbours in this order.
+    """
+    each = tuple(names.split())
+    first = field.names.index(each[0]) if each and each[0] in field.names else 0
+    found = slice(first, first + len(each))
+    if not each or field.names[found] != each:
+        raise SpecError(f"'{names}' are not neighbours in this order in {' '.join(field.names)}.")
+    return found

@@ -5,9 +5,13 @@ import numpy as np
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation
 from robopolicy.core.world import Rows
 from sims import arm
-from sims.task import Arrays, Markers, Readings, Start, Task, flat_quaternion, newest, scale, vector_field
+from sims.task import Arrays, Markers, Readings, Start, Task, elements, flat_quaternion, newest, scale, vector_field
 
 TOLERANCE = 0.015  # m
+
+GOAL_FIELD = vector_field("goal_x goal_y goal_z tip_to_goal_x tip_to_goal_y tip_to_goal_z", "m")
+GOAL = elements(GOAL_FIELD, "goal_x goal_y goal_z")
+TO_GOAL = elements(GOAL_FIELD, "tip_to_goal_x tip_to_goal_y tip_to_goal_z")
 
 
 def start(uniforms: np.ndarray) -> Start:
@@ -51,12 +55,12 @@ class ArmReachExpert:
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions [B, 4]; the gripper closes, as the goal is a point."""
         target = arm.parts(newest(observation, STATE))["tip_target"]
-        move = np.clip((newest(observation, ENVIRONMENT_STATE)[:, :3] - target) / arm.TIP_STEP, -1.0, 1.0)
+        move = np.clip((newest(observation, ENVIRONMENT_STATE)[:, GOAL] - target) / arm.TIP_STEP, -1.0, 1.0)
         return np.concatenate([move, np.full((len(move), 1), -1.0)], axis=1)
 
 
 def _distance(observation: Arrays) -> np.ndarray:
-    offset = observation[ENVIRONMENT_STATE][..., 3:6]
+    offset = observation[ENVIRONMENT_STATE][..., TO_GOAL]
     return np.sqrt((offset * offset).sum(axis=-1))
 
 
@@ -74,7 +78,7 @@ def task() -> Task:
         action=arm.ACTION,
         observation={
             STATE: arm.STATE_FIELD,
-            ENVIRONMENT_STATE: vector_field("goal_x goal_y goal_z tip_to_goal_x tip_to_goal_y tip_to_goal_z", "m"),
+            ENVIRONMENT_STATE: GOAL_FIELD,
         },
         uniforms=7,
         start=start,

@@ -9,12 +9,23 @@ import numpy as np
 
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK, Field, Observation
 from robopolicy.core.world import Rows
-from sims.task import Arrays, Markers, Readings, Start, Task, flat_quaternion, newest, scale, vector_field
-from sims.tasks.push_cube import CONTACT, control, steer
+from sims.task import Arrays, Markers, Readings, Start, Task, elements, flat_quaternion, newest, scale, vector_field
+from sims.tasks.push_cube import CONTACT, PUSHER, PUSHER_FIELD, TARGET, control, steer
 
 TOLERANCE = 0.05  # m, so that the cube's centre lies on the disc
 CUBES, GOALS = ("red", "blue"), ("left", "right")
 INSTRUCTIONS = tuple(f"push the {cube} cube to the {goal} goal" for cube in CUBES for goal in GOALS)
+
+
+_CUBE = "{0}_x {0}_y {0}_cos {0}_sin {0}_velocity_x {0}_velocity_y {0}_spin"
+_OFFSETS = [f"pusher_to_{cube}" for cube in CUBES] + [f"{cube}_to_{goal}" for cube in CUBES for goal in GOALS]
+CUBES_FIELD = vector_field(
+    " ".join([_CUBE.format(cube) for cube in CUBES] + [f"{name}_x {name}_y" for name in (*GOALS, *_OFFSETS)]),
+    "m, m/s, rad/s",
+)
+TO_CUBE = [elements(CUBES_FIELD, f"{name}_x {name}_y") for name in _OFFSETS[: len(CUBES)]]
+TO_GOAL = [elements(CUBES_FIELD, f"{name}_x {name}_y") for name in _OFFSETS[len(CUBES) :]]
+"""Where the ways lie: by cube, and by instruction from its cube to its goal."""
 
 
 def start(uniforms: np.ndarray) -> Start:
@@ -53,11 +64,11 @@ def instructed(environment: np.ndarray, task: np.ndarray) -> tuple[np.ndarray, n
 
     environment: [..., 30]; task: texts that broadcast against its leading axes.
     """
-    to_cube, to_goal = environment[..., 18:20], environment[..., 22:24]
+    to_cube, to_goal = environment[..., TO_CUBE[0]], environment[..., TO_GOAL[0]]
     for index, text in enumerate(INSTRUCTIONS[1:], start=1):
-        meant, cube = (task == text)[..., None], index // len(GOALS)
-        to_cube = np.where(meant, environment[..., 18 + 2 * cube : 20 + 2 * cube], to_cube)
-        to_goal = np.where(meant, environment[..., 22 + 2 * index : 24 + 2 * index], to_goal)
+        meant = (task == text)[..., None]
+        to_cube = np.where(meant, environment[..., TO_CUBE[index // len(GOALS)]], to_cube)
+        to_goal = np.where(meant, environment[..., TO_GOAL[index]], to_goal)
     return to_cube, to_goal
 
 
@@ -89,8 +100,8 @@ class PushChoiceExpert:
         """Return actions [B, 2]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
         to_cube, to_goal = instructed(environment, observation[TASK])
-        pusher = state[:, 0:2]
-        return steer(pusher + state[:, 4:6], pusher + to_cube, to_goal)
+        pusher = state[:, PUSHER]
+        return steer(pusher + state[:, TARGET], pusher + to_cube, to_goal)
 
 
 def _length(vector: np.ndarray) -> np.ndarray:
@@ -99,9 +110,6 @@ def _length(vector: np.ndarray) -> np.ndarray:
 
 def task() -> Task:
     """Return the push-choice task."""
-    cube = "{0}_x {0}_y {0}_cos {0}_sin {0}_velocity_x {0}_velocity_y {0}_spin"
-    offsets = [f"pusher_to_{name}" for name in CUBES] + [f"{name}_to_{goal}" for name in CUBES for goal in GOALS]
-    names = [cube.format(name) for name in CUBES] + [f"{name}_x {name}_y" for name in (*GOALS, *offsets)]
     return Task(
         name="push_choice",
         model="planar/push_choice.xml",
@@ -113,8 +121,8 @@ def task() -> Task:
         cameras=("top", "front"),
         action=Field((2,), low=-1.0, high=1.0, unit="share of 0.4 m/s", names=("velocity_x", "velocity_y")),
         observation={
-            STATE: vector_field("x y velocity_x velocity_y target_x target_y", "m, m/s"),
-            ENVIRONMENT_STATE: vector_field(" ".join(names), "m, m/s, rad/s"),
+            STATE: PUSHER_FIELD,
+            ENVIRONMENT_STATE: CUBES_FIELD,
         },
         uniforms=14,
         start=start,

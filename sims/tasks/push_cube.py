@@ -8,11 +8,22 @@ import numpy as np
 
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, Observation
 from robopolicy.core.world import Rows
-from sims.task import Arrays, Markers, Readings, Start, Task, flat_quaternion, newest, scale, vector_field
+from sims.task import Arrays, Markers, Readings, Start, Task, elements, flat_quaternion, newest, scale, vector_field
 
 SPEED = 0.4  # m/s of the pusher at full action
 TOLERANCE = 0.03  # m
 CONTACT = 0.065  # m from the cube's centre to the pusher's when they touch flat on
+
+PUSHER_FIELD = vector_field("x y velocity_x velocity_y target_x target_y", "m, m/s")
+CUBE_FIELD = vector_field(
+    "cube_x cube_y cube_cos cube_sin cube_velocity_x cube_velocity_y cube_spin goal_x goal_y "
+    "pusher_to_cube_x pusher_to_cube_y cube_to_goal_x cube_to_goal_y",
+    "m, m/s, rad/s",
+)
+PUSHER, TARGET = elements(PUSHER_FIELD, "x y"), elements(PUSHER_FIELD, "target_x target_y")
+CUBE = elements(CUBE_FIELD, "cube_x cube_y")
+TO_CUBE = elements(CUBE_FIELD, "pusher_to_cube_x pusher_to_cube_y")
+TO_GOAL = elements(CUBE_FIELD, "cube_to_goal_x cube_to_goal_y")
 
 
 def start(uniforms: np.ndarray) -> Start:
@@ -51,12 +62,12 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 def potential(observation: Arrays) -> np.ndarray:
     """Ten per metre that the cube nears the goal, plus two per metre that the pusher nears the cube."""
     environment = observation[ENVIRONMENT_STATE]
-    return -10.0 * _length(environment[..., 11:13]) - 2.0 * np.maximum(_length(environment[..., 9:11]), CONTACT)
+    return -10.0 * _length(environment[..., TO_GOAL]) - 2.0 * np.maximum(_length(environment[..., TO_CUBE]), CONTACT)
 
 
 def succeeded(observation: Arrays) -> np.ndarray:
     """The cube's centre is within the tolerance of the goal."""
-    return _length(observation[ENVIRONMENT_STATE][..., 11:13]) < TOLERANCE
+    return _length(observation[ENVIRONMENT_STATE][..., TO_GOAL]) < TOLERANCE
 
 
 def markers(goal: np.ndarray) -> Markers:
@@ -74,8 +85,8 @@ class PushCubeExpert:
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions [B, 2]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
-        target = state[:, 0:2] + state[:, 4:6]
-        return steer(target, environment[:, 0:2], environment[:, 11:13])
+        target = state[:, PUSHER] + state[:, TARGET]
+        return steer(target, environment[:, CUBE], environment[:, TO_GOAL])
 
 
 def steer(target: np.ndarray, cube: np.ndarray, to_goal: np.ndarray) -> np.ndarray:
@@ -119,12 +130,8 @@ def task() -> Task:
         cameras=("top", "front"),
         action=Field((2,), low=-1.0, high=1.0, unit="share of 0.4 m/s", names=("velocity_x", "velocity_y")),
         observation={
-            STATE: vector_field("x y velocity_x velocity_y target_x target_y", "m, m/s"),
-            ENVIRONMENT_STATE: vector_field(
-                "cube_x cube_y cube_cos cube_sin cube_velocity_x cube_velocity_y cube_spin goal_x goal_y "
-                "pusher_to_cube_x pusher_to_cube_y cube_to_goal_x cube_to_goal_y",
-                "m, m/s, rad/s",
-            ),
+            STATE: PUSHER_FIELD,
+            ENVIRONMENT_STATE: CUBE_FIELD,
         },
         uniforms=7,
         start=start,

@@ -8,7 +8,7 @@ import numpy as np
 
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, Observation
 from robopolicy.core.world import Rows
-from sims.task import Arrays, Markers, Readings, Start, Task, flat_quaternion, newest, scale, vector_field
+from sims.task import Arrays, Markers, Readings, Start, Task, elements, flat_quaternion, newest, scale, vector_field
 
 SPEED = 0.4  # m/s of the pusher at full action
 GOAL = (0.0, 0.0, -np.pi / 4)  # m, m, rad
@@ -17,6 +17,17 @@ ANGLE_TOLERANCE = 0.2  # rad
 UNIT = 0.04  # m; the bar is 4 x 1 units, the stem 1 x 3
 RADIUS = 0.0586  # m, root mean square distance of the block's area from its centre: metres per radian of turning
 PUSHER = 0.02  # m, the pusher's radius
+
+PUSHER_FIELD = vector_field("x y velocity_x velocity_y target_x target_y", "m, m/s")
+BLOCK_FIELD = vector_field(
+    "block_x block_y block_cos block_sin block_velocity_x block_velocity_y block_spin "
+    "block_to_goal_x block_to_goal_y turn_cos turn_sin pusher_in_block_x pusher_in_block_y",
+    "m, m/s, rad/s",
+)
+TARGET = elements(PUSHER_FIELD, "target_x target_y")
+COSINE, SINE = elements(BLOCK_FIELD, "block_cos"), elements(BLOCK_FIELD, "block_sin")
+TO_GOAL, TURN = elements(BLOCK_FIELD, "block_to_goal_x block_to_goal_y"), elements(BLOCK_FIELD, "turn_cos turn_sin")
+PUSHER_IN_BLOCK = elements(BLOCK_FIELD, "pusher_in_block_x pusher_in_block_y")
 
 
 def start(uniforms: np.ndarray) -> Start:
@@ -67,13 +78,14 @@ def _length(vector: np.ndarray) -> np.ndarray:
 def _errors(observation: Arrays) -> tuple[np.ndarray, np.ndarray]:
     """Return the block's distance to the goal, m, and the angle left to turn, rad."""
     environment = observation[ENVIRONMENT_STATE]
-    return _length(environment[..., 7:9]), np.arctan2(environment[..., 10], environment[..., 9])
+    turn = environment[..., TURN]
+    return _length(environment[..., TO_GOAL]), np.arctan2(turn[..., 1], turn[..., 0])
 
 
 def potential(observation: Arrays) -> np.ndarray:
     """Twelve per metre of distance plus 0.8 per radian to turn, plus one per metre that the pusher nears the block."""
     distance, turn = _errors(observation)
-    gap = np.maximum(_length(observation[ENVIRONMENT_STATE][..., 11:13]), 0.05)
+    gap = np.maximum(_length(observation[ENVIRONMENT_STATE][..., PUSHER_IN_BLOCK]), 0.05)
     return -12.0 * distance - 0.8 * np.abs(turn) - gap
 
 
@@ -143,10 +155,10 @@ class PushTExpert:
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions [B, 2]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
-        cosine, sine = environment[:, 2:3], environment[:, 3:4]
-        turn = np.arctan2(environment[:, 10], environment[:, 9])
-        error = np.concatenate([rotate(environment[:, 7:9], cosine, -sine), RADIUS * turn[:, None]], axis=1)
-        pusher = environment[:, 11:13] + rotate(state[:, 4:6], cosine, -sine)
+        cosine, sine = environment[:, COSINE], environment[:, SINE]
+        turn = np.arctan2(environment[:, TURN][:, 1], environment[:, TURN][:, 0])
+        error = np.concatenate([rotate(environment[:, TO_GOAL], cosine, -sine), RADIUS * turn[:, None]], axis=1)
+        pusher = environment[:, PUSHER_IN_BLOCK] + rotate(state[:, TARGET], cosine, -sine)
         chosen = self._choose(error, pusher)
         point, direction, motion = self._points[chosen], self._directions[chosen], self._motion[chosen]
         along = ((pusher - point) * direction).sum(axis=1, keepdims=True)
@@ -215,12 +227,8 @@ def task() -> Task:
         cameras=("top", "front"),
         action=Field((2,), low=-1.0, high=1.0, unit="share of 0.4 m/s", names=("velocity_x", "velocity_y")),
         observation={
-            STATE: vector_field("x y velocity_x velocity_y target_x target_y", "m, m/s"),
-            ENVIRONMENT_STATE: vector_field(
-                "block_x block_y block_cos block_sin block_velocity_x block_velocity_y block_spin "
-                "block_to_goal_x block_to_goal_y turn_cos turn_sin pusher_in_block_x pusher_in_block_y",
-                "m, m/s, rad/s",
-            ),
+            STATE: PUSHER_FIELD,
+            ENVIRONMENT_STATE: BLOCK_FIELD,
         },
         uniforms=5,
         start=start,

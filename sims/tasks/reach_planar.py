@@ -4,11 +4,17 @@ import numpy as np
 
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, Observation
 from robopolicy.core.world import Rows
-from sims.task import Arrays, Markers, Readings, Start, Task, flat_quaternion, newest, scale, vector_field
+from sims.task import Arrays, Markers, Readings, Start, Task, elements, flat_quaternion, newest, scale, vector_field
 
 SPEED = 2.5  # rad/s at full action
 TOLERANCE = 0.02  # m
 UPPER, FORE = 0.13, 0.11  # m, link lengths
+
+
+ARM_FIELD = vector_field("shoulder_cos elbow_cos shoulder_sin elbow_sin shoulder_velocity elbow_velocity", "rad/s")
+GOAL_FIELD = vector_field("tip_x tip_y goal_x goal_y tip_to_goal_x tip_to_goal_y", "m")
+COSINES, SINES = elements(ARM_FIELD, "shoulder_cos elbow_cos"), elements(ARM_FIELD, "shoulder_sin elbow_sin")
+GOAL, TO_GOAL = elements(GOAL_FIELD, "goal_x goal_y"), elements(GOAL_FIELD, "tip_to_goal_x tip_to_goal_y")
 
 
 def start(uniforms: np.ndarray) -> Start:
@@ -38,7 +44,7 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def _distance(observation: Arrays) -> np.ndarray:
-    offset = observation[ENVIRONMENT_STATE][..., 4:6]
+    offset = observation[ENVIRONMENT_STATE][..., TO_GOAL]
     return np.sqrt(offset[..., 0] ** 2 + offset[..., 1] ** 2)
 
 
@@ -66,8 +72,8 @@ class ReachPlanarExpert:
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions [B, 2]."""
-        state, goal = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)[:, 2:4]
-        joints = np.arctan2(state[:, 2:4], state[:, 0:2])
+        state, goal = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)[:, GOAL]
+        joints = np.arctan2(state[:, SINES], state[:, COSINES])
         cosine = ((goal**2).sum(axis=1) - UPPER**2 - FORE**2) / (2 * UPPER * FORE)
         elbow = np.where(joints[:, 1] < 0, -1.0, 1.0) * np.arccos(np.clip(cosine, -1.0, 1.0))
         shoulder = np.arctan2(goal[:, 1], goal[:, 0]) - np.arctan2(FORE * np.sin(elbow), UPPER + FORE * np.cos(elbow))
@@ -89,10 +95,8 @@ def task() -> Task:
         cameras=("top", "front"),
         action=Field((2,), low=-1.0, high=1.0, unit="share of 2.5 rad/s", names=("shoulder", "elbow")),
         observation={
-            STATE: vector_field(
-                "shoulder_cos elbow_cos shoulder_sin elbow_sin shoulder_velocity elbow_velocity", "rad/s"
-            ),
-            ENVIRONMENT_STATE: vector_field("tip_x tip_y goal_x goal_y tip_to_goal_x tip_to_goal_y", "m"),
+            STATE: ARM_FIELD,
+            ENVIRONMENT_STATE: GOAL_FIELD,
         },
         uniforms=5,
         start=start,
