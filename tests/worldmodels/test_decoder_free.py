@@ -17,8 +17,10 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK, PolicySpec
 from robopolicy.evaluation.world_model import examine
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.stages import fit_stages
+from worldmodels.configuration import PlanConfig
 from worldmodels.encoding import EncodedPolicy, encode, encoded
 from worldmodels.env import ImaginedWorld
+from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import LATENT, Context, DecoderFree, fields_read
 
 
@@ -139,3 +141,14 @@ def test_what_cannot_be_encoded_is_refused(learned):
     broken.show = lambda latent: {LATENT: latent["z"] * torch.nan}
     with pytest.raises(NonFiniteError, match="first observation"):
         ImaginedWorld(broken, starts, 2).reset(seeds=[0, 1])
+
+
+def test_a_policy_on_the_latent_plans_in_the_model_from_what_is_really_observed(learned):
+    model, train, _ = learned
+    acting = EncodedPolicy(Clone(model, train.select([0, 1])), model)
+    planned = PlannedPolicy(acting, model, PlanConfig(candidates=2, horizon=3))
+    assert list(planned.spec.observation) == [STATE, ENVIRONMENT_STATE]
+    seen = to_tensors(starts(np.arange(4)).observation)
+    chosen = planned.act(seen, torch.Generator().manual_seed(0))
+    assert torch.equal(chosen.actions, acting.act(seen, torch.Generator()).actions)
+    assert planned.last_scores.shape == (4, 2) and torch.equal(planned.last_scores[:, 0], planned.last_scores[:, 1])
