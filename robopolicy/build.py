@@ -178,12 +178,12 @@ def build_noisy_expert(
     return NoisyController(build_controller(section, spec, dotted_path), noise, seed, spec.action)
 
 
-def open_policy(path: Path, device: torch.device | str = "cpu") -> Any:
-    """Load a policy checkpoint: a `Policy`, an nn.Module, and ready for fine-tuning where it can be fine-tuned."""
+def open_policy(path: Path, device: torch.device | str = "cpu") -> Policy:
+    """Load a policy checkpoint, ready for fine-tuning where it can be fine-tuned."""
     return load_policy(path, device)
 
 
-def planned(section: PlanSection, policy: Any, device: torch.device | str = "cpu") -> Any:
+def planned(section: PlanSection, policy: Policy, device: torch.device | str = "cpu") -> Policy:
     """Return `policy`, looking ahead in a world model where one is given."""
     if section.model is None:
         return policy

@@ -12,7 +12,7 @@ from robopolicy.build import build_controller, build_critic, build_world, choose
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Policy, TakesAdapters
+from robopolicy.core.policy import Policy, TakesAdapters, require_trainable
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
@@ -46,7 +46,7 @@ def run(config: Config) -> int:
         return 0
     section, device = config.finetune, choose_device(config.run)
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
-    base, policy = open_policy(path, device), open_policy(path, device)
+    base, policy = open_policy(path, device), require_trainable(open_policy(path, device))
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     if section.lora_rank:
         add_lora(policy, section.lora_rank)

@@ -16,6 +16,7 @@ from robopolicy.build import WORLD_MODEL, build_critic, build_world, choose_devi
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import ImaginationSection
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Trainable, require_trainable
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
@@ -52,7 +53,7 @@ def run(config: Config) -> int:
         )
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
     model = default_path(config, "worldmodel", "checkpoint", chosen.model, "imagine.model")
-    base, policy = open_policy(path, device), open_policy(path, device)
+    base, policy = open_policy(path, device), require_trainable(open_policy(path, device))
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     inside = replace(config.world, name=WORLD_MODEL, model=model, simulator=config.world.name)
     training_world: Any = build_world(inside, base, batch_size=section.num_envs, seed=config.run.seed, device=device)
@@ -123,7 +124,9 @@ def run(config: Config) -> int:
     return 0
 
 
-def imitate(config: Config, policy: Any, training_world: Any, watch: TwoWorlds, folder: RunFolder) -> FinetuneResult:
+def imitate(
+    config: Config, policy: Trainable, training_world: Any, watch: TwoWorlds, folder: RunFolder
+) -> FinetuneResult:
     """Run the rounds of synthesis, filter and imitation."""
     chosen = config.imagine
     policy.requires_grad_(True)
