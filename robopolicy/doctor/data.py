@@ -56,6 +56,9 @@ def check_fields(episodes: Episodes, spec: WorldSpec) -> list[Finding]:
 
 def check_rate(recorded: float, wanted: float, whose: str) -> Finding:
     """Compare the control rates that the data and a world or policy claim, in steps per second."""
+    if not wanted:
+        text = f"dataset {recorded:g} steps/s, the {whose} does not say its own"
+        return Finding("control rate", Health.UNKNOWN, text, "Say it: robopolicy.json beside config.json, fps.")
     text = f"dataset {recorded:g} steps/s, {whose} {wanted:g}"
     if abs(recorded / wanted - 1) < 0.01:
         return Finding("control rate", Health.GOOD, text)

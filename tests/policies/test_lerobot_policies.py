@@ -11,6 +11,8 @@ import torch
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
 from robopolicy.core.policy_conformance import Level, check_policy, example_observation
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK
+from robopolicy.doctor.data import check_rate
+from robopolicy.doctor.findings import Health
 from robopolicy.policies.checkpoint import load_policy
 from robopolicy.policies.lerobot import LeRobotSettings, load_lerobot_policy
 
@@ -203,6 +205,12 @@ def test_what_it_reads_and_writes(folders):
     }  # fmt: skip
     assert spec.observation[FRONT].dtype == "uint8"
     assert spec.action.shape == (2,)
+
+
+def test_a_rate_that_the_checkpoint_does_not_say_is_no_mistake(folders):
+    finding = check_rate(10.0, load_policy(folders["state"]).spec.fps, "policy")
+    assert (finding.health, finding.problem) == (Health.UNKNOWN, False)
+    assert "does not say its own" in finding.measured
 
 
 def test_rows_do_not_touch_each_other(folders):
