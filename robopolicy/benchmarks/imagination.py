@@ -154,7 +154,9 @@ def table_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
         lines.append([name.replace("_", " "), *rates, f"{gap:+.1f}", f"{np.mean(row['env_steps']):,.0f}"])
         if timed:
             lines[-1].append(f"{np.mean(row['seconds']) / 60:.1f}" if "seconds" in row else "")
-    return Table(f"{task}: base and imagined success pooled over seeds; in square brackets Wilson 95 % intervals", header, lines)
+    return Table(
+        f"{task}: base and imagined success pooled over seeds; in square brackets Wilson 95 % intervals", header, lines
+    )
 
 
 def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
