@@ -7,57 +7,15 @@ Nothing is imported before it is used. What a name may stand for: see `World` in
 import dataclasses
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, did_you_mean, require_extra
-from robopolicy.core.registry import Registry, asked_for, is_dotted, load_dotted, note
+from robopolicy.core.registry import asked_for, is_dotted, load_dotted, note
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.world import Controller, World
+from sims.names import OURS, SUITES, TASKS, WORLDS, suite_of
 from sims.task import Task
-
-GROUP = "robopolicy.worlds"
-OURS = {
-    name: f"sims.tasks.{name}:task"
-    for name in ("push_cube", "push_choice", "push_t", "reach_planar", "arm_reach", "pick_place", "stack")
-}
-TASKS = Registry("task", "", OURS)
-"""Our tasks: functions that return a `Task`."""
-WORLDS = Registry("world", GROUP, OURS)
-"""Our tasks and the worlds of installed packages; `make_world` says what a name may stand for."""
-
-
-@dataclass(frozen=True)
-class Suite:
-    """Worlds with a prefix before their name. form: how a name looks; make: "package.module:function" that is called
-    with what follows the prefix, the number of rows, and options; expert: the same for a scripted expert, called with
-    what follows the prefix and the world's spec, "" for none; extra: what it needs, as (module, extra).
-    """
-
-    prefix: str
-    form: str
-    make: str
-    expert: str = ""
-    extra: tuple[str, str] | None = None
-
-
-SUITES = (
-    Suite(
-        "metaworld/",
-        "metaworld/<task>-v3",
-        "sims.suites.metaworld_suite:make_metaworld_world",
-        "sims.suites.metaworld_suite:metaworld_expert",
-        ("metaworld", "metaworld"),
-    ),
-    Suite("gymnasium:", "gymnasium:<id>", "sims.suites.gymnasium_suite:make_gymnasium_world"),
-)
-"""Every outside suite; the next one is one entry."""
-
-
-def suite_of(name: str) -> Suite | None:
-    """Return the suite that a world's name belongs to, if any."""
-    return next((suite for suite in SUITES if name.startswith(suite.prefix)), None)
 
 
 def load_task(name: str) -> Task:
@@ -126,7 +84,7 @@ def make_expert(name: str, spec: WorldSpec) -> Controller | None:
         if suite.extra is not None:
             require_extra(*suite.extra)
         return load_dotted(suite.expert, "Expert")(name.removeprefix(suite.prefix), spec) if suite.expert else None
-    task = _task(name, WORLDS.load(name))
+    task = _task(name, WORLDS.load(name)) if name in WORLDS or is_dotted(name) else None
     return None if task is None else task.expert()
 
 

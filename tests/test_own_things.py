@@ -153,7 +153,8 @@ def test_installed_kinds_are_found_by_name_and_never_replace_ours(tmp_path):
         "[robopolicy.mechanisms]\nown = own_things\n"
     )
     code = (
-        "from sims.registry import WORLDS, make_world; from robopolicy.rl.registry import mechanisms, Slot;"
+        "from sims.names import WORLDS; from sims.registry import make_world;"
+        "from robopolicy.rl.registry import mechanisms, Slot;"
         "assert make_world('line', 2).spec.name == 'line';"
         "assert WORLDS.path('push_cube') == 'sims.tasks.push_cube:task';"
         "assert 'own_signs' in [entry.name for entry in mechanisms(Slot.ADVANTAGE)]"

@@ -17,7 +17,7 @@ from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.resources import resource
 from robopolicy.core.structured import Tagged, from_plain, to_plain
-from sims.registry import WORLDS, suite_of
+from sims.names import WORLDS, suite_of
 
 GROUPS = ("recipe", "world")
 RENAMED = {

@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cached_property
 from typing import Any
@@ -111,6 +111,9 @@ class Registry:
     def paths(self) -> dict[str, str]:
         """Return name -> dotted path of everything registered."""
         return {**self._installed, **self._known}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
 
     def __contains__(self, name: str) -> bool:
         return name in self._known or name in self._installed

@@ -26,7 +26,8 @@ from robopolicy.policies.checkpoint import build_policy, load_policy
 from robopolicy.policies.registry import POLICIES
 from robopolicy.runs import output, publish
 from robopolicy.verbs.verb import Verb
-from sims.registry import WORLDS, make_world, suite_of
+from sims.names import WORLDS, suite_of
+from sims.registry import make_world
 from worldmodels.checkpoint import holds_world_model, load_world_model
 from worldmodels.conformance import check_world_model
 from worldmodels.registry import WORLD_MODELS
