@@ -7,12 +7,16 @@ distinct text and copied, in sampling and in training alike (gradients add up th
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, require_extra
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.cache_utils import Cache
 
 EXTRA = "vla"
 PADDING, BEGIN = "<pad>", "<begin>"
@@ -61,7 +65,7 @@ class WordTokenizer:
 class PretrainedTokenizer:
     """The tokenizer of a Hugging Face checkpoint."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self.tokenizer = tokenizer
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token
@@ -85,7 +89,7 @@ class PretrainedTokenizer:
 class Reading:
     """What rows have read so far: the model's cache, and which of its positions are text [N, L] bool."""
 
-    cache: Any
+    cache: "Cache"
     seen: Tensor
 
     def repeat(self, times: int) -> None:
@@ -101,7 +105,7 @@ class LanguageModel(nn.Module):
     sampling and scoring differ.
     """
 
-    def __init__(self, backbone: Any):
+    def __init__(self, backbone: "PreTrainedModel"):
         super().__init__()
         self.backbone = backbone
         self.train(False)
@@ -109,7 +113,11 @@ class LanguageModel(nn.Module):
     @property
     def width(self) -> int:
         """Size of an embedding."""
-        return self.backbone.get_input_embeddings().weight.shape[1]
+        return self._embedding.weight.shape[1]
+
+    @property
+    def _embedding(self) -> nn.Embedding:
+        return cast(nn.Embedding, self.backbone.get_input_embeddings())
 
     def train(self, mode: bool = True) -> "LanguageModel":
         """Stay in evaluation mode."""
@@ -119,7 +127,7 @@ class LanguageModel(nn.Module):
         """Read distinct texts, tokens [U, L] with text [U, L] bool, and copy what was read to rows [N] (each < U)."""
         cache = require_extra("transformers", EXTRA).DynamicCache(config=self.backbone.config)
         position = (text.long().cumsum(-1) - 1).clamp_min(0)
-        embedded = self.backbone.get_input_embeddings()(tokens)
+        embedded = self._embedding(tokens)
         self.backbone(
             inputs_embeds=embedded,
             attention_mask=text.long(),
@@ -162,7 +170,7 @@ class LanguageModel(nn.Module):
     @torch.no_grad()
     def require_attend(self, what: str) -> None:
         """Raise ConfigError, saying that `what` needs it, where `attend` fails: some backbones are causal by nature."""
-        weight = self.backbone.get_input_embeddings().weight
+        weight = self._embedding.weight
         token = torch.zeros((1, 1), dtype=torch.int64, device=weight.device)
         # two rows, alike but for the second of their two embeddings
         pairs = torch.linspace(-1, 1, self.width).to(weight).repeat(2, 2, 1)
@@ -190,7 +198,8 @@ class LanguageModel(nn.Module):
     def merge_lora(self) -> None:
         """Add the adapters to the weights and remove them; all weights are trainable again."""
         layer = require_extra("peft.tuners.lora", EXTRA).LoraLayer
-        for name, module in list(self.backbone.named_modules()):
+        modules: list[tuple[str, Any]] = list(self.backbone.named_modules())
+        for name, module in modules:
             if isinstance(module, layer):
                 module.merge()
                 self.backbone.set_submodule(name, module.get_base_layer())
@@ -204,14 +213,14 @@ def _next_positions(reading: Reading, embeddings: Tensor) -> tuple[Tensor, Tenso
     return position, torch.cat([reading.seen, reading.seen.new_ones(rows, steps)], 1)
 
 
-def _causal_by_nature(backbone: Any, what: str) -> str:
+def _causal_by_nature(backbone: "PreTrainedModel", what: str) -> str:
     return (
         f"{what} needs attention in both directions, which a {type(backbone).__name__} does not offer: choose another "
         "token.model, or decoding=causal."
     )
 
 
-def small_backbone(vocabulary: int, width: int, depth: int, heads: int, feed_forward: int) -> Any:
+def small_backbone(vocabulary: int, width: int, depth: int, heads: int, feed_forward: int) -> "PreTrainedModel":
     """Return a Llama of random weights (drawn from torch's global generator).
 
     They have a standard deviation of width^-1/2: the usual 0.02 is made for widths near a thousand and, at a hundred,
@@ -236,7 +245,7 @@ def small_backbone(vocabulary: int, width: int, depth: int, heads: int, feed_for
     )
 
 
-def pretrained_backbone(name: str) -> tuple[Any, PretrainedTokenizer]:
+def pretrained_backbone(name: str) -> "tuple[PreTrainedModel, PretrainedTokenizer]":
     """Return the (language) backbone and the tokenizer of a causal or vision-language checkpoint, in fp32.
 
     name: a folder, or a name on the Hugging Face hub (downloaded unless HF_HUB_OFFLINE is set). Raises ConfigError.
@@ -253,7 +262,7 @@ def pretrained_backbone(name: str) -> tuple[Any, PretrainedTokenizer]:
     return model.get_decoder(), PretrainedTokenizer(tokenizer)
 
 
-def described_backbone(description: Mapping[str, Any]) -> Any:
+def described_backbone(description: Mapping[str, Any]) -> "PreTrainedModel":
     """Return a backbone of random weights from `backbone.config.to_dict()`."""
     transformers = require_extra("transformers", EXTRA)
     settings = dict(description)

@@ -6,6 +6,7 @@ keys and values of a language model's prefix. Axes: N row, K step, P predicted s
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
@@ -16,7 +17,7 @@ from robopolicy.core.policy import CONDITION, TensorObservation, is_condition
 from robopolicy.core.registry import Registry
 from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.nn.configuration import FlowNoise
-from robopolicy.nn.denoisers import make_denoiser
+from robopolicy.nn.denoisers import Denoiser, make_denoiser
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.nn.noise import NoiseHead
 from robopolicy.nn.normalizer import Normalizer
@@ -161,7 +162,7 @@ class ChunkNetwork(nn.Module):
 class _SharedSteps:
     """Features of the times and of the condition vector, each computed once a chain."""
 
-    def __init__(self, denoiser: Any, times: Tensor, condition: Tensor):
+    def __init__(self, denoiser: Denoiser, times: Tensor, condition: Tensor):
         self.denoiser = denoiser
         self.times, self.condition = denoiser.encode_time(times), denoiser.encode_condition(condition)
 
@@ -245,7 +246,7 @@ def describe_network(network: DenoisingNetwork) -> dict[str, Any] | None:
     return {"class": NETWORKS.name_of(type(network)), "settings": dict(network.description())}
 
 
-def restore_network(description: Mapping[str, Any] | None, where: Any) -> DenoisingNetwork | None:
+def restore_network(description: Mapping[str, Any] | None, where: Path) -> DenoisingNetwork | None:
     """Return the untrained network that a checkpoint at `where` describes, None for one of ours.
 
     Raises CheckpointError unless the user has named the network's class in this process (see `Registry.load_saved`).

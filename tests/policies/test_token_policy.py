@@ -288,7 +288,7 @@ def test_checkpoints_of_the_hub_load_by_name_and_are_not_needed_again(
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="could not be loaded"):
         make(token(model=str(tmp_path / "nothing")))
-    with pytest.raises(ConfigError, match=r"finetune\.lora_rank"):
+    with pytest.raises(ConfigError, match="lora_rank of fine-tuning"):
         token(lora_rank=4)
 
 

@@ -66,9 +66,7 @@ class TokenConfig:
         if self.temperature <= 0:
             raise ConfigError(f"token.temperature is {self.temperature}: it must be positive (act deterministically?).")
         if self.decode_steps < 1:
-            raise ConfigError(
-                f"decode_steps is {self.decode_steps}: it is at least 1."
-            )
+            raise ConfigError(f"decode_steps is {self.decode_steps}: it is at least 1.")
         if min(self.width, self.depth, self.heads, self.feed_forward, self.patch) < 1 or self.lora_rank < 0:
             raise ConfigError("token.width, depth, heads, feed_forward and patch are at least 1, lora_rank at least 0.")
         if self.lora_rank and not self.model:

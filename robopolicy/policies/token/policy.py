@@ -9,7 +9,7 @@ words instead) and the text's logits are never computed.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from robopolicy.policies.fields import select_fields
 from robopolicy.policies.token.configuration import TokenPolicyConfig
 from robopolicy.policies.token.decoding import ActionLanguage, CausalDecoding, Prompt, make_decoding
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class TokenPolicy(nn.Module):
     """A `core.policy.Policy` that says action tokens; make one with `build_token_policy` or `load_policy`.
@@ -53,7 +56,7 @@ class TokenPolicy(nn.Module):
         fps: float,
         instructions: tuple[str, ...] = ("",),
         seed: int = 0,
-        language: tuple[Any, TextTokenizer] | None = None,
+        language: "tuple[PreTrainedModel, TextTokenizer] | None" = None,
     ):
         super().__init__()
         if len(action.shape) != 1:
@@ -135,9 +138,7 @@ class TokenPolicy(nn.Module):
     ) -> Decision:
         """`act` that keeps the first count[b] tokens of latents["tokens"] [B, K]; see `Resumes`."""
         if not isinstance(self.decoding, CausalDecoding):
-            raise ConfigError(
-                "Masked decoding has no first tokens to go on from: set branch_sampling_step to null."
-            )
+            raise ConfigError("Masked decoding has no first tokens to go on from: set branch_sampling_step to null.")
         found, logp = self.decoding.sample(
             self._action_language,
             self._prompt(observation),
@@ -302,7 +303,7 @@ class TokenPolicy(nn.Module):
         return tokens.to(device), text.to(device), index.to(device)
 
 
-def _language(config: TokenPolicyConfig, instructions: tuple[str, ...]) -> tuple[Any, TextTokenizer]:
+def _language(config: TokenPolicyConfig, instructions: tuple[str, ...]) -> "tuple[PreTrainedModel, TextTokenizer]":
     token = config.token
     if token.model:
         return pretrained_backbone(token.model)
