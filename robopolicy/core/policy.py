@@ -75,9 +75,9 @@ class Policy(Protocol):
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide for every row without gradient. deterministic: no exploration noise (the initial noise remains).
+        """Decide for every row of an observation [B, H, ...] without gradient.
 
-        Raises SpecError when the observation does not fit the spec, NonFiniteError on NaN or infinity.
+        deterministic: no exploration noise (the initial noise remains). Raises SpecError when the observation does not fit the spec, NonFiniteError on NaN or infinity.
         """
         ...
 
@@ -250,7 +250,7 @@ def require_trainable(policy: Policy) -> Trainable:
 
 
 def to_tensors(observation: Observation, device: torch.device | str = "cpu") -> TensorObservation:
-    """Copy a numpy observation to `device`; floats become fp32, images stay uint8, `task` becomes a list of strings."""
+    """Copy a numpy observation [B, H, ...] to `device`: floats become fp32, images stay uint8, `task` is texts."""
     tensors: TensorObservation = {}
     for key, value in observation.items():
         if key == TASK:

@@ -27,5 +27,5 @@ class ChannelNorm(nn.Module):
         self.norm = nn.RMSNorm(channels, eps=1e-4)
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Normalise every pixel."""
+        """Normalise every pixel of maps [N, C, height, width]."""
         return rearrange(self.norm(rearrange(maps, "n c h w -> n h w c")), "n h w c -> n c h w")

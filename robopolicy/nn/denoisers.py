@@ -57,7 +57,8 @@ def make_denoiser(
 ) -> Denoiser:
     """Build a denoiser of chunks [P, A] = [prediction_steps, action_size] under conditions of `condition_size`.
 
-    depth: hidden layers (MLP), blocks (transformer) or resolutions (U-Net); heads: of the transformer only.
+    depth: hidden layers (MLP), blocks (transformer) or resolutions (U-Net); heads: of the transformer only. Raises
+    ConfigError when a size is below 1.
     """
     if min(prediction_steps, action_size, condition_size, width, depth, heads) < 1:
         raise ConfigError("Denoiser sizes must be at least 1.")

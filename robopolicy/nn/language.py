@@ -224,7 +224,7 @@ def small_backbone(vocabulary: int, width: int, depth: int, heads: int, feed_for
     """Return a Llama of random weights (drawn from torch's global generator).
 
     They have a standard deviation of width^-1/2: the usual 0.02 is made for widths near a thousand and, at a hundred,
-    leaves so little of the signal that learning starts late.
+    leaves so little of the signal that learning starts late. Raises ConfigError unless heads divide the width.
     """
     transformers = require_extra("transformers", EXTRA)
     if width % heads:

@@ -62,7 +62,7 @@ class Normalizer(nn.Module):
         return (values - self.offset) / self.scale
 
     def inverse(self, normalized: Tensor) -> Tensor:
-        """Return to the data's units."""
+        """Return normalised values [..., *shape] to the data's units."""
         return normalized * self.scale + self.offset
 
 

@@ -26,18 +26,18 @@ class Normal:
     std: Tensor
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Return mean + std * noise for standard normal `noise`."""
+        """Return mean + std * noise for standard normal noise [..., P, A]."""
         return self.mean + self.std * noise
 
     def log_prob(self, value: Tensor, min_std: float = 0.0) -> Tensor:
-        """Return the elementwise log-density of `value`, with std raised to `min_std`; zero where std = 0."""
+        """Return the log-density of each element of value [..., P, A], std raised to `min_std`; zero where std = 0."""
         dense = self.std > 0
         std = torch.where(dense, self.std.clamp_min(min_std), torch.ones_like(self.std))
         constant = std.log() + 0.5 * math.log(2 * math.pi)
         return ((value - self.mean) / std).square().mul(-0.5).sub(constant) * dense
 
     def entropy(self, min_std: float = 0.0) -> Tensor:
-        """Return the elementwise entropy, shaped like std; zero where std = 0."""
+        """Return each element's entropy, std's shape [..., 1 or P, 1 or A]; zero where std = 0."""
         dense = self.std > 0
         std = torch.where(dense, self.std.clamp_min(min_std), torch.ones_like(self.std))
         return (std.log() + 0.5 * math.log(2 * math.pi * math.e)) * dense
@@ -211,7 +211,7 @@ class FlowSchedule(NoiseSchedule):
         return torch.rand(count, generator=generator, device=generator.device)
 
     def level_times(self, level: Tensor) -> Tensor:
-        """Return the denoiser's time input: the level itself."""
+        """Return the denoiser's time input [count]: the level itself."""
         return level
 
     def corrupt(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ class DenoisingPolicy(nn.Module):
         return self._actions(finish_chain(self.schedule, self.first_step, steps, latents, begun))
 
     def encode(self, observation: TensorObservation) -> Condition:
-        """Return what the network makes of N observations; raises SpecError or NonFiniteError on a bad one."""
+        """Return what the network makes of observations [N, H, ...]; raises SpecError or NonFiniteError."""
         self._validate(observation)
         return check_condition(self.network.encode(observation), len(observation[next(iter(self.fields))]))
 

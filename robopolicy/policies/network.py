@@ -39,7 +39,7 @@ class DenoisingNetwork(Protocol):
     """An nn.Module that a `DenoisingPolicy` can be made of; no dropout or batch norm, so that scores are exact."""
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
-        """Read observations with N rows; a generator asks for augmentation (training losses only)."""
+        """Read an observation [N, H, ...]; a generator asks for augmentation (training losses only)."""
         ...
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
@@ -198,12 +198,12 @@ def steps_of(network: DenoisingNetwork, times: Tensor, condition: Condition) -> 
 
 
 def repeat_rows(condition: Condition, count: int) -> Condition:
-    """Return every row `count` times in a row."""
+    """Return every row `count` times in a row, tensors [N x count, ...]."""
     return {name: value.repeat_interleave(count, 0) for name, value in condition.items()}
 
 
 def rows_in(condition: Condition) -> int:
-    """Return N."""
+    """Return N, the rows of tensors [N, ...]."""
     return len(next(iter(condition.values())))
 
 
@@ -222,7 +222,7 @@ def check_network(network: DenoisingNetwork, config: DenoisingPolicyConfig) -> N
 
 
 def check_condition(condition: Condition, rows: int) -> Condition:
-    """Return the condition of so many rows; raises ConfigError where it could not be kept in a decision's latents."""
+    """Return a condition of tensors [rows, ...]; raises ConfigError where it could not be kept among latents."""
     for name, value in condition.items():
         if not is_condition(name) or len(value) != rows:
             raise ConfigError(

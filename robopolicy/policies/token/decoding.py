@@ -166,7 +166,8 @@ class MaskedDecoding(nn.Module):
     def score(self, language: ActionLanguage, prompt: Prompt, latents: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probabilities [N, K, V], those of a position from the pass in which it was committed.
 
-        The S masked states of a row are rebuilt from "order" and looked at together, as N x S rows.
+        The S masked states of a row are rebuilt from "order" and looked at together, as N x S rows. Raises SpecError
+        without an order that fits.
         """
         tokens, steps = latents["tokens"], len(self.schedule)
         order = latents.get("order")

@@ -162,7 +162,8 @@ class TokenPolicy(nn.Module):
         Optional latents: "chosen" [N, k] int64 selects k of the K tokens per row; "executed" [N, C] bool: tokens of
         control steps that were not executed score 0 (with frequencies every token is part of every step, and all
         count). In masked decoding other tokens may have been said in view of those, so that this is an approximation
-        there. extras: log_probabilities [N, K, V] of the whole action vocabulary.
+        there. extras: log_probabilities [N, K, V] of the whole action vocabulary. Raises SpecError where tokens or
+        observation do not fit.
         """
         tokens = latents["tokens"]
         if tuple(tokens.shape[1:]) != (self.action_tokens.length,):
@@ -186,6 +187,7 @@ class TokenPolicy(nn.Module):
 
         batch: "observation" (key -> [N, H, ...] and `task`, N texts), "actions" [N, C, A] in the world's units,
         "action_valid" [N, C] bool (padding is not learned, except by frequencies, which say "hold the last action").
+        Raises SpecError on other shapes, NonFiniteError on NaN or infinity.
         """
         observation, actions, valid = batch["observation"], batch["actions"], batch["action_valid"]
         expected = (self.config.chunk, self.action.size)
@@ -230,7 +232,10 @@ class TokenPolicy(nn.Module):
             self.observation_tokens.requires_grad_(False)
 
     def add_lora(self, rank: int, alpha: float | None = None) -> None:
-        """Freeze everything and train low-rank adapters of the language model alone; alpha: scale x rank, 2 x rank."""
+        """Freeze everything and train low-rank adapters of the language model alone; alpha: scale x rank, 2 x rank.
+
+        Raises ConfigError where there are adapters already.
+        """
         if self.adapters is not None or self.config.token.lora_rank:
             raise ConfigError("The policy has adapters already: they go on learning, or merge_lora() takes them in.")
         self.adapters = {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha}
@@ -240,7 +245,10 @@ class TokenPolicy(nn.Module):
             self.language.add_lora(rank, self.adapters["alpha"])
 
     def merge_lora(self) -> None:
-        """Add the adapters of `add_lora` to the weights; what it decides stays the same up to rounding."""
+        """Add the adapters of `add_lora` to the weights; what it decides stays the same up to rounding.
+
+        Raises ConfigError where there are none.
+        """
         if self.adapters is None:
             raise ConfigError("There are no adapters to merge: add_lora() makes them.")
         self.language.merge_lora()
