@@ -77,7 +77,8 @@ class Policy(Protocol):
     ) -> Decision:
         """Decide for every row of an observation [B, H, ...] without gradient.
 
-        deterministic: no exploration noise (the initial noise remains). Raises SpecError when the observation does not fit the spec, NonFiniteError on NaN or infinity.
+        deterministic: no exploration noise (the initial noise remains). Raises SpecError when the observation does not
+        fit the spec, NonFiniteError on NaN or infinity.
         """
         ...
 
