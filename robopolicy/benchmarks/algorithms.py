@@ -11,6 +11,7 @@ from robopolicy.benchmarks.rates import pooled, rate_text, short, spread_text
 from robopolicy.benchmarks.runs import Variant, chosen_from, run_variant
 from robopolicy.build import build_world, choose_device, open_policy
 from robopolicy.configuration import Config, compose
+from robopolicy.core.policy import require_trainable
 from robopolicy.core.progress import progress
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
@@ -126,7 +127,7 @@ def time_per_iteration(config: Config, root: Path, task: str, rounds: int = 5) -
                 quick = ("finetune.iterations=2", "finetune.evaluate_every=0", "finetune.target_kl=null")
                 chosen = compose([f"recipe={task}", *GENTLE, *settings, *quick])
                 device = choose_device(chosen.run)
-                policy = open_policy(base, device)
+                policy = require_trainable(open_policy(base, device))
                 policy.prepare_finetuning(chosen.finetune.finetuned_steps)
                 world = build_world(chosen.world, policy, batch_size=chosen.finetune.num_envs, device=device)
                 run = RunFolder(Path(folder) / f"{turn} {name}")

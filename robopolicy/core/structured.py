@@ -106,7 +106,9 @@ def choices(kind: Any) -> tuple[str, ...]:
 
 
 def _over_default(item: Field[Any], value: Any) -> Any:
-    """Return the plain value of a field that is a section, where keys are missing filled up from the field's default."""
+    """Return the plain value of a field that is a section, where keys are missing filled up from the field's
+    default.
+    """
     default = item.default_factory() if item.default_factory is not MISSING else item.default
     if not is_dataclass(default) or isinstance(default, Tagged) or not isinstance(value, Mapping):
         return value

@@ -9,27 +9,33 @@ imagine.method=sft, imitation of synthesised successes (Ctrl-World, arXiv:2510.1
 """
 
 import time
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
 
 from robopolicy.build import WORLD_MODEL, build_critic, build_world, choose_device, open_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import ImaginationSection
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Trainable, require_trainable
+from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
-from robopolicy.core.world import Renders
+from robopolicy.core.world import Renders, World
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.two_worlds import TwoWorlds
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
-from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.finetune import film, guidance_of, print_advice, summary
 from robopolicy.verbs.verb import Verb
+from worldmodels.env import ImaginedWorld
+from worldmodels.protocol import LearnedModel
 
 VERB = Verb(
     summary="Fine-tune inside a world model, with imagined and real success side by side",
@@ -37,6 +43,20 @@ VERB = Verb(
     example="robopolicy imagine recipe=push_cube",
     target="finetune.policy",
 )
+
+
+@dataclass(frozen=True)
+class Worlds:
+    """training: imagined, cut where the settings say; imagined, real: whole episodes, paired by seed, to be judged."""
+
+    training: ImaginedWorld
+    imagined: ImaginedWorld
+    real: World
+
+    def close(self) -> None:
+        """Close all three."""
+        for world in (self.training, self.imagined, self.real):
+            world.close()
 
 
 def run(config: Config) -> int:
@@ -55,57 +75,19 @@ def run(config: Config) -> int:
     model = default_path(config, "worldmodel", "checkpoint", chosen.model, "imagine.model")
     base, policy = open_policy(path, device), require_trainable(open_policy(path, device))
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
-    inside = replace(config.world, name=WORLD_MODEL, model=model, simulator=config.world.name)
-    training_world: Any = build_world(inside, base, batch_size=section.num_envs, seed=config.run.seed, device=device)
-    episodes = max(chosen.watch, section.evaluate_episodes)
-    uncut = ImaginationSection(debounce=config.world.imagination.debounce)  # judged are whole episodes, paired by seed
-    judged = replace(inside, imagination=uncut)
-    imagined_world: Any = build_world(judged, base, episodes=section.evaluate_episodes, device=device)
-    real = build_world(config.world, base, episodes=episodes, device=device)
-    validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
-    watch = TwoWorlds(imagined_world, real, validation, validation[: chosen.watch], chosen.gap, device)
-    refresh = None
-    if chosen.refresh_every:
-        refresh = ModelRefresh(
-            [training_world.model, imagined_world.model],
-            real,
-            model.parent / "dataset",
-            folder,
-            chosen.refresh_every,
-            chosen.refresh_episodes,
-            chosen.refresh_steps,
-            config.run.seed,
-        )
+    worlds = open_worlds(config, base, model, device)
+    refresh = refresh_of(config, worlds, model, folder) if chosen.refresh_every else None
     started = time.perf_counter()
-    if chosen.method == "sft":
-        tuned = imitate(config, policy, training_world, watch, folder)
-    else:
-        critic = build_critic(training_world, section, config.run.seed).to(device)
-        tuned = finetune(
-            policy,
-            critic,
-            training_world,
-            narrowed(FinetuneConfig, section),
-            folder,
-            evaluate=watch.evaluate,
-            seed=config.run.seed,
-            guidance=guidance_of(config, training_world),
-            after_checkpoint=refresh,
-        )
+    tuned = learn(config, policy, worlds, folder, refresh)
     seconds = time.perf_counter() - started
     if tuned.stopped:
         output.print(f"Stopped: imagined and real success parted by more than {chosen.gap} at {tuned.iterations}.")
-    seeds = evaluation_seeds(config, section.evaluate_episodes)
     candidates = {"base": base, "tuned": policy}
-    verdicts = {name: judge(real, each, seeds, device, config.run.seed, name) for name, each in candidates.items()}
-    imagined = {
-        f"{name}, imagined": judge(imagined_world, each, seeds, device, config.run.seed, f"{name}, imagined")
-        for name, each in candidates.items()
-    }
-    if section.videos and isinstance(real, Renders):
-        film(config, real, {"base": base, "tuned in imagination": policy}, folder)
-    for each in (training_world, imagined_world, real):
-        each.close()
+    verdicts = judge_all(config, worlds.real, candidates)
+    imagined = judge_all(config, worlds.imagined, {f"{name}, imagined": each for name, each in candidates.items()})
+    if section.videos and isinstance(worlds.real, Renders):
+        film(config, worlds.real, {"base": base, "tuned in imagination": policy}, folder)
+    worlds.close()
     print_verdicts({**verdicts, **imagined})
     print_advice(verdicts)
     result = summary(verdicts) | {
@@ -124,8 +106,66 @@ def run(config: Config) -> int:
     return 0
 
 
+def open_worlds(config: Config, base: Policy, model: Path, device: torch.device) -> Worlds:
+    """Return the worlds to learn in and to judge in, as `base` sees them; `model` is a world model's checkpoint."""
+    section, seed = config.finetune, config.run.seed
+    inside = replace(config.world, name=WORLD_MODEL, model=model, simulator=config.world.name)
+    training = build_world(inside, base, batch_size=section.num_envs, seed=seed, device=device)
+    uncut = ImaginationSection(debounce=config.world.imagination.debounce)
+    judged = replace(inside, imagination=uncut)
+    imagined = build_world(judged, base, episodes=section.evaluate_episodes, device=device)
+    episodes = max(config.imagine.watch, section.evaluate_episodes)
+    real = build_world(config.world, base, episodes=episodes, device=device)
+    assert isinstance(training, ImaginedWorld)
+    assert isinstance(imagined, ImaginedWorld)
+    return Worlds(training, imagined, real)
+
+
+def refresh_of(config: Config, worlds: Worlds, model: Path, folder: RunFolder) -> ModelRefresh:
+    """Return what trains the model on, in both imagined worlds, with new real episodes of the policy."""
+    chosen = config.imagine
+    return ModelRefresh(
+        [cast(LearnedModel, each.model) for each in (worlds.training, worlds.imagined)],
+        worlds.real,
+        model.parent / "dataset",
+        folder,
+        chosen.refresh_every,
+        chosen.refresh_episodes,
+        chosen.refresh_steps,
+        config.run.seed,
+    )
+
+
+def learn(
+    config: Config, policy: Trainable, worlds: Worlds, folder: RunFolder, refresh: ModelRefresh | None
+) -> FinetuneResult:
+    """Fine-tune `policy` in the training world, watched in both others; it ends as the best that was believed."""
+    section, chosen, device = config.finetune, config.imagine, choose_device(config.run)
+    validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
+    watch = TwoWorlds(worlds.imagined, worlds.real, validation, validation[: chosen.watch], chosen.gap, device)
+    if chosen.method == "sft":
+        return imitate(config, policy, worlds.training, watch, folder)
+    return finetune(
+        policy,
+        build_critic(worlds.training, section, config.run.seed).to(device),
+        worlds.training,
+        narrowed(FinetuneConfig, section),
+        folder,
+        evaluate=watch.evaluate,
+        seed=config.run.seed,
+        guidance=guidance_of(config, worlds.training),
+        after_checkpoint=refresh,
+    )
+
+
+def judge_all(config: Config, world: World, policies: Mapping[str, Policy]) -> dict[str, Verdict]:
+    """Return the verdict on each policy, by label, on the seeds that every verb judges on."""
+    seeds, device = evaluation_seeds(config, config.finetune.evaluate_episodes), choose_device(config.run)
+    return {name: judge(world, each, seeds, device, config.run.seed, name) for name, each in policies.items()}
+
+
 def imitate(
-    config: Config, policy: Trainable, training_world: Any, watch: TwoWorlds, folder: RunFolder
+    config: Config, policy: Trainable, training_world: World, watch: TwoWorlds, folder: RunFolder
 ) -> FinetuneResult:
     """Run the rounds of synthesis, filter and imitation."""
     chosen = config.imagine

@@ -31,6 +31,7 @@ from robopolicy.runs import default_path, finish, finished, open_run, output, pr
 from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.verb import Verb
 from worldmodels.checkpoint import save_world_model
+from worldmodels.protocol import LearnedModel
 from worldmodels.registry import WORLD_MODELS
 
 VERB = Verb(
@@ -111,7 +112,7 @@ def in_other_styles(config: Config, episodes: Episodes) -> Episodes:
     return Episodes.concatenate(parts)
 
 
-def film(model: Any, episodes: Episodes, folder: RunFolder) -> None:
+def film(model: LearnedModel, episodes: Episodes, folder: RunFolder) -> None:
     """Write imagined.mp4, if the model has images: the longest of `episodes`, real and imagined."""
     if not model.spec.cameras:
         return

@@ -1,0 +1,111 @@
+"""The house keeps its shape: files and functions that fit a head, no import circles, typed policies, spoken shapes."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("robopolicy", "worldmodels", "sims")
+LONGEST_FILE, LONGEST_FUNCTION = 450, 70
+ROOMS = ("robopolicy/core", "robopolicy/rl", "robopolicy/nn", "robopolicy/policies", "sims", "worldmodels")
+"""Where public functions over arrays say their shapes, and which errors they raise."""
+ARRAYS = {"Tensor", "ndarray", "Rows"}
+ACTORS = {"policy", "base", "teacher", "model", "world", "critic", "actor", "candidate", "student"}
+"""Names of parameters that mean a policy, a model or a world: `Any` would say nothing about them."""
+
+
+def sources() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def functions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Public functions and methods of public classes, by dotted name."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from functions(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            if "overload" not in {name for each in node.decorator_list for name in names_in(each)}:
+                yield prefix + node.name, node
+
+
+def names_in(node: ast.AST) -> set[str]:
+    parts = list(ast.walk(node))
+    return {part.id for part in parts if isinstance(part, ast.Name)} | {
+        part.attr for part in parts if isinstance(part, ast.Attribute)
+    }
+
+
+def test_files_and_functions_fit_a_head():
+    long = []
+    for path in sources():
+        text = path.read_text()
+        if (lines := text.count("\n")) > LONGEST_FILE:
+            long.append(f"{path.relative_to(ROOT)}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length} lines")
+    assert not long, "\n".join(long)
+
+
+def test_no_module_imports_itself_over_others():
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in sources()}
+    imports: dict[str, set[str]] = {}
+    for path in sources():
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found: set[str] = set()
+        for node in ast.parse(path.read_text()).body:  # at the top of a module: what runs when it is imported
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {node.module, *(f"{node.module}.{item.name}" for item in node.names)}
+            elif isinstance(node, ast.Import):
+                found |= {item.name for item in node.names}
+        imports[name] = (found & modules) - {name}
+    circles, done = [], set[str]()
+
+    def walk(name: str, way: list[str]) -> None:
+        if name in way:
+            circles.append(" -> ".join([*way[way.index(name) :], name]))
+        elif name not in done:
+            for other in sorted(imports[name]):
+                walk(other, [*way, name])
+            done.add(name)
+
+    for name in sorted(modules):
+        walk(name, [])
+    assert not circles, "\n".join(circles)
+
+
+def test_parameters_that_mean_a_policy_a_model_or_a_world_are_typed():
+    untyped = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {name}({item.arg})"
+        for path in sources()
+        for name, node in functions(ast.parse(path.read_text()))
+        for item in [*node.args.args, *node.args.kwonlyargs]
+        if item.arg in ACTORS and (item.annotation is None or names_in(item.annotation) == {"Any"})
+    ]
+    assert not untyped, "\n".join(untyped)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_say_shapes_and_errors(room: str):
+    silent = []
+    for path in sorted((ROOT / room).rglob("*.py")):
+        for name, node in functions(ast.parse(path.read_text())):
+            text, place = ast.get_docstring(node) or "", f"{path.relative_to(ROOT)}:{node.lineno} {name}"
+            annotations = [item.annotation for item in [*node.args.args, *node.args.kwonlyargs] if item.annotation]
+            annotations += [node.returns] if node.returns else []
+            if any(names_in(each) & ARRAYS for each in annotations) and "[" not in text:
+                silent.append(f"{place}: no shape, such as [B, T]")
+            raised = {
+                part.id
+                for each in ast.walk(node)
+                if isinstance(each, ast.Raise) and each.exc is not None
+                for part in [each.exc.func if isinstance(each.exc, ast.Call) else each.exc]
+                if isinstance(part, ast.Name) and part.id.endswith("Error") and part.id != "AssertionError"
+            }
+            if raised and "aise" not in text and not any(error in text for error in raised):
+                silent.append(f"{place}: raises {', '.join(sorted(raised))}, and does not say so")
+    assert not silent, f"{len(silent)} of {room}:\n" + "\n".join(silent)
