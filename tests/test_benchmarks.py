@@ -48,7 +48,8 @@ def test_the_experiments_run():
         trajectories=small,
     )
     found = trajectories.measure(0, scale)
-    assert np.isfinite(list(found["ensemble"]["error_after_steps"].values())).all() and set(found["guidance"]) == {"0.0", "1.0"}
+    assert np.isfinite(list(found["ensemble"]["error_after_steps"].values())).all()
+    assert set(found["guidance"]) == {"0.0", "1.0"}
     assert len(found["agents"]) == 4
     assert len(whole(trajectories.tables({"seeds": {"0": found}}))) == 2
     tiny = planning.Scale(

@@ -25,9 +25,12 @@ def functions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tup
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from functions(node, f"{prefix}{node.name}.")
-        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            if "overload" not in {name for each in node.decorator_list for name in names_in(each)}:
-                yield prefix + node.name, node
+        elif isinstance(node, ast.FunctionDef) and not (node.name.startswith("_") or is_overload(node)):
+            yield prefix + node.name, node
+
+
+def is_overload(node: ast.FunctionDef) -> bool:
+    return any("overload" in names_in(each) for each in node.decorator_list)
 
 
 def names_in(node: ast.AST) -> set[str]:
