@@ -5,9 +5,9 @@ import json
 import pytest
 
 from robopolicy.cli import INTERRUPTED, main
-from robopolicy.verbs.verb import VERBS, declaration
 from robopolicy.training import imagined
 from robopolicy.training.stages import fit_stages
+from robopolicy.verbs.verb import VERBS, declaration
 
 SMALL = [
     "world=reach_planar",
