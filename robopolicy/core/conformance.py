@@ -32,7 +32,8 @@ def check_world(
     deterministic: the same seeds and actions give the same episode (False for worlds that sample their dynamics);
     snapshots, renders: whether the world claims these protocols; tolerance: allowed absolute difference between equal
     episodes run in other rows, batches or chunkings (0 is bitwise; a learned world needs about 1e-5);
-    first_seed: episode seeds count up from it. Raises AssertionError naming the broken promise.
+    first_seed: episode seeds count up from it. Raises AssertionError naming the broken promise, and ValueError on
+    batch_size < 3 or chunk < 2.
     """
     if batch_size < 3 or chunk < 2:
         raise ValueError("check_world needs batch_size >= 3 and chunk >= 2 to tell rows and steps apart.")
@@ -51,7 +52,10 @@ def check_world(
 
 
 def check_starts(make_world: MakeWorld, seeds: np.ndarray, tolerance: float) -> None:
-    """A start is well formed and a function of its seed alone: not of row, batch size or what happened before."""
+    """A start is well formed and a function of its seed alone: not of row, batch size or what happened before.
+
+    seeds: [B], of the episodes. Raises AssertionError naming the broken promise.
+    """
     world = make_world(len(seeds))
     spec = world.spec
     promise(world, world.batch_size == len(seeds), f"batch_size is {world.batch_size}, not the {len(seeds)} asked for")
@@ -81,7 +85,10 @@ def check_starts(make_world: MakeWorld, seeds: np.ndarray, tolerance: float) -> 
 def check_partial_reset(
     make_world: MakeWorld, seeds: np.ndarray, chunk: int, deterministic: bool, tolerance: float
 ) -> None:
-    """reset(rows) starts these rows and touches no others, now or later."""
+    """reset(rows) starts these rows and touches no others, now or later.
+
+    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
+    """
     world, twin = make_world(len(seeds)), make_world(len(seeds))
     actions = sample_actions(world.spec, len(seeds), chunk, 1)
     twin.reset(seeds=seeds)
@@ -106,7 +113,10 @@ def check_partial_reset(
 
 
 def check_episode(make_world: MakeWorld, seeds: np.ndarray, chunk: int) -> None:
-    """Play to the end: shapes, endings, latched success, the time limit exactly at the horizon, frozen ended rows."""
+    """Play to the end: shapes, endings, latched success, the time limit exactly at the horizon, frozen ended rows.
+
+    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
+    """
     world = make_world(len(seeds))
     spec, count = world.spec, np.zeros(len(seeds), dtype=np.int64)
     observation = world.reset(seeds=seeds)
@@ -196,7 +206,10 @@ def check_observation(world: World, observation: Observation) -> None:
 def check_bad_actions(
     make_world: MakeWorld, seeds: np.ndarray, chunk: int, deterministic: bool, tolerance: float
 ) -> None:
-    """Wrong shapes and non-finite actions are refused without touching the world; values out of range are clipped."""
+    """Wrong shapes and non-finite actions are refused without touching the world; values out of range are clipped.
+
+    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
+    """
     world, batch = make_world(len(seeds)), len(seeds)
     world.reset(seeds=seeds)
     good = sample_actions(world.spec, batch, chunk, 3)
@@ -227,7 +240,10 @@ def check_bad_actions(
 
 
 def check_repeats(make_world: MakeWorld, seeds: np.ndarray, chunk: int, tolerance: float) -> None:
-    """The same seeds and actions give the same episode, in any row."""
+    """The same seeds and actions give the same episode, in any row.
+
+    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
+    """
     world, twin = make_world(len(seeds)), make_world(len(seeds))
     world.reset(seeds=seeds)
     twin.reset(seeds=seeds[::-1])
@@ -241,7 +257,10 @@ def check_repeats(make_world: MakeWorld, seeds: np.ndarray, chunk: int, toleranc
 
 
 def check_chunks(make_world: MakeWorld, seeds: np.ndarray, chunk: int, tolerance: float) -> None:
-    """A chunk of C steps equals C chunks of one step, to the end of the episode."""
+    """A chunk of C steps equals C chunks of one step, to the end of the episode.
+
+    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
+    """
     world, single = make_world(len(seeds)), make_world(len(seeds))
     world.reset(seeds=seeds)
     single.reset(seeds=seeds)
@@ -267,7 +286,10 @@ def check_chunks(make_world: MakeWorld, seeds: np.ndarray, chunk: int, tolerance
 def check_snapshots(
     make_world: MakeWorld, seeds: np.ndarray, chunk: int, deterministic: bool, tolerance: float
 ) -> None:
-    """A restored row shows and repeats what it did, also in another row; rows not restored are left alone."""
+    """A restored row shows and repeats what it did, also in another row; rows not restored are left alone.
+
+    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
+    """
     world, batch = make_world(len(seeds)), len(seeds)
     if not isinstance(world, Snapshots):
         promise(world, False, "it has snapshot and restore (or pass snapshots=False)")
@@ -303,7 +325,10 @@ def check_snapshots(
 
 
 def check_render(make_world: MakeWorld, seeds: np.ndarray) -> None:
-    """Images are uint8 [R, height, width, 3] of the rows asked for."""
+    """Images are uint8 [R, height, width, 3] of the rows asked for.
+
+    seeds: [B], of the episodes. Raises AssertionError naming the broken promise.
+    """
     world = make_world(len(seeds))
     if not isinstance(world, Renders):
         promise(world, False, "it has render (or pass renders=False)")
@@ -324,13 +349,13 @@ def sample_actions(spec: WorldSpec, batch: int, chunk: int, seed: int) -> np.nda
 
 
 def action_bounds(action: Field) -> tuple[np.ndarray, np.ndarray]:
-    """Return low and high of one control step, -1 and 1 where the field is unbounded."""
+    """Return low and high of one control step, [A] each, in the field's units; -1 and 1 where it is unbounded."""
     low, high = np.broadcast_to(action.low, action.shape), np.broadcast_to(action.high, action.shape)
     return np.where(np.isfinite(low), low, -1.0), np.where(np.isfinite(high), high, 1.0)
 
 
 def expect_error(world: World, actions: np.ndarray, error: type[RobopolicyError], what: str) -> None:
-    """`step` must raise `error`."""
+    """`step` must raise `error` on `actions`, not [B, C, A] or not finite; raises AssertionError otherwise."""
     try:
         world.step(actions)
     except error:
@@ -373,12 +398,12 @@ def copy(observation: Observation) -> Observation:
 
 
 def take(observation: Observation, rows: np.ndarray) -> Observation:
-    """Select rows of every array."""
+    """Select rows of every array [B, ...], by indices [n] or a mask [B]."""
     return {key: np.asarray(value)[rows] for key, value in observation.items()}
 
 
 def reorder(step: Step, rows: np.ndarray) -> Step:
-    """Select rows of every array in a step."""
+    """Select rows of every array [B, ...] in a step, by indices [n] or a mask [B]; horizon_end is dropped."""
     return Step(
         observation=take(step.observation, rows),
         trace=take(step.trace, rows),

@@ -30,7 +30,8 @@ class Episodes:
     episode; rewards: term -> [N]; step_success: [N] bool, the episode has succeeded by the end of this step;
     terminated: [E] bool, the task ended (False: time limit); seeds: [E] int64; final_known: [E] bool, False where the
     data lacks the observation after the last action (the last frame then repeats the one before). fps: steps per
-    second. Optional entries are None where a dataset does not say.
+    second. Optional entries are None where a dataset does not say. Raises DataError where lengths do not fit together,
+    an episode is empty, or keys and fields differ.
     """
 
     observation_fields: Mapping[str, Field]
@@ -131,7 +132,10 @@ class Episodes:
         return replace(self, **changed)
 
     def select(self, index: Tensor | Sequence[int] | None) -> "Episodes":
-        """Keep episodes by index [n] or boolean mask [E], in the order given: `select(episodes.success)`."""
+        """Keep episodes by index [n] or boolean mask [E], in the order given: `select(episodes.success)`.
+
+        Raises DataError on None, as `success` is where it is not recorded, and on a mask of another length.
+        """
         if index is None:
             raise DataError("Nothing to select by: does the data record success at all?")
         chosen = torch.as_tensor(index, device=self.device)
@@ -158,7 +162,10 @@ class Episodes:
         )
 
     def split(self, share: float, generator: torch.Generator) -> tuple["Episodes", "Episodes"]:
-        """Hold out a share of the episodes, at least one: (training, validation)."""
+        """Hold out a share of the episodes, at least one: (training, validation).
+
+        Raises DataError where none would be left for training.
+        """
         held = max(1, round(share * len(self)))
         if held >= len(self):
             raise DataError(f"Of {len(self)} episodes none is left to learn from: record more of them.")

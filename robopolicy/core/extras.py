@@ -73,14 +73,14 @@ class Extras:
         return replace(self, **tensors)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield those that are there, in the order of their definition."""
+        """Yield name and tensor [B, T, ...] of those that are there, in the order of their definition."""
         for item in fields(self):
             value = getattr(self, item.name)
             if value is not None:
                 yield item.name, value
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Extras":
-        """Return what `function` makes of each that is there."""
+        """Return what `function` makes of each [B, T, ...] that is there."""
         return Extras(**{name: function(value) for name, value in self.items()})
 
     def __contains__(self, name: str) -> bool:

@@ -27,7 +27,7 @@ class Actor[Thought](Protocol):
     """Whatever turns a world's observation into action chunks, and can tell how it came to them."""
 
     def reset(self, rows: Rows = None) -> None:
-        """Forget what was remembered about `rows`, all of them for None."""
+        """Forget what was remembered about `rows` [R], all of them for None."""
         ...
 
     def choose(self, observation: Observation) -> tuple[np.ndarray, Thought]:
@@ -59,7 +59,7 @@ class PolicyActor:
         self.kept: tuple[Mapping[str, Tensor], Tensor] | None = None
 
     def reset(self, rows: Rows = None) -> None:
-        """Let the policy forget `rows`."""
+        """Let the policy forget `rows` [R], all of them for None."""
         self.policy.reset(rows)
 
     def choose(self, observation: Observation) -> tuple[np.ndarray, Decided]:
@@ -87,7 +87,7 @@ class ControllerActor:
         self.controller = controller
 
     def reset(self, rows: Rows = None) -> None:
-        """Let the controller forget `rows`."""
+        """Let the controller forget `rows` [R], all of them for None."""
         self.controller.reset(rows)
 
     def choose(self, observation: Observation) -> tuple[np.ndarray, None]:

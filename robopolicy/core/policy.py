@@ -83,7 +83,7 @@ class Policy(Protocol):
         ...
 
     def reset(self, rows: Rows = None) -> None:
-        """Forget what was remembered about `rows`, all of them for None (most policies remember nothing)."""
+        """Forget what was remembered about `rows` [R], all of them for None (most policies remember nothing)."""
         ...
 
 
@@ -155,7 +155,7 @@ class Trainable(ScoredPolicy, Protocol):
 
 @runtime_checkable
 class Resumes(Protocol):
-    """A policy that can go on from the middle of a decision: its tree branches inside denoising chains or sentences."""
+    """A policy that can go on from the middle of a decision: its tree branches inside denoising chains or token sequences."""
 
     def resume(
         self, observation: TensorObservation, latents: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
@@ -163,7 +163,7 @@ class Resumes(Protocol):
         """Decide like `act`, but keep the first count[b] steps [B] of `latents` where count is not negative.
 
         Kept steps are no choices of this decision: mask is False there. count 0 keeps what came before the first step
-        (the initial noise of a chain; nothing of a sentence), -1 nothing at all.
+        (the initial noise of a chain; of tokens nothing), -1 nothing at all.
         """
         ...
 

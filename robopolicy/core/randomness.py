@@ -31,11 +31,11 @@ class Generators:
         return self._generators[name]
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of every generator used so far, as uint8 tensors."""
+        """Return the state of every generator used so far, name -> [n] uint8 on the CPU."""
         return {name: generator.get_state() for name, generator in self._generators.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue exactly where `state` was taken."""
+        """Continue exactly where `state`, name -> [n] uint8, was taken; generators it does not name are left alone."""
         for name, value in state.items():
             self[name].set_state(value.to("cpu", torch.uint8))
 

@@ -6,7 +6,10 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def resource(kind: str, name: str = "") -> Path:
-    """Return the path of a shipped file or folder; kind is "assets" or "configs"."""
+    """Return the path of a shipped file or folder; kind is "assets" or "configs".
+
+    Raises FileNotFoundError where the installation lacks the folder of that kind; the file itself is not looked for.
+    """
     for root in (_PACKAGE.parent / kind, _PACKAGE / "resources" / kind):
         if root.is_dir():
             return root / name

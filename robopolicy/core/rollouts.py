@@ -208,7 +208,7 @@ def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False, image
 
 
 def tensor_of(observation: TensorObservation, key: str) -> Tensor:
-    """Return a field of an observation that is a tensor; rollouts hold no texts (`Rollouts.task` has their indices)."""
+    """Return a field [B, T, H, ...] of an observation; rollouts hold no texts (`Rollouts.task` has their indices)."""
     value = observation[key]
     assert isinstance(value, Tensor)
     return value

@@ -49,7 +49,7 @@ def load_tree(folder: Path, name: str, device: torch.device | str = "cpu") -> di
 
 
 def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Read a safetensors file, or raise `CheckpointError` naming it."""
+    """Read a safetensors file, name -> tensor [...] as it was saved, or raise `CheckpointError` naming it."""
     if not Path(path).is_file():
         raise CheckpointError(f"{path} does not exist. A checkpoint folder holds config.json and safetensors files.")
     try:

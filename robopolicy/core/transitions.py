@@ -33,7 +33,7 @@ class Transitions:
 
     @property
     def won(self) -> Tensor:
-        """`success`; raises DataError where it is not known."""
+        """`success` [N] bool; raises DataError where it is not known."""
         if self.success is None:
             raise DataError("These transitions do not say which of them succeeded.")
         return self.success

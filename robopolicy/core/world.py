@@ -105,11 +105,11 @@ class Snapshots(Protocol):
     """A world whose rows can be saved and restored, into the same or other rows."""
 
     def snapshot(self, rows: Rows = None) -> Snapshot:
-        """Copy the state of `rows`."""
+        """Copy the state of `rows` [R], all of them for None: arrays [R, ...]."""
         ...
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
-        """Overwrite `rows` with `snapshot` (equal length) and return the observation of all rows."""
+        """Overwrite `rows` [R] with `snapshot` (equal length) and return the observation of all rows, [B, H, ...]."""
         ...
 
 
@@ -127,7 +127,7 @@ class Controller(Protocol):
     """A scripted expert or any other hand-written policy, vectorised over rows."""
 
     def reset(self, rows: Rows = None) -> None:
-        """Forget what was remembered about `rows`."""
+        """Forget what was remembered about `rows` [R], all of them for None."""
         ...
 
     def act(self, observation: Observation) -> np.ndarray:

@@ -51,7 +51,10 @@ class AlgorithmConfig:
     """Mechanism -> its options, such as options.grpo.epsilon=1e-6."""
 
     def of(self, name: str, default: Any) -> Any:
-        """The choice for a slot: this configuration's, else the preset's, else `default`."""
+        """The choice for a slot: this configuration's, else the preset's, else `default`.
+
+        Raises ConfigError where the preset is asked and there is none of that name.
+        """
         value = getattr(self, name)
         if value is not None:
             return value

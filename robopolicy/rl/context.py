@@ -41,10 +41,10 @@ class Scored:
 
     logp: current; log_ratio: current to proximal, reduced to the configured level and clamped; clamped: where that
     happened; staleness: log(proximal / behaviour), per step; advantage; mask; clip_low, clip_high: widths around 1
-    (broadcastable); chosen: index of each sampling step in its decision; rollouts: the minibatch itself, [b, t],
+    (broadcastable); chosen: index of each step in its decision; rollouts: the minibatch itself, [b, t],
     without its next observations; knobs: what controllers set, by name; share: how much of the run is done; extra:
-    name -> an extra of the policy's scores (or "entropy"), [b, t, K, ...], 0 outside `mask`; ConfigError where the
-    policy gives none.
+    name -> an extra of the policy's scores (or "entropy"), [b, t, K, ...], 0 outside `mask`; raises ConfigError
+    where the policy gives none.
     """
 
     logp: Tensor
@@ -155,7 +155,7 @@ def given[T](value: T | None, name: str) -> T:
 
 
 def score_extra(scores: Scores, name: str) -> Tensor:
-    """Return an extra of a policy's scores; raises ConfigError where the policy gives none of that name."""
+    """Return an extra of a policy's scores, such as mean [N, K, P, A]; raises ConfigError where there is none."""
     if name not in scores.extras:
         has = ", ".join(scores.extras) or "none"
         raise ConfigError(f"This mechanism reads '{name}' of the policy's scores, whose extras are: {has}.")

@@ -16,7 +16,10 @@ def denoising_discount(steps: int, gamma: float) -> Tensor:
 
 @mechanism(Slot.CREDIT, "denoising_discount", source="DPPO, Ren et al. 2024, arXiv:2409.00588", needs=(Need.GAUSSIAN,))
 def discount_denoising(rollouts: Rollouts, advantage: Tensor, context: Context, *, gamma: float = 0.9) -> Tensor:
-    """Discount credit towards the noisy end of the chain: A_k = gamma^(K - 1 - k) A."""
+    """Discount credit towards the noisy end of the chain: A_k = gamma^(K - 1 - k) A.
+
+    Takes and returns A [B, T, K]; gamma: per denoising step.
+    """
     return advantage * denoising_discount(advantage.shape[-1], gamma).to(advantage.device)
 
 
@@ -34,7 +37,10 @@ def _among(values: Tensor, mask: Tensor) -> Tensor:
 
 @mechanism(Slot.CREDIT, "top_entropy", source="80/20 rule, arXiv:2506.01939", needs=(Need.CATEGORICAL, Need.ENTROPY))
 def top_entropy(rollouts: Rollouts, advantage: Tensor, context: Context, *, share: float = 0.2) -> Tensor:
-    """Learn only from the `share` of steps with the highest entropy in the batch: the forks in the road."""
+    """Learn only from the `share` of steps with the highest entropy in the batch: the forks in the road.
+
+    Takes and returns A [B, T, K], 0 at the other steps.
+    """
     entropy = entropy_of(rollouts)
     threshold = torch.quantile(entropy[rollouts.mask], 1 - share)
     return torch.where(entropy >= threshold, advantage, 0.0)
@@ -42,7 +48,10 @@ def top_entropy(rollouts: Rollouts, advantage: Tensor, context: Context, *, shar
 
 @mechanism(Slot.CREDIT, "d3s_steps", source="D3S (dual-scale down-sampling)", needs=(Need.CATEGORICAL, Need.ENTROPY))
 def d3s_steps(rollouts: Rollouts, advantage: Tensor, context: Context, *, start: float = 0.3) -> Tensor:
-    """Learn only from the steps with the largest |A| H; the share kept grows from `start` to all along the run."""
+    """Learn only from the steps with the largest |A| H; the share kept grows from `start` to all along the run.
+
+    H: entropy of a step, nats. Takes and returns A [B, T, K], 0 at the other steps.
+    """
     share = start + (1 - start) * context.share
     size = torch.where(rollouts.mask, advantage.abs() * entropy_of(rollouts), -1.0)
     threshold = torch.quantile(size[rollouts.mask], 1 - share)
@@ -63,7 +72,8 @@ def empg(
 
         A_t g(H_t) + bonus exp(-clarity H_{t+1}),  g = exp(-damping H) / mean,  then centred over the batch
 
-    H: mean entropy of a decision's steps, scaled to [0, 1] over the batch (the final centring is from memory).
+    H: mean entropy of a decision's steps, scaled to [0, 1] over the batch (the final centring is from memory). Takes
+    and returns A [B, T, K].
     """
     alive = rollouts.alive
     count = rollouts.mask.sum(-1).clamp(min=1)
@@ -78,7 +88,10 @@ def empg(
 
 @mechanism(Slot.CREDIT, "hapo", source="HAPO (heterogeneous adaptive)", needs=(Need.CATEGORICAL, Need.ENTROPY))
 def hapo(rollouts: Rollouts, advantage: Tensor, context: Context, *, gain: float = 0.3) -> Tensor:
-    """A (1 + gain h), with h in [-1, 1] the step's log-entropy scaled over the batch: forks count more."""
+    """A (1 + gain h), with h in [-1, 1] the step's log-entropy scaled over the batch: forks count more.
+
+    Takes and returns A [B, T, K].
+    """
     level = _among(entropy_of(rollouts).clamp(min=1e-6).log(), rollouts.mask)
     return advantage * (1 + gain * (2 * level - 1))
 
@@ -92,7 +105,7 @@ def gtpo(
     A token that both a positive and a negative episode chose at the same place, in an unbroken run from the start,
     counts double in the positive ones and not at all in the negative ones. Episodes with a mean entropy above
     entropy_limit (ln 2) are left out; A -= penalty * entropy. Runs from the end, also in the paper, are not treated:
-    episodes of a robot do not end alike.
+    episodes of a robot do not end alike. Entropies are in nats. Takes and returns A [B, T, K].
     """
     # same[i, j, s]: both rows chose the same token at place s; cummin keeps the unbroken run from the start, so it ends
     # at the first difference. A conflict is a token shared with a good and with a bad episode of the group.
@@ -126,7 +139,7 @@ def vppo(
 
     extras["blackout_logp"] [B, T, K] scores the same steps with patches of the images made black; dependency
     d = exp(x) - 1 - x with x = that minus the original log-probability (k3). The top `share` of steps is kept; an
-    episode's advantage is scaled by its mean d, mapped to [low, high] and centred at 1.
+    episode's advantage is scaled by its mean d, mapped to [low, high] and centred at 1. Takes and returns A [B, T, K].
     """
     shift = (rollouts.extras["blackout_logp"] - rollouts.logp_behaviour).clamp(-10, 10)
     # k3 of KL(seeing || blind): never negative, 0 where the image does not matter.
@@ -145,7 +158,8 @@ def seed_grpo(
     """Shrink updates on starts where the policy does many different things: A (1 - alpha SE / SE_max).
 
     SE is the entropy of a group over clusters of final states: vectors of the last decision's next observation, divided
-    by their standard deviation over the batch and rounded to multiples of `resolution`.
+    by their standard deviation over the batch and rounded to multiples of `resolution`. Takes and returns A [B, T, K];
+    an episode's entries share one factor, never below 0.
     """
     last = rollouts.alive.sum(1) - 1
     rows = torch.arange(len(last), device=last.device)
@@ -174,7 +188,8 @@ def cepo(
     """Credit what depends on the instruction: A ((1 - share) + share w), w = exp(sign(A) delta) within 1 +- epsilon.
 
     delta: a step's log-probability under its instruction minus that under another one. What would have been done anyway
-    keeps a weight of 1.
+    keeps a weight of 1. The one under another instruction is extras["contrast_logp"] [B, T, K]. Takes and returns
+    A [B, T, K].
     """
     delta = rollouts.logp_behaviour - rollouts.extras["contrast_logp"]
     weight = (advantage.sign() * delta).clamp(-10, 10).exp().clamp(1 - epsilon, 1 + epsilon)

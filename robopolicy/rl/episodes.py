@@ -45,7 +45,8 @@ class Branching:
     """at: decisions (from 0) at which every running episode splits; width: into how many, itself among them.
 
     step: how many steps of the decision the branches share (BranchGRPO's tree over the denoising chain; 0 shares the
-    initial noise), None: they split before it and share nothing of it.
+    initial noise), None: they split before it and share nothing of it. Raises ConfigError unless width is at least 2
+    and the decisions are distinct and from 0.
     """
 
     at: tuple[int, ...] = ()
@@ -67,7 +68,11 @@ class Branching:
 def groups_of(
     seeds: Sequence[int] | np.ndarray, sizes: int | Sequence[int], tasks: Sequence[int] = ()
 ) -> list[Request]:
-    """Return requests for one group per seed, `sizes` episodes each (ragged where a sequence is given)."""
+    """Return requests for one group per seed, `sizes` episodes each (ragged where a sequence is given).
+
+    seeds: [G] of G groups; sizes: for all of them, or [G]; tasks: indices of instructions [G], or none. Raises
+    ValueError where their numbers differ.
+    """
     counts = [sizes] * len(seeds) if isinstance(sizes, int) else list(sizes)
     chosen = list(tasks) or [-1] * len(seeds)
     return [
@@ -96,7 +101,9 @@ class _Running:
 class EpisodePlayer:
     """Plays requests in the rows of a world; holds what is in flight between two calls of `play`.
 
-    branching: where episodes split, None for nowhere; the world must then be able to save and restore rows.
+    branching: where episodes split, None for nowhere. Raises SpecError where the policy does not fit the world, and
+    ConfigError where rows are to split in a world that cannot save and restore them, or inside decisions of a policy
+    that cannot go on from there, or at a step that a decision does not have.
     """
 
     def __init__(self, world: World, policy: Policy, branching: Branching | None = None):

@@ -1,9 +1,9 @@
 """Episodes of earlier iterations that are learned from again: classes with mix(prepared, context) -> prepared.
 
 They get rollouts with `advantage` among their extras and without next observations, and return those with older rows
-beside them. The trainer scores
-the older rows again, so that clips are around the policy as it is now (`logp_proximal`) and the probabilities they were
-drawn with stay known (`logp_behaviour`); coefficient=decoupled_ppo or rec corrects for the difference.
+beside them. The trainer scores the older rows again, so that clips are around the policy as it is now (`logp_proximal`)
+and the probabilities they were drawn with stay known (`logp_behaviour`); coefficient=decoupled_ppo or rec corrects for
+the difference.
 """
 
 from collections.abc import Mapping

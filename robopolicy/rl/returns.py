@@ -44,6 +44,6 @@ class ReturnScale(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """The current standard deviation, fp64 scalar; 1 before any update or while every return was equal."""
+        """The current standard deviation, [] fp64; 1 before any update or while every return was equal."""
         variance = self.second_moment / self.count.clamp(min=1)
         return torch.where(variance > 1e-12, variance.sqrt(), torch.ones_like(variance))

@@ -11,7 +11,10 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 
 @mechanism(Slot.SELECTION, "mixed_outcomes", source="DAPO, arXiv:2503.14476", needs=(Need.GROUPS,))
 def keep_mixed(rollouts: Rollouts, context: Context) -> Tensor:
-    """Drop groups in which every episode succeeded or every one failed; keep all where no group is mixed."""
+    """Drop groups in which every episode succeeded or every one failed; keep all where no group is mixed.
+
+    Returns keep [B] bool.
+    """
     groups = Segments.of(rollouts.group)
     rate = groups.mean(rollouts.row_success.float())[groups.index]
     mixed = (rate > 0) & (rate < 1)
@@ -22,8 +25,8 @@ def keep_mixed(rollouts: Rollouts, context: Context) -> Tensor:
 def resample_on_correct(rollouts: Rollouts, context: Context, *, keep: float = 0.5) -> Tensor:
     """Keep a share of every group: the cleanest successes and failures at random, in their own proportion.
 
-    Play more than you need (a larger group_size). Clean means short: the fewest control steps. At least one success
-    and one failure stay where there are any.
+    Play more than you need (a larger group_size). Clean means short: the fewest control steps. At least one success and
+    one failure stay where there are any. Returns keep [B] bool.
     """
     success, groups = rollouts.row_success, Segments.of(rollouts.group)
     steps = rollouts.duration.sum(1).double()
@@ -41,6 +44,7 @@ def max_variance(rollouts: Rollouts, context: Context, *, keep: float = 0.5) -> 
     """Keep the share of every group with the largest variance of returns: its lowest and its highest ones.
 
     The best subset of k is always some number from the bottom and the rest from the top; all splits are compared.
+    Returns keep [B] bool.
     """
     returns = rollouts.row_return
     kept = torch.zeros_like(rollouts.group, dtype=torch.bool)
@@ -55,6 +59,9 @@ def max_variance(rollouts: Rollouts, context: Context, *, keep: float = 0.5) -> 
 
 @mechanism(Slot.SELECTION, "finite", source="SimpleTIR (void turns), arXiv:2509.02479")
 def keep_finite(rollouts: Rollouts, context: Context) -> Tensor:
-    """Drop episodes with a reward, action or log-probability that is not finite."""
+    """Drop episodes with a reward, action or log-probability that is not finite.
+
+    Returns keep [B] bool.
+    """
     good = rollouts.row_return.isfinite() & rollouts.actions.isfinite().flatten(1).all(1)
     return good & torch.where(rollouts.mask, rollouts.logp_behaviour, 0.0).isfinite().flatten(1).all(1)

@@ -10,12 +10,12 @@ from robopolicy.rl.registry import Slot, mechanism
 
 
 def step_mean(mask: Tensor) -> Tensor:
-    """Every scored step counts the same: mask / number of scored steps (token mean; DAPO, DPPO)."""
+    """Every scored step [...] counts the same: mask / number of scored steps (token mean; DAPO, DPPO)."""
     return mask.float() / mask.sum().clamp(min=1)
 
 
 def decision_mean(mask: Tensor) -> Tensor:
-    """Every decision counts the same, whatever its number of steps: the mean of per-decision means (sequence mean)."""
+    """Every decision [..., K] counts the same, whatever its number of steps: the mean of their means."""
     per_decision = mask.sum(-1, keepdim=True)
     decisions = (per_decision > 0).sum().clamp(min=1)
     return mask.float() / per_decision.clamp(min=1) / decisions
@@ -35,13 +35,19 @@ def constant_denominator(mask: Tensor, denominator: float) -> Tensor:
 
 @mechanism(Slot.WEIGHT, "step_mean", source="DAPO, arXiv:2503.14476; DPPO, arXiv:2409.00588")
 def weigh_steps(mask: Tensor, rollouts: Rollouts) -> Tensor:
-    """Every scored step counts the same (token mean)."""
+    """Every scored step counts the same (token mean).
+
+    Takes a mask [b, t, K] and returns weights of that shape.
+    """
     return step_mean(mask)
 
 
 @mechanism(Slot.WEIGHT, "decision_mean", source="sequence mean of a single decision")
 def weigh_decisions(mask: Tensor, rollouts: Rollouts) -> Tensor:
-    """Every decision counts the same, whatever its number of steps."""
+    """Every decision counts the same, whatever its number of steps.
+
+    Takes a mask [b, t, K] and returns weights of that shape.
+    """
     return decision_mean(mask)
 
 
@@ -49,8 +55,9 @@ def weigh_decisions(mask: Tensor, rollouts: Rollouts) -> Tensor:
 def weigh_episodes(mask: Tensor, rollouts: Rollouts) -> Tensor:
     """Every episode counts the same, whatever its length (sequence mean).
 
-    Minibatches of single decisions give each step one over the scored steps of its whole episode
-    (extras["episode_steps"]), normalised to a sum of 1: the same relative weights.
+    In minibatches of single decisions each step weighs one over the number of scored steps of its whole episode,
+    extras["episode_steps"] [b, t], normalised to a sum of 1: the same relative weights. Takes a mask [b, t, K]
+    and returns weights of that shape.
     """
     if "episode_steps" not in rollouts.extras:
         return episode_mean(mask)
@@ -60,13 +67,19 @@ def weigh_episodes(mask: Tensor, rollouts: Rollouts) -> Tensor:
 
 @mechanism(Slot.WEIGHT, "constant", source="Dr.GRPO, Liu et al. 2025, arXiv:2503.20783")
 def weigh_constantly(mask: Tensor, rollouts: Rollouts, *, length: float = 0.0) -> Tensor:
-    """Sum over steps divided by rows times a constant length (0: the padded length), so lengths do not matter."""
+    """Sum over steps divided by rows times a constant length (0: the padded length), so lengths do not matter.
+
+    Takes a mask [b, t, K] and returns weights of that shape; the padded length is t * K steps.
+    """
     longest = length or float(mask[0].numel())
     return constant_denominator(mask, mask.shape[0] * longest)
 
 
 @mechanism(Slot.WEIGHT, "duration", source="MLE-RL (duration-aware gradients), arXiv:2509.01684")
 def weigh_by_duration(mask: Tensor, rollouts: Rollouts) -> Tensor:
-    """A decision counts by the control steps it took, so that asynchronous collection does not favour quick ones."""
+    """A decision counts by the control steps it took, so that asynchronous collection does not favour quick ones.
+
+    Takes a mask [b, t, K] and returns weights of that shape, which sum to 1.
+    """
     weight = mask.float() * rollouts.duration[..., None]
     return weight / weight.sum().clamp(min=1e-12)

@@ -33,13 +33,19 @@ def group_normalised(values: Tensor, counts: Tensor, groups: Segments, epsilon: 
 
 @mechanism(Slot.ADVANTAGE, "grpo", source="Shao et al. 2024, arXiv:2402.03300", needs=(Need.GROUPS,))
 def grpo(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tensor:
-    """A = (R - group mean) / (group std + epsilon)."""
+    """A = (R - group mean) / (group std + epsilon).
+
+    R [B]: the episodes' returns. Returns A [B, T], constant over an episode.
+    """
     return broadcast(group_normalised(*outcomes(rollouts), epsilon), rollouts)
 
 
 @mechanism(Slot.ADVANTAGE, "dr_grpo", source="Liu et al. 2025, arXiv:2503.20783", needs=(Need.GROUPS,))
 def dr_grpo(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = R - group mean, without the standard deviation that favours very easy and very hard starts."""
+    """A = R - group mean, without the standard deviation that favours very easy and very hard starts.
+
+    R [B]: the episodes' returns. Returns A [B, T], constant over an episode.
+    """
     returns, counts, groups = outcomes(rollouts)
     centred = returns - groups.mean(returns, counts)[groups.index]
     return broadcast(torch.where(counts, centred, 0.0), rollouts)
@@ -47,7 +53,10 @@ def dr_grpo(rollouts: Rollouts, context: Context) -> Tensor:
 
 @mechanism(Slot.ADVANTAGE, "rloo", source="Ahmadian et al. 2024, arXiv:2402.14740", needs=(Need.GROUPS,))
 def rloo(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = R - mean of the other episodes of the group (leave one out); 0 for a group of one."""
+    """A = R - mean of the other episodes of the group (leave one out); 0 for a group of one.
+
+    R [B]: the episodes' returns. Returns A [B, T], constant over an episode.
+    """
     return broadcast(leave_one_out(*outcomes(rollouts)), rollouts)
 
 
@@ -61,7 +70,10 @@ def leave_one_out(values: Tensor, counts: Tensor, groups: Segments) -> Tensor:
 
 @mechanism(Slot.ADVANTAGE, "reinforce_pp", source="REINFORCE++, Hu 2025, arXiv:2501.03262", needs=(Need.GROUPS,))
 def reinforce_pp(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = R - group mean, standardised over the whole batch instead of within groups."""
+    """A = R - group mean, standardised over the whole batch instead of within groups.
+
+    R [B]: the episodes' returns. Returns A [B, T], constant over an episode.
+    """
     returns, counts, groups = outcomes(rollouts)
     centred = returns - groups.mean(returns, counts)[groups.index]
     return broadcast(standardise(centred, counts), rollouts)
@@ -75,7 +87,7 @@ def mc_grpo(
 
     Made for tiny groups: play an odd number G + 1, learn from G. With an even number nothing is left out. A is bounded
     by `limit`, which the paper does not need: its rewards are binary, while of three dense returns two may lie so close
-    that the third is hundreds of deviations away.
+    that the third is hundreds of deviations away. Returns A [B, T] and which episodes are learned from, [B] bool.
     """
     returns, counts, groups = outcomes(rollouts)
     centred = returns - groups.median(returns, counts)[groups.index]
@@ -93,8 +105,9 @@ def ngrpo(
     """GRPO with virtual episodes of the best possible return in every group, so that all-fail groups get A < 0.
 
     best: that return, null for the best seen in this batch (set it where whole batches fail); virtual: how many. The
-    paper clips at 0.16 below and 0.24 above: clip=0.16 clip_high=0.24. For tokens: being pushed away
-    from what failed spreads a categorical policy out, but moves the mean of a Gaussian step without end.
+    paper clips at 0.16 below and 0.24 above: clip=0.16 clip_high=0.24. For tokens: being pushed away from what failed
+    spreads a categorical policy out, but moves the mean of a Gaussian step without end. Returns A [B, T], constant over
+    an episode.
     """
     returns, counts, groups = outcomes(rollouts)
     top = torch.as_tensor(best if best is not None else float(returns[counts].max()), dtype=returns.dtype)
@@ -110,7 +123,8 @@ def ngrpo(
 def w_reinforce(rollouts: Rollouts, context: Context, *, positive: float = 0.1) -> Tensor:
     """A = positive for a success, -1 for a failure: mostly learning from what went wrong, which keeps diversity.
 
-    positive=0 is NSR; positive=1 is plain REINFORCE on signs. Any layout of whole episodes; needs no groups.
+    positive=0 is NSR; positive=1 is plain REINFORCE on signs. Any layout of whole episodes; needs no groups. Returns
+    A [B, T], constant over an episode.
     """
     success = rollouts.row_success
     sign = torch.where(success, torch.full_like(rollouts.row_return, positive), -1.0)
@@ -121,7 +135,8 @@ def w_reinforce(rollouts: Rollouts, context: Context, *, positive: float = 0.1) 
 def bnpo(rollouts: Rollouts, context: Context) -> Tensor:
     """A = (success - p) / Beta(p; a, b), with p the group's success rate and a Beta fitted to all groups' rates.
 
-    Method of moments gives (a0, b0) of the rates; a = 1 + a0 / 3, b = 1 + b0 / 3.
+    Method of moments gives (a0, b0) of the rates; a = 1 + a0 / 3, b = 1 + b0 / 3. Returns A [B, T], constant over an
+    episode.
     """
     success = rollouts.row_success.double()
     groups = Segments.of(rollouts.group)
@@ -142,7 +157,8 @@ def bnpo(rollouts: Rollouts, context: Context) -> Tensor:
 def gdpo(rollouts: Rollouts, context: Context, *, weights: dict[str, float] | None = None) -> Tensor:
     """Normalise every reward term within its group first, sum them with weights, then standardise over the batch.
 
-    A large term cannot drown a small one. weights: term -> weight, 1 where not named.
+    A large term cannot drown a small one. weights: term -> weight, 1 where not named. Returns A [B, T], constant over
+    an episode.
     """
     groups = Segments.of(rollouts.group)
     total = torch.zeros_like(rollouts.row_return)
@@ -162,7 +178,7 @@ def risk_po(rollouts: Rollouts, context: Context, *, low: float = 0.2, high: flo
         A = [clip(R - q_lo, 0) - clip(R - q_hi, 0) + q_lo - q_hi] / (hi - lo) - tail * clip(q_lo - R, 0) / lo
 
     centred over the batch. A bundle is a group; quantiles q are those of the batch's groups' mean returns (the paper
-    tracks them over time).
+    tracks them over time). low, high: which quantiles, in (0, 1). Returns A [B, T], constant over an episode.
     """
     returns, counts, groups = outcomes(rollouts)
     score = groups.mean(returns, counts)
@@ -179,7 +195,7 @@ def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tenso
 
     With i iterations done: A = smaller of [(i - 1) A_new + A_all] / i and [A_new + (i - 1) A_all] / i, where A_new is
     the group's and A_all uses mean and std over all groups. The paper accumulates per prompt; starts here are mostly
-    fresh, so what accumulates is the batch (stated deviation).
+    fresh, so what accumulates is the batch (stated deviation). Returns A [B, T], constant over an episode.
     """
     returns, counts, groups = outcomes(rollouts)
     new = group_normalised(returns, counts, groups, epsilon)

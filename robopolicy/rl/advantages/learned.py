@@ -51,7 +51,10 @@ def process_rloo(
 
 @mechanism(Slot.ADVANTAGE, "process_steps", source="OPRL, arXiv:2509.19199", needs=(Need.GROUPS, Need.IMPLICIT))
 def process_steps(rollouts: Rollouts, context: Context, *, alpha: float = 1.0) -> Tensor:
-    """A = the episode's advantage in its group + alpha (a decision's process reward, standardised over the group)."""
+    """A = the episode's advantage in its group + alpha (a decision's process reward, standardised over the group).
+
+    A decision's process reward is the sum of extras["process"] [B, T, K] over its steps. Returns A [B, T].
+    """
     reward, alive = rollouts.extras["process"].sum(-1), rollouts.alive
     keys = Segments.of(rollouts.group[:, None].expand(alive.shape).flatten())
     flat, counts = reward.flatten(), alive.flatten()
@@ -62,14 +65,20 @@ def process_steps(rollouts: Rollouts, context: Context, *, alpha: float = 1.0) -
 
 @mechanism(Slot.ADVANTAGE, "q_values", source="Digi-Q, arXiv:2502.15760", needs=(Need.VALUES,))
 def q_values(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = Q(s, a) - V(s) of the model q_ensemble, standardised over the batch."""
+    """A = Q(s, a) - V(s) of the model q_ensemble, standardised over the batch.
+
+    Reads extras["q"] and extras["v"], [B, T]; returns A [B, T].
+    """
     advantage = rollouts.extras["q"] - rollouts.extras["v"]
     return torch.where(rollouts.alive, standardise(advantage, rollouts.alive), 0.0)
 
 
 @mechanism(Slot.ADVANTAGE, "discriminator", source="AFD", needs=(Need.PREFERENCE,))
 def discriminator(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = how much a decision looks like the teacher's, by the model discriminator, standardised over the batch."""
+    """A = how much a decision looks like the teacher's, by the model discriminator, standardised over the batch.
+
+    Reads extras["preference"] [B, T]; returns A [B, T].
+    """
     return standardise(rollouts.extras["preference"], rollouts.alive)
 
 
@@ -78,7 +87,8 @@ def egae(rollouts: Rollouts, context: Context) -> Tensor:
     """GAE of windows that end anywhere: where a window is cut, V there stands for all that would have followed.
 
     T-PPO takes V(s_{l+1}) = V(s_l) at the cut, having no next state; a world shows it, so V(s_{l+1}) itself is used.
-    Its critic learns from finished episodes only, by their discounted returns (`finished_returns`).
+    Its critic learns from finished episodes only, by their discounted returns (`finished_returns`). Reads
+    extras["advantage_gae"] [B, T]; returns A [B, T], standardised over the batch.
     """
     return standardise(rollouts.extras["advantage_gae"], rollouts.alive)
 

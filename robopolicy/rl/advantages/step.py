@@ -56,7 +56,11 @@ def state_keys(rollouts: Rollouts, resolution: float) -> Tensor:
 def gigpo(
     rollouts: Rollouts, context: Context, *, step_weight: float = 1.0, resolution: float = 0.25, scale: bool = False
 ) -> Tensor:
-    """Episode advantage plus step advantage: what followed, against other visits of the same state in the group."""
+    """Episode advantage plus step advantage: what followed, against other visits of the same state in the group.
+
+    step_weight: of the step advantage; resolution: as in `state_keys`; scale: divide it by the standard deviation among
+    the visits too. Returns A [B, T].
+    """
     to_go = returns_to_go(rollouts, context.discount)
     keys = Segments.of(per_decision(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten())
     step, _ = group_baseline(to_go.flatten(), keys, rollouts.alive.flatten(), scale)
@@ -71,7 +75,7 @@ def hgpo(
     """Step groups of growing context: compare with decisions that share the last 1, 2, ... states; longer weigh more.
 
     A = sum_k w_k A_k over the groups with more than one member, w_k proportional to (k + 1)^alpha; a decision that is
-    alone at every level gets its episode's advantage.
+    alone at every level gets its episode's advantage. resolution: as in `state_keys`. Returns A [B, T].
     """
     to_go = returns_to_go(rollouts, context.discount)
     state, counts = state_keys(rollouts, resolution), rollouts.alive.flatten()
@@ -95,7 +99,10 @@ def hgpo(
 def step_groups(
     rollouts: Rollouts, context: Context, *, episode_weight: float = 1.0, step_weight: float = 1.0
 ) -> Tensor:
-    """Weighted sum of the episode's advantage and of the return to go against the group at the same step index."""
+    """Weighted sum of the episode's advantage and of the return to go against the group at the same step index.
+
+    Both are standardised. Returns A [B, T].
+    """
     to_go = returns_to_go(rollouts, context.discount)
     column = torch.arange(to_go.shape[1], device=to_go.device).expand(to_go.shape)
     keys = Segments.of(per_decision(rollouts.group, rollouts), column.flatten())
@@ -106,13 +113,20 @@ def step_groups(
 
 @mechanism(Slot.ADVANTAGE, "rank_grpo", source="Rank-GRPO (step = action, return to go)", needs=(Need.GROUPS,))
 def rank_grpo(rollouts: Rollouts, context: Context) -> Tensor:
-    """A_t = return to go, standardised within the group at the same step; with ratio_level=action_mean on tokens."""
+    """A_t = return to go, standardised within the group at the same step; with ratio_level=action_mean on tokens.
+
+    Returns A [B, T].
+    """
     return step_groups(rollouts, context, episode_weight=0.0, step_weight=1.0)
 
 
 @mechanism(Slot.ADVANTAGE, "salt", source="SALT (trajectory graph)", needs=(Need.GROUPS,))
 def salt(rollouts: Rollouts, context: Context, *, resolution: float = 0.25) -> Tensor:
-    """Merge equal steps of a group: the same action in the same state gets the mean advantage of who took it."""
+    """Merge equal steps of a group: the same action in the same state gets the mean advantage of who took it.
+
+    Actions [B, T, C, A] are equal if they are after division by their standard deviation over the batch and rounding to
+    multiples of `resolution`, whole chunk against whole chunk; states as in `state_keys`. Returns A [B, T].
+    """
     episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
     actions = rollouts.actions.flatten(2)
     cells = (actions / (actions[rollouts.alive].std(0) + 1e-6) / resolution).round().long()

@@ -86,7 +86,7 @@ def _as_steps(values: Tensor, rollouts: Rollouts) -> Tensor:
 def tree_po(rollouts: Rollouts, context: Context) -> Tensor:
     """A leaf's advantage: the mean over the depths of its path of R minus the mean of its subtree there.
 
-    The first depth is the whole group. Standardised over the batch.
+    The first depth is the whole group. Standardised over the batch. Returns A [B, T], constant over an episode.
     """
     returns, counts, groups = outcomes(rollouts)
     values, _ = subtree_values(rollouts)
@@ -105,7 +105,8 @@ def tree_po(rollouts: Rollouts, context: Context) -> Tensor:
 def branch_grpo(rollouts: Rollouts, context: Context) -> Tensor:
     """A node's value is the mean of its leaves, standardised among the nodes of its depth in the same tree.
 
-    0 for depths with a single node or without spread. Without a tree it is GRPO at every step.
+    0 for depths with a single node or without spread. Without a tree it is GRPO at every step. Returns A [B, T], or
+    [B, T, K] where episodes branch inside decisions.
     """
     values, nodes = subtree_values(rollouts)
     first = torch.zeros(nodes.count, dtype=torch.bool, device=values.device)
@@ -129,7 +130,8 @@ def branch_grpo(rollouts: Rollouts, context: Context) -> Tensor:
 def fork(rollouts: Rollouts, context: Context, *, trajectory: float = 1.0, forks: float = 1.0) -> Tensor:
     """Weighted sum of the episode's advantage and of how much a decision raised its subtree's mean return.
 
-    At a fork that rise is the advantage against the siblings; elsewhere it is 0.
+    At a fork that rise is the advantage against the siblings; elsewhere it is 0. Returns A [B, T], or [B, T, K] where
+    episodes branch inside decisions.
     """
     values, _ = subtree_values(rollouts)
     returns, counts, groups = outcomes(rollouts)

@@ -1,6 +1,6 @@
 """Learning from a teacher on one's own rollouts: its probabilities of what the student did, or what it would have done.
 
-The teacher is another checkpoint (teacher). It sees everything the world shows, so it may read what the
+The teacher is another checkpoint (teacher=CHECKPOINT). It sees everything the world shows, so it may read what the
 student does not: a privileged state, another camera (Vision-OPD).
 """
 
@@ -16,7 +16,11 @@ from robopolicy.rl.weights import step_mean
 
 @mechanism(Slot.AUXILIARY, "dagger", source="DAgger, arXiv:1011.0686", needs=(Need.TEACHER,))
 def dagger(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
-    """Imitate what the teacher would do in the states that the student visits; the teacher may be any policy."""
+    """Imitate what the teacher would do in the states that the student visits; the teacher may be any policy.
+
+    Its chunks [n, C, A] become what the student's own regression loss is asked for, [n, P, A]: cut to P steps, or
+    padded with steps that do not count. Returns a scalar. Raises ConfigError without a teacher.
+    """
     decision = given(inputs.teacher, "teacher").act(inputs.observation, inputs.context.generator, deterministic=True)
     actions, length = decision.actions, inputs.policy.spec.prediction
     if actions.shape[1] < length:
@@ -43,7 +47,8 @@ def distill(
     share < 1 picks that share of the steps without replacement, with probability growing with
     (entropy / log V)^alpha (Jensen-Shannon divergence / log 2)^gamma (TIP): where the student is unsure and where it
     disagrees. Gaussian steps have equal spreads, so their KL is the squared distance of means and all of them count.
-    Raises ConfigError where the two have neither in common.
+    Distributions are compared by extras of the scores: log_probabilities [n, k, V], or mean [n, k, P, A] and std.
+    Returns a scalar. Raises ConfigError without a teacher, and where the two have neither in common.
     """
     policy = given(inputs.teacher, "teacher")
     assert isinstance(policy, ScoredPolicy)  # which Need.SAME_STEPS asks for

@@ -10,7 +10,11 @@ from robopolicy.rl.weights import step_mean
 
 @mechanism(Slot.AUXILIARY, "bc", source="DPPO, arXiv:2409.00588; DiWA, arXiv:2508.03645", needs=(Need.BASE,))
 def imitate_base(inputs: AuxiliaryInputs, *, weight: float = 0.05) -> Tensor:
-    """Minus the log-probability of the base policy's own fresh decisions: behaviour cloning of where it came from."""
+    """Minus the log-probability of the base policy's own fresh decisions: behaviour cloning of where it came from.
+
+    One decision for each of the minibatch's n states, scored by its log-probabilities [n, K]. Returns a scalar. Raises
+    ConfigError without a base policy.
+    """
     decision = given(inputs.base, "base").act(inputs.observation, inputs.context.generator)
     scores = inputs.policy.log_prob(inputs.observation, decision.latents)
     likelihood = (step_mean(decision.mask) * torch.where(decision.mask, scores.logp, 0.0)).sum()
@@ -27,7 +31,8 @@ def imitate_experts(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tensor:
     """The policy's own regression loss on a batch of recorded experts, one with every actor step.
 
     Deviation from DynaWeb, whose expert trajectories join the batch as episodes: the chain that leads to an expert's
-    action is not known, so policies learn from experts as in pre-training.
+    action is not known, so policies learn from experts as in pre-training. The sum of the means of the loss's parts
+    [N], a scalar. Raises ConfigError without experts.
     """
     losses = inputs.policy.loss(next(given(inputs.experts, "experts")), inputs.context.generator)
     return weight * torch.stack([value.mean() for value in losses.values()]).sum()

@@ -20,7 +20,8 @@ def stay_near_velocity(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tenso
     """Squared distance between the means of the policy's and the base's denoising steps, in units of their spread.
 
     Two flows that share their noise stay within the summed distance of their velocities (Wasserstein-2). With
-    policy.likelihood=matching it is the distance of the predictions (velocities) themselves.
+    policy.likelihood=matching it is the distance of the predictions (velocities) themselves. The means are
+    [n, k, P, A]. Returns a scalar. Raises ConfigError without a base policy, or where scores have no means.
     """
     with torch.no_grad():
         base = score_extra(given(inputs.base, "base").log_prob(inputs.observation, inputs.latents), "mean")
@@ -33,7 +34,8 @@ def stay_near_velocity(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tenso
 def entropy_bonus(inputs: AuxiliaryInputs, *, weight: float = 0.01) -> Tensor:
     """Minus the mean entropy of the scored steps: keeps tokens, or learned noise, exploring.
 
-    Raises ConfigError where the entropy is constant: denoising steps with fixed noise.
+    Entropies are those of the minibatch's steps [n, k], nats. Returns a scalar. Raises ConfigError where the entropy is
+    constant: denoising steps with fixed noise.
     """
     if not inputs.scores.entropy.requires_grad:
         raise ConfigError(
@@ -48,7 +50,8 @@ def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: 
     """KL to the base policy on the steps that were chosen, by an estimator: k1, k2 or k3.
 
     k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x with x = log pi - log pi_base. k2's gradient is that of the KL on data of
-    the current policy; k1's vanishes in expectation and is here for comparison. ConfigError for another estimator.
+    the current policy; k1's vanishes in expectation and is here for comparison. x: [n, k], limited to +-10. Returns a
+    scalar. Raises ConfigError for another estimator, and without a base policy.
     """
     with torch.no_grad():
         base = given(inputs.base, "base").log_prob(inputs.observation, inputs.latents).logp

@@ -18,7 +18,8 @@ def best_of_n(
     """Imitate the best of N fresh decisions by the action values, where it beats the value of the state.
 
     On at most `decisions` states of a minibatch, because each of them is decided N times; not in the first `warmup`
-    iterations, when the values say nothing yet.
+    iterations, when the values say nothing yet. Decisions are chunks [N * n, C, A] of n states. Returns a scalar, 0
+    where none is better. Raises ConfigError without a model of action values.
     """
     if inputs.context.iteration < warmup:
         return torch.zeros((), device=inputs.mask.device)
@@ -56,7 +57,9 @@ def step_preferences(
     `children` are drawn from one latent of the policy's own chain, each finished without noise and judged by the action
     values; best and worst are kept if softmax of their values (scaled to the batch's spread) differs by more than
     `gap`: -log sigmoid(beta (log-ratio of the best - of the worst)), with the ratio to the policy as it is now (1), so
-    the clip of the paper never binds. Deviation: the whole remainder of the chain replaces a step-aware scorer.
+    the clip of the paper never binds. Deviation: the whole remainder of the chain replaces a step-aware scorer. On at
+    most `decisions` states n of a minibatch, not in the first `warmup` iterations; the latents are [children, n, P, A].
+    Returns a scalar, 0 where no pair is kept. Raises ConfigError without a model of action values.
     """
     if inputs.context.iteration < warmup:
         return torch.zeros((), device=inputs.mask.device)

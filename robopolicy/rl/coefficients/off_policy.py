@@ -40,7 +40,7 @@ def rec(
 
     region: one_side drops what has already moved far enough (PPO's own mask), two_side everything outside
     [1 - low, 1 + high], ring keeps one_side and drops ratios beyond twice the widths on the other side;
-    importance: w is the ratio, else 1. ConfigError for another region.
+    importance: w is the ratio, else 1. Raises ConfigError for another region.
     """
     ratio, good = scored.ratio, scored.advantage >= 0
     inside = (ratio >= 1 - low) & (ratio <= 1 + high)

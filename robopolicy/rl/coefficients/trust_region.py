@@ -60,8 +60,8 @@ def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2) -> Coefficient
 def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
     """Return |mean - mean_old|^2 / (2 std^2) averaged over the executed elements, and std, both [b, t, K].
 
-    It is KL(old || new) of a Gaussian step a dimension. latents["mean"] holds the behaviour's means [b, t, K', P, A];
-    ConfigError where the policy's likelihood keeps none.
+    It is KL(old || new) of a Gaussian step, per dimension. latents["mean"] holds the behaviour's means
+    [b, t, K', P, A]; raises ConfigError where the policy's likelihood keeps none.
     """
     if "mean" not in scored.rollouts.latents:
         raise ConfigError(

@@ -7,7 +7,10 @@ from robopolicy.core.transitions import Transitions
 
 
 def value_bound(reward: Tensor, discount: float) -> tuple[float, float]:
-    """Return the lowest and highest value that rewards like these allow: an episode may end at any time."""
+    """Return the lowest and highest value that rewards like these allow: an episode may end at any time.
+
+    reward: [N], of one step each; discount: of a step, below 1.
+    """
     return min(float(reward.min()), 0.0) / (1 - discount), max(float(reward.max()), 0.0) / (1 - discount)
 
 

@@ -18,7 +18,10 @@ from robopolicy.rl.offline.networks import Actor, Critics, Values
 
 @dataclass(frozen=True)
 class IqlConfig:
-    """Defaults of the paper for locomotion; temperature, cap: of the weight exp(temperature * advantage)."""
+    """Defaults of the paper for locomotion; temperature, cap: of the weight exp(temperature * advantage).
+
+    Raises ConfigError unless expectile and discount are in (0, 1).
+    """
 
     expectile: float = 0.7
     temperature: float = 3.0
@@ -57,7 +60,10 @@ class Iql(OfflineAgent):
             part.state.fit(state)
 
     def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
-        """Take one step of values, critics and actor; returns figures. It draws nothing."""
+        """Take one step of values, critics and actor; returns figures by name, scalars. It draws nothing.
+
+        batch: N transitions, states [N, S] and actions [N, A] in [-1, 1].
+        """
         config = self.config
         with torch.no_grad():
             recorded = self.slow(batch.state, batch.action).min(0).values
@@ -91,5 +97,5 @@ class Iql(OfflineAgent):
 
 
 def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
-    """Return |expectile - 1(difference < 0)| difference^2: least where the expectile of the differences is 0."""
+    """Return |expectile - 1(difference < 0)| difference^2, [N]: least where the expectile of the differences is 0."""
     return (expectile - (difference < 0).float()).abs() * difference.square()

@@ -97,5 +97,5 @@ class Actor(nn.Module):
 
 
 def log_slope(raw: Tensor) -> Tensor:
-    """Return log(1 - tanh(x)^2), stably: 2 (log 2 - x - softplus(-2x))."""
+    """Return log(1 - tanh(x)^2) of every element [...], stably: 2 (log 2 - x - softplus(-2x))."""
     return 2 * (math.log(2) - raw - functional.softplus(-2 * raw))

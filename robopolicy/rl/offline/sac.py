@@ -24,6 +24,7 @@ class SacConfig:
 
     critics: N, of which the smallest counts, for targets and for the actor; diversity: weight of the critics' penalty
     for agreeing about how Q changes with the action; target_entropy: null for minus the number of action elements.
+    Raises ConfigError unless critics >= 1, diversity >= 0 and discount is in (0, 1).
     """
 
     critics: int = 10
@@ -77,7 +78,10 @@ class Sac(OfflineAgent):
             return batch.reward + self.config.discount * torch.where(batch.terminated, 0.0, value)
 
     def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
-        """Take one step of critics, actor and temperature; returns figures."""
+        """Take one step of critics, actor and temperature; returns figures by name, scalars.
+
+        batch: B transitions, states [B, S] and actions [B, A] in [-1, 1].
+        """
         target = self.target(batch, generator)
         values = self.critics(batch.state, batch.action)
         critic_loss = (values - target).square().mean(1).sum()
@@ -123,6 +127,7 @@ def gradient_agreement(critics: Critics, state: Tensor, action: Tensor) -> Tenso
     """Return EDAC's penalty: the mean over states of sum_{i != j} cos(grad_a Q_i, grad_a Q_j) / (N - 1).
 
     Critics that agree about which way is up are one critic, however many there are; their smallest is no bound then.
+    state: [B, S]; action: [B, A]; N >= 2 critics. Returns a scalar, through which gradients reach the critics.
     """
     count = critics.count
     actions = action.expand(count, -1, -1).detach().requires_grad_()

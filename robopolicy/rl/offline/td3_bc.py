@@ -82,7 +82,10 @@ class Td3Bc(OfflineAgent):
             return batch.reward + config.discount * torch.where(batch.terminated, 0.0, value)
 
     def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
-        """Take one step of the critics, and every `delay` of them one of the actor; returns figures."""
+        """Take one step of the critics, and every `delay` of them one of the actor; returns figures by name, scalars.
+
+        batch: B transitions, states [B, S] and actions [B, A] in [-1, 1].
+        """
         values = self.critics(batch.state, batch.action)
         critic_loss = (values - self.target(batch, generator)).square().mean(1).sum()
         self.optimisers["critics"].zero_grad()

@@ -43,7 +43,7 @@ class SideNetwork[N: Weights]:
         self.optimiser = torch.optim.Adam(self.weights, lr=rate)
 
     def step(self, loss: Tensor) -> None:
-        """Take one step down the gradient of a scalar, its norm bounded by 1."""
+        """Take one step down the gradient of a scalar, `loss` [], its norm bounded by 1."""
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0)

@@ -2,8 +2,7 @@
 
 A start's group begins after that share of its demonstration (0: at the start itself), in a state the expert was in. No
 action of the expert's is scored, so nothing has to be corrected for; success gets near enough to be found, and the
-share shrinks as it is (reverse curricula). starts=N makes starts come back, so that something is known of
-them.
+share shrinks as it is (reverse curricula). starts=N makes starts come back, so that something is known of them.
 """
 
 from typing import Any, Protocol
