@@ -155,7 +155,7 @@ class Trainable(ScoredPolicy, Protocol):
 
 @runtime_checkable
 class Resumes(Protocol):
-    """A policy that can go on from the middle of a decision: its tree branches inside denoising chains or token sequences."""
+    """A policy that can go on from the middle of a decision: its tree branches inside chains or token sequences."""
 
     def resume(
         self, observation: TensorObservation, latents: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
