@@ -54,8 +54,10 @@ _TARGET_GRID = 9  # decimals: targets lie on a nanometre grid, so that reading t
 
 
 def tip_position(joints: np.ndarray) -> np.ndarray:
-    """Return where the tip is, [..., >= 4 joints] -> [..., 3]; exact for every configuration."""
+    """Return where the tip is, [..., >= 4 joints] rad -> [..., 3] m; exact for every configuration."""
     pan, lift, elbow, wrist = (joints[..., index] for index in range(4))
+    # Lift, elbow and wrist turn in one vertical plane, so their angles add up: first where the tip lies in that plane
+    # (reach outward, height), then the turn of the plane about the pan axis.
     forearm = lift + elbow
     hand = forearm + wrist
     reach = SHOULDER_OFFSET + UPPER_ARM * np.sin(lift) + FOREARM * np.cos(forearm) + HAND * np.cos(hand)
@@ -66,11 +68,14 @@ def tip_position(joints: np.ndarray) -> np.ndarray:
 def joint_targets(tip: np.ndarray, yaw: np.ndarray | float = 0.0) -> np.ndarray:
     """Return the five joint angles that put the tip at `tip` with the hand pointing down, [..., 3] -> [..., 5].
 
-    yaw: [...] rotation of the hand about the vertical; 0 opens the jaws along y. Points beyond reach are approached as
-    far as the arm stretches; every point inside TIP_LOW..TIP_HIGH is within reach. Two links in closed form, elbow up.
+    tip: m; yaw: [...] rotation of the hand about the vertical; 0 opens the jaws along y; angles: rad. Points beyond
+    reach are approached as far as the arm reaches; every point inside TIP_LOW..TIP_HIGH is within reach. Two links in
+    closed form, elbow up.
     """
     x, y, z = tip[..., 0], tip[..., 1], tip[..., 2]
     pan = np.arctan2(y, x)
+    # The wrist is a hand's length above the tip: upper arm and forearm have to span (outward, upward) from the
+    # shoulder. The law of cosines gives the fold between them; beyond reach its cosine leaves [-1, 1] and is clipped.
     outward = np.hypot(x, y) - SHOULDER_OFFSET
     upward = z + HAND - SHOULDER_HEIGHT
     cosine = (outward**2 + upward**2 - UPPER_ARM**2 - FOREARM**2) / (2 * UPPER_ARM * FOREARM)
@@ -81,7 +86,7 @@ def joint_targets(tip: np.ndarray, yaw: np.ndarray | float = 0.0) -> np.ndarray:
 
 
 def control(actions: np.ndarray, previous: np.ndarray) -> np.ndarray:
-    """Turn tip moves and gripper openings into joint targets: actions [R, C, 4], previous [R, 6] -> [R, C, 6].
+    """Turn tip moves and gripper openings into joint targets: actions [R, C, 4], previous [R, 6] -> [R, C, 6] rad.
 
     Moves add up from the tip target in force (not from the measured tip) and are clipped to the workspace box, so a
     whole chunk is known before it runs. `joint_targets` gives the targets of a policy that speaks joint angles.
@@ -96,7 +101,7 @@ def control(actions: np.ndarray, previous: np.ndarray) -> np.ndarray:
 
 
 def resting_joints(tip: np.ndarray) -> np.ndarray:
-    """Return the joints of an arm that waits at `tip` with an open gripper, [..., 3] -> [..., 6]."""
+    """Return the joints of an arm that waits at `tip` with an open gripper, [..., 3] m -> [..., 6] rad."""
     gripper = np.full((*tip.shape[:-1], 1), GRIPPER_OPEN)
     return np.concatenate([joint_targets(np.round(tip, _TARGET_GRID)), gripper], axis=-1)
 
@@ -110,7 +115,11 @@ def proprioception(readings: Readings) -> np.ndarray:
 
 
 def parts(state: np.ndarray) -> Mapping[str, np.ndarray]:
-    """Name the parts of `observation.state`: joints, velocities, tip, tip_target (vectors), gripper, gripper_target."""
+    """Name the parts of `observation.state`: joints, velocities, tip, tip_target (vectors), gripper, gripper_target.
+
+    state: [..., 19] -> joints [..., 6] rad, velocities [..., 6] rad/s, tip and tip_target [..., 3] m, gripper and
+    gripper_target [...] rad.
+    """
     return {
         "joints": state[..., _POSITIONS],
         "velocities": state[..., _VELOCITIES],

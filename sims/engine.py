@@ -42,7 +42,10 @@ class StateLayout:
 
 
 def state_layout(model: mujoco.MjModel) -> StateLayout:
-    """Return the layout of `model`'s full physics state: time, qpos, qvel, activation."""
+    """Return the layout of `model`'s full physics state: time, qpos, qvel, activation.
+
+    Raises ConfigError when the state holds more than these four (plugins, actuator delays).
+    """
     size = mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_FULLPHYSICS.value)
     qvel, activation = 1 + model.nq, 1 + model.nq + model.nv
     if size != activation + model.na:
@@ -53,7 +56,10 @@ def state_layout(model: mujoco.MjModel) -> StateLayout:
 
 
 def load_model(task: Task) -> mujoco.MjModel:
-    """Compile the task's MJCF and check what the engine relies on."""
+    """Compile the task's MJCF and check what the engine relies on.
+
+    Raises ConfigError when the file does not exist, or unless fps x substeps x timestep is one second.
+    """
     model = mujoco.MjModel.from_xml_path(str(model_path(task)))
     # Somebody else's scene need not say so itself: without warm starts the saved state is the whole state, and without
     # automatic resets a diverged row is noticed.
@@ -81,6 +87,7 @@ class MujocoWorld:
     look, other numbers for other materials and lights (see `styles`), with the same physics.
     `reset` options: "uniforms" [R, task.uniforms], the start's random numbers instead of those a seed gives; "task"
     [R], indices of instructions, -1 for the one that the seed gives.
+    Raises ConfigError on an unknown camera, sizes below 1, and where `load_model` or `state_layout` does.
     """
 
     def __init__(
@@ -167,7 +174,7 @@ class MujocoWorld:
         return self._episodes.observation()
 
     def _instructed(self, asked: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-        """Return the instructions asked for [R], and the drawn ones where they are -1."""
+        """Return the instructions asked for [R], and the drawn ones where they are -1. Raises SpecError on others."""
         if asked.shape != drawn.shape or asked.dtype.kind not in "iu":
             raise SpecError(f"task has shape {list(asked.shape)} and dtype {asked.dtype}: give an index per row, [R].")
         if asked.min(initial=0) < -1 or asked.max(initial=0) >= len(self.task.instructions):
@@ -218,12 +225,14 @@ class MujocoWorld:
         before, goal = arrays["state"][take], arrays["goal"][take]
         control = task.control(actions, arrays["control"][take])
         states, sensors = self._simulate(before, np.repeat(control, task.substeps, axis=1))
+        # Of the substeps only the last of every control step is seen.
         last = slice(task.substeps - 1, None, task.substeps)
         states = np.ascontiguousarray(states[:, last])
         self._check(np.arange(self._batch_size)[take], before, states)
         observed = self._observe(states, control, goal, np.ascontiguousarray(sensors[:, last]))
 
         path = episodes.path(take, observed)
+        # Potentials [R, C + 1]: the frame before the chunk, then the chunk's own; their differences are the rewards.
         newest = {key: np.ascontiguousarray(value[:, self._history - 1 :]) for key, value in path.items()}
         instructed = {TASK: np.asarray(task.instructions)[arrays["instruction"][take]][:, None]}
         potential = task.potential(newest | instructed).astype(np.float64)
@@ -244,7 +253,10 @@ class MujocoWorld:
     # -- physics and observation ---------------------------------------------------------------------------------
 
     def _simulate(self, state: np.ndarray, control: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Roll [R, nstate] through controls [R, n, nu]; returns states [R, n, nstate], sensors [R, n, S]."""
+        """Roll [R, nstate] through controls [R, n, nu]; returns states [R, n, nstate], sensors [R, n, S].
+
+        Raises ConfigError when the world is closed.
+        """
         if self._pool is None:
             raise ConfigError("This world is closed: make a new one.")
         count, steps = control.shape[:2]
@@ -263,7 +275,10 @@ class MujocoWorld:
         return states, sensors
 
     def _check(self, rows: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
-        """Raise if MuJoCo stopped a row (it then repeats the last state, so its clock is late) or gave a non-number."""
+        """Raise if MuJoCo stopped a row (it then repeats the last state, so its clock is late) or gave a non-number.
+
+        rows: [R] their numbers in the batch; before: [R, nstate]; after: [R, C, nstate]. Raises NonFiniteError.
+        """
         elapsed = after[:, -1, 0] - before[:, 0]
         bad = ~np.isfinite(after).all(axis=(1, 2)) | ~(elapsed > (after.shape[1] - 0.5) / self.task.fps)
         if bad.any():
@@ -275,7 +290,10 @@ class MujocoWorld:
     def _observe(
         self, states: np.ndarray, control: np.ndarray, goal: np.ndarray, sensors: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """Turn states [R, C, nstate] and sensors [R, C, nsensordata] into observation arrays [R, C, n]."""
+        """Turn states [R, C, nstate] and sensors [R, C, nsensordata] into observation arrays [R, C, n].
+
+        control: [R, C, nu]; goal: [R, G]. Raises SpecError when the task leaves out a field or gives another shape.
+        """
         layout = self._layout
         readings = Readings(
             qpos=np.ascontiguousarray(states[..., layout.qpos]),
@@ -293,7 +311,7 @@ class MujocoWorld:
         return {key: observed[key].astype(field.dtype) for key, field in self.task.observation.items()}
 
     def _images(self, states: np.ndarray, goal: np.ndarray) -> dict[str, np.ndarray]:
-        """Render every observation camera for states [R, nstate]; returns {} at once without cameras."""
+        """Render every observation camera for states [R, nstate] and goals [R, G]; returns {} without cameras."""
         size = self._image_size
         return {IMAGE_PREFIX + camera: self._frames(states, goal, camera, size, size) for camera in self._spec.cameras}
 
@@ -302,6 +320,8 @@ class MujocoWorld:
     ) -> dict[str, np.ndarray]:
         """Return the images [R, H, ...] after `length` [R] steps of a chunk, rendering only frames that are seen."""
         histories: dict[str, np.ndarray] = {}
+        # The H frames to be seen, as places in [old history (H), the chunk's frames (C)]: new ones are rendered, old
+        # ones copied.
         window = places(length, self._history)
         for camera in self._spec.cameras:
             key, size = IMAGE_PREFIX + camera, self._image_size

@@ -15,7 +15,8 @@ class Noise:
     """How an expert is disturbed.
 
     gaussian: standard deviation of white noise on every action, as a share of half the action range; random: share of
-    control steps spent in spells of a uniformly random action; hold: control steps of one spell.
+    control steps spent in spells of a uniformly random action; hold: control steps of one spell. Raises ConfigError
+    when one of them is out of range.
     """
 
     gaussian: float = 0.0
@@ -38,7 +39,7 @@ NOISE_LEVELS: dict[str, Noise] = {
 
 
 def noise_level(name: str) -> Noise:
-    """Return one of NOISE_LEVELS by name."""
+    """Return one of NOISE_LEVELS by name. Raises ConfigError on an unknown name."""
     if name not in NOISE_LEVELS:
         raise ConfigError(f"There is no noise level '{name}'.{did_you_mean(name, NOISE_LEVELS)}")
     return NOISE_LEVELS[name]
@@ -48,7 +49,7 @@ class NoisyController:
     """A controller whose actions are disturbed by `noise` (a Noise, or the gaussian share alone) and clipped to range.
 
     action_field: the world's action, whose bounds must be finite; seed: of its own generator, so equal seeds repeat the
-    same disturbances for the same number of rows.
+    same disturbances for the same number of rows. Raises ConfigError when a bound is infinite.
     """
 
     def __init__(self, controller: Controller, noise: Noise | float, seed: int, action_field: Field):
@@ -63,13 +64,13 @@ class NoisyController:
         self._held: np.ndarray | None = None
 
     def reset(self, rows: Rows = None) -> None:
-        """End the spells of `rows` and reset the controller under it."""
+        """End the spells of `rows` [R], None for all, and reset the controller under it."""
         self._controller.reset(rows)
         if self._spell is not None:
             self._spell[slice(None) if rows is None else np.asarray(rows)] = 0
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return disturbed actions [B, A]."""
+        """Return disturbed actions [B, A] for an observation [B, H, ...], in the world's units."""
         actions = self._controller.act(observation)
         count, noise, draw = len(actions), self._noise, self._generator
         if self._spell is None or self._held is None or len(self._spell) != count:

@@ -14,7 +14,7 @@ from sims.arm import GRIPPER_HOLDS, GRIPPER_OPEN, TIP_STEP, parts
 from sims.task import Arrays, elements, newest, vector_field
 
 CUBE_HALF = 0.02
-"""Half the edge of every cube."""
+"""Half the edge of every cube, in metres."""
 
 CUBE_NAMES = (
     "cube_x cube_y cube_z cube_r11 cube_r21 cube_r31 cube_r12 cube_r22 cube_r32 "
@@ -32,11 +32,14 @@ TO_GOAL = elements(_CUBE_FIELD, "cube_to_goal_x cube_to_goal_y cube_to_goal_z")
 HELD_WITHIN = 0.012
 """The cube's centre is this near the tip, in metres, when the jaws hold it."""
 RELEASED = GRIPPER_HOLDS + 0.15
-"""Gripper angle beyond which the jaws let go of a cube."""
+"""Gripper angle, in radians, beyond which the jaws let go of a cube."""
 
 
 def rotation_columns(quaternion: np.ndarray) -> np.ndarray:
-    """Return the first two columns of the rotation matrix, [..., 4] (w first) -> [..., 6] (Zhou et al. 2019)."""
+    """Return the first two columns of the rotation matrix, [..., 4] (w first) -> [..., 6] (Zhou et al. 2019).
+
+    Unlike quaternions and angles they are continuous and name each orientation once, which networks learn better.
+    """
     w, x, y, z = (quaternion[..., index] for index in range(4))
     first = [1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)]
     second = [2 * (x * y - w * z), 1 - 2 * (x * x + z * z), 2 * (y * z + w * x)]
@@ -44,7 +47,11 @@ def rotation_columns(quaternion: np.ndarray) -> np.ndarray:
 
 
 def cube_features(pose: np.ndarray, velocity: np.ndarray, tip: np.ndarray, goal: np.ndarray) -> list[np.ndarray]:
-    """Return the parts named by CUBE_NAMES; pose [..., 7], velocity [..., 6], tip and goal [..., 3]."""
+    """Return the parts named by CUBE_NAMES; pose [..., 7], velocity [..., 6], tip and goal [..., 3].
+
+    pose: position in m and quaternion (w first); velocity: m/s and rad/s; the five parts: [..., 3], [..., 6],
+    [..., 6], [..., 3], [..., 3].
+    """
     cube = pose[..., :3]
     return [cube, rotation_columns(pose[..., 3:7]), velocity, cube - tip, goal - cube]
 
@@ -53,7 +60,10 @@ def placing_potential(observation: Arrays, lift: float) -> np.ndarray:
     """Return progress from 0 to 4.5: near the cube, close on it, lift it by `lift` metres, carry it, let it go.
 
     At the goal the first two are kept however the hand moves away, so letting go costs nothing.
+    observation: `observation.state` [..., 19], `observation.environment_state` [..., >= 21] -> [...].
     """
+    # Each term goes from 0 to its weight: clips are 1 where a part is done; tanh over 0.1 m lets a far cube still draw
+    # the hand a little. All lengths are metres.
     state, environment = observation[STATE], observation[ENVIRONMENT_STATE]
     gripper = parts(state)["gripper"]
     reach = np.maximum(length(environment[..., TO_CUBE]) - HELD_WITHIN, 0.0)
@@ -75,7 +85,11 @@ def placing_potential(observation: Arrays, lift: float) -> np.ndarray:
 
 
 def cube_rests_at_goal(observation: Arrays, tolerance: float) -> np.ndarray:
-    """Tell, [...] bool, whether the cube lies within `tolerance` of the goal, at its height, still and let go."""
+    """Tell, [...] bool, whether the cube lies within `tolerance` of the goal, at its height, still and let go.
+
+    observation: `observation.state` [..., 19], `observation.environment_state` [..., >= 21]; tolerance: horizontal, m;
+    at its height is within 8 mm, still is slower than 5 cm/s.
+    """
     state, environment = observation[STATE], observation[ENVIRONMENT_STATE]
     offset = environment[..., TO_GOAL]
     there = (length(offset[..., :2]) < tolerance) & (np.abs(offset[..., 2]) < 0.008)
@@ -84,7 +98,7 @@ def cube_rests_at_goal(observation: Arrays, tolerance: float) -> np.ndarray:
 
 
 def length(vector: np.ndarray) -> np.ndarray:
-    """Euclidean length over the last axis."""
+    """Euclidean length over the last axis, [..., n] -> [...], in the unit of the vectors."""
     return np.sqrt((vector * vector).sum(axis=-1))
 
 
@@ -92,20 +106,21 @@ def length(vector: np.ndarray) -> np.ndarray:
 class PlaceExpert:
     """Picks the cube up and puts it at the goal; it looks only at the present, so it recovers from any disturbance.
 
-    carry_height: of the tip while the cube travels; precision: horizontal error at which it starts to lower the cube.
+    carry_height: of the tip while the cube travels, m; precision: horizontal error at which it starts to lower it, m.
     """
 
     carry_height: float
     precision: float = 0.006
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered."""
+        """Nothing is remembered. rows: [R] indices, which make no difference."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 4]."""
+        """Return actions [B, 4], tip moves and gripper, for an observation [B, H, ...]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
         arm = parts(state)
         cube, to_cube, to_goal = environment[:, CUBE], environment[:, TO_CUBE], environment[:, TO_GOAL]
+        # Where the cube is: between the jaws (a box about the tip, metres), at the goal, or held by closed jaws.
         between = (
             (np.abs(to_cube[:, 0]) < 0.015)
             & (to_cube[:, 1] > -0.014)
@@ -114,6 +129,8 @@ class PlaceExpert:
         )
         placed = (length(to_goal[:, :2]) < 1.5 * self.precision) & (np.abs(to_goal[:, 2]) < 0.006)
         held = between & (arm["gripper"] < GRIPPER_HOLDS + 0.06) & ~placed
+        # Where the tip is to go, later lines overruling earlier ones: carry a held cube, else approach; wait while the
+        # jaws close on the cube; at the goal wait while they open, then rise.
         tip = np.where(held[:, None], self._carry(arm["tip"], cube, to_goal), _approach(arm["tip"], cube))
         tip = np.where((between & ~held)[:, None], arm["tip_target"], tip)
         let_go = placed & (arm["gripper"] > RELEASED)
@@ -124,7 +141,7 @@ class PlaceExpert:
         return np.concatenate([move, gripper[:, None]], axis=1)
 
     def _carry(self, tip: np.ndarray, cube: np.ndarray, to_goal: np.ndarray) -> np.ndarray:
-        """Up, across once the cube is clear of what it will be put on, then down."""
+        """Up, across once the cube is clear of what it will be put on, then down: tip targets [B, 3], all [B, 3] m."""
         target = tip + to_goal
         above = length(to_goal[:, :2]) < self.precision
         clear = to_goal[:, 2] < -0.006
@@ -134,7 +151,7 @@ class PlaceExpert:
 
 
 def _approach(tip: np.ndarray, cube: np.ndarray) -> np.ndarray:
-    """Hover over the cube with clearance for the fixed jaw, then go down."""
+    """Hover over the cube with clearance for the fixed jaw, then go down: tip targets [B, 3] of two [B, 3], m."""
     target = cube - np.array([0.0, 0.008, 0.0])
     aside = length(target[:, :2] - tip[:, :2]) > 0.008
     target[:, 2] += np.where(aside, 0.055, 0.0)

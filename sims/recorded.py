@@ -113,6 +113,7 @@ class DemonstratedWorld:
             return episodes.idle(chunk)
         arrays = episodes.arrays
         episode, length = arrays["episode"][take], self._lengths[arrays["episode"][take], None]
+        # [R, C] control steps of the recording; those after its end repeat its last action.
         time = arrays["steps"][take, None] + np.arange(chunk)
         error = np.abs(actions - self._actions[self._first[episode, None] + np.minimum(time, length - 1)])
         same = (error <= self._allowed + 1e-9).reshape(*time.shape, -1).all(-1)

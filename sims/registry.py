@@ -78,7 +78,10 @@ def make_saved_world(name: str, where: Path, batch_size: int, **options: Any) ->
 
 
 def make_expert(name: str, spec: WorldSpec) -> Controller | None:
-    """Return the scripted expert of the world called `name`, None where it has none."""
+    """Return the scripted expert of the world called `name`, None where it has none.
+
+    Raises ConfigError when a suite's extra is not installed or a dotted path leads nowhere.
+    """
     suite = suite_of(name)
     if suite is not None:
         if suite.extra is not None:

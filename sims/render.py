@@ -31,7 +31,10 @@ class FrameRenderer:
         self._option.geomgroup[3] = 0
 
     def frames(self, qpos: np.ndarray, markers: Markers | None, camera: str, height: int, width: int) -> np.ndarray:
-        """Render qpos [R, nq] with goal markers from `camera`, or FREE_CAMERA; returns uint8 [R, height, width, 3]."""
+        """Render qpos [R, nq] with goal markers from `camera`, or FREE_CAMERA; returns uint8 [R, height, width, 3].
+
+        Raises ConfigError when MuJoCo cannot open a graphics context.
+        """
         renderer, model, data = self._renderer(height, width), self._model, self._data
         frames = np.empty((len(qpos), height, width, 3), dtype=np.uint8)
         for index, position in enumerate(qpos):

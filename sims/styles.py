@@ -47,6 +47,7 @@ def _recoloured(
     from matplotlib.colors import hsv_to_rgb, rgb_to_hsv
 
     count = 1 if together else len(rgba)
+    # Hue is a circle, so it wraps round; saturation and brightness are kept where a camera still sees the shape.
     hsv = rgb_to_hsv(np.clip(rgba[:, :3], 0, 1))
     hsv[:, 0] = (hsv[:, 0] + strength * generator.uniform(-0.5, 0.5, count)) % 1.0
     hsv[:, 1] = np.clip(hsv[:, 1] + strength * generator.uniform(-0.3, 0.3, count), 0, 1)

@@ -114,7 +114,10 @@ def model_path(task: Task) -> Path:
 
 
 def scale(uniforms: np.ndarray, low: Any, high: Any) -> np.ndarray:
-    """Map uniforms in [0, 1) to [low, high)."""
+    """Map uniforms in [0, 1) to [low, high).
+
+    uniforms: [...]; low, high: numbers or arrays that broadcast against it; the result has their unit.
+    """
     return np.asarray(low) + uniforms * (np.asarray(high) - np.asarray(low))
 
 
@@ -124,7 +127,7 @@ def newest(observation: Arrays, key: str) -> np.ndarray:
 
 
 def flat_quaternion(yaw: np.ndarray) -> np.ndarray:
-    """Rotation about the vertical axis, [...] -> quaternion [..., 4] (w first)."""
+    """Rotation about the vertical axis, [...] rad -> quaternion [..., 4] (w first)."""
     zero = np.zeros_like(yaw)
     return np.stack([np.cos(yaw / 2), zero, zero, np.sin(yaw / 2)], axis=-1)
 

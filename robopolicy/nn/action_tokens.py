@@ -18,7 +18,7 @@ class BinTokenizer(nn.Module):
     """One of `bins` evenly spaced values per element (RT-2, arXiv:2307.15818; OpenVLA, arXiv:2406.09246).
 
     The values include -1 and 1, so that full speed can be said exactly; an odd number includes 0. Tokens are ordered by
-    control step, then action dimension. Round trips err by at most 1 / (bins - 1).
+    control step, then action dimension. Round trips err by at most 1 / (bins - 1). Raises ConfigError below two bins.
     """
 
     def __init__(self, chunk: int, action_size: int, bins: int):
@@ -46,6 +46,7 @@ class FrequencyTokenizer(nn.Module):
     10. Deviations: no byte-pair merges, so the number of tokens is fixed, K = frequencies * A; instead of by merging
     zeros, chunks become shorter by leaving out the highest frequencies (0 keeps all); the vocabulary covers every
     possible coefficient, so none is clipped. Actions decoded from unlikely tokens are clipped to [-1, 1].
+    Raises ConfigError unless 0 <= frequencies <= chunk and resolution > 0.
     """
 
     transform: Tensor
@@ -59,6 +60,7 @@ class FrequencyTokenizer(nn.Module):
                 f"{chunk} frequencies (0: all), and the resolution is positive."
             )
         self.action_size, self.resolution = action_size, resolution
+        # A coefficient of C numbers in [-1, 1] is at most sqrt(C): the transform keeps lengths.
         self.largest = math.ceil(resolution * math.sqrt(chunk))
         self.vocabulary = 2 * self.largest + 1
         self.length, self.steps_per_action = kept * action_size, 0

@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 def majority_mean(scores: Tensor) -> Tensor:
-    """Return the mean of the majority of scores [..., F]: those on the side of their midrange that more are on."""
+    """Return the mean of the majority of scores [..., F]: those on the side of their midrange that more are on.
+
+    A tie goes to the high side; the result is [...].
+    """
     middle = (scores.amin(-1, keepdim=True) + scores.amax(-1, keepdim=True)) / 2
     high = scores >= middle
     chosen = torch.where(2 * high.sum(-1, keepdim=True) >= scores.shape[-1], high, ~high)

@@ -9,18 +9,14 @@ from robopolicy.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class ImageEncoderConfig:
-    """A small convolutional encoder, one a camera, made for images of about 64 pixels.
-
-    features: size of each frame's vector; channels: of the three convolutions; frozen: never trained;
-    random_shift: pixels of augmentation in training losses (DrQ, arXiv:2107.09645), 0 for none.
-    """
+    """A small convolutional encoder, one per camera, made for images of about 64 pixels."""
 
     features: int = 64
     """Size of each frame's vector."""
     channels: tuple[int, int, int] = (32, 64, 64)
-    """Of the three convolutions."""
+    """Channels of the three convolutions, multiples of 8."""
     frozen: bool = False
-    """Never trained."""
+    """Whether the encoder stays as it is: never trained."""
     random_shift: int = 0
     """Pixels of augmentation in training losses (DrQ, arXiv:2107.09645), 0 for none."""
 
@@ -76,7 +72,10 @@ class FlowNoise(Enum):
 
 @dataclass(frozen=True)
 class EdmConfig:
-    """Diffusion's noise and sampler (EDM); by default the paper's training and a deterministic sampler."""
+    """Diffusion's noise and sampler (EDM); by default the paper's training and a deterministic sampler.
+
+    Raises ConfigError on no steps, another order than 1 and 2, and noise levels in the wrong order.
+    """
 
     sigma_data: float = 0.5
     """Standard deviation of the data."""
@@ -89,21 +88,21 @@ class EdmConfig:
     sigma_max: float = 80.0
     """Highest noise level of the sampler."""
     rho: float = 7.0
-    """How its levels crowd towards the lowest."""
+    """How strongly the sampler's noise levels crowd towards the lowest."""
     steps: int = 18
-    """How many there are."""
+    """Number of the sampler's steps, from each noise level to the next and from the last to 0."""
     order: int = 2
-    """Of the sampler: 2 is Heun's method, 1 Euler's."""
+    """Order of the sampler: 2 is Heun's method, 1 Euler's."""
     churn: float = 0.0
-    """Noise that is added and taken out again on the way, 0 for none (an ODE)."""
+    """Amount of noise that is added and taken out again on the way (churn), 0 for none (an ODE)."""
     churn_low: float = 0.0
-    """Lowest level at which that happens."""
+    """Lowest noise level with churn."""
     churn_high: float = 1e6
-    """Highest level at which that happens."""
+    """Highest noise level with churn."""
     churn_noise: float = 1.003
-    """Standard deviation of that noise."""
+    """Standard deviation of the churn's noise."""
     offset_noise: float = 0.0
-    """Share of training noise that is one draw a channel (keeps frames from drifting in brightness)."""
+    """Share of training noise that is one draw per channel (keeps frames from drifting in brightness)."""
 
     def __post_init__(self):
         if self.steps < 1 or self.order not in (1, 2):

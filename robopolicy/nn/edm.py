@@ -29,6 +29,7 @@ def levels(config: EdmConfig) -> Tensor:
 
 def denoise(network: Network, noisy: Tensor, sigma: Tensor, config: EdmConfig) -> Tensor:
     """Return D(x, sigma), the expected clean data, for noisy [N, ...] and sigma [N]."""
+    # c_skip, c_out and c_in give F inputs and targets of unit variance; c_noise is log(sigma) / 4.
     wide, data = sigma.reshape(-1, *[1] * (noisy.dim() - 1)), config.sigma_data
     total = (wide.square() + data**2).sqrt()
     skip, out, scale = data**2 / total.square(), wide * data / total, 1 / total
@@ -53,7 +54,7 @@ def training_noise_with_starts(
     """Return noisy data like `clean` [N, C, ...], its noise levels [N], and which rows begin as unscaled samplers do.
 
     A `share` of the rows are noise of deviation `temperature` that shows nothing, at sigma_max: there a network learns
-    what its conditions alone say.
+    what its conditions alone say. Which rows: [N] bool.
     """
     noisy, sigma = training_noise(clean, config, generator)
     first = torch.rand(len(clean), generator=generator, device=generator.device).to(clean.device) < share
@@ -71,6 +72,7 @@ def loss(network: Network, clean: Tensor, config: EdmConfig, generator: torch.Ge
 def weighted_error(denoised: Tensor, clean: Tensor, sigma: Tensor, config: EdmConfig) -> Tensor:
     """Return the squared error of F, elementwise, [N, ...], given that of D at noise levels [N]."""
     wide, data = sigma.reshape(-1, *[1] * (clean.dim() - 1)), config.sigma_data
+    # D = c_skip x + c_out F, so the squared error of F is that of D divided by c_out squared.
     weight = (wide.square() + data**2) / (wide * data).square()
     return weight * (denoised - clean).square()
 
@@ -88,6 +90,7 @@ def sample(
 
     generator: draws the churn, and is needed for nothing else. guidance: shifts what was denoised at every level but
     the last. scaled=False starts from the noise as it is, at sigma_max: DIAMOND's choice, which drifts less.
+    Raises ConfigError when config.churn is not 0 and there is no generator.
     """
     if config.churn and generator is None:
         raise ConfigError("A sampler with churn draws noise: pass it a generator.")
@@ -95,6 +98,7 @@ def sample(
     x = noise * (config.sigma_max if scaled else 1.0)
     gain = min(config.churn / config.steps, 2**0.5 - 1)
     for step, (here, there) in enumerate(zip(sigmas[:-1].tolist(), sigmas[1:].tolist(), strict=True)):
+        # Churn: raise the noise a little, variances adding up, and go on from the higher level.
         if gain and config.churn_low <= here <= config.churn_high:
             raised = here * (1 + gain)
             drawn = torch.randn(x.shape, generator=generator, device=x.device) * config.churn_noise
@@ -102,6 +106,7 @@ def sample(
         progress = step / config.steps
         slope = _slope(network, x, here, config, guidance if there > 0 else None, progress)
         moved = x + (there - here) * slope
+        # Heun: go again, with the mean of the slopes at both ends; at the last level, 0, there is no slope.
         if config.order == 2 and there > 0:
             slope = (slope + _slope(network, moved, there, config, guidance, progress)) / 2
             moved = x + (there - here) * slope
@@ -117,7 +122,7 @@ def _denoised(network: Network, x: Tensor, sigma: float, config: EdmConfig) -> T
 def _slope(
     network: Network, x: Tensor, sigma: float, config: EdmConfig, guidance: Guidance | None, progress: float
 ) -> Tensor:
-    """Return dx / dsigma = (x - D(x, sigma)) / sigma."""
+    """Return dx / dsigma = (x - D(x, sigma)) / sigma, [N, ...] like x."""
     clean = _denoised(network, x, sigma, config)
     if guidance is not None:
         clean = clean + guidance(clean, progress)

@@ -16,7 +16,10 @@ from robopolicy.nn.normalizer import Normalizer
 
 
 class ImageEncoder(nn.Module):
-    """Convolutions with group norm, then a spatial softmax (Levine 2016): expected feature positions, then a layer."""
+    """Convolutions with group norm, then a spatial softmax (Levine 2016): expected feature positions, then a layer.
+
+    Raises ConfigError unless every channel count is a multiple of 8.
+    """
 
     def __init__(self, config: ImageEncoderConfig):
         super().__init__()
@@ -35,6 +38,7 @@ class ImageEncoder(nn.Module):
         pixels = rearrange(images, "n h w c -> n c h w").float() / 127.5 - 1
         maps = self.layers(pixels)
         height, width = maps.shape[-2:]
+        # Each channel is a distribution over the pixels; its mean, in [-1, 1] x [-1, 1], says where the feature is.
         weights = maps.flatten(2).softmax(-1)
         row = torch.linspace(-1, 1, height, device=maps.device)
         column = torch.linspace(-1, 1, width, device=maps.device)
@@ -47,6 +51,7 @@ class ObservationEncoder(nn.Module):
 
     fields: what is read, by key, in this order; vectors are normalised per element (fit `normalizers`) and bounded by
     +-`bound` so that a state far from the data cannot blow up the network. Every camera frame is encoded once.
+    Raises ConfigError when there is no field.
     """
 
     def __init__(
@@ -83,7 +88,10 @@ class ObservationEncoder(nn.Module):
         return module
 
     def forward(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Tensor:
-        """Return conditions [N, D]; a generator turns on the random shift of images (training losses only)."""
+        """Return conditions [N, D]; a generator turns on the random shift of images (training losses only).
+
+        observation: vectors [N, H, *shape], images [N, H, height, width, 3]. Raises SpecError unless images are uint8.
+        """
         parts: list[Tensor] = []
         for key in self.keys:
             value = observation[key]
@@ -113,7 +121,7 @@ def module_name(key: str) -> str:
 
 
 def shift_images(images: Tensor, pixels: int, generator: torch.Generator) -> Tensor:
-    """Shift each image [N, height, width, 3] by up to +-`pixels`, repeating the border."""
+    """Shift each image [N, height, width, 3] by up to +-`pixels`, repeating the border; same shape and dtype."""
     count, height, width, _ = images.shape
     padded = functional.pad(rearrange(images, "n h w c -> n c h w").float(), (pixels,) * 4, mode="replicate")
     shift = torch.randint(0, 2 * pixels + 1, (count, 2), generator=generator, device=generator.device).to(images.device)

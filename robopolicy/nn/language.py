@@ -87,7 +87,7 @@ class PretrainedTokenizer:
 
 @dataclass
 class Reading:
-    """What rows have read so far: the model's cache, and which of its positions are text [N, L] bool."""
+    """What N rows have read so far: the model's cache, and which of its L positions are text, [N, L] bool."""
 
     cache: "Cache"
     seen: Tensor
@@ -126,6 +126,7 @@ class LanguageModel(nn.Module):
     def read(self, tokens: Tensor, text: Tensor, rows: Tensor) -> Reading:
         """Read distinct texts, tokens [U, L] with text [U, L] bool, and copy what was read to rows [N] (each < U)."""
         cache = require_extra("transformers", EXTRA).DynamicCache(config=self.backbone.config)
+        # Padding is on the left, so positions count from each text's own first token.
         position = (text.long().cumsum(-1) - 1).clamp_min(0)
         embedded = self._embedding(tokens)
         self.backbone(
@@ -151,10 +152,13 @@ class LanguageModel(nn.Module):
         return found.last_hidden_state
 
     def attend(self, reading: Reading, embeddings: Tensor) -> Tensor:
-        """Like `extend`, but the S embeddings see one another in both directions, and `reading` stays as it is."""
+        """Like `extend`, but the S embeddings see one another in both directions, and `reading` stays as it is.
+
+        embeddings: [N, S, width] -> hidden states of the last layer [N, S, width].
+        """
         position, seen = _next_positions(reading, embeddings)
         steps = embeddings.shape[1]
-        # four axes [N, head, query, key]: transformers takes such a mask as it is and adds nothing causal to it
+        # Four axes [N, head, query, key]: transformers takes such a mask as it is and adds nothing causal to it
         unseen = torch.zeros_like(seen, dtype=embeddings.dtype)
         unseen = unseen.masked_fill(~seen, torch.finfo(embeddings.dtype).min)
         found = self.backbone(
@@ -172,7 +176,7 @@ class LanguageModel(nn.Module):
         """Raise ConfigError, saying that `what` needs it, where `attend` fails: some backbones are causal by nature."""
         weight = self._embedding.weight
         token = torch.zeros((1, 1), dtype=torch.int64, device=weight.device)
-        # two rows, alike but for the second of their two embeddings
+        # Two rows, alike but for the second of their two embeddings: a causal backbone gives the first ones the same.
         pairs = torch.linspace(-1, 1, self.width).to(weight).repeat(2, 2, 1)
         pairs[1, 1] *= -1
         try:
@@ -248,7 +252,8 @@ def small_backbone(vocabulary: int, width: int, depth: int, heads: int, feed_for
 def pretrained_backbone(name: str) -> "tuple[PreTrainedModel, PretrainedTokenizer]":
     """Return the (language) backbone and the tokenizer of a causal or vision-language checkpoint, in fp32.
 
-    name: a folder, or a name on the Hugging Face hub (downloaded unless HF_HUB_OFFLINE is set). Raises ConfigError.
+    name: a folder, or a name on the Hugging Face hub (downloaded unless HF_HUB_OFFLINE is set). Raises ConfigError when
+    it cannot be loaded, its tokenizer cannot pad, or the extra is missing.
     """
     transformers = require_extra("transformers", EXTRA)
     try:
@@ -263,7 +268,7 @@ def pretrained_backbone(name: str) -> "tuple[PreTrainedModel, PretrainedTokenize
 
 
 def described_backbone(description: Mapping[str, Any]) -> "PreTrainedModel":
-    """Return a backbone of random weights from `backbone.config.to_dict()`."""
+    """Return a backbone of random weights from `backbone.config.to_dict()`; raises ConfigError without the extra."""
     transformers = require_extra("transformers", EXTRA)
     settings = dict(description)
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)

@@ -34,7 +34,7 @@ class Members(nn.Module):
         self.activation = {"silu": functional.silu, "relu": functional.relu}[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run every member on its own batch."""
+        """Run every member on its own batch, x [M, N, inputs] -> [M, N, outputs]."""
         last = len(self.weights) - 1
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = torch.baddbmm(bias, x, weight)

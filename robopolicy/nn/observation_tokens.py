@@ -20,6 +20,7 @@ class ObservationTokens(nn.Module):
     A vector with its history is normalised per element (fit `normalizer(key)`), bounded by +-`bound` and goes through a
     layer with SiLU; every history frame of a camera is cut into patches of `patch` pixels, embedded linearly with
     learned positions (ViT, arXiv:2010.11929). random_shift: pixels of augmentation in training losses, 0 for none.
+    Raises ConfigError when there is no field, or `patch` does not divide an image.
     """
 
     def __init__(
@@ -62,7 +63,10 @@ class ObservationTokens(nn.Module):
         return module
 
     def forward(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Tensor:
-        """Return [N, S, width]; a generator turns on the random shift of images (training losses only)."""
+        """Return [N, S, width]; a generator turns on the random shift of images (training losses only).
+
+        observation: vectors [N, H, *shape], images [N, H, height, width, 3]. Raises SpecError unless images are uint8.
+        """
         return torch.cat([self._embed(key, observation[key], generator) for key in self.keys], 1)
 
     def _embed(self, key: str, value: Tensor | list[str], generator: torch.Generator | None) -> Tensor:

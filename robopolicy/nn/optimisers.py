@@ -9,7 +9,10 @@ from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError
 
 
 def optimiser_tree(optimiser: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Return the per-parameter state of `optimiser`, numbered in the order of its parameters."""
+    """Return the per-parameter state of `optimiser`, numbered in the order of its parameters.
+
+    Number -> name of the state -> tensor: [*parameter.shape], such as a running mean, or a scalar [], such as a count.
+    """
     state: dict[str, dict[str, Tensor]] = {}
     for number, parameter in enumerate(_parameters(optimiser)):
         state[str(number)] = {name: torch.as_tensor(value) for name, value in optimiser.state[parameter].items()}
@@ -19,13 +22,15 @@ def optimiser_tree(optimiser: torch.optim.Optimizer) -> dict[str, dict[str, Tens
 def restore_optimiser(optimiser: torch.optim.Optimizer, tree: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Put back what `optimiser_tree` took from an optimiser over the same parameters.
 
-    Raises CheckpointError when their number differs.
+    tree: number -> name -> tensor, [*parameter.shape] or a scalar []. Raises CheckpointError when the number of
+    parameters differs.
     """
     parameters = _parameters(optimiser)
     if len(parameters) != len(tree):
         raise CheckpointError(f"The checkpoint's optimiser has {len(tree)} parameters, this one has {len(parameters)}.")
     for number, parameter in enumerate(parameters):
         for name, value in tree[str(number)].items():
+            # Scalars, such as the count of updates, stay on the device that the checkpoint was read to.
             target = parameter.device if value.dim() else value.device
             optimiser.state[parameter][name] = value.clone().to(target)
 
@@ -44,7 +49,7 @@ def adamw(parameters: Sequence[nn.Parameter], rate: float, weight_decay: float) 
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, where: str) -> Tensor:
-    """Scale the gradients to a global norm of at most `limit`, and return the norm before, a scalar.
+    """Scale the gradients to a global norm of at most `limit`, and return the norm before, a scalar [].
 
     Raises NonFiniteError, naming `where`, if it is not finite.
     """
@@ -54,7 +59,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, where: str)
 
 
 def require_finite(name: str, value: Tensor, where: str) -> None:
-    """Raise NonFiniteError naming the quantity and the step unless `value` is finite everywhere."""
+    """Raise NonFiniteError naming the quantity and the step unless `value` [...] is finite everywhere."""
     if not bool(value.isfinite().all()):
         raise NonFiniteError(
             f"{name[0].upper()}{name[1:]} is not finite at {where}. Nothing was updated with it; lower the learning "

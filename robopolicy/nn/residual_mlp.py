@@ -33,7 +33,7 @@ class ResidualMLP(nn.Module):
         return self.condition(condition)
 
     def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor) -> Tensor:
-        """Predict [..., P, A]."""
+        """Predict [..., P, A] from latents x [..., P, A]; both features broadcast against x's leading axes."""
         flat = x.flatten(-2)
         context = (time_features + condition_features).expand(*flat.shape[:-1], -1)
         rows = torch.addmm(

@@ -5,7 +5,7 @@ Time convention: 0 = data, 1 = noise. Sampling steps are counted from the noisie
 
     clean = clip(a x + b prediction),   mean = c clean + d x,   std
 
-so a schedule is a table of (a, b, c, d, std) with one row a step, and training is an affine form as well.
+so a schedule is a table of (a, b, c, d, std) with one row per step, and training is an affine form as well.
 """
 
 import math
@@ -73,8 +73,8 @@ class NoiseSchedule(nn.Module):
     ) -> Normal:
         """Return the Gaussian of the next latent given x, prediction [..., P, A] and the steps' indices.
 
-        step: an index, a slice, or indices that broadcast against the leading axes of x. deterministic: the noise-free
-        sampler on the same grid (DDIM with eta 0, or the flow's ODE), std 0.
+        x: [..., P, A]; step: an index, a slice, or indices that broadcast against its leading axes. deterministic: the
+        noise-free sampler on the same grid (DDIM with eta 0, or the flow's ODE), std 0.
         """
         table = self.deterministic_table if deterministic else self.table
         a, b, c, d, std = table[step][..., None, None].unbind(-3)

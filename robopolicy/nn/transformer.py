@@ -24,7 +24,7 @@ class TransformerBlock(nn.Module):
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width))
 
     def forward(self, tokens: Tensor, modulation: Tensor) -> Tensor:
-        """Return tokens [N, P, width]."""
+        """Return tokens [N, P, width] of tokens [N, P, width] under modulation [N, 6, width]."""
         shift, scale, gate, shift_forward, scale_forward, gate_forward = modulation[:, :, None].unbind(1)
         hidden = torch.addcmul(shift, self.norm(tokens), 1 + scale)
         query, key, value = rearrange(self.attention_in(hidden), "n p (s h d) -> s n h p d", s=3, h=self.heads)
@@ -38,7 +38,8 @@ class TransformerDenoiser(nn.Module):
     """One token per chunk step; time and condition enter as modulations, each projected once a chain.
 
     Deviation from DiT: the modulation is linear in SiLU(time) and in SiLU(condition) apart, so the time's part is a
-    table over the K steps and the condition's part is computed once for all of them. No dropout.
+    table over the K steps and the condition's part is computed once for all of them. No dropout. Raises ConfigError
+    unless heads divide the width.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class TransformerDenoiser(nn.Module):
         return self.condition(condition)
 
     def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor) -> Tensor:
-        """Predict [..., P, A]."""
+        """Predict [..., P, A] from latents x [..., P, A]; both features broadcast against x's leading axes."""
         leading = x.shape[:-2]
         modulation = (time_features + condition_features).expand(*leading, -1)
         modulation = modulation.reshape(-1, _PARTS * self.depth + 2, self.width)

@@ -13,7 +13,8 @@ class UNetDenoiser(nn.Module):
     """Resolutions of width, 2 width, ... channels; every block adds its projection of [time + condition] features.
 
     After Diffusion Policy (arXiv:2303.04137) and Diffuser (arXiv:2205.09991): convolution, group norm, Mish. Each
-    resolution halves the chunk, so P must be a multiple of 2 ** (depth - 1).
+    resolution halves the chunk, so P must be a multiple of 2 ** (depth - 1). Raises ConfigError where it is not, and
+    unless the width is a multiple of 8.
     """
 
     def __init__(self, prediction_steps: int, action_size: int, condition_size: int, width: int = 64, depth: int = 2):
@@ -50,7 +51,7 @@ class UNetDenoiser(nn.Module):
         return self.condition(condition)
 
     def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor) -> Tensor:
-        """Predict [..., P, A]."""
+        """Predict [..., P, A] from latents x [..., P, A]; both features broadcast against x's leading axes."""
         features = (time_features + condition_features).expand(*x.shape[:-2], -1)
         features = features.reshape(-1, features.shape[-1])
         hidden = rearrange(x.reshape(-1, *x.shape[-2:]), "n p a -> n a p")

@@ -48,7 +48,10 @@ def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env
 
 
 def registered(env_id: str) -> Any:
-    """Return the registered spec, importing the module named in the id, or Gymnasium-Robotics for its families."""
+    """Return the registered spec, importing the module named in the id, or Gymnasium-Robotics for its families.
+
+    Raises ConfigError when there is no such module or environment, or the extra `robotics` is missing.
+    """
     module, _, name = env_id.rpartition(":")
     if module:
         add_working_folder()
@@ -82,7 +85,7 @@ class Layout:
     images: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def write(self, observation: Any, out: np.ndarray) -> None:
-        """Write the numbers of `observation` into `out` [size]."""
+        """Write the numbers of `observation`, an array or nested dictionaries of arrays, into `out` [size]."""
         for path, place in self.parts:
             value = observation
             for key in path:
@@ -94,7 +97,8 @@ def observation_layout(space: spaces.Space, state_keys: Sequence[str] | None = N
     """Lay out an observation space; state_keys: which entries are the robot's own (default ROBOT_KEYS).
 
     Box -> observation.state. Dict: the robot's entries -> observation.state, every other vector (goals, objects) ->
-    observation.environment_state in the space's order, uint8 images -> cameras named after their key.
+    observation.environment_state in the space's order, uint8 images -> cameras named after their key. Raises
+    ConfigError on an empty space, on an entry that is no Box, and when state_keys names what the space lacks.
     """
     leaves = dict(_leaves(space, ()))
     images = {path[-1] if path else "pixels": path for path, box in leaves.items() if _is_image(box)}
@@ -153,7 +157,8 @@ class RowEnvironment:
     """An environment with vector observations, success flag, images and (for MuJoCo) its full state.
 
     success_key: entry of `info` that says whether the episode succeeded; None takes the first of SUCCESS_KEYS that
-    `info` has, and no success where there is none.
+    `info` has, and no success where there is none. Raises ConfigError unless actions are a one-dimensional Box, and
+    where `observation_layout` does.
     """
 
     def __init__(
@@ -187,12 +192,15 @@ class RowEnvironment:
         )
 
     def reset(self, seed: int, out: np.ndarray, options: dict | None = None) -> None:
-        """Start the episode of `seed` and write its first observation into `out`."""
+        """Start the episode of `seed` and write its first observation into `out` [D]."""
         observation, _ = self.environment.reset(seed=int(seed), options=options)
         self._take(observation, out)
 
     def step(self, action: np.ndarray, out: np.ndarray) -> tuple[float, bool, bool, bool]:
-        """Act, write the observation into `out` and return reward, terminated, truncated, success."""
+        """Act, write the observation into `out` and return reward, terminated, truncated, success.
+
+        action: [A]; out: [D], the layout's size. Raises SpecError when `info` lacks the success_key asked for.
+        """
         observation, reward, terminated, truncated, info = self.environment.step(action.astype(self._action_dtype))
         self._take(observation, out)
         return float(reward), bool(terminated), bool(truncated), self._success(info)
@@ -218,7 +226,10 @@ class RowEnvironment:
         return False
 
     def image(self, camera: str, height: int, width: int) -> np.ndarray:
-        """Return uint8 [height, width, 3]."""
+        """Return uint8 [height, width, 3].
+
+        Raises ConfigError when MuJoCo has no such camera or graphics context, or the environment draws no images.
+        """
         if camera in self._images:
             return resized(self._images[camera], height, width)
         if self._camera is not None:
@@ -236,9 +247,10 @@ class RowEnvironment:
 
 
 def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return `image` (HWC, or CHW with 3 channels) as uint8 [height, width, 3], by nearest neighbour."""
+    """Return `image` ([h, w, 3] or [3, h, w]) as uint8 [height, width, 3], by nearest neighbour."""
     if image.shape[-1] != 3 and image.shape[0] == 3:
         image = np.moveaxis(image, 0, -1)
+    # The middle of each new pixel falls into one old pixel, whose colour it takes.
     rows = (np.arange(height) + 0.5) * image.shape[0] / height
     columns = (np.arange(width) + 0.5) * image.shape[1] / width
     return np.ascontiguousarray(image[rows.astype(int)][:, columns.astype(int)], dtype=np.uint8)

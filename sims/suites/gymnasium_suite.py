@@ -36,7 +36,8 @@ class GymnasiumWorld:
     goals: decrease of the distance to the goal times reward_scale, plus 1 at success), "environment" (its own reward),
     or "package.module:function", a potential (see `choose_reward`); success_key: entry of `info` (default is_success,
     else success); state_keys: entries of a dictionary observation that are the robot's own.
-    `reset` options are handed to every started environment.
+    `reset` options are handed to every started environment. Raises ConfigError on an unknown camera, reward or
+    state key, sizes below 1, and where nobody says how many control steps make a second.
     """
 
     def __init__(
@@ -156,7 +157,11 @@ class GymnasiumWorld:
         return episodes.step(trace, self._reward.terms(played.reward, path, first, valid), valid)
 
     def _move_images(self, played: Played) -> None:
-        """Append each row's new frames, at most H of them, to its image history."""
+        """Append each row's new frames, at most H of them, to its image history.
+
+        Played frames [B, H, ...] are new only at their end, so a new frame already lies at its place in the moved
+        history; an old frame moves forward by the number of new ones.
+        """
         window = places(np.minimum(played.length, self._history), self._history)
         index = np.where(window < self._history, window, self._history + np.arange(self._history))
         for camera, frames in played.frames.items():
@@ -168,7 +173,8 @@ class GymnasiumWorld:
     def snapshot(self, rows: Rows = None) -> Snapshot:
         """Copy the full state of `rows`: physics, model, Python attributes with random generators, counters, history.
 
-        Raises ConfigError where the environment does not simulate with MuJoCo.
+        Arrays [R, ...]; physics [R, N] holds data and model, attributes [R] Python objects. Raises ConfigError where
+        the environment does not simulate with MuJoCo, SpecError on bad rows and before the first reset.
         """
         own = self._episodes.snapshot(rows)
         physics, attributes = self.pool.states(self._episodes.index(rows))
@@ -187,7 +193,7 @@ class GymnasiumWorld:
     def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> np.ndarray:
         """Return uint8 images [R, height, width, 3]; camera None is the view the environment itself renders from.
 
-        Raises SpecError on bad rows and before the first reset.
+        Raises SpecError on bad rows and before the first reset, ConfigError where `RowEnvironment.image` does.
         """
         self._episodes.require_started()
         return self.pool.render(self._episodes.index(rows), camera or "default", height, width)
@@ -197,6 +203,7 @@ class GymnasiumWorld:
         self.pool.close()
 
     def _check_finite(self, values: np.ndarray, rows: np.ndarray) -> None:
+        """Raise NonFiniteError, naming the rows [R], unless values [R, C, D] are finite."""
         if not np.isfinite(values).all():
             bad = rows[~np.isfinite(values).all(axis=(1, 2))][:5].tolist()
             raise NonFiniteError(

@@ -31,7 +31,10 @@ def metaworld_tasks() -> dict[str, Any]:
 
 
 def open_metaworld(task: str) -> gymnasium.Env:
-    """Make one environment of `task`, such as "push-v3"."""
+    """Make one environment of `task`, such as "push-v3".
+
+    Raises ConfigError on an unknown task, or where the extra `metaworld` is missing.
+    """
     tasks = metaworld_tasks()
     if task not in tasks:
         raise ConfigError(f"Meta-World has no task '{task}'.{did_you_mean(task, tasks)}")
@@ -53,7 +56,7 @@ class MetaworldEnvironment(gymnasium.Wrapper):
         self._level = 0.0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
-        """Start the episode of `seed`; options are not used."""
+        """Start the episode of `seed`; options are not used. Returns agent_pos [8], environment_state [31]; info."""
         inner: Any = self.env
         if seed is not None:
             inner._np_random, _ = seeding.np_random(seed)
@@ -63,7 +66,11 @@ class MetaworldEnvironment(gymnasium.Wrapper):
         return _split(flat), info
 
     def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
-        """Act; the reward is progress."""
+        """Act; the reward is progress.
+
+        action: [4], the hand's motion in x, y, z (1 is 1 cm) and the gripper's effort -> observation (agent_pos [8],
+        environment_state [31]), reward, terminated, truncated, info.
+        """
         flat, reward, terminated, truncated, info = self.env.step(action)
         level = float(reward) / LEVEL
         progress, self._level = level - self._level, level

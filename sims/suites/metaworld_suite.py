@@ -87,12 +87,12 @@ def make_metaworld_world(
 
 
 def metaworld_expert(task: str, spec: WorldSpec) -> "MetaworldExpert":
-    """Return Meta-World's scripted expert for `task`."""
+    """Return Meta-World's scripted expert for `task`. Raises ConfigError where it has none, or without the extra."""
     return MetaworldExpert(task, spec)
 
 
 class MetaworldExpert:
-    """Meta-World's scripted policy, one instance a row, clipped to the action's bounds."""
+    """Meta-World's scripted policy, one instance per row, clipped to the action's bounds."""
 
     def __init__(self, task: str, spec: WorldSpec):
         policies = require_extra("metaworld.policies", "metaworld").ENV_POLICY_MAP
@@ -102,13 +102,13 @@ class MetaworldExpert:
         self._policies: list[Any] = []
 
     def reset(self, rows: Rows = None) -> None:
-        """Start the policies of `rows` afresh."""
+        """Start the policies of `rows` [R], None for all, afresh."""
         for row in range(len(self._policies)) if rows is None else np.asarray(rows).tolist():
             if row < len(self._policies):
                 self._policies[row] = self._make()
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 4]."""
+        """Return actions [B, 4] for an observation whose state is [B, H, 8] and environment state [B, H, 31]."""
         flat = joined(observation[STATE][:, -1], observation[ENVIRONMENT_STATE][:, -1])
         self._policies += [self._make() for _ in range(len(flat) - len(self._policies))]
         with warnings.catch_warnings():

@@ -73,11 +73,11 @@ class MujocoState:
         self._names = [name for name, value in sizes.items() if isinstance(value, np.ndarray) and value.size]
 
     def physics(self) -> np.ndarray:
-        """Return time, data and model arrays as one float64 vector."""
+        """Return time, data and model arrays as one float64 vector [N]; N depends on the model alone."""
         return np.concatenate([[self.data.time], *(array.ravel() for array in self._arrays())])
 
     def restore_physics(self, vector: np.ndarray) -> None:
-        """Write what `physics` returned."""
+        """Write what `physics` returned, a vector [N]."""
         self.data.time, start = vector[0], 1
         for array in self._arrays():
             array[...] = vector[start : start + array.size].reshape(array.shape)
@@ -90,7 +90,7 @@ class MujocoState:
         ]
 
     def attributes(self) -> list[dict[str, Any]]:
-        """Return a copy of the plain Python attributes and random generators, one dictionary a wrapper layer."""
+        """Return a copy of the plain Python attributes and random generators, one dictionary per wrapper layer."""
         layers = []
         for layer in self._layers:
             saved = {name: _copied(value) for name, value in vars(layer).items() if name not in _IGNORED}
@@ -139,10 +139,14 @@ class MujocoCamera:
         self._mark_goal = callback if isinstance(callback, types.MethodType) else None
 
     def image(self, camera: str, height: int, width: int) -> np.ndarray:
-        """Return uint8 [height, width, 3]."""
+        """Return uint8 [height, width, 3].
+
+        Raises ConfigError on an unknown camera, or when MuJoCo cannot open a graphics context.
+        """
         if camera not in self.names:
             raise ConfigError(f"The environment has no camera '{camera}'.{did_you_mean(camera, self.names)}")
         renderer = self._renderer(height, width)
+        # Marking the goal moves a site of the model, so all is put back afterwards: images leave no trace.
         before = self._state.physics() if self._mark_goal else None
         if self._mark_goal:
             self._mark_goal()

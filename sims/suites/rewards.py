@@ -38,7 +38,8 @@ class Reward:
         """Return terms [B, C].
 
         own: the environment's [B, C]; path: observations [B, C + 1, n], the one before the chunk first; first: [B, C]
-        where success came; valid: [B, C].
+        where success came; valid: [B, C], the control steps that were run; the others pay 0. Raises SpecError when the
+        potential's shape is not [B, C + 1], NonFiniteError when a reward is NaN or infinite.
         """
         dense = self.scale * own
         if self.potential is not None:
@@ -65,7 +66,8 @@ def choose_reward(choice: str | Reward | None, scale: float, description: Descri
     "progress": decrease of the distance from achieved to desired goal times `scale`, plus 1 at success; needs an
     environment with goals. "environment": its own number. "package.module:function": a potential, called with a
     dictionary of observation arrays [..., n] and returning [...]; the reward is its increase times `scale`, plus 1 at
-    success. None: "progress" where there are goals, else "environment".
+    success. None: "progress" where there are goals, else "environment". Raises ConfigError when the function cannot be
+    imported or called, and on "progress" without goals.
     """
     if isinstance(choice, Reward):
         return choice
@@ -82,7 +84,11 @@ def choose_reward(choice: str | Reward | None, scale: float, description: Descri
 
 
 def goal_potential(description: Description, scale: float) -> Potential:
-    """Return minus the Euclidean distance between achieved and desired goal, times `scale`."""
+    """Return minus the Euclidean distance between achieved and desired goal, times `scale`.
+
+    The potential takes observation arrays [..., n] by key and returns [...]; the distance is in the goals' unit, for
+    most environments m. Raises ConfigError when the environment has no goals.
+    """
     if not description.is_goal_environment:
         raise ConfigError(
             "reward=progress needs observations with achieved_goal and desired_goal, which this environment lacks: use "

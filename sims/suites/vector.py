@@ -80,7 +80,7 @@ class EnvironmentRows:
     def reset(
         self, index: np.ndarray, seeds: np.ndarray, options: dict | None
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Start rows `index`; returns values [R, D] and camera -> [R, size, size, 3]."""
+        """Start rows `index` [R] with seeds [R]; returns values [R, D] and camera -> [R, size, size, 3]."""
         values = np.zeros((len(index), self._size), dtype=np.float32)
         for out, row, seed in zip(values, index, seeds, strict=True):
             self._rows[row].reset(seed, out, options)
@@ -88,7 +88,10 @@ class EnvironmentRows:
         return values, {camera: self.render(index, camera, size, size) for camera in self._images.cameras}
 
     def step(self, actions: np.ndarray, limits: np.ndarray, stop_on_success: bool) -> Played:
-        """Run up to limits [n] control steps of actions [n, C, A], stopping a row where its episode ends."""
+        """Run up to limits [n] control steps of actions [n, C, A], stopping a row where its episode ends.
+
+        Images are drawn after every control step of rows with a history, else after a row's last one alone.
+        """
         count, chunk = actions.shape[:2]
         played = self._blank(count, chunk)
         for row, environment in enumerate(self._rows):
@@ -128,12 +131,18 @@ class EnvironmentRows:
             frames[row : row + 1] = move(frames[row : row + 1], newest[None, None])
 
     def states(self, index: np.ndarray) -> tuple[np.ndarray, list[Any]]:
-        """Return physics [R, N] and Python attributes [R] of rows `index`."""
+        """Return physics [R, N] and Python attributes [R] of rows `index` [R].
+
+        Raises ConfigError when the environment does not simulate with MuJoCo.
+        """
         states = [self._state(row) for row in index]
         return np.stack([state.physics() for state in states]), [state.attributes() for state in states]
 
     def restore(self, index: np.ndarray, physics: np.ndarray, attributes: Sequence[Any]) -> None:
-        """Write what `states` returned."""
+        """Write what `states` returned: physics [R, N] and attributes [R] into rows `index` [R].
+
+        Raises ConfigError when the environment does not simulate with MuJoCo.
+        """
         for row, vector, layers in zip(index, physics, attributes, strict=True):
             self._state(row).restore_physics(vector)
             self._state(row).restore_attributes(layers)
@@ -145,7 +154,7 @@ class EnvironmentRows:
         return state
 
     def render(self, index: np.ndarray, camera: str, height: int, width: int) -> np.ndarray:
-        """Return uint8 [R, height, width, 3]."""
+        """Return uint8 [R, height, width, 3] of rows `index` [R]. Raises ConfigError where there is no such image."""
         frames = np.empty((len(index), height, width, 3), dtype=np.uint8)
         for frame, row in zip(frames, index, strict=True):
             frame[:] = self._rows[row].image(camera, height, width)
@@ -161,6 +170,8 @@ class Pool:
     """B rows of one environment, split evenly over worker processes, or in this process when workers is 0.
 
     name: of the environment, for errors; make_row must be importable in a fresh process (no lambda) when workers > 0.
+    Its methods raise WorkerError when a worker has died or the environment raised an error of its own, ConfigError when
+    the pool is closed, and otherwise what `EnvironmentRows` raises.
     """
 
     def __init__(
@@ -194,7 +205,7 @@ class Pool:
     def reset(
         self, index: np.ndarray, seeds: np.ndarray, options: dict | None = None
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Start rows `index` [R]; returns values [R, D] and camera -> images, in the order of `index`."""
+        """Start rows `index` [R] with seeds [R]; returns values [R, D] and camera -> images [R, size, size, 3]."""
         places, calls = self._split(index)
         parts = self._call(
             "reset",
@@ -208,11 +219,11 @@ class Pool:
         }
 
     def step(self, actions: np.ndarray, limits: np.ndarray, stop_on_success: bool) -> Played:
-        """Run a chunk in every row; see `EnvironmentRows.step`."""
+        """Run a chunk [B, C, A] in every row, up to limits [B] control steps; see `EnvironmentRows.step`."""
         return joined(self._call("step", [(actions[share], limits[share], stop_on_success) for share in self.shares]))
 
     def states(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return physics [R, N] and Python attributes, an object array [R]."""
+        """Return physics [R, N] and Python attributes, an object array [R], of rows `index` [R]."""
         places, calls = self._split(index)
         parts = self._call("states", [None if call is None else (call,) for call in calls])
         physics = _gather([None if part is None else part[0] for part in parts], places, len(index))
@@ -223,7 +234,7 @@ class Pool:
         return physics, attributes
 
     def restore(self, index: np.ndarray, physics: np.ndarray, attributes: np.ndarray) -> None:
-        """Write what `states` returned into rows `index`."""
+        """Write what `states` returned into rows `index`: [R], physics [R, N], attributes [R]."""
         places, calls = self._split(index)
         self._call(
             "restore",
@@ -234,7 +245,7 @@ class Pool:
         )
 
     def render(self, index: np.ndarray, camera: str, height: int, width: int) -> np.ndarray:
-        """Return uint8 [R, height, width, 3] of rows `index`."""
+        """Return uint8 [R, height, width, 3] of rows `index` [R]."""
         places, calls = self._split(index)
         parts = self._call("render", [None if call is None else (call, camera, height, width) for call in calls])
         return _gather(parts, places, len(index))
@@ -262,7 +273,7 @@ class Pool:
         return places, calls
 
     def _call(self, method: str, arguments: Sequence[tuple | None]) -> list[Any]:
-        """Call `method` in every worker that has arguments, all at the same time."""
+        """Call `method` in every worker that has arguments, all at the same time; None where it has none."""
         if self._local is not None:
             return [None if given is None else _run(self._local, self._name, method, given) for given in arguments]
         if self._lost is not None:
@@ -306,7 +317,7 @@ class Pool:
 
 
 def _gather(parts: Sequence[np.ndarray | None], places: Sequence[np.ndarray], count: int) -> np.ndarray:
-    """Put the workers' rows back in the order asked for."""
+    """Put the workers' rows [n, ...] back at their places [n] of `count`, in the order asked for: [count, ...]."""
     first = next(part for part in parts if part is not None)
     out = np.empty((count, *first.shape[1:]), dtype=first.dtype)
     for part, at in zip(parts, places, strict=True):

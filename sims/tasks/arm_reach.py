@@ -15,7 +15,10 @@ TO_GOAL = elements(GOAL_FIELD, "tip_to_goal_x tip_to_goal_y tip_to_goal_z")
 
 
 def start(uniforms: np.ndarray) -> Start:
-    """Tip near the middle, goal to one of its sides, at least 4 cm away."""
+    """Tip near the middle, goal to one of its sides, at least 4 cm away.
+
+    uniforms: [R, 7] -> qpos and control [R, 6] rad, goal [R, 3] m.
+    """
     tip = scale(uniforms[:, 0:3], [0.16, -0.03, 0.04], [0.23, 0.03, 0.09])
     goal = scale(uniforms[:, 3:6], [0.14, 0.07, 0.03], [0.25, 0.14, 0.095])
     goal[:, 1] *= np.where(uniforms[:, 6] < 0.5, -1.0, 1.0)
@@ -24,24 +27,28 @@ def start(uniforms: np.ndarray) -> Start:
 
 
 def observe(readings: Readings) -> dict[str, np.ndarray]:
-    """The arm's own state; the goal and the way from the tip to it."""
+    """The arm's own state; the goal and the way from the tip to it.
+
+    readings: qpos, qvel and control [..., 6], goal [..., 3] -> `observation.state` [..., 19],
+    `observation.environment_state` [..., 6] m.
+    """
     offset = readings.goal - arm.tip_position(readings.qpos)
     environment = np.concatenate([readings.goal, offset], axis=-1)
     return {STATE: arm.proprioception(readings), ENVIRONMENT_STATE: environment}
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Ten per metre that the tip nears the goal."""
+    """Ten per metre that the tip nears the goal: environment state [..., 6] -> [...]."""
     return -10.0 * _distance(observation)
 
 
 def succeeded(observation: Arrays) -> np.ndarray:
-    """The tip is within the tolerance of the goal."""
+    """The tip is within the tolerance of the goal: environment state [..., 6] -> [...] bool."""
     return _distance(observation) < TOLERANCE
 
 
 def markers(goal: np.ndarray) -> Markers:
-    """The ball floats at the goal."""
+    """The ball floats at the goal: [R, 3] m -> positions [R, 1, 3], quaternions [R, 1, 4]."""
     position = goal[:, None]
     return Markers(position, flat_quaternion(np.zeros(position.shape[:2])))
 
@@ -50,16 +57,17 @@ class ArmReachExpert:
     """Moves the tip target straight to the goal."""
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered."""
+        """Nothing is remembered. rows: [R] indices, which make no difference."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 4]; the gripper closes, as the goal is a point."""
+        """Return actions [B, 4] for an observation [B, H, ...]; the gripper closes, as the goal is a point."""
         target = arm.parts(newest(observation, STATE))["tip_target"]
         move = np.clip((newest(observation, ENVIRONMENT_STATE)[:, GOAL] - target) / arm.TIP_STEP, -1.0, 1.0)
         return np.concatenate([move, np.full((len(move), 1), -1.0)], axis=1)
 
 
 def _distance(observation: Arrays) -> np.ndarray:
+    """Return the way left from the tip to the goal, [...] m."""
     offset = observation[ENVIRONMENT_STATE][..., TO_GOAL]
     return np.sqrt((offset * offset).sum(axis=-1))
 

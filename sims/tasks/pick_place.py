@@ -14,7 +14,11 @@ TOLERANCE = 0.03  # m
 
 
 def start(uniforms: np.ndarray) -> Start:
-    """Cube on the table in front of the arm and slightly turned, goal on the shelf, tip above the middle."""
+    """Cube on the table in front of the arm and slightly turned, goal on the shelf, tip above the middle.
+
+    uniforms: [R, 8] -> qpos [R, 13] (six joints in rad, the cube's position in m and quaternion), goal [R, 3] m,
+    control [R, 6] rad.
+    """
     tip = scale(uniforms[:, 0:3], [0.16, -0.06, 0.07], [0.24, 0.06, 0.10])
     cube = scale(uniforms[:, 3:5], [0.14, -0.14], [0.25, -0.015])
     yaw = scale(uniforms[:, 5], -0.4, 0.4)
@@ -29,7 +33,11 @@ def start(uniforms: np.ndarray) -> Start:
 
 
 def observe(readings: Readings) -> dict[str, np.ndarray]:
-    """The arm's own state; the cube's pose, velocity and offsets to tip and goal, and the goal."""
+    """The arm's own state; the cube's pose, velocity and offsets to tip and goal, and the goal.
+
+    readings: qpos [..., 13], qvel [..., 12], control [..., 6], goal [..., 3] -> `observation.state` [..., 19],
+    `observation.environment_state` [..., 24].
+    """
     tip = arm.tip_position(readings.qpos)
     cube = grasping.cube_features(readings.qpos[..., 6:13], readings.qvel[..., 6:12], tip, readings.goal)
     environment = np.concatenate([*cube, readings.goal], axis=-1)
@@ -37,17 +45,23 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Reach, grasp, lift to the shelf's height, carry, let go; see `placing_potential`."""
+    """Reach, grasp, lift to the shelf's height, carry, let go; see `placing_potential`.
+
+    observation: state [..., 19], environment state [..., 24] -> [...] in 0 to 4.5.
+    """
     return grasping.placing_potential(observation, SHELF_HEIGHT)
 
 
 def succeeded(observation: Arrays) -> np.ndarray:
-    """The cube rests on the mark and the jaws are open."""
+    """The cube rests on the mark and the jaws are open.
+
+    observation: state [..., 19], environment state [..., 24] -> [...] bool.
+    """
     return grasping.cube_rests_at_goal(observation, TOLERANCE)
 
 
 def markers(goal: np.ndarray) -> Markers:
-    """The disc lies on the shelf under the goal."""
+    """The disc lies on the shelf under the goal: [R, 3] m -> positions [R, 1, 3], quaternions [R, 1, 4]."""
     position = np.stack([goal[:, 0], goal[:, 1], np.full(len(goal), SHELF_HEIGHT + 0.0006)], axis=-1)[:, None]
     return Markers(position, flat_quaternion(np.zeros(position.shape[:2])))
 

@@ -25,11 +25,15 @@ CUBES_FIELD = vector_field(
 )
 TO_CUBE = [elements(CUBES_FIELD, f"{name}_x {name}_y") for name in _OFFSETS[: len(CUBES)]]
 TO_GOAL = [elements(CUBES_FIELD, f"{name}_x {name}_y") for name in _OFFSETS[len(CUBES) :]]
-"""Where the ways lie: by cube, and by instruction from its cube to its goal."""
+"""Where the ways lie, [..., 2] m each: by cube, and by instruction from its cube to its goal."""
 
 
 def start(uniforms: np.ndarray) -> Start:
-    """Cubes side by side (which is left is drawn), goals behind them to the left and right, pusher in front."""
+    """Cubes side by side (which is left is drawn), goals behind them to the left and right, pusher in front.
+
+    uniforms: [R, 14] -> qpos [R, 8] (x, y in m and yaw in rad of each cube, x, y of the pusher), goal [R, 4] m (left
+    x, y, right x, y), activation [R, 2] m, instruction [R].
+    """
     left = np.stack([scale(uniforms[:, 0], -0.13, -0.08), scale(uniforms[:, 1], -0.08, 0.0)], axis=-1)
     right = np.stack([scale(uniforms[:, 2], 0.08, 0.13), scale(uniforms[:, 3], -0.08, 0.0)], axis=-1)
     swapped = uniforms[:, 4:5] < 0.5
@@ -46,7 +50,11 @@ def start(uniforms: np.ndarray) -> Start:
 
 
 def observe(readings: Readings) -> dict[str, np.ndarray]:
-    """Pusher: position, velocity, target ahead of it. Environment: both cubes, both goals, all offsets between them."""
+    """Pusher: position, velocity, target ahead of it. Environment: both cubes, both goals, all offsets between them.
+
+    readings: qpos and qvel [..., 8], activation [..., 2], goal [..., 4] -> `observation.state` [..., 6],
+    `observation.environment_state` [..., 30], m, m/s and rad/s.
+    """
     pusher, velocity, goals = readings.qpos[..., 6:8], readings.qvel, readings.goal
     red, blue, left, right = readings.qpos[..., 0:2], readings.qpos[..., 3:5], goals[..., 0:2], goals[..., 2:4]
     environment = []
@@ -62,7 +70,7 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 def instructed(environment: np.ndarray, task: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the ways from the pusher to the instructed cube and from it to the instructed goal, [..., 2] each.
 
-    environment: [..., 30]; task: texts that broadcast against its leading axes.
+    environment: [..., 30]; task: texts that broadcast against its leading axes; the ways: m.
     """
     to_cube, to_goal = environment[..., TO_CUBE[0]], environment[..., TO_GOAL[0]]
     for index, text in enumerate(INSTRUCTIONS[1:], start=1):
@@ -73,18 +81,24 @@ def instructed(environment: np.ndarray, task: np.ndarray) -> tuple[np.ndarray, n
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Ten per metre that the instructed cube nears its goal, plus two per metre that the pusher nears the cube."""
+    """Ten per metre that the instructed cube nears its goal, plus two per metre that the pusher nears the cube.
+
+    observation: environment state [..., 30], texts `task` that broadcast against [...] -> [...].
+    """
     to_cube, to_goal = instructed(observation[ENVIRONMENT_STATE], observation[TASK])
     return -10.0 * _length(to_goal) - 2.0 * np.maximum(_length(to_cube), CONTACT)
 
 
 def succeeded(observation: Arrays) -> np.ndarray:
-    """The instructed cube's centre is within the tolerance of the instructed goal."""
+    """The instructed cube's centre is within the tolerance of the instructed goal.
+
+    observation: environment state [..., 30], texts `task` that broadcast against [...] -> [...] bool.
+    """
     return _length(instructed(observation[ENVIRONMENT_STATE], observation[TASK])[1]) < TOLERANCE
 
 
 def markers(goal: np.ndarray) -> Markers:
-    """A disc lies at each goal."""
+    """A disc lies at each goal: [R, 4] m -> positions [R, 2, 3], quaternions [R, 2, 4]."""
     ground = goal.reshape(-1, 2, 2)
     position = np.concatenate([ground, np.zeros_like(ground[..., :1])], axis=-1)
     return Markers(position, flat_quaternion(np.zeros(position.shape[:2])))
@@ -94,10 +108,10 @@ class PushChoiceExpert:
     """Reads the instruction and pushes like push-cube's expert; the other cube is seldom in the way."""
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered."""
+        """Nothing is remembered. rows: [R] indices, which make no difference."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 2]."""
+        """Return actions [B, 2], shares of full speed, for an observation [B, H, ...]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
         to_cube, to_goal = instructed(environment, observation[TASK])
         pusher = state[:, PUSHER]
@@ -105,6 +119,7 @@ class PushChoiceExpert:
 
 
 def _length(vector: np.ndarray) -> np.ndarray:
+    """Euclidean length, [..., 2] -> [...]."""
     return np.sqrt(vector[..., 0] ** 2 + vector[..., 1] ** 2)
 
 

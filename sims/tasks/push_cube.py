@@ -27,10 +27,15 @@ TO_GOAL = elements(CUBE_FIELD, "cube_to_goal_x cube_to_goal_y")
 
 
 def start(uniforms: np.ndarray) -> Start:
-    """Cube near the centre, goal 0.10 to 0.20 m from it, pusher anywhere around the cube."""
+    """Cube near the centre, goal 0.10 to 0.20 m from it, pusher anywhere around the cube.
+
+    uniforms: [R, 7] -> qpos [R, 5] (x, y in m and yaw in rad of the cube, x, y of the pusher), goal [R, 2] m,
+    activation [R, 2] m.
+    """
     cube = scale(uniforms[:, 0:2], -0.12, 0.12)
     distance, angle = scale(uniforms[:, 2], 0.10, 0.20), scale(uniforms[:, 3], -np.pi, np.pi)
     offset = distance[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
+    # Where the goal would lie beyond 0.20 m along an axis, it is mirrored at the cube, which keeps its distance.
     goal = cube + np.where(np.abs(cube + offset) <= 0.20, offset, -offset)
     yaw = scale(uniforms[:, 4], -np.pi / 4, np.pi / 4)
     around, gap = scale(uniforms[:, 5], -np.pi, np.pi), scale(uniforms[:, 6], 0.09, 0.15)
@@ -39,12 +44,19 @@ def start(uniforms: np.ndarray) -> Start:
 
 
 def control(actions: np.ndarray, previous: np.ndarray) -> np.ndarray:
-    """Actions are velocities of the pusher's target as a share of full speed."""
+    """Actions are velocities of the pusher's target as a share of full speed.
+
+    actions: [R, C, 2]; previous: [R, 2], not read -> [R, C, 2] m/s.
+    """
     return SPEED * actions
 
 
 def observe(readings: Readings) -> dict[str, np.ndarray]:
-    """Pusher: position, velocity, target ahead of it. Environment: cube pose and velocity, goal, two offsets."""
+    """Pusher: position, velocity, target ahead of it. Environment: cube pose and velocity, goal, two offsets.
+
+    readings: qpos and qvel [..., 5], activation and goal [..., 2] -> `observation.state` [..., 6],
+    `observation.environment_state` [..., 13], m, m/s and rad/s.
+    """
     cube, yaw, pusher = readings.qpos[..., 0:2], readings.qpos[..., 2:3], readings.qpos[..., 3:5]
     state = [pusher, readings.qvel[..., 3:5], readings.activation - pusher]
     environment = [
@@ -60,18 +72,21 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Ten per metre that the cube nears the goal, plus two per metre that the pusher nears the cube."""
+    """Ten per metre that the cube nears the goal, plus two per metre that the pusher nears the cube.
+
+    observation: environment state [..., 13] -> [...].
+    """
     environment = observation[ENVIRONMENT_STATE]
     return -10.0 * _length(environment[..., TO_GOAL]) - 2.0 * np.maximum(_length(environment[..., TO_CUBE]), CONTACT)
 
 
 def succeeded(observation: Arrays) -> np.ndarray:
-    """The cube's centre is within the tolerance of the goal."""
+    """The cube's centre is within the tolerance of the goal: environment state [..., 13] -> [...] bool."""
     return _length(observation[ENVIRONMENT_STATE][..., TO_GOAL]) < TOLERANCE
 
 
 def markers(goal: np.ndarray) -> Markers:
-    """The goal disc lies at the goal."""
+    """The goal disc lies at the goal: [R, 2] m -> positions [R, 1, 3], quaternions [R, 1, 4]."""
     position = np.concatenate([goal, np.zeros_like(goal[:, :1])], axis=1)[:, None]
     return Markers(position, flat_quaternion(np.zeros(position.shape[:2])))
 
@@ -80,17 +95,21 @@ class PushCubeExpert:
     """Goes round the cube to the side opposite the goal, then pushes along the line to the goal."""
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered."""
+        """Nothing is remembered. rows: [R] indices, which make no difference."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 2]."""
+        """Return actions [B, 2], shares of full speed, for an observation [B, H, ...]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
         target = state[:, PUSHER] + state[:, TARGET]
         return steer(target, environment[:, CUBE], environment[:, TO_GOAL])
 
 
 def steer(target: np.ndarray, cube: np.ndarray, to_goal: np.ndarray) -> np.ndarray:
-    """Return actions [B, 2] that go round the cube and push it along `to_goal`, all [B, 2]; target: the pusher's."""
+    """Return actions [B, 2] that go round the cube and push it along `to_goal`, all [B, 2]; target: the pusher's.
+
+    target, cube and to_goal: m; actions: shares of full speed.
+    """
+    # The pusher's target as seen from the cube, along and across the way to the goal.
     distance = _length(to_goal)[:, None]
     forward = to_goal / np.maximum(distance, 1e-6)
     sideways = np.stack([-forward[:, 1], forward[:, 0]], axis=-1)
@@ -114,6 +133,7 @@ def steer(target: np.ndarray, cube: np.ndarray, to_goal: np.ndarray) -> np.ndarr
 
 
 def _length(vector: np.ndarray) -> np.ndarray:
+    """Euclidean length, [..., 2] -> [...]."""
     return np.sqrt(vector[..., 0] ** 2 + vector[..., 1] ** 2)
 
 

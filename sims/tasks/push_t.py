@@ -31,7 +31,11 @@ PUSHER_IN_BLOCK = elements(BLOCK_FIELD, "pusher_in_block_x pusher_in_block_y")
 
 
 def start(uniforms: np.ndarray) -> Start:
-    """Block 0.04 to 0.13 m from the goal and up to 90 degrees off, pusher on a circle around it."""
+    """Block 0.04 to 0.13 m from the goal and up to 90 degrees off, pusher on a circle around it.
+
+    uniforms: [R, 5] -> qpos [R, 5] (x, y in m and yaw in rad of the block, x, y of the pusher), goal [R, 3] (m, m,
+    rad), activation [R, 2] m.
+    """
     count = len(uniforms)
     distance, angle = scale(uniforms[:, 0], 0.04, 0.13), scale(uniforms[:, 1], -np.pi, np.pi)
     block = np.asarray(GOAL[:2]) + distance[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
@@ -43,12 +47,19 @@ def start(uniforms: np.ndarray) -> Start:
 
 
 def control(actions: np.ndarray, previous: np.ndarray) -> np.ndarray:
-    """Actions are velocities of the pusher's target as a share of full speed."""
+    """Actions are velocities of the pusher's target as a share of full speed.
+
+    actions: [R, C, 2]; previous: [R, 2], not read -> [R, C, 2] m/s.
+    """
     return SPEED * actions
 
 
 def observe(readings: Readings) -> dict[str, np.ndarray]:
-    """Pusher: position, velocity, target ahead of it. Environment: block pose, velocity, error, pusher in its frame."""
+    """Pusher: position, velocity, target ahead of it. Environment: block pose, velocity, error, pusher in its frame.
+
+    readings: qpos and qvel [..., 5], activation [..., 2], goal [..., 3] -> `observation.state` [..., 6],
+    `observation.environment_state` [..., 13], m, m/s and rad/s.
+    """
     block, yaw, pusher = readings.qpos[..., 0:2], readings.qpos[..., 2:3], readings.qpos[..., 3:5]
     turn = readings.goal[..., 2:3] - yaw
     state = [pusher, readings.qvel[..., 3:5], readings.activation - pusher]
@@ -66,45 +77,54 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def rotate(vector: np.ndarray, cosine: np.ndarray, sine: np.ndarray) -> np.ndarray:
-    """Rotate [..., 2] by an angle given as cosine and sine [..., 1]."""
+    """Rotate vectors [..., 2] by an angle given as cosine and sine [..., 1] -> [..., 2]."""
     x, y = vector[..., 0:1], vector[..., 1:2]
     return np.concatenate([cosine * x - sine * y, sine * x + cosine * y], axis=-1)
 
 
 def _length(vector: np.ndarray) -> np.ndarray:
+    """Euclidean length, [..., 2] -> [...]."""
     return np.sqrt(vector[..., 0] ** 2 + vector[..., 1] ** 2)
 
 
 def _errors(observation: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    """Return the block's distance to the goal, m, and the angle left to turn, rad."""
+    """Return the block's distance to the goal, [...] m, and the angle left to turn, [...] rad."""
     environment = observation[ENVIRONMENT_STATE]
     turn = environment[..., TURN]
     return _length(environment[..., TO_GOAL]), np.arctan2(turn[..., 1], turn[..., 0])
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Twelve per metre of distance plus 0.8 per radian to turn, plus one per metre that the pusher nears the block."""
+    """Twelve per metre of distance plus 0.8 per radian to turn, plus one per metre that the pusher nears the block.
+
+    observation: environment state [..., 13] -> [...].
+    """
     distance, turn = _errors(observation)
     gap = np.maximum(_length(observation[ENVIRONMENT_STATE][..., PUSHER_IN_BLOCK]), 0.05)
     return -12.0 * distance - 0.8 * np.abs(turn) - gap
 
 
 def succeeded(observation: Arrays) -> np.ndarray:
-    """Position and angle are both within their tolerances."""
+    """Position and angle are both within their tolerances: environment state [..., 13] -> [...] bool."""
     distance, turn = _errors(observation)
     return (distance < POSITION_TOLERANCE) & (np.abs(turn) < ANGLE_TOLERANCE)
 
 
 def markers(goal: np.ndarray) -> Markers:
-    """The outline lies at the goal pose."""
+    """The outline lies at the goal pose: [R, 3] (m, m, rad) -> positions [R, 1, 3], quaternions [R, 1, 4]."""
     position = np.concatenate([goal[:, 0:2], np.zeros_like(goal[:, :1])], axis=1)[:, None]
     return Markers(position, flat_quaternion(goal[:, None, 2]))
 
 
 def candidate_pushes() -> tuple[np.ndarray, np.ndarray]:
-    """Return pusher positions [N, 2] touching the block and push directions [N, 2], both in the block's frame."""
+    """Return pusher positions [N, 2] touching the block and push directions [N, 2], both in the block's frame.
+
+    Positions are metres; directions are of length 1: straight into the edge and 14 degrees to either side of that.
+    """
+    # The bar's centre lies 6/7 of a unit above the centre of mass, the stem's 8/7 below (areas 4 and 3, 2 units apart).
     top, low, end = (6 / 7 + 0.5) * UNIT, (6 / 7 - 0.5) * UNIT, (-8 / 7 - 1.5) * UNIT
     bar, stem = 2 * UNIT, 0.5 * UNIT
+    # Points x, y on the block's edge and the outward normal there, a little inside of corners.
     points: list[tuple[float, float, float, float]] = []
     points += [(x, top, 0, 1) for x in np.linspace(-bar + 0.006, bar - 0.006, 15)]
     points += [(x, end, 0, -1) for x in np.linspace(-stem + 0.006, stem - 0.006, 4)]
@@ -125,6 +145,8 @@ def block_motion(points: np.ndarray, directions: np.ndarray) -> np.ndarray:
     On a viscous film force F at p moves the centre by F / d and turns it by (p x F) / (d RADIUS^2); F is solved from
     the pusher's velocity, which equals the block's at the point of contact.
     """
+    # lever . F is (p x F) / RADIUS. The point of contact moves by v = (F + lever (lever . F)) / d, a 2 x 2 system;
+    # `force` solves it for F / d, which is the centre's motion, so d need not be known.
     lever = np.stack([-points[:, 1], points[:, 0]], axis=-1) / RADIUS
     compliance = np.eye(2) + lever[:, :, None] * lever[:, None, :]
     force = np.linalg.solve(compliance, directions[:, :, None])[:, :, 0]
@@ -146,21 +168,24 @@ class PushTExpert:
         self._chosen: np.ndarray | None = None
 
     def reset(self, rows: Rows = None) -> None:
-        """Forget the chosen contacts of `rows`."""
+        """Forget the chosen contacts of `rows` [R], None for all."""
         if rows is None or self._chosen is None:
             self._chosen = None
         else:
             self._chosen[np.asarray(rows)] = -1
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 2]."""
+        """Return actions [B, 2], shares of full speed, for an observation [B, H, ...]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
         cosine, sine = environment[:, COSINE], environment[:, SINE]
         turn = np.arctan2(environment[:, TURN][:, 1], environment[:, TURN][:, 0])
+        # All geometry is done in the block's frame. Turning counts by RADIUS as metres, like `block_motion`.
         error = np.concatenate([rotate(environment[:, TO_GOAL], cosine, -sine), RADIUS * turn[:, None]], axis=1)
         pusher = environment[:, PUSHER_IN_BLOCK] + rotate(state[:, TARGET], cosine, -sine)
         chosen = self._choose(error, pusher)
         point, direction, motion = self._points[chosen], self._directions[chosen], self._motion[chosen]
+        # Where the pusher is, along the push and beside it (metres, 0 at contact); `left` is how far to push until the
+        # error along this contact's motion is gone.
         along = ((pusher - point) * direction).sum(axis=1, keepdims=True)
         lateral = pusher - point - along * direction
         aligned = (_length(lateral) < 0.010)[:, None] & (along > -0.06) & (along < 0.02)
@@ -173,7 +198,11 @@ class PushTExpert:
         return action / np.maximum(1.0, np.abs(action).max(axis=1, keepdims=True))
 
     def _choose(self, error: np.ndarray, pusher: np.ndarray) -> np.ndarray:
-        """Return the contact of each row, keeping the old one while it still helps."""
+        """Return the contact [B] of each row, keeping the old one while it still helps.
+
+        error: [B, 3] m, as `block_motion` counts it; pusher: [B, 2] m, in the block's frame.
+        """
+        # `match` [B, N] is the cosine between the error and the motion that a contact gives; a metre of walk costs 0.6.
         size = np.maximum(np.sqrt((error**2).sum(axis=1, keepdims=True)), 1e-6)
         unit = self._motion / np.sqrt((self._motion**2).sum(axis=1, keepdims=True))
         match = np.einsum("bi,ni->bn", error / size, unit)
@@ -188,7 +217,10 @@ class PushTExpert:
         return self._chosen
 
     def _walk(self, pusher: np.ndarray, goal: np.ndarray) -> np.ndarray:
-        """Return a velocity in the block's frame towards `goal` [B, 2] that keeps clear of the block."""
+        """Return a velocity in the block's frame towards `goal` [B, 2] that keeps clear of the block.
+
+        pusher: [B, 2] m -> [B, 2], shares of full speed. Far from the goal it follows a circle round the block.
+        """
         here, there = np.arctan2(pusher[:, 1], pusher[:, 0]), np.arctan2(goal[:, 1], goal[:, 0])
         angle = np.arctan2(np.sin(there - here), np.cos(there - here))
         near = (np.abs(angle) < 0.25) | (_length(pusher - goal) < 0.04)
@@ -203,7 +235,10 @@ class PushTExpert:
 
     @staticmethod
     def _clearance(point: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return distance [B] from the block's edge and the direction [B, 2] away from it."""
+        """Return distance [B] m from the block's edge and the direction [B, 2] away from it, of points [B, 2].
+
+        The nearer of bar and stem counts, each a box (centre, half sizes) to which the point is clipped.
+        """
         boxes = (((0.0, 6 / 7 * UNIT), (2 * UNIT, 0.5 * UNIT)), ((0.0, -8 / 7 * UNIT), (0.5 * UNIT, 1.5 * UNIT)))
         nearest = [np.clip(point - c, -np.asarray(h), np.asarray(h)) + c for c, h in boxes]
         away = [point - edge for edge in nearest]

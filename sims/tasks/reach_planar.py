@@ -18,7 +18,10 @@ GOAL, TO_GOAL = elements(GOAL_FIELD, "goal_x goal_y"), elements(GOAL_FIELD, "tip
 
 
 def start(uniforms: np.ndarray) -> Start:
-    """Any shoulder angle, a bent elbow, a goal within reach that is seen from the base in another direction."""
+    """Any shoulder angle, a bent elbow, a goal within reach that is seen from the base in another direction.
+
+    uniforms: [R, 5] -> qpos and activation [R, 2] rad, goal [R, 2] m.
+    """
     side = np.where(uniforms[:, 0] < 0.5, -1.0, 1.0)
     joints = np.stack([scale(uniforms[:, 1], -np.pi, np.pi), side * scale(uniforms[:, 2], 0.5, 2.2)], axis=-1)
     radius = scale(uniforms[:, 3], 0.09, 0.22)
@@ -29,12 +32,19 @@ def start(uniforms: np.ndarray) -> Start:
 
 
 def control(actions: np.ndarray, previous: np.ndarray) -> np.ndarray:
-    """Actions are joint velocities as a share of full speed."""
+    """Actions are joint velocities as a share of full speed.
+
+    actions: [R, C, 2]; previous: [R, 2], not read -> [R, C, 2] rad/s.
+    """
     return SPEED * actions
 
 
 def observe(readings: Readings) -> dict[str, np.ndarray]:
-    """Arm: joint angles as cosine and sine, velocities. Environment: tip, goal and the way between them."""
+    """Arm: joint angles as cosine and sine, velocities. Environment: tip, goal and the way between them.
+
+    readings: qpos and qvel [..., 2], goal [..., 2], sensor "tip" [..., 3] -> `observation.state` [..., 6] (rad/s where
+    velocities), `observation.environment_state` [..., 6] m.
+    """
     tip = readings.sensors["tip"][..., 0:2]
     state = [np.cos(readings.qpos), np.sin(readings.qpos), readings.qvel]
     return {
@@ -44,22 +54,23 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def _distance(observation: Arrays) -> np.ndarray:
+    """Return the way left from the tip to the goal, [...] m."""
     offset = observation[ENVIRONMENT_STATE][..., TO_GOAL]
     return np.sqrt(offset[..., 0] ** 2 + offset[..., 1] ** 2)
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Ten per metre that the tip nears the goal."""
+    """Ten per metre that the tip nears the goal: environment state [..., 6] -> [...]."""
     return -10.0 * _distance(observation)
 
 
 def succeeded(observation: Arrays) -> np.ndarray:
-    """The tip is within the tolerance of the goal."""
+    """The tip is within the tolerance of the goal: environment state [..., 6] -> [...] bool."""
     return _distance(observation) < TOLERANCE
 
 
 def markers(goal: np.ndarray) -> Markers:
-    """The goal disc lies at the goal."""
+    """The goal disc lies at the goal: [R, 2] m -> positions [R, 1, 3], quaternions [R, 1, 4]."""
     position = np.concatenate([goal, np.zeros_like(goal[:, :1])], axis=1)[:, None]
     return Markers(position, flat_quaternion(np.zeros(position.shape[:2])))
 
@@ -68,12 +79,14 @@ class ReachPlanarExpert:
     """Inverse kinematics with the elbow bent to the side it is on, then straight there in joint space."""
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered."""
+        """Nothing is remembered. rows: [R] indices, which make no difference."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 2]."""
+        """Return actions [B, 2], shares of full speed, for an observation [B, H, ...]."""
         state, goal = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)[:, GOAL]
         joints = np.arctan2(state[:, SINES], state[:, COSINES])
+        # The law of cosines gives the elbow; the shoulder points at the goal, less the angle by which the bent elbow
+        # turns the tip aside. A goal beyond reach leaves [-1, 1], and the arm is stretched towards it.
         cosine = ((goal**2).sum(axis=1) - UPPER**2 - FORE**2) / (2 * UPPER * FORE)
         elbow = np.where(joints[:, 1] < 0, -1.0, 1.0) * np.arccos(np.clip(cosine, -1.0, 1.0))
         shoulder = np.arctan2(goal[:, 1], goal[:, 0]) - np.arctan2(FORE * np.sin(elbow), UPPER + FORE * np.cos(elbow))

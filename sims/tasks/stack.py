@@ -6,12 +6,16 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from sims import arm, grasping
 from sims.task import Arrays, Readings, Start, Task, flat_quaternion, scale, vector_field
 
-EDGE = 2 * grasping.CUBE_HALF
+EDGE = 2 * grasping.CUBE_HALF  # m
 TOLERANCE = 0.018  # m
 
 
 def start(uniforms: np.ndarray) -> Start:
-    """Red cube to the right, blue cube to the left, both slightly turned; tip above the middle."""
+    """Red cube to the right, blue cube to the left, both slightly turned; tip above the middle.
+
+    uniforms: [R, 9] -> qpos [R, 20] (six joints in rad, each cube's position in m and quaternion), goal [R, 0],
+    control [R, 6] rad.
+    """
     tip = scale(uniforms[:, 0:3], [0.16, -0.05, 0.08], [0.24, 0.05, 0.10])
     cube = scale(uniforms[:, 3:5], [0.145, -0.13], [0.245, -0.06])
     lower = scale(uniforms[:, 5:7], [0.145, 0.03], [0.245, 0.11])
@@ -27,7 +31,11 @@ def start(uniforms: np.ndarray) -> Start:
 
 
 def observe(readings: Readings) -> dict[str, np.ndarray]:
-    """The arm's own state; the red cube's pose, velocity and two offsets; the blue cube's pose, velocity."""
+    """The arm's own state; the red cube's pose, velocity and two offsets; the blue cube's pose, velocity.
+
+    readings: qpos [..., 20], qvel [..., 18], control [..., 6] -> `observation.state` [..., 19],
+    `observation.environment_state` [..., 36]. The goal is one edge above the blue cube's centre, wherever it is.
+    """
     tip = arm.tip_position(readings.qpos)
     lower = readings.qpos[..., 13:20]
     goal = lower[..., :3] + np.array([0.0, 0.0, EDGE])
@@ -37,12 +45,18 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Reach, grasp, lift by one cube, carry, let go; see `placing_potential`."""
+    """Reach, grasp, lift by one cube, carry, let go; see `placing_potential`.
+
+    observation: state [..., 19], environment state [..., 36] -> [...] in 0 to 4.5.
+    """
     return grasping.placing_potential(observation, EDGE)
 
 
 def succeeded(observation: Arrays) -> np.ndarray:
-    """The red cube rests on the blue one and the jaws are open."""
+    """The red cube rests on the blue one and the jaws are open.
+
+    observation: state [..., 19], environment state [..., 36] -> [...] bool.
+    """
     return grasping.cube_rests_at_goal(observation, TOLERANCE)
 
 

@@ -10,7 +10,7 @@ STEP = 0.05
 
 
 class FetchPushController:
-    """Decides from the newest observation alone; every step of it is geometry on arrays of rows.
+    """Decides from the newest observation alone; all of it is geometry on arrays of rows.
 
     behind: where the gripper waits before a push, metres behind the block's centre; above: how high it travels over the
     table, metres above the block; gain: share of the remaining distance covered in one control step.
@@ -20,10 +20,14 @@ class FetchPushController:
         self._behind, self._above, self._gain = behind, above, gain
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered."""
+        """Nothing is remembered. rows: [R] indices, which make no difference."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 4]: gripper motion in x, y, z (1 is 5 cm), and the fingers, kept closed."""
+        """Return actions [B, 4]: gripper motion in x, y, z (1 is 5 cm), and the fingers, kept closed.
+
+        observation: `observation.state` [B, H, 25] begins with gripper and block, `observation.environment_state`
+        [B, H, 6] is the achieved and the desired goal; positions in m.
+        """
         state = observation[STATE][:, -1].astype(np.float64)
         goal = observation[ENVIRONMENT_STATE][:, -1, 3:6].astype(np.float64)
         gripper, block = state[:, 0:3], state[:, 3:6]
@@ -31,6 +35,7 @@ class FetchPushController:
         distance = np.linalg.norm(way, axis=1, keepdims=True)
         direction = way / np.maximum(distance, 1e-6)
 
+        # The gripper as seen from the block, along and beside the way to the goal (metres).
         offset = (gripper - block)[:, :2]
         along = np.sum(offset * direction, axis=1, keepdims=True)
         aside = np.linalg.norm(offset - along * direction, axis=1, keepdims=True)
