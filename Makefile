@@ -13,7 +13,7 @@ demo: $(VENV)/.core  ## collect, train, fine-tune, judge, serve and drive; ends 
 	$(BIN)/robopolicy demo $(ARGS)
 
 test: $(VENV)/.dev lint  ## style, floors, types and every test but the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 slow: $(VENV)/.dev  ## the learning runs that take minutes
 	$(BIN)/pytest -m slow $(ARGS)

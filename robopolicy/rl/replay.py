@@ -68,10 +68,10 @@ def _older(rollouts: Rollouts, first_group: int) -> Rollouts:
 
 
 def _joined(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
-    parts = [replace(rollouts, logp_proximal=None)]
+    parts = [replace(rollouts, logp_proximal=None).without(following=True)]  # advantages are made: nothing looks ahead
     for part in older:
         if len(part.group):
-            parts.append(_older(part, int(max(int(item.group.max()) for item in parts)) + 1))
+            parts.append(_older(part.without(following=True), int(max(int(item.group.max()) for item in parts)) + 1))
     return concatenate(parts) if len(parts) > 1 else rollouts
 
 

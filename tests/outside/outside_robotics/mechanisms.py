@@ -17,4 +17,4 @@ def ranks(rollouts: Rollouts, context: Context, *, scale: float = 1.0) -> Tensor
     same = groups.index[:, None] == groups.index[None]
     better = torch.sign(outcome[:, None] - outcome[None]) * same
     share = better.sum(1) / same.sum(1).clamp(min=1)
-    return scale * share[:, None].expand(rollouts.shape)
+    return torch.where(rollouts.alive, scale * share[:, None], 0.0)
