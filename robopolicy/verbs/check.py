@@ -16,7 +16,7 @@ from robopolicy.build import build_world, choose_device
 from robopolicy.configuration import Config
 from robopolicy.core.conformance import check_world
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, RobopolicyError
 from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.registry import Kinds, is_dotted, load_dotted
 from robopolicy.core.spec import Observation, WorldSpec
@@ -140,13 +140,13 @@ def played(config: Config) -> tuple[WorldSpec, Episodes]:
     return world.spec, episodes
 
 
-def keeps_snapshots(world: World) -> bool:
-    """Return whether a world, which is started for it, can save its rows; adapters may only know when asked."""
-    world.reset()
+def works(call: Callable[[], object]) -> bool:
+    """Return whether a call of a world that is optional succeeds: adapters may only know when asked."""
     try:
-        return isinstance(world, Snapshots) and len(world.snapshot()) == world.batch_size
-    except ConfigError:
+        call()
+    except RobopolicyError:
         return False
+    return True
 
 
 def world_lines(config: Config, name: str) -> list[str]:
@@ -161,7 +161,9 @@ def world_lines(config: Config, name: str) -> list[str]:
         return opened[-1]
 
     first = make(1)
-    snapshots, renders = keeps_snapshots(first), isinstance(first, Renders)
+    first.reset()
+    snapshots = isinstance(first, Snapshots) and works(first.snapshot)
+    renders = isinstance(first, Renders) and works(first.render)
     try:
         check_world(make, snapshots=snapshots, renders=renders)
     finally:
