@@ -1,8 +1,8 @@
 """From the real world into the latent that a model without a decoder shows: for policies that act on it.
 
 A policy that learns inside a `DecoderFree` model reads the model's latent. Everything else comes as observations of the
-real world: `encoded` turns recorded episodes into such that a policy can be pre-trained on, `EncodedPolicy` puts the
-model's encoder before a policy, so that it can be evaluated, recorded and served like any other.
+real world: `encoded` turns recorded episodes into episodes that a policy can be pre-trained on, `EncodedPolicy` puts
+the model's encoder before a policy, so that it can be evaluated, recorded and served like any other.
 
 Both encode every frame by itself. A model with a memory knows more of an imagined episode than one frame tells; how
 much that costs a policy shows when it is evaluated in both.
@@ -76,7 +76,7 @@ class EncodedPolicy(nn.Module):
         return replace(spec, observation={**self.model.reads, **others})
 
     def reset(self, rows: Rows = None) -> None:
-        """Reset the policy."""
+        """Reset the policy. rows: indices [R] of the episodes to forget, None for all."""
         self.policy.reset(rows)
 
     @torch.no_grad()

@@ -93,7 +93,11 @@ class EnsembleModel(nn.Module):
 
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return an ensemble into which `weights` can be loaded."""
+        """Return an ensemble into which `weights` can be loaded.
+
+        weights: name -> [...], as `state_dict` gives them; read for the structure alone. Raises as
+        `LearnedModel.restore` does.
+        """
         config = from_plain(EnsembleConfig, description["config"])
         return cls(config, spec, structure_in(weights), description["success_bonus"])
 
@@ -113,7 +117,7 @@ class EnsembleModel(nn.Module):
 
     @torch.no_grad()
     def fit_statistics(self, data: Transitions) -> None:
-        """Fit the standardisation of inputs and targets."""
+        """Fit the standardisation of inputs and targets: means and deviations [S], [A] and [F] over the steps."""
         change = data.next_state - data.state
         values = {"state": data.state, "action": data.action, "delta": change[:, self.structure.free]}
         for name, value in values.items():
@@ -148,7 +152,12 @@ class EnsembleModel(nn.Module):
         return {"dynamics": likelihood.mean(0) + bounds, **self.heads.loss(first | others, generator)}
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
-        """Yield training batches for ever; each member draws its own steps, `generator` is all the state."""
+        """Yield training batches for ever; each member draws its own steps, `generator` is all the state.
+
+        What `loss` takes, in the world's units: state and next_state [M, N, S], action [M, N, A], reward [M, N],
+        success_state [N, S], success_label [N] bool, for M members and N = config.batch_size. Raises DataError where
+        rewards, success or final frames are missing.
+        """
         data = recorded_transitions(episodes, self.state_vector)
         config, device = self.config, self.state_mean.device
         won = data.won.nonzero()[:, 0]
@@ -171,7 +180,10 @@ class EnsembleModel(nn.Module):
         self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(found)))
 
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
-        """Return the latent: the state vector, the episode's seed and the number of the next step."""
+        """Return the latent: the state vector, the episode's seed and the number of the next step.
+
+        state: [R, S], in the world's units; seed, step: [R] int64, as `seeds` [R].
+        """
         present = {key: context.last(key) for key in self.state_vector.keys}
         state = torch.from_numpy(self.state_vector.pack(present)).to(self.state_mean.device)
         return {
@@ -182,7 +194,10 @@ class EnsembleModel(nn.Module):
 
     @torch.no_grad()
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Advance every row with a random member; success is terminal where the spec says so."""
+        """Advance every row with a random member; success is terminal where the spec says so.
+
+        actions: [B, A], in the world's units. The uncertainty [B] is in standard deviations of a step's change.
+        """
         state, actions = latent["state"], actions.to(latent["state"].dtype)
         rows = len(state)
         mean, logvar = self._predict_all(state, actions)
@@ -205,7 +220,7 @@ class EnsembleModel(nn.Module):
         return {"state": after, "seed": latent["seed"], "step": latent["step"] + 1}, imagined
 
     def _predict_all(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what every member predicts for the same rows."""
+        """Return what every member predicts for the same rows: mean and log-variance [M, N, F]."""
         members = self.config.members
         return self.predict(state.expand(members, -1, -1), action.expand(members, -1, -1))
 
@@ -213,6 +228,7 @@ class EnsembleModel(nn.Module):
         """Return member indices [B] and standard normal noise [B, F], a function of each row's seed and step alone."""
         draws = draws_of(latent, 1 + len(self.structure.free))
         member = torch.from_numpy((draws[:, 0] * self.config.members).astype(np.int64))
+        # ndtri inverts the normal distribution's cumulative one: uniforms become standard normal numbers.
         noise = torch.from_numpy(ndtri(np.clip(draws[:, 1:], 1e-9, 1 - 1e-9)).astype(np.float32))
         return member.to(latent["state"].device), noise.to(latent["state"].device)
 

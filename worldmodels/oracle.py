@@ -35,7 +35,10 @@ class OracleModel:
         return self._world.spec
 
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
-        """Return the snapshots in `context.state`; without any, those of the true world's rows reset with `seeds`."""
+        """Return the snapshots in `context.state`; without any, those of the true world's rows reset with `seeds`.
+
+        seeds: [R], at most as many as the world has rows; the latent is the snapshot's arrays, name -> [R, ...].
+        """
         if context.state:
             if not self._started:
                 self._world.reset()
@@ -48,7 +51,10 @@ class OracleModel:
         return _latent(self._world.snapshot(rows))
 
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Restore rows, at most as many as the world has, run one true control step, and return the snapshots after."""
+        """Restore rows, at most as many as the world has, run one true control step, and return the snapshots after.
+
+        actions: [B, A], in the world's units; the latent is name -> [B, ...], and the uncertainty [B] is 0.
+        """
         count, rows = len(actions), np.arange(len(actions))
         self._world.restore(Snapshot({name: value.numpy() for name, value in latent.items() if value.numel()}), rows)
         moves = np.zeros((self._world.batch_size, 1, actions.shape[1]), actions.numpy().dtype)

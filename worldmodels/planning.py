@@ -44,19 +44,23 @@ class PlannedPolicy(nn.Module):
 
     @property
     def spec(self) -> PolicySpec:
-        """That of the policy, which besides needs to see what the model sees."""
+        """That of the policy, which also needs to see what the model sees."""
         spec = self.policy.spec
         return replace(spec, observation={**spec.observation, **fields_read(self.model)})
 
     def reset(self, rows: Rows = None) -> None:
-        """Reset the policy."""
+        """Reset the policy. rows: indices [R] of the episodes to forget, None for all."""
         self.policy.reset(rows)
 
     @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide, imagine, choose."""
+        """Decide, imagine, choose.
+
+        Returns actions [B, C, A] of the policy, its latents [B, ...], and its logp and mask [B, K]. Raises ConfigError
+        where the observation lacks a field that the model sees, and what the policy and the model raise.
+        """
         count = self.config.candidates
         tried = self.policy.act(repeated(observation, count), generator, deterministic=False)
         rows = len(tried.actions) // count
@@ -88,6 +92,8 @@ class PlannedPolicy(nn.Module):
             step = world.step(chunk.double().cpu().numpy())
             decay = factor * config.discount ** np.arange(chunk.shape[1])
             assert step.uncertainty is not None
+            # [rows, C] each; `decay` [C] is discount to the power of the steps since now, of which `factor` has those
+            # of earlier chunks.
             earned = step.reward + config.uncertainty * step.uncertainty
             total += np.where(step.valid, earned * decay, 0.0).sum(1)
             imagined, factor = imagined + chunk.shape[1], factor * config.discount ** chunk.shape[1]

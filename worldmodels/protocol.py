@@ -126,7 +126,7 @@ class DecoderFree(WorldModel, Protocol):
 
     Imagined episodes show that field from their first frame on, and policies that learn there read it. The real world
     does not show it: there `EncodedPolicy` turns what is observed into it, and `encoded` turns recorded episodes into
-    some from which such a policy can be pre-trained (both in `worldmodels.encoding`, both by `initial` and `show`).
+    episodes on which such a policy can be pre-trained (both in `worldmodels.encoding`, both by `initial` and `show`).
     """
 
     @property
@@ -200,5 +200,10 @@ class LearnedModel(WorldModel, Staged, Protocol):
 
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return a model into which `weights` can be loaded."""
+        """Return a model into which `weights` can be loaded.
+
+        weights: name -> [...], as `state_dict` gives them, to read shapes off. Raises ConfigError, KeyError or
+        TypeError where description and weights do not make a model; `load_world_model` turns these into
+        CheckpointError.
+        """
         ...

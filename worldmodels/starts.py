@@ -20,7 +20,11 @@ def context_at(episodes: Episodes, steps: Tensor, history: int = 1) -> Context:
 
 
 def recorded_starts(episodes: Episodes, history: int = 1, steps: Tensor | None = None) -> Starts:
-    """Return starts anywhere in `episodes`, or just before the actions `steps` (keyframes); the seed chooses."""
+    """Return starts anywhere in `episodes`, or just before the actions `steps` (keyframes); the seed chooses.
+
+    steps: indices [N] of recorded steps; contexts of seeds [R] have R rows, of `history` frames each. Raises
+    ConfigError when there are no steps.
+    """
     chosen = torch.arange(episodes.step_count) if steps is None else steps
     if not len(chosen):
         raise ConfigError("There are no recorded steps to start from.")
@@ -38,7 +42,8 @@ def keyframes(episodes: Episodes, parts: int = 4) -> Tensor:
     """Return steps [K] worth starting from: each successful episode's first, and where its progress passes each part.
 
     Progress is the summed reward; the steps between tell less, and from the later ones success is a short way off.
-    Without recorded success every episode counts. After WoVR's keyframe-initialised rollouts.
+    Without recorded success every episode counts. After WoVR's keyframe-initialised rollouts. Raises ConfigError when
+    the episodes have no rewards.
     """
     if episodes.reward is None:
         raise ConfigError("Key frames are where progress is made, and this dataset records no rewards.")
@@ -47,6 +52,7 @@ def keyframes(episodes: Episodes, parts: int = 4) -> Tensor:
     for episode in range(len(episodes)) if won is None else won.nonzero()[:, 0].tolist():
         start, length = int(episodes.starts[episode]), int(episodes.lengths[episode])
         made = episodes.reward[start : start + length].cumsum(0)
+        # Steps before which the summed reward [length] passes each part of its largest value, if it rises all the way.
         passed = [int((made < made.max() * part / parts).sum()) for part in range(1, parts)]
         found += [start + step for step in sorted({0, *passed}) if step < length]
     return torch.tensor(found)

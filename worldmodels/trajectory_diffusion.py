@@ -89,7 +89,11 @@ class TrajectoryDiffusion(nn.Module):
 
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return a generator into which `weights` can be loaded."""
+        """Return a generator into which `weights` can be loaded.
+
+        weights: name -> [...], as `state_dict` gives them; read for the structure alone. Raises ConfigError, KeyError
+        or TypeError where description and weights do not make a generator.
+        """
         config = from_plain(TrajectoryConfig, description["config"])
         return cls(config, spec, structure_in(weights), description["success_bonus"])
 
@@ -111,7 +115,7 @@ class TrajectoryDiffusion(nn.Module):
             yield {"steps": (self._channels(cut).to(device) - self.mean) / self.std}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"trajectories": [N]}, EDM's weighted error."""
+        """Return {"trajectories": [N]}, EDM's weighted error. batch: "steps" [N, L, 2 S + A], standardised."""
         return {"trajectories": edm.loss(self._network, batch["steps"], self.config.edm, generator).mean((1, 2))}
 
     def generate(
@@ -126,7 +130,8 @@ class TrajectoryDiffusion(nn.Module):
         """Draw `count` subsequences [count, L, S + A] in the data's units, states and actions.
 
         target: the policy whose likelihood the actions climb, by `guidance` times a step of unit length (over the whole
-        subsequence) in standardised actions, most at the middle noise levels.
+        subsequence) in standardised actions, in full at the noisiest level and less towards the last one, which has
+        none.
         """
         parts = []
         with progress("Generating trajectories", count) as advance:
@@ -147,6 +152,7 @@ class TrajectoryDiffusion(nn.Module):
         success = self.heads.succeeded(after)
         reward = self.heads.progress(before, taken, after) + self.heads.bonus * success
         won = success.reshape(len(steps), -1).long()
+        # True up to the first success, that step included: before it both sides are 0, at it both are 1.
         kept = (won.cumsum(1) == won).flatten()
         ended = success[kept]
         return Transitions(before[kept], taken[kept], reward[kept], after[kept], ended, ended).check()
@@ -166,6 +172,8 @@ class TrajectoryDiffusion(nn.Module):
                 raw = chosen * self.std[actions] + self.mean[actions]
                 states = rearrange(whole[..., : self.states], "n l s -> (n l) s")
                 (slope,) = torch.autograd.grad(target(states, rearrange(raw, "n l a -> (n l) a")).sum(), chosen)
+            # Only the direction counts: far from what the policy does, the slope itself would be arbitrarily steep. The
+            # amount falls from 1 to 0 over the noise levels, slowly at first.
             unit = slope / (slope.flatten(1).norm(dim=1)[:, None, None] + 1e-8)
             amount = 1 - share + 0.3 * torch.sin(torch.tensor(torch.pi * share))
             shift = torch.zeros_like(clean)
@@ -200,7 +208,10 @@ class TrajectoryDiffusion(nn.Module):
 
 
 def beginnings(episodes: Episodes, length: int) -> Tensor:
-    """Return the steps from which `length` more are known: the episode goes on, or the task has ended by then."""
+    """Return the steps from which `length` more are known: the episode goes on, or the task has ended by then.
+
+    They are indices [N] of recorded steps, in ascending order. Raises DataError when there are none.
+    """
     left = (episodes.starts + episodes.lengths)[episodes.episode_of_step] - torch.arange(episodes.step_count)
     ended = torch.zeros(len(episodes), dtype=torch.bool) if episodes.terminated is None else episodes.terminated
     rows = ((left >= length) | ended[episodes.episode_of_step]).nonzero()[:, 0]

@@ -57,7 +57,7 @@ class Describes(HasWeights, Protocol):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        """What it may be told."""
+        """The instructions that it may be given."""
         ...
 
 
@@ -92,7 +92,8 @@ def build_policy(
     """Return a fresh policy of a kind for the fields of `spec`, its normalisers fitted on `episodes`.
 
     The kind's class has `build(config, spec, episodes, seed)`, or is called as cls(config, observation fields, action
-    field, fps=, instructions=, values=, seed=) with values: key -> [samples, *shape], "action" among them.
+    field, fps=, instructions=, values=, seed=) with values: key -> [samples, *shape], "action" among them. Raises
+    ConfigError when what the kind builds is no torch.nn.Module, and whatever the kind itself raises.
     """
     made = POLICIES.builds(kind)
     if hasattr(made, "build"):

@@ -32,7 +32,7 @@ class Likelihood(Enum):
 
 
 class LogpReduction(Enum):
-    """How a unit's log-probability is reduced over the executed chunk steps and action dimensions."""
+    """How a scored step's log-probability is reduced over the executed chunk steps and action dimensions."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -73,7 +73,7 @@ class DenoisingPolicyConfig:
     denoising_steps: int = 100
     """Training grid T of the diffusion."""
     sampling_steps: int = 10
-    """Units K of a chain."""
+    """Steps K of a chain."""
     finetuned_steps: int | None = None
     """The last K' of them that fine-tuning trains, null for half of K."""
     spacing: Spacing = Spacing.LEADING

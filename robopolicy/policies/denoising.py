@@ -155,7 +155,9 @@ class DenoisingPolicy(nn.Module):
     ) -> Decision:
         """`act` that keeps the first count[b] steps of latents["chain"] and the initial noise; -1: none. See `Resumes`.
 
-        The frozen first K - K' steps are no steps: they are kept with the initial noise.
+        latents["chain"]: [B, K'+1, P, A], in normalised actions; count: [B] int64. The frozen first K - K' steps are
+        not counted: they are kept with the initial noise. Raises ConfigError with likelihood=matching, else what `act`
+        raises.
         """
         if self._matching:
             raise ConfigError("likelihood=matching keeps no chains to go on from: set branch_sampling_step=null.")
@@ -268,7 +270,7 @@ class DenoisingPolicy(nn.Module):
         return [weight for weight in self.network.parameters() if weight.requires_grad]
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered between decisions."""
+        """Nothing is remembered between decisions, of whatever rows [R]."""
 
     def save(self, folder: Path) -> None:
         """Write config.json and model.safetensors, normalisers and base copy included, atomically."""
@@ -386,6 +388,7 @@ def build_policy(
 
     observation, action, fps, instructions: as in `WorldSpec`; values: key -> [samples, *shape], with "action"
     [samples, A]; None leaves the normalisers the identity, which is right only for data that already is in [-1, 1].
+    Raises ConfigError as `DenoisingPolicy` does, and when `values` lack a field that is normalised.
     """
     policy = DenoisingPolicy(config, observation, action, fps=fps, instructions=instructions, seed=seed)
     if values is not None:

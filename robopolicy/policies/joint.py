@@ -74,7 +74,11 @@ class JointModel(nn.Module):
 
     @classmethod
     def build(cls, config: JointConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return an untrained model of the world of `spec`, its statistics read off `episodes`."""
+        """Return an untrained model of the world of `spec`, its statistics read off `episodes`.
+
+        Raises ConfigError when the world has no vector fields or several instructions, DataError when the data has no
+        rewards, or states or actions of another size than the world's.
+        """
         model = cls(config, spec, seed)
         rows = torch.arange(episodes.step_count)[:: max(1, episodes.step_count // 20_000)]
         for name, value in model._frames(episodes, rows).items():
@@ -91,7 +95,11 @@ class JointModel(nn.Module):
         return {"joint": (self, 1.0)}
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield {"role": frames} for ever; the policy learns from successful episodes, the other roles from all."""
+        """Yield {"role": frames} for ever; the policy learns from successful episodes, the other roles from all.
+
+        frames: name -> [n, size], standardised, with n decisions of the role's share of the batch. Raises DataError
+        when the data has no rewards.
+        """
         config, success = self.config, episodes.success
         won = torch.ones(len(episodes), dtype=torch.bool) if success is None or not bool(success.any()) else success
         good = won[episodes.episode_of_step].nonzero()[:, 0]
@@ -170,7 +178,8 @@ class JointModel(nn.Module):
     ) -> Decision:
         """Draw a decision, or plan one. deterministic changes nothing: what is drawn is the initial noise alone.
 
-        Raises SpecError where the observation does not fit, NonFiniteError on NaN or infinity.
+        Actions are [B, C, A], in the world's units and bounds; nothing is scored. Raises SpecError where the
+        observation does not fit, NonFiniteError on NaN or infinity.
         """
         validate_observation(observation, self.spec.observation, history=1)
         state = self.state_vector.pack(observation)[:, -1]
@@ -185,7 +194,7 @@ class JointModel(nn.Module):
         return Decision(actions.clamp(low, high))
 
     def reset(self, rows: Rows = None) -> None:
-        """It remembers nothing."""
+        """It remembers nothing, of whatever rows [R]."""
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint, atomically."""
@@ -215,7 +224,7 @@ class JointModel(nn.Module):
 
         def network(scaled: Tensor, label: Tensor) -> Tensor:
             noisy = dict(zip(drawn, scaled.split(sizes, 1), strict=True))
-            when = self.time((label + 2) / 4)
+            when = self.time((label + 2) / 4)  # EDM's label, log(sigma) / 4, as a time in [0, 1]
             tokens = []
             for place, name in enumerate(FRAMES):
                 known = name in given
@@ -227,6 +236,7 @@ class JointModel(nn.Module):
         return network
 
     def _returns(self, episodes: Episodes) -> Tensor:
+        """Return the discounted returns [steps] of recorded steps; raises DataError where there are no rewards."""
         if episodes.reward is None:
             raise DataError("A joint model learns values: this dataset records no rewards.")
         return returns_to_go(episodes.reward, episodes, self.config.discount)

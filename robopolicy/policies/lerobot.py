@@ -155,7 +155,7 @@ class LeRobotPolicy:
         return Decision(executed.unflatten(0, actions.shape[:2]).to(self.device, torch.float32))
 
     def reset(self, rows: Rows = None) -> None:
-        """Do nothing: what it remembers of an episode is the history that the world shows."""
+        """Do nothing: what it remembers of an episode is the history that the world shows, whatever the rows [R]."""
 
     def _field(self, name: str) -> Field:
         shape, kind = tuple(self._features[name].shape), self._features[name].type.value

@@ -47,6 +47,7 @@ def chain_scores(
         assert isinstance(network, LearnsNoise)
         normal = Normal(normal.mean, network.noise_std(times if chosen is None else times[chosen], condition))
     logp, clamped = reduce_logp(config, normal, after, latents.get("executed"))
+    # A Gaussian's entropy depends on its std alone, which all steps of a chunk share: executed ones need no selection.
     entropy = normal.entropy(config.min_logprob_std).mean((-2, -1)).expand(logp.shape)
     if config.logp_reduction is LogpReduction.SUM:
         entropy = entropy * config.chunk * chain.shape[-1]
@@ -91,7 +92,10 @@ def reduce_logp(
 
 
 def matching_latents(action: Tensor, schedule: Schedule, samples: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return what scores an action [N, P, A] (normalised): itself, and `samples` noises and levels of each row."""
+    """Return what scores an action [N, P, A] (normalised): itself, and `samples` noises and levels of each row.
+
+    "action": [N, P, A]; "noise": [N, n, P, A], standard normal; "level": [N, n], as `schedule.levels` draws them.
+    """
     batch = len(action)
     noise = torch.randn((batch, samples, *action.shape[1:]), generator=generator, device=generator.device)
     level = schedule.levels(batch * samples, generator).reshape(batch, samples)

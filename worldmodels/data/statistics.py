@@ -24,8 +24,10 @@ def standardised(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 def read_statistics(spec: WorldSpec, episodes: Episodes) -> tuple[StateStructure, dict[str, tuple[Tensor, Tensor]]]:
     """Return the state's structure, and name -> (mean, standard deviation) of "state", "action", "change", "reward".
 
-    The state is the world's `StateVector`; change is the state's in one step. Raises DataError where
-    the data's fields are not the world's, NonFiniteError where the data is not finite.
+    The state is the world's `StateVector` of V elements; change is the state's in one step. Mean and deviation are [V]
+    for "state" and "change", [A] for "action" and [1] for "reward", in the data's units. Raises DataError where the
+    data's fields are not the world's or rewards, success or final frames are missing, NonFiniteError where the data is
+    not finite.
     """
     require_fields(spec, spec.observation, episodes)
     vector = StateVector.of(spec)

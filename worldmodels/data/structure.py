@@ -69,6 +69,7 @@ def find_structure(state: Tensor, next_state: Tensor, names: tuple[str, ...]) ->
             derived.append(index)
         elif varies:
             kept.append(index)
+    # One affine fit of all derived elements on those kept; its last row, that of the column of ones, is the bias.
     design = torch.cat([samples[:, kept], torch.ones(len(samples), 1, dtype=torch.float64)], 1)
     solution = torch.linalg.lstsq(design, samples[:, derived]).solution
     solution[solution.abs() < 1e-6] = 0.0
@@ -110,7 +111,11 @@ def structure_of(model: nn.Module) -> StateStructure:
 
 
 def structure_in(weights: Mapping[str, Tensor]) -> StateStructure:
-    """Return the structure among saved `weights`."""
+    """Return the structure among saved `weights`.
+
+    weights: name -> [...]; read are those whose names begin with BUFFER, of the shapes that `StateStructure` says.
+    Raises TypeError when one of them is missing.
+    """
     return StateStructure(
         **{name.removeprefix(BUFFER): value for name, value in weights.items() if name.startswith(BUFFER)}
     )

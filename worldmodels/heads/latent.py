@@ -48,7 +48,11 @@ class LatentSteps:
     success: Tensor
 
     def take(self, rows: Tensor) -> "LatentSteps":
-        """Return the steps `rows`, by index or mask."""
+        """Return the steps `rows`, by index or mask.
+
+        rows: indices [R], or a mask [N] bool; every field of the result has those rows. Where fields have two leading
+        axes, [M, T, ...], a mask [M, T] makes one of them.
+        """
         return LatentSteps(*(value[rows] for value in self.__dict__.values()))
 
 
@@ -131,6 +135,7 @@ class LatentHeads(nn.Module):
             found["potential"] = (self.increase(read) - steps.reward).square()
         inputs = torch.cat([steps.before, steps.state, steps.action], -1)
         guesses = self.guesses(inputs.expand(len(self.guesses.weights[0]), -1, -1))
+        # Weights of 2 on half of the rows have mean 1: the loss is as large as without leaving rows out.
         weight = 2.0 * (torch.rand(guesses.shape[:2], generator=generator, device=generator.device) < 0.5)
         error = (guesses - steps.change).square().mean(-1)
         return {**found, "disagreement": (error * weight.to(device)).mean(0)}

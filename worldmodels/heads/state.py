@@ -52,7 +52,7 @@ class StepHeads(nn.Module):
 
     @torch.no_grad()
     def fit_statistics(self, data: Transitions) -> None:
-        """Fit the standardisation of inputs and targets."""
+        """Fit the standardisation of inputs and targets: means and deviations [S], [A] and [1] over the steps."""
         change = data.next_state - data.state
         values = {"state": data.state, "action": data.action, "change": change, "reward": data.reward[:, None]}
         for name, value in values.items():
@@ -60,7 +60,11 @@ class StepHeads(nn.Module):
             getattr(self, f"{name}_std").copy_(value.std(0, correction=0).clamp_min(1e-6))
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
-        """Yield what `loss` takes for ever; `generator` is all the state."""
+        """Yield what `loss` takes for ever; `generator` is all the state.
+
+        state, next_state, success_state: [N, S]; action: [N, A]; reward: [N]; success_label: [N] bool; in the world's
+        units, with N = BATCH. Raises DataError where rewards, success or final frames are missing.
+        """
         data, device = recorded_transitions(episodes, self.state_vector), self.state_mean.device
         won = data.won.nonzero()[:, 0]
         while True:
@@ -133,6 +137,8 @@ def success_batch(
 ) -> dict[str, Tensor]:
     """Return {"success_state", "success_label"} after steps `rows` [N], a share of them replaced by random ones of
     `won`, the successful ones.
+
+    won: indices [W] of successful steps; success_state: [N, S], in the world's units; success_label: [N] bool.
     """
     count, chosen = round(share * len(rows)) if len(won) else 0, rows.clone()
     if count:

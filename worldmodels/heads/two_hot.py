@@ -11,12 +11,12 @@ any scale; ours are standardised, and bins of 1e8 would turn a probability of 1e
 
 
 def symlog(value: Tensor) -> Tensor:
-    """Return sign(x) log(1 + |x|)."""
+    """Return sign(x) log(1 + |x|) of values [...], element by element."""
     return value.sign() * value.abs().log1p()
 
 
 def symexp(value: Tensor) -> Tensor:
-    """Return the inverse of `symlog`."""
+    """Return the inverse of `symlog`, sign(x) (exp(|x|) - 1) of values [...], element by element."""
     return value.sign() * value.abs().expm1()
 
 
@@ -30,6 +30,7 @@ def two_hot(value: Tensor, bins: Tensor) -> Tensor:
     value = value.clamp(bins[0], bins[-1])
     above = torch.searchsorted(bins, value.contiguous()).clamp(1, len(bins) - 1)
     low, high = bins[above - 1], bins[above]
+    # Weights 1 - share and share on the bins below and above: (1 - share) low + share high = value.
     share = ((value - low) / (high - low))[..., None]
     weights = torch.zeros(*value.shape, len(bins), device=value.device)
     return weights.scatter(-1, above[..., None] - 1, 1 - share).scatter(-1, above[..., None], share)

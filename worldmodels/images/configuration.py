@@ -18,8 +18,8 @@ class ReadoutConfig:
     imagined_share: float = 0.25
     """Their share of the batches."""
     state_noise: float = 1.0
-    """It is given states that are off by about up to so many standard deviations of a step's change, and learns to mend
-    them.
+    """The readout is given states that are off by up to about so many standard deviations of a step's change, and
+    learns to mend them.
     """
     members: int = 5
     """Heads whose disagreement is the uncertainty."""

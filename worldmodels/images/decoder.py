@@ -34,7 +34,7 @@ class ImageEncoder(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Flatten(), dense(16 * channels[-1], outputs))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Encode images."""
+        """Encode images: uint8 [N, height, width, 3] -> [N, outputs]."""
         return self.layers(rearrange(images, "n h w c -> n c h w").float() / 255 - 0.5)
 
 
@@ -51,5 +51,5 @@ class ImageDecoder(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Decode images."""
+        """Decode images: [N, inputs] -> [N, height, width, 3] in 0 to 1."""
         return rearrange(self.layers(features), "n c h w -> n h w c")

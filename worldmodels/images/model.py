@@ -56,7 +56,11 @@ class ImageModel(nn.Module, ABC):
 
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return a model into which `weights` can be loaded."""
+        """Return a model into which `weights` can be loaded.
+
+        weights: name -> [...], as `state_dict` gives them; read for the structure alone. Raises as
+        `LearnedModel.restore` does.
+        """
         structure = structure_in({name.removeprefix("reader."): value for name, value in weights.items()})
         return cls(from_plain(cls.configuration, description["config"]), spec, structure, description["success_bonus"])
 

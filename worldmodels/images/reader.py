@@ -89,7 +89,10 @@ class FrameReader(nn.Module):
         self.register_buffer("uncertainty_quantiles", torch.zeros(101))
 
     def keep_statistics(self, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Take over means and deviations by name, see `read_statistics`."""
+        """Take over means and deviations by name, see `read_statistics`.
+
+        Each is [V] for "state" and "change", [A] for "action", [1] for "reward", in the data's units.
+        """
         for name, (mean, std) in statistics.items():
             getattr(self, f"{name}_mean").copy_(mean)
             getattr(self, f"{name}_std").copy_(std)
@@ -192,6 +195,9 @@ class FrameReader(nn.Module):
     ) -> None:
         """Set the threshold of success, the quantiles of the uncertainty and what is paid on imagined steps of held-out
         episodes.
+
+        history: frames of a context; initial: contexts of n rows and seeds [n] -> their latent; advance: see `Advance`,
+        called with actions [n, A] in the world's units. Raises DataError where rewards or final frames are missing.
         """
         order = torch.randperm(episodes.step_count, generator=torch.Generator().manual_seed(0))
         steps, read, found = order[:CALIBRATION_STEPS].sort().values, [], []
@@ -225,7 +231,7 @@ class FrameReader(nn.Module):
         return {key: value[:, first] for key, value in frames.items()}, actions, count
 
     def counters(self, seeds: np.ndarray) -> Latent:
-        """Return what every latent carries: the episode's seed and the number of the next step."""
+        """Return what every latent carries: the episode's seed and the number of the next step, [R] int64 each."""
         device = self.state_mean.device
         given = torch.from_numpy(np.asarray(seeds, dtype=np.int64)).to(device)
         return {"seed": given, "step": torch.zeros_like(given)}
@@ -251,7 +257,11 @@ class FrameReader(nn.Module):
         return after, inputs, readout.heads.disagreement(past, given, taken)
 
     def imagined(self, frame: Tensor, after: Tensor, inputs: Tensor, uncertainty: Tensor) -> Imagined:
-        """Return one imagined step; success is terminal where the spec says so."""
+        """Return one imagined step; success is terminal where the spec says so.
+
+        frame: uint8 [B, height, width, 3], all cameras stacked in height; after: [B, V], in the world's units; inputs,
+        uncertainty: what `read` returns, [B, F + 2 V] and [B]. Rewards come out in the world's units.
+        """
         success = self.readout.heads.success(inputs) > self.success_threshold
         rewards = {
             PROGRESS: self.reward_mean + self.reward_std * self.readout.heads.rewards(inputs),
@@ -268,7 +278,10 @@ class FrameReader(nn.Module):
         return self.state_vector.pack({key: value[:, index] for key, value in frames.items()})
 
     def standard(self, name: str, value: Tensor) -> Tensor:
-        """Return "state", "action" or "change" in standard deviations of the data, limited."""
+        """Return "state", "action" or "change" in standard deviations of the data, limited.
+
+        value: [..., V], or [..., A] of an action, in the world's units; the result has its shape.
+        """
         mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
         return standardised(value, mean.to(value.device), std.to(value.device))
 
@@ -280,7 +293,9 @@ class FrameReader(nn.Module):
 
 
 def choose(draws: Tensor, count: int, won: Tensor, share: float) -> Tensor:
-    """Return indices below `count` for uniforms [N]; the first `share` of them point to successes `won`, if any."""
+    """Return indices [N] below `count` for uniforms [N]; the first `share` of them point to successes `won` [W], if
+    there are any.
+    """
     index = (draws * count).long()
     successes = round(share * len(draws)) if len(won) else 0
     index[:successes] = won[(draws[:successes] * len(won)).long()]
@@ -288,7 +303,10 @@ def choose(draws: Tensor, count: int, won: Tensor, share: float) -> Tensor:
 
 
 def stacked_size(spec: WorldSpec) -> tuple[int, int]:
-    """Return height and width of all cameras' frames, one below the other."""
+    """Return height and width of all cameras' frames, one below the other.
+
+    Raises ConfigError when the world shows no images, or its cameras differ in width.
+    """
     shapes = [field.shape for key, field in spec.observation.items() if key.startswith(IMAGE_PREFIX)]
     if not shapes:
         raise ConfigError(f"World '{spec.name}' shows no images: add world.cameras, or use worldmodel.kind=ensemble.")

@@ -20,12 +20,12 @@ from worldmodels.heads.latent import THUMBNAIL, LatentHeads
 
 
 def to_pixels(frames: Tensor) -> Tensor:
-    """Return pixels of frames."""
+    """Return pixels of frames: uint8 [..., height, width, 3] -> float [..., 3, height, width] in -1 to 1."""
     return rearrange(frames, "... h w c -> ... c h w").float() / 127.5 - 1
 
 
 def to_frames(pixels: Tensor) -> Tensor:
-    """Return frames of pixels, rounded to 8 bits."""
+    """Return frames of pixels, rounded to 8 bits: [..., 3, height, width] -> uint8 [..., height, width, 3]."""
     levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return rearrange(levels, "... c h w -> ... h w c")
 

@@ -134,7 +134,10 @@ class PixelDiffusionModel(ImageModel):
 
     @torch.no_grad()
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Advance every row by a frame drawn from its own noise; success is terminal where the spec says so."""
+        """Advance every row by a frame drawn from its own noise; success is terminal where the spec says so.
+
+        actions: [B, A], in the world's units; the next latent has the shapes that `initial` says.
+        """
         actions = actions.to(latent["state"].dtype)
         frame, after, inputs, uncertainty = self._advance(latent, actions)
         moved = {
@@ -147,6 +150,7 @@ class PixelDiffusionModel(ImageModel):
         return moved, self.reader.imagined(frame, after, inputs, uncertainty)
 
     def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """See `ImageModel._judge`."""
         return self._advance(latent, actions)[2:]
 
     def _advance(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """What a pixel diffusion model is made of: a U-Net that denoises the next frame.
 
 After DIAMOND (Alonso et al. 2024, arXiv:2405.12399), on diffusers' U-Net blocks. Axes: N rows, K context frames, A
-action dimension. Frames are uint8 [..., height, width, 3], pixels float
-[..., 3, height, width] in -1 to 1; several cameras are one frame, stacked in height.
+action dimension. Frames are uint8 [..., height, width, 3], pixels float [..., 3, height, width] in -1 to 1; several
+cameras are one frame, stacked in height.
 """
 
 import math

@@ -12,7 +12,8 @@ them; imagination follows the prior. Deviations from DreamerV3:
   tuned in it exploits that (pushing a cube, one such policy: 55 % success in reality, 87 % imagined; 59 % by a model
   trained on a share of the frames, with equal heads).
 - Heads are fitted again on the finished latents; there is no continuation head: episodes end by success or time limit.
-  Axes: M subsequences of T + 1 frames with T actions between them, V elements of all vector fields.
+
+Axes: M subsequences of T + 1 frames with T actions between them, V elements of all vector fields.
 """
 
 from collections.abc import Iterator, Mapping
@@ -107,7 +108,11 @@ class RssmModel(nn.Module):
 
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return a model into which `weights` can be loaded."""
+        """Return a model into which `weights` can be loaded.
+
+        weights: name -> [...], as `state_dict` gives them; read for the structure alone. Raises as
+        `LearnedModel.restore` does.
+        """
         config = from_plain(RssmConfig, description["config"])
         return cls(config, spec, structure_in(weights), description["success_bonus"])
 
@@ -153,6 +158,8 @@ class RssmModel(nn.Module):
                 chosen = won[(draws[early : early + late, 1] * len(won)).long()]
                 back = (draws[early : early + late, 2] * (frames - 1)).long()
                 steps[early : early + late] = (chosen - back).maximum(starts[episodes.episode_of_step[chosen]])
+            # Padded ones are cut around a step at or a little after the episode's start, so that frames before it
+            # repeat the first one, as in a context that reaches back before an episode.
             parts = data.cut(steps[:padded], past, config.length), data.cut(steps[padded:], 0, frames - 1)
             prefix = 1 + (draws[:, 3:4] * config.burn_in).long()
             seen = (draws[:, 4:] < config.seen_share) | (torch.arange(frames) < prefix)
@@ -293,7 +300,10 @@ class RssmModel(nn.Module):
 
     @torch.no_grad()
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Advance every row with a sample of the prior; success is terminal where the spec says so."""
+        """Advance every row with a sample of the prior; success is terminal where the spec says so.
+
+        actions: [B, A], in the world's units; the next latent has the shapes that `initial` says.
+        """
         state = self._standard("state", latent["state"])
         action, sample = self._standard("action", actions.to(state.dtype)), self._one_hot(latent["sample"])
         uncertainty = self.heads.disagreement(self.dynamics.summary(latent["deter"], sample), state, action)
@@ -303,6 +313,7 @@ class RssmModel(nn.Module):
         summary = self.dynamics.summary(deter, self._one_hot(chosen))
         decoded = self.dynamics.advance(summary, state, self.spread)
         after, free = latent["state"].clone(), self.structure.free
+        # Only free elements are decoded; constants stay as they were, bit by bit, and derived ones follow below.
         after[:, free] = (self.state_mean + self.state_std * decoded)[:, free]
         after = self.structure.complete(after)
         inputs = self.heads.inputs(summary, state, self._standard("state", after))

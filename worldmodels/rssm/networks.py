@@ -55,7 +55,7 @@ class BlockLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(blocks, 1, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map every block."""
+        """Map every block: [N, G, inputs] -> [N, G, outputs]."""
         return rearrange(torch.baddbmm(self.bias, rearrange(x, "n g i -> g n i"), self.weight), "g n o -> n g o")
 
 
@@ -97,6 +97,7 @@ class RecurrentCore(nn.Module):
         mixed = self.mix_shared(shared) + self.mix_blocks(units).flatten(1)
         mixed = rearrange(functional.silu(self.mix_norm(mixed)), "n (g u) -> n g u", g=self.blocks)
         reset, candidate, update = self.gates(mixed).chunk(3, -1)
+        # As in DreamerV3, a bias of -1 on the update gate: an untrained core keeps most of what it remembers.
         update = (update - 1).sigmoid()
         return (update * (reset.sigmoid() * candidate).tanh() + (1 - update) * units).flatten(1)
 

@@ -134,6 +134,8 @@ class VideoModel(ImageModel):
         coder.std.copy_(latents.std((0, 2, 3), correction=0).clamp_min(1e-6))
         latents = (latents - coder.mean.cpu()[:, None, None]) / coder.std.cpu()[:, None, None]
         states = reader.vector({key: value[None] for key, value in episodes.observation.items()}, slice(None))[0]
+        # An action stands at the frame that it led to. An episode has one frame more than steps, so frames of later
+        # episodes are further on; at first frames zero stays.
         shifted = torch.zeros(len(latents), episodes.actions.shape[1])
         shifted[torch.arange(episodes.step_count) + episodes.episode_of_step + 1] = episodes.actions
         video = LatentVideo.of(episodes, latents, reader.poses(states), reader.standard("action", shifted))
@@ -141,6 +143,8 @@ class VideoModel(ImageModel):
         change = torch.zeros(len(coder.mean), dtype=torch.float64)
         for part in steps.split(2048):
             change += (latents[part] - latents[part - 1]).square().double().sum((0, 2, 3))
+        # The root mean square change of each channel, summed in parts to save memory and in double precision because
+        # the sums are long.
         each = len(steps) * latents[0, 0].numel()
         self.change_std.copy_((change / each).sqrt().clamp_min(1e-6))
         return video
@@ -159,6 +163,7 @@ class VideoModel(ImageModel):
         return shown[torch.arange(len(steps))[:, None], back[:, None] + torch.arange(3)]
 
     def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """See `ImageModel._judge`."""
         frames, _ = self._shown(latent, self._predict(latent, actions[:, None]))
         return self.reader.read(torch.cat([latent["frames"], frames], 1), latent["state"], actions)[1:]
 
@@ -215,7 +220,10 @@ class VideoModel(ImageModel):
 
     @torch.no_grad()
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Advance every row by a frame drawn from its own noise; success is terminal where the spec says so."""
+        """Advance every row by a frame drawn from its own noise; success is terminal where the spec says so.
+
+        actions: [B, A], in the world's units; the next latent has the shapes that `initial` says.
+        """
         latent, imagined = self.generate(latent, actions[:, None])
         return latent, imagined[0]
 

@@ -80,7 +80,7 @@ class ViewAutoencoder(nn.Module):
         return rearrange(found, "(n v) c h w -> n c (v h) w", v=len(self.background))
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return pixels [N, V, 3, height, width] of standardised latents."""
+        """Return pixels [N, V, 3, height, width] of standardised latents, shaped as `encode` returns them."""
         raw = rearrange(latents, "n c (v h) w -> (n v) c h w", v=len(self.background))
         return self._decode(raw * self.std[:, None, None] + self.mean[:, None, None])
 
@@ -253,6 +253,7 @@ class VideoTransformer(nn.Module):
                 hidden = embedded + self.unknown.to(embedded.dtype)
                 embedded = torch.where(known[..., None], embedded, hidden)
             slots = self.slots[self.history : self.history + frames]
+            # EDM's label, log(sigma) / 4, becomes a time in [0, 1].
             condition = slots + embedded + self.level(0.25 + level / 4)[:, None]
             each = condition.repeat_interleave(self.views, 1).flatten(0, 1)
             given = torch.cat([noisy, present[:, None].expand_as(noisy)], 2)

@@ -35,7 +35,10 @@ class LatentVideo:
 
     @staticmethod
     def of(episodes: Episodes, latents: Tensor, poses: Tensor, actions: Tensor) -> "LatentVideo":
-        """Return the frames of `episodes`."""
+        """Return the frames of `episodes`.
+
+        latents: [frames, C, height, width]; poses: [frames, P]; actions: [frames, A]; all as the class says.
+        """
         count = episodes.lengths + 1
         first = torch.repeat_interleave(episodes.frame_starts, count)
         return LatentVideo(latents, poses, actions, first, first + torch.repeat_interleave(episodes.lengths, count))
@@ -146,6 +149,7 @@ class DynamicsStage(nn.Module):
         if self.config.bootstrap and self.training:
             self._keep(subsequence, present[:, None] + found.detach() * scale, first)
         error = edm.weighted_error(found, change, sigma, config.edm).mean((2, 3, 4))
+        # Summed over a row's valid frames, and scaled so that the mean over rows is the mean over all valid frames.
         return {"latents": (error * subsequence.valid).sum(1) * rows / subsequence.valid.sum().clamp_min(1)}
 
     def _degraded(self, subsequence: Subsequence, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:

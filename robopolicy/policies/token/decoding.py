@@ -199,6 +199,7 @@ class MaskedDecoding(nn.Module):
         share = 1 - torch.rand((len(tokens), 1), generator=generator, device=generator.device)
         place = torch.rand(tokens.shape, generator=generator, device=generator.device)
         share, place = share.to(tokens.device), place.to(tokens.device).masked_fill(~valid, 2.0)
+        # argsort twice gives ranks; invalid tokens, at 2, rank last and are never among those masked.
         rank = place.argsort(-1).argsort(-1)
         masked = valid & (rank < (share * valid.sum(-1, keepdim=True)).ceil())
         hidden = language.model.attend(_read(language, prompt), self._embed(language, tokens, valid & ~masked))

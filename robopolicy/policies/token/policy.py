@@ -1,7 +1,7 @@
 """A small vision-language-action model: a transformer reads the instruction and the observation, then says the action
-chunk in tokens, one after the other or several at a time (`token_decoding`).
+chunk in tokens, one after the other or several at a time (`decoding`).
 
-Every token is a categorical choice with an exact log-probability at the sampling temperature: `evaluate` scores what
+Every token is a categorical choice with an exact log-probability at the sampling temperature: `log_prob` scores what
 `act` sampled, in the state in which it was sampled. The vocabulary is extended by the action tokens alone: they have
 embeddings and a head of their own, so the distribution covers nothing else (OpenVLA and pi0-FAST overwrite rarely used
 words instead) and the text's logits are never computed.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class TokenPolicy(nn.Module):
     """A `core.policy.Policy` that says action tokens; make one with `build_token_policy` or `load_policy`.
 
-    config, observation, action, fps, seed: as in `DenoisingPolicy`; instructions: what it may be told (a model from
+    config, observation, action, fps, seed: as in `DenoisingPolicy`; instructions: those it may be given (a model from
     scratch knows their words and no others); language: a backbone and its tokenizer, None for what config.token names.
     """
 
@@ -103,7 +103,7 @@ class TokenPolicy(nn.Module):
 
     @property
     def spec(self) -> PolicySpec:
-        """What it reads and writes; the sampling steps are the K tokens of a chunk."""
+        """What it reads and writes; the scored steps are the K tokens of a chunk."""
         return PolicySpec(
             observation=self.fields,
             action=self.action,
@@ -136,7 +136,10 @@ class TokenPolicy(nn.Module):
     def resume(
         self, observation: TensorObservation, latents: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
     ) -> Decision:
-        """`act` that keeps the first count[b] tokens of latents["tokens"] [B, K]; see `Resumes`."""
+        """`act` that keeps the first count[b] tokens of latents["tokens"] [B, K]; see `Resumes`.
+
+        count: [B] int64. Raises ConfigError in masked decoding, which has no first tokens, else what `act` raises.
+        """
         if not isinstance(self.decoding, CausalDecoding):
             raise ConfigError("Masked decoding has no first tokens to go on from: set branch_sampling_step to null.")
         found, logp = self.decoding.sample(
@@ -149,7 +152,7 @@ class TokenPolicy(nn.Module):
         return self._decision(found, logp, torch.arange(logp.shape[1], device=logp.device) >= count[:, None])
 
     def _decision(self, latents: dict[str, Tensor], logp: Tensor, mask: Tensor) -> Decision:
-        """Turn tokens into actions within the world's bounds."""
+        """Turn tokens [B, K] into actions [B, C, A] within the world's bounds; a logp [B, K] that is no choice is 0."""
         chosen = latents["tokens"]
         actions = self.action_normalizer.inverse(self.action_tokens.decode(chosen))
         actions = torch.minimum(torch.maximum(actions, self.action_low), self.action_high)
@@ -260,7 +263,7 @@ class TokenPolicy(nn.Module):
         return [weight for weight in self.parameters() if weight.requires_grad]
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered between decisions."""
+        """Nothing is remembered between decisions, of whatever rows [R]."""
 
     def save(self, folder: Path) -> None:
         """Write config.json, model.safetensors and the tokenizer's files, atomically; the base checkpoint is inside."""
@@ -329,7 +332,12 @@ def build_token_policy(
     values: Mapping[str, Tensor] | None = None,
     seed: int = 0,
 ) -> TokenPolicy:
-    """Return a fresh policy for a world's fields, its normalisers fitted on data; see `build_policy`."""
+    """Return a fresh policy for a world's fields, its normalisers fitted on data; see `build_policy`.
+
+    values: key -> [samples, *shape], with "action" [samples, A]; None leaves the normalisers the identity. Raises
+    ConfigError when config.observation_keys names a field that does not exist, an action is no vector, the decoding
+    does not fit the tokens or the model, or `values` lack a field that is normalised.
+    """
     policy = TokenPolicy(config, observation, action, fps=fps, instructions=instructions, seed=seed)
     if values is not None:
         policy.fit_normalizers(values)
