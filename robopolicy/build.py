@@ -1,4 +1,8 @@
-"""The only place that names concrete worlds, policies and models, and that chooses the device."""
+"""Builds what the configuration names: environments (worlds), policies, planners, experts, critics and the device.
+
+A world is a vectorised environment: a simulator, recorded demonstrations, or a learned world model ("imagination"). No
+other module names concrete worlds, policies and models.
+"""
 
 import sys
 from pathlib import Path
@@ -56,12 +60,13 @@ def build_world(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> World:
-    """Return the world that `section` names, as `policy` sees it: its history and its cameras.
+    """Return the world that `section` names, with the history length and the cameras that `policy` needs.
 
-    It has `batch_size` rows (default the section's), but no more than there are `episodes` to play.
+    It has `batch_size` rows (parallel environments; default the section's), but no more than there are `episodes`.
 
-    "worldmodel" needs `world.model`, a checkpoint, and starts its episodes where the simulator it was trained on
-    (`world.simulator`, default the one named in the checkpoint) would start them, so that seeds pair the two.
+    "worldmodel" needs `world.model`, a checkpoint. Unless the section says otherwise, its episodes begin in the initial
+    states of the simulator it was trained on (`world.simulator`, default the one named in the checkpoint), so that the
+    same seed means the same initial state in both.
     """
     rows = min(batch_size or section.batch_size, episodes or sys.maxsize)
     history = 1 if policy is None else policy.spec.history
@@ -127,7 +132,7 @@ def _imagined_world(
 
 
 def simulator_starts(section: WorldSection, model: WorldModel, rows: int) -> Starts:
-    """Return the starts of the simulator that a world model imitates, with the fields that it begins from."""
+    """Return a sampler of initial observations for a world model: seeds -> those of the simulator that it imitates."""
     spec, fields, options = model.spec, fields_read(model), dict(section.options)
     cameras = cameras_of(fields)
     if cameras:
@@ -146,7 +151,10 @@ def simulator_starts(section: WorldSection, model: WorldModel, rows: int) -> Sta
 
 
 def uncertainty_limit(section: ImaginationSection, model: LearnedModel) -> float | None:
-    """Return where imagination is cut, in the model's units; the smaller of the absolute limit and the quantile."""
+    """Return the uncertainty at which imagined rollouts are cut, in the model's units; None for no limit.
+
+    It is the smaller of the absolute limit and the quantile's.
+    """
     limits = [] if section.uncertainty is None else [section.uncertainty]
     if section.quantile is not None:
         quantiles = model.uncertainty_quantiles
@@ -170,7 +178,7 @@ def build_controller(world_section: WorldSection, spec: WorldSpec, dotted_path: 
 def build_noisy_expert(
     section: WorldSection, spec: WorldSpec, level: str, seed: int, dotted_path: str = ""
 ) -> NoisyController:
-    """Return the world's expert (or the controller at `dotted_path`) disturbed by a named or numeric level of noise."""
+    """Return the world's expert (or the controller at `dotted_path`) with action noise of a named or numeric level."""
     try:
         noise = Noise(gaussian=float(level))
     except ValueError:
@@ -184,16 +192,16 @@ def open_policy(path: Path, device: torch.device | str = "cpu") -> Policy:
 
 
 def planned(section: PlanSection, policy: Policy, device: torch.device | str = "cpu") -> Policy:
-    """Return `policy`, looking ahead in a world model where one is given."""
+    """Return `policy`, planning in a world model (best of N candidates) where the section names one."""
     if section.model is None:
         return policy
     return PlannedPolicy(policy, load_world_model(section.model, device), narrowed(PlanConfig, section))
 
 
 def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:
-    """Return a critic over the world's state, its weights drawn from `seed`.
+    """Return a critic (value function) of the world's state, its weights initialised from `seed`.
 
-    It may see more than the policy does: in a simulator the state is known even where the policy looks through cameras.
+    It is privileged (asymmetric actor-critic): it sees the simulator's state even where the policy sees only images.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "critic weights"))

@@ -1,7 +1,8 @@
-"""Small experiments that ask whether a paper's claim shows here, with the ablation beside it.
+"""Ablation studies of RL fine-tuning methods: does the claim of each paper hold on a small task (push_cube)?
 
-All variants of a check start from the same pre-trained policies, play the same starts and differ in one thing. Judged
-is the policy after the last iteration (not the best one on the way), on the same validation episodes.
+All variants of a check are fine-tuned from the same pre-trained policies and the same initial states, and differ in one
+thing. Reported is the success rate of the policy after the last iteration (not the best one on the way), on the same
+validation episodes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +29,12 @@ SMALL = (
     "finetune.target_kl=0.03",
     "finetune.videos=0",
 )
-"""256 episodes an iteration, 25 iterations, gentle steps."""
+"""Settings of every check: 256 episodes an iteration, 25 iterations, small policy updates."""
 
 SPARSE = "finetune.rewards=[success_only]"
 SMALL_GROUPS = ("finetune.group_size=4", "finetune.groups=64")
 TOKENS = ("finetune.learning_rate=1.5e-4", "finetune.minibatch=1024", "finetune.epochs=2", "finetune.clip=0.2")
-"""What a token policy wants instead; NGRPO and PRIME were made for tokens, and Gaussian chains collapse under them."""
+"""Settings of token policies; NGRPO and PRIME were made for tokens, and denoising policies collapse under them."""
 
 STALE = (
     "finetune.delay=8",
@@ -42,14 +43,16 @@ STALE = (
     "finetune.clip=0.2",
     "finetune.clip_base=0.2",
 )
-"""Steps that are fine on fresh data, on data of eight updates ago."""
+"""Update sizes that are fine on-policy, on data that is eight updates old (off-policy)."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """claim: what the paper says; variants: name -> settings on top of SMALL, the method last; base: see BASES.
+    """An ablation study: a claim, and the variants that are compared.
 
-    figures: name of a column -> what to average of a variant's runs.
+    claim: what the paper says; variants: name -> settings on top of SMALL, the baseline first and the method last;
+    base: name of the pre-trained policy (BASES in robopolicy.benchmarks.runs); figures: column -> what is averaged over
+    the runs of a variant.
     """
 
     claim: str
@@ -189,7 +192,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def measure(config: Config, root: Path, name: str) -> dict[str, dict[str, Any]]:
-    """Return the figures of a check's variants, pooled over the seeds."""
+    """Return success rates (pooled over seeds) and other figures of every variant of a check."""
     check = CHECKS[name]
     rows = {}
     for place, (variant, settings) in enumerate(check.variants.items()):
@@ -215,12 +218,15 @@ MODES = ("deterministic", "stochastic")
 
 
 def evaluations(run: Outcome) -> list[Mapping[str, Any]]:
-    """Return the records of a run that hold an evaluation."""
+    """Return the metrics of those iterations of a run that evaluated the policy."""
     return [record for record in run.records if "deterministic_success" in record]
 
 
 def rate(runs: Sequence[Outcome], mode: str, index: int) -> dict[str, float]:
-    """Return success over all seeds' validation episodes, before or after, with its Wilson interval."""
+    """Return the success rate over all seeds' validation episodes, with its Wilson interval.
+
+    index: which evaluation of a run, 0 before fine-tuning, -1 the last.
+    """
     episodes = sum(run.result["base"][mode]["episodes"] for run in runs)
     successes = sum(
         round(evaluations(run)[index][f"{mode}_success"] * run.result["base"][mode]["episodes"]) for run in runs
@@ -229,7 +235,7 @@ def rate(runs: Sequence[Outcome], mode: str, index: int) -> dict[str, float]:
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return a table a check."""
+    """Return one table for each check."""
     found = []
     for name, rows in figures["checks"].items():
         extra = list(next(iter(rows.values()))["figures"])

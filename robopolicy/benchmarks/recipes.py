@@ -1,8 +1,10 @@
-"""What a newcomer gets: demonstrations, pre-training and fine-tuning with nothing but a recipe's name, seed by seed.
+"""Benchmark of the recipes (default configurations): success rates before and after RL fine-tuning, over seeds.
 
-Every stage lies in a run folder of its own under runs/bench/recipes, as the verbs leave it, and is not run again. A
-seed repeats a run exactly on one machine with one number of threads; elsewhere the last bits of sums differ, and with
-them the policies. So the table shows the spread over seeds, and every row of figures says what it was measured with.
+A recipe is run as a newcomer would: collect demonstrations, pre-train by behaviour cloning, fine-tune by RL, with no
+other setting. Every stage has a run folder of its own under runs/bench/recipes and is not run again once it is done.
+The same seed repeats a run exactly only on one machine with the same number of threads; elsewhere floating-point sums
+round differently, and the policies differ. So the table shows the spread over seeds, and every row records the machine,
+packages and commit it was measured with.
 """
 
 import time
@@ -30,13 +32,13 @@ RECIPES = {
     "push_cube_pixels": "diffusion, camera of 64 px",
     "fetch_push": "diffusion, Gymnasium-Robotics",
 }
-"""Name -> what it is."""
+"""Name of the recipe -> kind of policy, and what is special about the task, for the table."""
 
 STAGES = {"collect": collect.run, "train": train.run, "finetune": finetune.run}
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"recipes": {recipe: {seed: row}}}: every row under `root`, after adding those that are asked for."""
+    """Return {"recipes": {recipe: {seed: row}}}: all results under `root`, after measuring those that are asked for."""
     for recipe in chosen_from(config, RECIPES):
         for seed in config.bench.seeds:
             path = row_path(root, recipe, seed)
@@ -50,15 +52,16 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 def row_path(root: Path, recipe: str, seed: int) -> Path:
-    """Return where the figures of a recipe and seed lie."""
+    """Return the path of the results of a recipe and seed."""
     return root / "rows" / recipe / f"{seed}.json"
 
 
 def measure(config: Config, root: Path, recipe: str, seed: int) -> dict[str, Any]:
-    """Run what is missing of a recipe, and return its row.
+    """Run the missing stages of a recipe, and return its row of results.
 
-    base, tuned: success of the noise-free policies on the same seeds; seconds: of every stage in this process, of
-    fine-tuning as the run counted it; the rest says with what it was measured.
+    base, tuned: success rates of the deterministic policies before and after fine-tuning, on the same episode seeds;
+    seconds: wall time of every stage in this process, of fine-tuning as its run counted it; threads, commit, packages
+    and so on: what it was measured with.
     """
     settings = [f"recipe={recipe}", f"run.root={root}", f"run.seed={seed}", *config.bench.overrides]
     chosen = compose(settings)
@@ -84,7 +87,7 @@ def measure(config: Config, root: Path, recipe: str, seed: int) -> dict[str, Any
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return the spread over seeds, and every seed with its Wilson interval."""
+    """Return two tables: success rates over seeds (mean, range), and of every seed with its Wilson interval."""
     spread, each = [], []
     for recipe, seeds in figures["recipes"].items():
         rows = list(seeds.values())

@@ -1,11 +1,11 @@
-"""What is explained."""
+"""The `algorithms` section of the configuration: which RL algorithm the `algorithms` command explains."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class AlgorithmsSection:
-    """What to explain."""
+    """Which algorithm, or building block of algorithms, to explain."""
 
     name: str = ""
-    """A preset or mechanism, empty for a list of all."""
+    """A preset (an algorithm such as grpo) or a mechanism (one building block of it), empty for a list of all."""

@@ -1,4 +1,4 @@
-"""Which benchmark runs."""
+"""The `bench` section of the configuration: which benchmark (experiment) runs, on which tasks and seeds."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,18 @@ class BenchSection:
     """Which benchmark, and on what; a setting that the benchmark does not read is refused."""
 
     name: str = "sims"
-    """One of those above, or the dotted path of your own."""
+    """One of those that the help of bench lists, or the dotted path of your own."""
     rounds: int = 13
-    """Interleaved rounds of sims; of algorithms, 0 leaves out the time of an iteration."""
+    """For sims, rounds of timing in which the simulators take turns; for algorithms, 0 skips timing an iteration."""
     tasks: tuple[str, ...] = ("push_cube", "pick_place")
-    """Of algorithms, ranking, imagination and looking_ahead."""
+    """Tasks, read by algorithms, ranking, imagination and looking_ahead."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of all but sims."""
+    """Random seeds, one run for each; read by all benchmarks but sims."""
     methods: tuple[str, ...] = ()
-    """What to run of the rows: recipes, methods (algorithms), checks (mechanisms), arms (edge_of_reach, imagination),
-    plans (looking_ahead) or kinds of model (ranking); [] for all.
+    """Which rows of the results to run: recipes, methods (algorithms), checks (mechanisms), experimental arms
+    (edge_of_reach, imagination), plans (looking_ahead) or kinds of model (ranking); [] for all.
     """
     overrides: tuple[str, ...] = ()
-    """Settings for every run, quoted: bench.overrides=['finetune.iterations=10']. What a method sets by itself
-    outweighs them.
+    """Settings for every run, quoted: bench.overrides=['finetune.iterations=10']. What a method sets itself takes
+    precedence.
     """

@@ -1,4 +1,4 @@
-"""Looking ahead in a world model."""
+"""The `plan` section of the configuration: planning in a world model when a policy acts (best of N candidates)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,10 @@ from worldmodels.configuration import PlanConfig
 
 @dataclass(frozen=True)
 class PlanSection(PlanConfig):
-    """A look ahead in a world model before every decision; of several, the one that it thinks best of is taken."""
+    """Planning in a world model: of several action chunks of the policy, execute the one with the best imagined return.
+
+    The other settings, such as discount and uncertainty penalty, are inherited.
+    """
 
     model: Path | None = None
     """Checkpoint of the world model, null for no planning."""

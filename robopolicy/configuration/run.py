@@ -1,4 +1,4 @@
-"""Where results go, the seed, the device."""
+"""The `run` section of the configuration: output folder, random seed, device and CPU threads of a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,19 +6,19 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunSection:
-    """Where results go (root/<verb>/<name>/<seed>), the seed behind every random number, and the device."""
+    """Where results go (root/<verb>/<name>/<seed>), the random seed, and the device."""
 
     root: Path = Path("runs")
-    """Folder of all runs: a run is ROOT/<verb>/<name>/<seed>."""
+    """Folder of all runs: a run is ROOT/<verb>/<name>/<seed>, its verb a command such as train or finetune."""
     name: str = ""
-    """Name of the run; empty for the world's."""
+    """Name of the run; empty for the name of the world (environment)."""
     seed: int = 0
-    """Behind every random number: on a CPU, one seed repeats a run exactly."""
+    """Seed of every random number generator: on a CPU, the same seed repeats a run exactly."""
     device: str = "auto"
     """cpu, cuda, cuda:1 and so on; auto takes CUDA where there is one."""
     threads: int = 0
-    """Threads of torch on the CPU, 0 for its own choice."""
+    """CPU threads of torch, 0 for its own choice."""
     fresh: bool = False
-    """Start over, where the same command would otherwise go on with what is there."""
+    """Start over; otherwise the same command resumes the run that is there."""
     plugins: tuple[str, ...] = ()
-    """Modules of your own, or dotted paths, that checkpoints may need: [my_package.my_module]."""
+    """Modules of your own, or dotted paths, imported because checkpoints may need them: [my_package.my_module]."""

@@ -1,4 +1,4 @@
-"""Which world model is trained, and on what."""
+"""The `worldmodel` section of the configuration: which world model is trained, on which data, how evaluated."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from worldmodels.registry import WORLD_MODELS
 
 @dataclass(frozen=True)
 class WorldModelSection(Tagged):
-    """A world model, trained on datasets and fresh rollouts."""
+    """A world model (learned dynamics, reward and success), trained on datasets and on newly collected rollouts."""
 
     kinds: ClassVar = WORLD_MODELS
 
@@ -22,22 +22,23 @@ class WorldModelSection(Tagged):
     """
     config: Any = field(default_factory=EnsembleConfig)
     data: tuple[Path, ...] = ()
-    """LeRobotDatasets (default: what collect wrote under the same name and seed)."""
+    """Folders of LeRobotDatasets (default: what collect wrote under the same name and seed)."""
     policies: tuple[Path, ...] = ()
-    """Checkpoints of policies that add rollouts."""
+    """Checkpoints of policies that collect further rollouts."""
     transitions: int = 100_000
-    """Control steps of data: what is missing is played by the expert at every level of noise and by policies, an equal
-    share each.
+    """Control steps of training data: what the datasets lack is collected in equal shares by the expert, at every level
+    of noise, and by the policies.
     """
     styles: int = 0
-    """In how many other looks the same training episodes are filmed as well (Sword), for models that see images."""
+    """Number of other visual styles in which the training episodes are rendered as well (Sword), for image models."""
     fit: FitConfig = field(
         default_factory=lambda: FitConfig(steps=1500, learning_rate=3e-3, weight_decay=1e-5, checkpoint_every=500)
     )
     noise: tuple[str, ...] = ("low", "medium", "high", "random")
-    """Levels at which the expert adds rollouts, failures among them."""
+    """Levels of action noise at which the expert collects rollouts, so that failures are among them."""
     examine_rows: int = 512
-    """Held-out episodes that the examination follows."""
+    """Held-out episodes that the evaluation of the trained model replays in imagination."""
     examine_steps: int = 20_000
-    """Single steps on which it judges reward and success (a diffusion model of images takes minutes for the default).
+    """Single steps on which the evaluation compares predicted reward and success with the recorded ones (an image
+    diffusion model takes minutes for the default).
     """

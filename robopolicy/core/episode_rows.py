@@ -1,7 +1,9 @@
-"""`EpisodeRows`: the bookkeeping that every world shares. Where do its B episodes stand, and when do they end?
+"""`EpisodeRows`: bookkeeping of a vectorised environment: step counts, success, episode ends, observation history.
 
-Simulated, recorded and imagined worlds hold one each, so that row indices, seeds, success, the three ends, history
-windows and snapshots mean the same everywhere. Axes: B row, R selected or running rows, C chunk step, H history frame.
+A row is one of B parallel environments. Simulated, recorded and imagined worlds hold one `EpisodeRows` each, so that
+row indices, seeds, success, the three ends of an episode (terminated: the task ended; truncated: a time limit;
+horizon_end: an imagined rollout was cut), history windows and snapshots mean the same everywhere.
+Axes: B row, R selected or running rows, C chunk step, H history frame.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +19,7 @@ from robopolicy.core.world import Rows, Snapshot, Step
 
 @dataclass(frozen=True)
 class Advanced:
-    """What became of R running rows in a chunk of C control steps.
+    """What happened to R running rows during an action chunk of C control steps.
 
     length: [R] int64, steps until the episode or the chunk ended, >= 1; live: [R, C] bool, True for those steps; first:
     [R, C] bool, the step at which an episode succeeded for the first time.
@@ -32,7 +34,7 @@ class EpisodeRows:
     """The episodes in a world's B rows, as arrays [B, ...] by name.
 
     spec: of the world (history, horizon, terminate_on_success, fields, instructions); draw: R -> episode seeds [R]
-    int64, where a reset is given none; cuts: whether an episode can be cut (`horizon_end`), as imagination is.
+    int64, where a reset is given none; cuts: whether episodes can be cut (`horizon_end`), as imagined rollouts are.
     The arrays: "history/KEY" [B, H, *shape], steps and instruction int64, success, terminated, truncated and, with
     cuts, horizon_end bool; a world adds its own in `start`. Raises ConfigError unless sizes are at least 1.
     """
@@ -92,7 +94,7 @@ class EpisodeRows:
     ) -> None:
         """Begin new episodes in rows `index` [R].
 
-        frames: key -> [R, n >= 1, *shape], what has been seen so far; instruction: index of the spec's, [R] or for all;
+        frames: key -> [R, n >= 1, *shape], the observations so far; instruction: index of the spec's, [R] or for all;
         own: the world's arrays [R, ...], the same names at every start.
         """
         fresh = {f"history/{key}": begin(frames[key], self.spec.history) for key in self.spec.observation}
@@ -106,16 +108,16 @@ class EpisodeRows:
             self._arrays[name][index] = 0
 
     def _allocate(self, fresh: Mapping[str, np.ndarray]) -> None:
-        """Make every array, with the shapes of what the first episodes begin with; history has the fields' dtypes."""
+        """Allocate every array, with the shapes of the first episodes' values; history has the fields' dtypes."""
         rows, fields = self.batch_size, self.spec.observation
-        kinds = {name: value.dtype for name, value in fresh.items()}
-        kinds |= {f"history/{key}": np.dtype(field.dtype) for key, field in fields.items()}
-        self._arrays = {name: np.zeros((rows, *value.shape[1:]), kinds[name]) for name, value in fresh.items()}
+        dtypes = {name: value.dtype for name, value in fresh.items()}
+        dtypes |= {f"history/{key}": np.dtype(field.dtype) for key, field in fields.items()}
+        self._arrays = {name: np.zeros((rows, *value.shape[1:]), dtypes[name]) for name, value in fresh.items()}
         self._arrays |= {name: np.zeros(rows, dtype=np.int64) for name in ("instruction", "steps")}
         self._arrays |= {name: np.zeros(rows, dtype=bool) for name in ("success", *self._ends)}
 
     def numbered(self, texts: Sequence[str] | np.ndarray) -> np.ndarray:
-        """Return the instructions' numbers [R] int64; one that the spec does not list is given the next number."""
+        """Return indices [R] int64 of language instructions; one that the spec does not list gets the next index."""
         self._texts += [text for text in dict.fromkeys(map(str, texts)) if text not in self._texts]
         return np.array([self._texts.index(str(text)) for text in texts], dtype=np.int64)
 
@@ -129,7 +131,7 @@ class EpisodeRows:
 
     @property
     def take(self) -> slice | np.ndarray:
-        """What selects the running rows from an array [B, ...]: a slice where all of them run, else indices [R]."""
+        """Index of the running rows in an array [B, ...]: a slice where all of them run, else indices [R]."""
         running = self.running
         return slice(None) if running.all() else np.flatnonzero(running)
 
@@ -142,12 +144,13 @@ class EpisodeRows:
         truncated: np.ndarray | None = None,
         cut: np.ndarray | None = None,
     ) -> Advanced:
-        """Count the steps of a chunk in the running rows `take`, latch success and end episodes where it is time.
+        """Count the steps of an action chunk in the running rows `take`, record success and end episodes.
 
-        All [R, C] bool, said of the moment after each step and without regard to earlier ends: success: the task is
-        done; terminated, truncated: the world itself ends the episode there; cut: it stops there, though the episode
-        goes on. Success ends an episode where the spec says so, and the horizon does. Termination comes before
-        truncation, truncation before a cut.
+        All are [R, C] bool and describe the state after each step, regardless of earlier ends: success: the task is
+        done (once reached, it stays recorded for the episode); terminated, truncated: the world itself ends the episode
+        there; cut: the rollout stops there, though the episode would go on (so values can be bootstrapped). Success
+        terminates an episode where the spec says so, and the spec's horizon truncates it. Where several coincide,
+        termination outranks truncation, and truncation outranks a cut.
         """
         arrays, spec, chunk = self.arrays, self.spec, success.shape[1]
         before = arrays["success"][take, None]
@@ -156,18 +159,18 @@ class EpisodeRows:
         count = arrays["steps"][take, None] + np.arange(1, chunk + 1)
         done = latched & spec.terminate_on_success
         done = done if terminated is None else done | terminated
-        late = count >= spec.horizon
-        late = late if truncated is None else late | truncated
-        ends = done | late if cut is None else done | late | cut
+        timed_out = count >= spec.horizon
+        timed_out = timed_out if truncated is None else timed_out | truncated
+        ends = done | timed_out if cut is None else done | timed_out | cut
         length = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, chunk)
         live = np.arange(chunk) < length[:, None]
         final = (np.arange(len(length)), length - 1)
         arrays["steps"][take] = count[final]
         arrays["success"][take] = latched[final]
         arrays["terminated"][take] = done[final]
-        arrays["truncated"][take] = late[final] & ~done[final]
+        arrays["truncated"][take] = timed_out[final] & ~done[final]
         if cut is not None:
-            arrays["horizon_end"][take] = cut[final] & ~late[final] & ~done[final]
+            arrays["horizon_end"][take] = cut[final] & ~timed_out[final] & ~done[final]
         return Advanced(length, live, first & live)
 
     def path(self, take: slice | np.ndarray, frames: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -177,7 +180,7 @@ class EpisodeRows:
         }
 
     def move(self, take: slice | np.ndarray, path: Mapping[str, np.ndarray], length: np.ndarray) -> None:
-        """Move the history of rows `take` on by `length` [R] steps of `path`, key -> [R, H + C, *shape]."""
+        """Advance the history window of rows `take` by `length` [R] steps along `path`, key -> [R, H + C, *shape]."""
         for key, value in path.items():
             self.arrays[f"history/{key}"][take] = latest(value, length, self.spec.history)
 
@@ -190,7 +193,7 @@ class EpisodeRows:
         return observation
 
     def spread(self, take: slice | np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return `values` [R, ...] of rows `take` for all rows, [B, ...], zero in the others."""
+        """Scatter `values` [R, ...] of rows `take` into an array of all rows, [B, ...], zero in the others."""
         if isinstance(take, slice):
             return values
         whole = np.zeros((self.batch_size, *values.shape[1:]), values.dtype)
@@ -200,7 +203,7 @@ class EpisodeRows:
     def trace(
         self, take: slice | np.ndarray, frames: Mapping[str, np.ndarray], length: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """Return what was seen after every step, key -> [B, C, *shape]; ended rows stay at their last frame.
+        """Return the observation after every step, key -> [B, C, *shape]; ended rows repeat their last frame.
 
         frames: key -> [R, C, *shape] of rows `take`, of which `length` [R] count.
         """

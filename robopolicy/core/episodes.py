@@ -1,8 +1,9 @@
 """`Episodes`: demonstrations or rollouts in memory, from which policies and world models draw their batches.
 
 An episode of L actions has L + 1 observation frames: the last frame is what the last action led to, so every action has
-a next observation and a time limit can bootstrap. Frames of all episodes lie one after the other. Axes: E episode,
-N = sum(L) step, F = N + E observation frame, A action dimension, H history frame, P predicted step, M batch row.
+a next observation, and values can be bootstrapped at a time limit. All episodes are concatenated along time.
+Axes: E episode, N = sum(L) step, F = N + E observation frame, A action dimension, H history frame, P predicted step, M
+batch row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from robopolicy.core.vectors import StateVector
 
 @dataclass(frozen=True)
 class Episodes:
-    """Whole episodes, one after the other.
+    """Whole episodes (trajectories), concatenated along time.
 
     observation_fields: one frame each, by LeRobot key; observation: key -> [F, *shape] (float32, images uint8 height x
     width x 3); actions: [N, A] in world units; lengths: [E] int64, actions per episode; tasks: instruction of each
@@ -192,7 +193,7 @@ class Episodes:
         if terms is not None and any(set(part.rewards or {}) != terms for part in parts):
             parts = [replace(part, rewards={"reward": part.reward}) for part in parts]
         names = None if terms is None else list(parts[0].rewards or {})
-        known = [part.final_known if part.final_known is not None else _true(part) for part in parts]
+        known = [part.final_known if part.final_known is not None else _all_known(part) for part in parts]
         return replace(
             first,
             observation={key: torch.cat([part.observation[key] for part in parts]) for key in first.observation},
@@ -210,12 +211,12 @@ class Episodes:
 
     @staticmethod
     def of(rollouts: Rollouts, spec: WorldSpec) -> "Episodes":
-        """Return what was played as episodes: a world model can learn from them, a dataset can be written of them.
+        """Convert rollouts to episodes, so that a world model can learn from them or a dataset can be written.
 
         rollouts: whole episodes with their next observations; spec: of the world they were played in. Actions are
-        clipped to its range, as the world does. Of a decision's chunk the frames are read off the H frames of history
-        that follow it, and success comes with its last step. Seeds are not known. Raises DataError on streams, without
-        next observations, and where decisions ran more than H steps.
+        clipped to its range, as the world does. The frames within an action chunk are taken from the H frames of
+        history observed after it, and success is dated to its last step. Seeds are not known. Raises DataError on
+        streams (cut anywhere), without next observations, and where chunks ran more than H steps.
         """
         _require_whole(rollouts)
         valid, duration = rollouts.valid, rollouts.duration
@@ -279,7 +280,7 @@ class Episodes:
         generator: torch.Generator,
         keys: Sequence[str] | None = None,
     ) -> Iterator[dict[str, Any]]:
-        """Yield policy batches for ever; steps are drawn uniformly, with replacement, and `generator` is all the state.
+        """Yield policy batches for ever; steps are drawn uniformly with replacement, all randomness from `generator`.
 
         A batch is {"observation": {key: [M, H, *shape], "task": list of M}, "actions": [M, P, A], "action_valid":
         [M, P] bool}: the current frame is the last of the history (padded by repeating the episode's first frame), the
@@ -297,7 +298,7 @@ class Episodes:
     def windows(
         self, steps: Tensor, history: int, prediction: int, keys: Sequence[str] | None = None
     ) -> dict[str, Any]:
-        """Gather the batch of `sampler` for the given step indices [M]."""
+        """Return the batch whose first actions are at the given step indices [M]; its form is that of `sampler`."""
         episode = self.episode_of_step[steps]
         back = torch.arange(1 - history, 1, device=self.device)
         ahead = torch.arange(prediction, device=self.device)
@@ -314,10 +315,10 @@ class Episodes:
         }
 
     def transitions(self, vector: StateVector | None = None) -> Transitions:
-        """Return every step whose next observation is known, in order of time.
+        """Return (state, action, reward, next state) of every step whose next observation is known, in order of time.
 
-        vector: what its states are made of; None: all vector fields of the episodes. Raises DataError where there is
-        none, or rewards or the end of the task are not recorded, SpecError where the episodes lack a field of it.
+        vector: the fields that make up the state; None: all vector fields of the episodes. Raises DataError where there
+        is none, or rewards or the end of the task are not recorded, SpecError where the episodes lack a field of it.
         """
         reward = self.reward
         if reward is None or self.terminated is None:
@@ -373,7 +374,7 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     return torch.repeat_interleave(starts, lengths) + within
 
 
-def _true(part: Episodes) -> Tensor:
+def _all_known(part: Episodes) -> Tensor:
     return torch.ones(len(part), dtype=torch.bool, device=part.device)
 
 

@@ -1,8 +1,10 @@
-"""What a policy is, in three protocols: it acts; it also scores what it did; it can also be trained.
+"""Interfaces of a robot policy: `Policy` acts, `ScoredPolicy` also has log-probabilities, `Trainable` also learns.
 
-A decision is an action chunk; inside it are steps with log-probabilities. A policy speaks torch. Axes: N or B row, K
-scored step (denoising step, flow step or token), C chunk step, P >= C predicted steps, A action dimension, H history
-frame. `robopolicy.core.policy_conformance.check_policy` tests the promises made here.
+A decision of a policy is one action chunk: it predicts P steps, of which the first C are executed. It is generated in K
+scored steps (denoising steps, flow steps or tokens), each with a log-probability, which is what policy gradients act
+on. Everything is torch tensors. Axes: B row (parallel environment) or N row of a training batch, K scored step, C chunk
+step, P >= C predicted steps, A action dimension, H history frame. `robopolicy.core.policy_conformance.check_policy`
+tests whether a policy keeps what is promised here.
 """
 
 import inspect
@@ -26,19 +28,19 @@ TensorObservation = dict[str, Tensor | list[str]]
 """Key -> tensor [B, H, *field.shape] (images uint8, height x width x 3); `task` -> list of B strings."""
 
 CONDITION = "condition"
-"""Latents of this name, or "condition.<what>", are what a frozen encoder made of the observation, kept for scoring."""
+"""Latents of this name, or "condition.<what>", are a frozen encoder's features of the observation, for `log_prob`."""
 
 _NO_STEPS = torch.zeros(0, 0)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One action chunk per row and how it came about.
+    """One action chunk per row, with what is needed to compute its log-probability again.
 
     actions: [B, C, A] in the world's units; latents: what `log_prob` needs to score it again, each [B, ...] (a
-    denoising policy keeps its chain [B, K+1, P, A]); logp: [B, K] fp32 under the policy that acted; mask: [B, K] bool,
-    True where a step was a choice (has a density). A policy that scores nothing leaves all but actions out; logp and
-    mask are then [B, 0].
+    denoising policy keeps its chain of noisy actions [B, K+1, P, A]); logp: [B, K] fp32, log-probabilities under the
+    policy that acted; mask: [B, K] bool, True where a step was sampled and has a density. A policy without
+    log-probabilities gives actions only; logp and mask are then [B, 0].
     """
 
     actions: Tensor
@@ -56,7 +58,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Scores:
-    """Differentiable scores of recorded decisions: logp, entropy [N, K]; extras by name, e.g. mean [N, K, P, A]."""
+    """Differentiable log-probabilities and entropies [N, K] of recorded decisions; extras, e.g. mean [N, K, P, A]."""
 
     logp: Tensor
     entropy: Tensor
@@ -65,34 +67,36 @@ class Scores:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Acts in worlds: enough to evaluate, serve, drive, rank and collect."""
+    """Maps observations to action chunks: enough to evaluate, serve, drive, rank and collect."""
 
     @property
     def spec(self) -> PolicySpec:
-        """What it reads and writes; scored_steps is 0 where it scores nothing."""
+        """Its observations and actions; scored_steps is K, 0 for a policy without log-probabilities."""
         ...
 
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide for every row of an observation [B, H, ...] without gradient.
+        """Return an action chunk for every row of an observation [B, H, ...], without gradient.
 
-        deterministic: no exploration noise (the initial noise remains). Raises SpecError when the observation does not
-        fit the spec, NonFiniteError on NaN or infinity.
+        deterministic: no exploration noise (the initial noise of a denoising chain remains). Raises SpecError when the
+        observation does not fit the spec, NonFiniteError on NaN or infinity.
         """
         ...
 
     def reset(self, rows: Rows = None) -> None:
-        """Forget what was remembered about `rows` [R], all of them for None (most policies remember nothing)."""
+        """Clear the memory of `rows` [R] when their episodes begin, None for all (most policies have no memory)."""
         ...
 
 
 @runtime_checkable
 class ScoredPolicy(Policy, Protocol):
-    """A policy whose decisions have log-probabilities: enough to compare what it did with what it would do."""
+    """A policy whose decisions have log-probabilities: enough for importance ratios and KL divergences."""
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-        """Score recorded decisions: the only differentiable path. At unchanged parameters logp equals `act`'s to 1e-5.
+        """Compute log-probabilities of recorded decisions, with gradients (`act` has none).
+
+        At unchanged parameters logp equals that of `act` to 1e-5.
 
         Optional latents: "chosen" [N, k] int64 selects k of the K steps per row (logp is then [N, k]); "executed"
         [N, C] bool, which steps of the chunk were executed, for policies that score control steps.
@@ -102,7 +106,7 @@ class ScoredPolicy(Policy, Protocol):
 
 @runtime_checkable
 class Trainable(ScoredPolicy, Protocol):
-    """A `ScoredPolicy` and torch.nn.Module that pre-training and fine-tuning change; the module's part comes first."""
+    """A `ScoredPolicy` and torch.nn.Module for pre-training and RL fine-tuning; methods of nn.Module come first."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """As in nn.Module."""
@@ -129,10 +133,10 @@ class Trainable(ScoredPolicy, Protocol):
         ...
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the parts of behaviour cloning's loss by name, each [N].
+        """Return the terms of the behaviour cloning loss by name, each [N].
 
         batch: "observation" (key -> [N, H, ...]), "actions" [N, P, A] in the world's units, "action_valid" [N, P] bool,
-        False on padding behind an episode's end.
+        False on padding after the end of an episode.
         """
         ...
 
@@ -141,10 +145,10 @@ class Trainable(ScoredPolicy, Protocol):
         ...
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
-        """Get ready for policy gradients in the last `steps` scored steps, None for as many as its config says.
+        """Prepare for policy gradients through the last `steps` scored steps, None for as many as its config says.
 
-        train_encoder: whether what reads the observation goes on learning. A policy that is prepared already stays as
-        it is. Raises ConfigError where that cannot be done.
+        train_encoder: whether the observation encoder is trained as well. A policy that is prepared already stays as it
+        is. Raises ConfigError where that cannot be done.
         """
         ...
 
@@ -155,34 +159,34 @@ class Trainable(ScoredPolicy, Protocol):
 
 @runtime_checkable
 class Resumes(Protocol):
-    """A policy that can go on from the middle of a decision: its tree branches inside chains or token sequences."""
+    """A policy that can resume a partly generated decision, for tree search in denoising chains or token sequences."""
 
     def resume(
         self, observation: TensorObservation, latents: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
     ) -> Decision:
         """Decide like `act`, but keep the first count[b] steps [B] of `latents` where count is not negative.
 
-        Kept steps are no choices of this decision: mask is False there. count 0 keeps what came before the first step
-        (the initial noise of a chain; of tokens nothing), -1 nothing at all.
+        Kept steps are not sampled again: mask is False there. count 0 keeps what came before the first step (the
+        initial noise of a chain; of tokens nothing), -1 nothing at all.
         """
         ...
 
 
 @runtime_checkable
 class Finishes(Protocol):
-    """A policy that can complete a half-made decision without noise, to see where a step leads."""
+    """A policy that can finish a denoising chain without noise, to see which action an intermediate step leads to."""
 
     def finish(self, observation: TensorObservation, latents: Tensor, begun: Tensor) -> Tensor:
         """Return the actions [N, C, A] that noise-free steps make of latents [N, P, A] about to enter step `begun`.
 
-        begun: [N] int64, 0..K counts the scored steps; K are finished latents.
+        begun: [N] int64, the scored step 0..K at which each row goes on; K means that the latents are finished.
         """
         ...
 
 
 @runtime_checkable
 class TakesAdapters(Protocol):
-    """A policy of which low-rank adapters can learn instead of its weights."""
+    """A policy that can be fine-tuned by low-rank adapters (LoRA) instead of its weights."""
 
     def add_lora(self, rank: int) -> None:
         """Freeze the weights and add trainable adapters of this rank (LoRA)."""
@@ -191,10 +195,10 @@ class TakesAdapters(Protocol):
 
 @runtime_checkable
 class PlansItself(Protocol):
-    """A policy that looks ahead by itself before it acts."""
+    """A policy that plans before it acts (model-predictive control)."""
 
     def unplanned(self) -> "Policy | None":
-        """Return the same policy without looking ahead, None where it does not anyway."""
+        """Return the same policy without planning, None where it does not plan anyway."""
         ...
 
 
@@ -210,7 +214,7 @@ class KeepsMeans(Protocol):
 
 @runtime_checkable
 class CachesCondition(Protocol):
-    """A policy whose frozen encoder reads images once, when it acts: what it made spares `log_prob` the images.
+    """A policy that encodes images once, when it acts, with a frozen encoder; `log_prob` reuses the features.
 
     caches_condition: whether its decisions hold latents named as `CONDITION` says, and `log_prob` uses them.
     """
@@ -222,7 +226,7 @@ class CachesCondition(Protocol):
 
 
 def is_condition(name: str) -> bool:
-    """Whether a latent of this name is what an encoder made of the observation (see `CONDITION`)."""
+    """Whether a latent of this name holds cached features of the observation (see `CONDITION`)."""
     return name == CONDITION or name.startswith(f"{CONDITION}.")
 
 
@@ -232,14 +236,14 @@ def is_policy(actor: object) -> "TypeIs[Policy]":
 
 
 def lacking(policy: object, level: type) -> tuple[str, ...]:
-    """Return the names of what a `level` (Policy, ScoredPolicy or Trainable) has and `policy` has not."""
+    """Return the names of the members of a `level` (Policy, ScoredPolicy or Trainable) that `policy` lacks."""
     protocols = [kind for kind in level.__mro__ if getattr(kind, "_is_protocol", False) and kind is not Protocol]
     names = [name for kind in reversed(protocols) for name in vars(kind) if not name.startswith("_")]
     return tuple(name for name in dict.fromkeys(names) if inspect.getattr_static(policy, name, None) is None)
 
 
 def require_trainable(policy: Policy) -> Trainable:
-    """Return `policy` as what can be fine-tuned; raises ConfigError naming what it lacks for that."""
+    """Return `policy`, typed as `Trainable`; raises ConfigError naming the members that it lacks."""
     missing = lacking(policy, Trainable)
     if missing:
         raise ConfigError(

@@ -1,10 +1,12 @@
-"""One diffusion model that is policy, world model and value at once, and plans with itself.
+"""One diffusion model that is policy, world model and value function at once, and plans with itself (Cosmos Policy).
 
-A decision is four frames of one sequence: what is, what is done, what changes by it, what it is worth. Any of them can
-be given and the others drawn, so one network answers "what to do", "what happens then" and "how good is that"; planning
-draws several actions, imagines futures of each and values of each future, and takes the best action.
-After Cosmos Policy, whose latent video frames carry actions, proprioception and values; here a frame is a token of a
-small transformer, and what is seen is the world's vector fields. Values are Monte-Carlo returns.
+It models the joint distribution of four variables, called frames: state, action chunk, future (the change of the state
+by the end of the chunk) and value (the Monte-Carlo return). Given some of them it samples the others: actions given the
+state (policy), the future given state and action (world model), the value given all three. Planning samples several
+action chunks, futures of each and values of each future, and takes the best action chunk.
+In Cosmos Policy latent video frames carry actions, proprioception and values; here a frame is a token of a small
+transformer, and states are the world's vector fields (no images). Axes: N row, S state dimension, C chunk step, A
+action dimension, n or M rows of a training batch.
 """
 
 import copy
@@ -36,14 +38,14 @@ SAVED_KIND = "joint"
 STATE, ACTION, FUTURE, VALUE = "state", "action", "future", "value"
 FRAMES = (STATE, ACTION, FUTURE, VALUE)
 ROLES = {"policy": (STATE,), "world": (STATE, ACTION), "value": (STATE, ACTION, FUTURE)}
-"""What is given in each role; everything else is drawn."""
+"""Role -> frames that it is conditioned on; all other frames are sampled."""
 
 
 class JointModel(nn.Module):
-    """A `Policy` that predicts what its actions lead to; make one with `build` or `load_policy`.
+    """A `Policy` that also predicts futures and values of its actions; make one with `build` or `load_policy`.
 
-    It acts and is trained in stages (`Staged`), but it is no `ScoredPolicy`: draws of an ordinary differential equation
-    have no tractable density, so it plans instead of being fine-tuned.
+    It is no `ScoredPolicy`: samples of an ordinary differential equation have no tractable density, so it cannot be
+    fine-tuned by policy gradients and plans instead. It is trained in stages (`Staged`).
     """
 
     def __init__(self, config: JointConfig, spec: WorldSpec, seed: int = 0):
@@ -74,7 +76,7 @@ class JointModel(nn.Module):
 
     @classmethod
     def build(cls, config: JointConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return an untrained model of the world of `spec`, its statistics read off `episodes`.
+        """Return an untrained model of the world of `spec`, normalised by the statistics of `episodes`.
 
         Raises ConfigError when the world has no vector fields or several instructions, DataError when the data has no
         rewards, or states or actions of another size than the world's.
@@ -91,31 +93,35 @@ class JointModel(nn.Module):
         return model
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """All roles at once."""
+        """One stage, which trains all roles at once."""
         return {"joint": (self, 1.0)}
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield {"role": frames} for ever; the policy learns from successful episodes, the other roles from all.
 
-        frames: name -> [n, size], standardised, with n decisions of the role's share of the batch. Raises DataError
+        frames: name -> [n, size], standardised, where n is the role's share of the batch. Raises DataError
         when the data has no rewards.
         """
         config, success = self.config, episodes.success
-        won = torch.ones(len(episodes), dtype=torch.bool) if success is None or not bool(success.any()) else success
-        good = won[episodes.episode_of_step].nonzero()[:, 0]
-        every = torch.arange(episodes.step_count)
+        cloned = torch.ones(len(episodes), dtype=torch.bool) if success is None or not bool(success.any()) else success
+        cloned_steps = cloned[episodes.episode_of_step].nonzero()[:, 0]
+        all_steps = torch.arange(episodes.step_count)
         count = round(config.policy_share * config.batch_size)
         rest = max(1, (config.batch_size - count) // 2)
         data, returns = SequenceData(episodes, self.state_vector.keys), self._returns(episodes)
         while True:
             batch: dict[str, Any] = {}
-            for role, rows, size in (("policy", good, count), ("world", every, rest), ("value", every, rest)):
+            for role, rows, size in (
+                ("policy", cloned_steps, count),
+                ("world", all_steps, rest),
+                ("value", all_steps, rest),
+            ):
                 drawn = torch.randint(len(rows), (size,), generator=generator, device=generator.device).cpu()
                 batch[role] = self._standard(self._cut(data, returns, rows[drawn]))
             yield batch
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {role: [n]}: EDM's weighted error of the frames that are drawn in it, every frame counting alike."""
+        """Return {role: [n]}: the weighted denoising error (EDM) of the frames it samples, averaged over frames."""
         losses = {}
         for role, frames in batch.items():
             drawn = [name for name in FRAMES if name not in ROLES[role]]
@@ -128,7 +134,7 @@ class JointModel(nn.Module):
 
     @torch.no_grad()
     def draw(self, given: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the frames that are not given, [N, size] each, all in the data's units."""
+        """Sample the frames that are not given, [N, size] each; given and sampled ones are in the data's units."""
         known = self._standard(given)
         drawn = [name for name in FRAMES if name not in given]
         shape = len(next(iter(known.values()))), sum(self.sizes[name] for name in drawn)
@@ -144,7 +150,7 @@ class JointModel(nn.Module):
     def plan(self, state: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the best of several action chunks [N, C * A] for states [N, S], and all scores [N, candidates].
 
-        Every candidate's score joins `values` values of each of `futures` imagined futures.
+        A candidate's score aggregates `values` sampled values of each of its `futures` sampled futures.
         """
         config = self.config
         many = state.repeat_interleave(config.candidates, 0)
@@ -160,7 +166,7 @@ class JointModel(nn.Module):
         return action[best], scores
 
     def planning(self, candidates: int) -> Self:
-        """Return this model, its weights shared, choosing from so many actions; 1 for no planning."""
+        """Return this model, its weights shared, planning over so many candidate chunks; 1 for no planning."""
         other = copy.copy(self)
         other.config = replace(self.config, candidates=candidates)
         return other
@@ -169,17 +175,18 @@ class JointModel(nn.Module):
 
     @property
     def spec(self) -> PolicySpec:
-        """It reads the world's vector fields, decides `chunk` actions, and scores none of them."""
+        """It reads the world's vector fields and returns `chunk` actions, without log-probabilities."""
         chunk, world = self.config.chunk, self.world
         return PolicySpec(self.state_vector.fields, world.action, 1, chunk, chunk, 0, world.fps, world.instructions)
 
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Draw a decision, or plan one. deterministic changes nothing: what is drawn is the initial noise alone.
+        """Sample an action chunk, or plan one where there are several candidates.
 
-        Actions are [B, C, A], in the world's units and bounds; nothing is scored. Raises SpecError where the
-        observation does not fit, NonFiniteError on NaN or infinity.
+        deterministic changes nothing: only the initial noise is random. Actions are [B, C, A], in the world's units and
+        bounds, without log-probabilities. Raises SpecError where the observation does not fit, NonFiniteError on NaN or
+        infinity.
         """
         validate_observation(observation, self.spec.observation, history=1)
         state = self.state_vector.pack(observation)[:, -1]
@@ -194,7 +201,7 @@ class JointModel(nn.Module):
         return Decision(actions.clamp(low, high))
 
     def reset(self, rows: Rows = None) -> None:
-        """It remembers nothing, of whatever rows [R]."""
+        """Do nothing: it has no memory of any rows [R]."""
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint, atomically."""
@@ -219,17 +226,17 @@ class JointModel(nn.Module):
     # -- frames --------------------------------------------------------------------------------------------------
 
     def _network(self, given: Mapping[str, Tensor], drawn: Sequence[str]) -> edm.Network:
-        """Return EDM's F for the frames `drawn`, one after the other, where standardised `given` ones are known."""
+        """Return EDM's network F that denoises frames `drawn` (concatenated), given standardised others (`given`)."""
         sizes = [self.sizes[name] for name in drawn]
 
         def network(scaled: Tensor, label: Tensor) -> Tensor:
             noisy = dict(zip(drawn, scaled.split(sizes, 1), strict=True))
-            when = self.time((label + 2) / 4)  # EDM's label, log(sigma) / 4, as a time in [0, 1]
+            noise_level = self.time((label + 2) / 4)  # EDM's label, log(sigma) / 4, as a time in [0, 1]
             tokens = []
             for place, name in enumerate(FRAMES):
                 known = name in given
                 token = self.read[name](given[name] if known else noisy[name]) + self.place[place]
-                tokens.append(token + (self.given if known else when))
+                tokens.append(token + (self.given if known else noise_level))
             read = self.body(torch.stack(tokens, 1))
             return torch.cat([self.write[name](read[:, FRAMES.index(name)]) for name in drawn], 1)
 
@@ -245,7 +252,7 @@ class JointModel(nn.Module):
         return self._cut(SequenceData(episodes, self.state_vector.keys), self._returns(episodes), rows)
 
     def _cut(self, data: SequenceData, returns: Tensor, rows: Tensor) -> dict[str, Tensor]:
-        """Return the frames of the decisions at steps `rows` [M]: after an episode's end its last frame stays."""
+        """Return the frames of chunks that begin at steps `rows` [M]; after an episode's end its last one repeats."""
         cut = data.cut(rows, 0, self.config.chunk)
         state = self.state_vector.pack(cut.frames)
         change, value = state[:, -1] - state[:, 0], returns[rows][:, None]

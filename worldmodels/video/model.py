@@ -1,16 +1,17 @@
-"""A latent video model of all cameras, steered frame by frame by actions, with a memory of poses (Ctrl-World, Guo et
-al. 2025, arXiv:2510.10125), at a size that two CPU cores can train.
+"""An action-conditioned latent video diffusion world model of all cameras, with a pose-conditioned memory of frames.
 
-First an autoencoder of single views, as differences from the camera's mean image; then a transformer between
-convolutions that denoises the latents of the next frames, all views of a frame together, given the recent frames and
-sparse older ones, each with the robot's pose; then a readout of vectors, reward, success and uncertainty, as of pixel
-diffusion. Deviations from Ctrl-World (1.5 B parameters, Stable Video Diffusion): trained from nothing; actions are the
-world's own, by adaptive layer norm as in IRASim (Zhu et al. 2024, arXiv:2406.14540) instead of cross-attention; latents
-are predicted as changes from the present frame, so that a network whose output is zero repeats it; future frames see
-earlier ones only, so that frames can be imagined one by one; a share of the rows is trained where the sampler begins
-(see `VideoConfig.first_share`), and few denoising steps are enough; pixels where nothing changes are held.
-Axes: N or B rows, K history frames, L frames that the history reaches over, T or F future frames, V elements of all
-vector fields, A action dimension.
+After Ctrl-World (Guo et al. 2025, arXiv:2510.10125), at a size that two CPU cores can train. It has three parts: an
+autoencoder of single views, as differences from the camera's mean image; a transformer between convolutions that
+denoises the latents of the next frames, all views of a frame together, given recent frames and sparse older ones, each
+with the robot's pose; a readout that predicts state vectors, reward, success and uncertainty from imagined frames.
+Deviations from Ctrl-World (1.5 B parameters, Stable Video Diffusion): trained from scratch; actions are the world's
+own, by adaptive layer norm as in IRASim (Zhu et al. 2024, arXiv:2406.14540) instead of cross-attention; latents are
+predicted as changes from the present frame, so that a network whose output is zero repeats it; future frames see
+earlier ones only (causal), so that frames can be imagined one by one; a share of the training rows is at the noise
+level where the sampler begins (see `VideoConfig.first_share`), so that few denoising steps are enough; pixels keep
+their value where nothing changes.
+Axes: N, B or R rows, K history frames, L frames that the history reaches over, T or F future frames, C latent channels,
+V elements of all vector fields (in `view_batches`: views), A action dimension.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,7 +39,7 @@ from worldmodels.video.networks import VideoTransformer, ViewAutoencoder
 from worldmodels.video.training import DynamicsStage, LatentVideo
 
 BACKGROUND_FRAMES = 2000
-"""The mean image of a camera is that of so many frames at most."""
+"""Largest number of frames that a camera's mean image is averaged over."""
 
 
 class VideoModel(ImageModel):
@@ -80,7 +81,10 @@ class VideoModel(ImageModel):
 
     @classmethod
     def build(cls, config: VideoConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return a fresh model of the world of `spec` with the cameras' mean images, and see `ImageModel`."""
+        """Return an untrained model of the world of `spec`, with each camera's mean image computed from `episodes`.
+
+        The rest is as in `ImageModel.build`.
+        """
         model = super().build(config, spec, episodes, seed)
         for view, key in enumerate(model.reader.images):
             frames = episodes.observation[key]
@@ -89,7 +93,7 @@ class VideoModel(ImageModel):
         return model
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """First the autoencoder, then the dynamics of its latents, then what is read off imagined frames."""
+        """Training stages: the autoencoder, the dynamics of its latents, the readout of imagined frames."""
         config, autoencoder = self.config, PartStage(self.autoencoder, self.view_batches, self._view_loss)
         return {
             "autoencoder": (autoencoder, config.autoencoder_share),
@@ -99,11 +103,11 @@ class VideoModel(ImageModel):
 
     @property
     def context(self) -> int:
-        """Frames of a context that it reads: those that the history reaches over, and one for the first action."""
+        """Number of observed frames it is conditioned on: those of the history, and one before the first action."""
         return self.config.span + 1
 
     def view_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield {"views": [N, V, 3, height, width]}, pixels of random frames; `generator` is all the state."""
+        """Yield {"views": [N, V, 3, height, width]}, pixels of random frames, all randomness from `generator`."""
         cameras = [episodes.observation[key] for key in self.reader.images]
         size = (self.config.view_batch_size,)
         while True:
@@ -112,13 +116,13 @@ class VideoModel(ImageModel):
             yield {"views": to_pixels(views.to(self.change_std.device))}
 
     def _view_loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"pixels", "divergence"}, each [N]."""
+        """Return the terms of the autoencoder's loss, {"pixels", "divergence" (KL)}, each [N]."""
         found = self.autoencoder.losses(batch["views"], self.config.moving, generator)
         return {**found, "divergence": self.config.divergence * found["divergence"]}
 
     @torch.no_grad()
     def encode_episodes(self, episodes: Episodes) -> LatentVideo:
-        """Return all frames of `episodes` as latents, and keep the statistics of latents and of their changes."""
+        """Encode all frames of `episodes`; sets the statistics that normalise latents and their changes."""
         reader, coder = self.reader, self.autoencoder
         frames = [episodes.observation[key] for key in reader.images]
         found = []
@@ -150,7 +154,10 @@ class VideoModel(ImageModel):
         return video
 
     def _imagine_frames(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
-        """Return frames [n, 3, height, width, 3] around `steps`, which lie anywhere in an imagined chunk."""
+        """Return frames [n, 3, height, width, 3] before, at and after `steps`, as imagined, to train the readout.
+
+        The imagined chunk begins at random up to chunk - 1 steps earlier, so that every place in a chunk occurs.
+        """
         span, length = self.config.span, self.config.chunk
         back = torch.randint(length, (len(steps),), generator=generator)
         back = back.minimum(steps - data.episodes.starts[data.episodes.episode_of_step[steps]])
@@ -163,7 +170,7 @@ class VideoModel(ImageModel):
         return shown[torch.arange(len(steps))[:, None], back[:, None] + torch.arange(3)]
 
     def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """See `ImageModel._judge`."""
+        """Return what the reward and success heads read of a step under actions [B, A], and its uncertainty [B]."""
         frames, _ = self._shown(latent, self._predict(latent, actions[:, None]))
         return self.reader.read(torch.cat([latent["frames"], frames], 1), latent["state"], actions)[1:]
 
@@ -193,8 +200,8 @@ class VideoModel(ImageModel):
     ) -> Latent:
         """Return the latent after frames [R, L + 1, height, width, 3], of which the last `known` differ (0: all).
 
-        states, actions: [R, L, ...], of the last L frames, and what led to them; brief: for one chunk only, which looks
-        at some of the frames, so that the others are not encoded.
+        states, actions: [R, L, ...], of the last L frames, and what led to them; brief: for one chunk only, which reads
+        some of the frames, so that the others are not encoded.
         """
         device, length, chunk = self.change_std.device, self.config.span, self.config.chunk
         place = torch.arange(length, device=device).clamp_min(length - min(known or length, length))
@@ -220,7 +227,9 @@ class VideoModel(ImageModel):
 
     @torch.no_grad()
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Advance every row by a frame drawn from its own noise; success is terminal where the spec says so.
+        """Imagine one step: sample the next frame of every row, each with its own noise seed.
+
+        Success is terminal where the spec says so.
 
         actions: [B, A], in the world's units; the next latent has the shapes that `initial` says.
         """
@@ -254,7 +263,7 @@ class VideoModel(ImageModel):
         """Advance rows, all at the same place of their chunks and not beyond them, by T frames under actions [B, T, A].
 
         The frames of a chunk see only those before them, so frames that are already known come out again as they were,
-        and errors do not pile up within a chunk. Rows that are at the end of their chunks begin new ones.
+        and errors do not accumulate within a chunk. Rows that reach the end of their chunks begin new ones.
         """
         count, begin = actions.shape[1], int(latent["phase"][0])
         moves, since, state, found = latent["moves"].clone(), latent["since"].clone(), latent["state"], []
@@ -288,8 +297,10 @@ class VideoModel(ImageModel):
         return present[:, None] + change * self.change_std[:, None, None]
 
     def _shown(self, latent: Latent, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the frames [B, T, height, width, 3] of latents that follow on the present frame, and what was decoded
-        where the pixels of the last one last changed.
+        """Decode latents [B, T, C, height, width] to frames [B, T, height, width, 3] that follow the present frame.
+
+        A pixel keeps its value until its decoded colour has changed by more than `hold`. Also returns the reference of
+        that comparison [B, height, width, 3]: the colour decoded when each pixel last changed.
         """
         decoded = self._decode(latents.flatten(0, 1)).unflatten(0, latents.shape[:2])
         frame, reference, frames = latent["frames"][:, -1], latent["decoded"], []
@@ -301,7 +312,7 @@ class VideoModel(ImageModel):
 
     @property
     def _slots(self) -> list[int]:
-        """Where the history's frames lie among the last L."""
+        """Indices of the K history frames among the last L."""
         return [self.config.span - 1 - age for age in self.config.ages]
 
     def _encode(self, frames: Tensor) -> Tensor:
