@@ -13,7 +13,7 @@ from robopolicy.build import build_world, choose_device, open_policy
 from robopolicy.configuration import compose
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import WorldSection
-from robopolicy.core.policy import Policy
+from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.registry import ask_for
 from robopolicy.core.storage import read_json
@@ -54,10 +54,10 @@ def evaluate(
     world: a world, or the name of one, which is then made as the policy sees it (its cameras and history).
     deterministic: without exploration noise. Raises SpecError where policy and world do not fit.
     """
-    made = None
+    made, chosen = None, choose_device(RunSection(device=device))
     if isinstance(world, str):
-        viewer = policy if isinstance(policy, Policy) else None
-        world = made = build_world(WorldSection(name=world), viewer, episodes=episodes, device=device)
+        viewer = policy if is_policy(policy) else None
+        world = made = build_world(WorldSection(name=world), viewer, episodes=episodes, device=chosen)
     try:
         return evaluate_policy(
             world,
@@ -65,7 +65,7 @@ def evaluate(
             episode_seeds(seed, "evaluate", episodes),
             deterministic=deterministic,
             generator_seed=seed,
-            device=choose_device(RunSection(device=device)),
+            device=chosen,
         )
     finally:
         if made is not None:

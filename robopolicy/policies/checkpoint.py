@@ -126,20 +126,25 @@ def save_policy(
     write_checkpoint(folder, whole, policy, more)
 
 
+def saved_fields(description: Mapping[str, Any]) -> tuple[dict[str, Field], Field, dict[str, Any]]:
+    """Return what `save_policy` wrote of a policy's world: observation fields, action field, and {fps, instructions}.
+
+    Raises KeyError or TypeError where the description lacks them.
+    """
+    spec = description["spec"]
+    observation = {key: Field.from_json(field) for key, field in spec["observation"].items()}
+    known = {"fps": spec["fps"], "instructions": tuple(spec["instructions"])}
+    return observation, Field.from_json(spec["action"]), known
+
+
 def _constructed(
     made: Any, configuration: type, folder: Path, description: Mapping[str, Any], device: torch.device | str
 ) -> Policy:
     """Rebuild what `save_policy` wrote by the class's constructor."""
     require_format(folder, description)
     try:
-        spec = description["spec"]
-        policy = made(
-            from_plain(configuration, description["config"], "config"),
-            {key: Field.from_json(field) for key, field in spec["observation"].items()},
-            Field.from_json(spec["action"]),
-            fps=spec["fps"],
-            instructions=tuple(spec["instructions"]),
-        )
+        observation, action, known = saved_fields(description)
+        policy = made(from_plain(configuration, description["config"], "config"), observation, action, **known)
     except (KeyError, TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(f"{folder / 'config.json'} does not describe a policy: {error!r}.") from error
     return read_weights(policy, folder, device)

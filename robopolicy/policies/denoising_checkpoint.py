@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from robopolicy.core.errors import CheckpointError, ConfigError
-from robopolicy.core.spec import Field
 from robopolicy.core.structured import from_plain
-from robopolicy.policies.checkpoint import read_weights, require_format, save_policy
+from robopolicy.policies.checkpoint import read_weights, require_format, save_policy, saved_fields
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.network import describe_network, restore_network
@@ -28,15 +27,10 @@ def load_denoising_policy(folder: Path, description: Mapping[str, Any], device: 
     """Rebuild what `save_denoising_policy` wrote; raises CheckpointError when the files do not fit together."""
     require_format(folder, description)
     try:
-        spec = description["spec"]
-        policy = DenoisingPolicy(
-            from_plain(DenoisingPolicyConfig, description["config"], "config"),
-            {key: Field.from_json(field) for key, field in spec["observation"].items()},
-            Field.from_json(spec["action"]),
-            fps=spec["fps"],
-            instructions=tuple(spec["instructions"]),
-            network=restore_network(description.get("network"), folder),
-        )
+        observation, action, known = saved_fields(description)
+        config = from_plain(DenoisingPolicyConfig, description["config"], "config")
+        network = restore_network(description.get("network"), folder)
+        policy = DenoisingPolicy(config, observation, action, network=network, **known)
         finetuning = description["finetuning"]
         if finetuning is not None:
             policy.prepare_finetuning(finetuning["steps"], train_encoder=finetuning["train_encoder"])

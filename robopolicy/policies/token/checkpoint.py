@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from robopolicy.core.errors import CheckpointError, ConfigError
-from robopolicy.core.spec import Field
 from robopolicy.core.structured import from_plain
 from robopolicy.nn.language import WordTokenizer, described_backbone, load_pretrained_tokenizer
-from robopolicy.policies.checkpoint import read_weights, require_format, save_policy
+from robopolicy.policies.checkpoint import read_weights, require_format, save_policy, saved_fields
 from robopolicy.policies.token.configuration import TokenPolicyConfig
 from robopolicy.policies.token.policy import TokenPolicy
 
@@ -40,20 +39,13 @@ def load_token_policy(folder: Path, description: Mapping[str, Any], device: torc
     """Rebuild what `save_token_policy` wrote; raises CheckpointError when the files do not fit together."""
     require_format(folder, description)
     try:
-        spec = description["spec"]
+        observation, action, known = saved_fields(description)
         config = from_plain(TokenPolicyConfig, description["config"], "config")
-        instructions = tuple(spec["instructions"])
+        instructions = known["instructions"]
         texts = load_pretrained_tokenizer(folder / TOKENIZER) if config.token.model else WordTokenizer(instructions)
         with torch.random.fork_rng(devices=[]):
             backbone = described_backbone(description["backbone"])
-        policy = TokenPolicy(
-            config,
-            {key: Field.from_json(field) for key, field in spec["observation"].items()},
-            Field.from_json(spec["action"]),
-            fps=spec["fps"],
-            instructions=instructions,
-            language=(backbone, texts),
-        )
+        policy = TokenPolicy(config, observation, action, language=(backbone, texts), **known)
         if description["adapters"] is not None:
             policy.add_lora(description["adapters"]["rank"], description["adapters"]["alpha"])
         if description["finetuning"] is not None:
