@@ -1,10 +1,9 @@
 """Hand-written controllers by their dotted path."""
 
-import inspect
 from typing import Any
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.registry import load_dotted
+from robopolicy.core.registry import fixed_arguments, load_dotted
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.world import Controller
 
@@ -18,10 +17,9 @@ def load_controller(dotted_path: str, spec: WorldSpec) -> Controller:
     make: Any = load_dotted(dotted_path, "Controller")
     if not callable(make):
         raise ConfigError(f"Controller '{dotted_path}' is {make!r}: it must be a class or a function that makes one.")
-    parameters = inspect.signature(make).parameters.values()
-    fixed = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
-    required = [item.name for item in fixed if item.default is item.empty]
-    by_name = {"spec": spec} if "spec" in {item.name for item in fixed} else {}
+    arguments = fixed_arguments(make)
+    required = [name for name, needed in arguments.items() if needed]
+    by_name = {"spec": spec} if "spec" in arguments else {}
     by_place = () if by_name or not required else (spec,)
     if len(set(required) - set(by_name)) > len(by_place):
         raise ConfigError(

@@ -5,13 +5,11 @@ Nothing is imported before it is used. What a name may stand for: see `World` in
 """
 
 import dataclasses
-import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, did_you_mean, require_extra
-from robopolicy.core.registry import asked_for, is_dotted, load_dotted, note
+from robopolicy.core.registry import asked_for, fixed_arguments, is_dotted, load_dotted, note
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.world import Controller, World
 from sims.names import OURS, SUITES, TASKS, WORLDS, suite_of
@@ -94,18 +92,12 @@ def make_expert(name: str, spec: WorldSpec) -> Controller | None:
 def _task(name: str, found: Any) -> Task | None:
     """Return the task that a registered thing is or makes, under the name by which it is found again."""
     if not isinstance(found, Task):
-        if isinstance(found, type) or not callable(found) or _required(found):
+        if isinstance(found, type) or not callable(found) or any(fixed_arguments(found).values()):
             return None
         found = found()
     if not isinstance(found, Task):
         return None
     return found if name in OURS else dataclasses.replace(found, name=name)
-
-
-def _required(make: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(make).parameters.values()
-    fixed = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    return [each.name for each in fixed if each.default is each.empty]
 
 
 def _is_environment(found: Any) -> bool:

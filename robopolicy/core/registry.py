@@ -6,9 +6,10 @@ their own package, or by writing the dotted path where a name is asked for.
 
 import importlib
 import importlib.metadata
+import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cached_property
 from typing import Any
@@ -59,6 +60,13 @@ def load_dotted(path: str, what: str) -> Any:
             raise ConfigError(f"{what} '{path}': the module has no '{name}'.{did_you_mean(name, public)}")
         found = getattr(found, part)
     return found
+
+
+def fixed_arguments(make: Callable[..., Any]) -> dict[str, bool]:
+    """Return the arguments of a class or function by name, without *args and **kwargs, and whether each is required."""
+    parameters = inspect.signature(make).parameters.values()
+    fixed = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
+    return {item.name: item.default is item.empty for item in fixed}
 
 
 def ask_for(paths: Iterable[str]) -> None:
