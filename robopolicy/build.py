@@ -22,7 +22,6 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec, cameras_of
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
-from robopolicy.policies import load_policy
 from robopolicy.rl.critic import Critic, state_critic
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
@@ -186,12 +185,7 @@ def build_noisy_expert(
     return NoisyController(build_controller(section, spec, dotted_path), noise, seed, spec.action)
 
 
-def open_policy(path: Path, device: torch.device | str = "cpu") -> Policy:
-    """Load a policy checkpoint, ready for fine-tuning where it can be fine-tuned."""
-    return load_policy(path, device)
-
-
-def planned(section: PlanSection, policy: Policy, device: torch.device | str = "cpu") -> Policy:
+def with_planning(section: PlanSection, policy: Policy, device: torch.device | str = "cpu") -> Policy:
     """Return `policy`, planning in a world model (best of N candidates) where the section names one."""
     if section.model is None:
         return policy

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from robopolicy.build import build_world, choose_device, open_policy
+from robopolicy.build import build_world, choose_device
 from robopolicy.configuration import compose
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import WorldSection
@@ -20,13 +20,14 @@ from robopolicy.core.storage import read_json
 from robopolicy.core.world import Controller, World
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
+from robopolicy.policies import load_policy as load_checkpoint
 from robopolicy.runs import RESULT, run_path
 from robopolicy.verbs.verb import VERBS
 
 
 def load_policy(path: Path | str, device: torch.device | str = "cpu") -> Policy:
     """Return the policy of a checkpoint, ours or LeRobot's. Raises CheckpointError saying what is missing."""
-    return open_policy(Path(path), device)
+    return load_checkpoint(Path(path), device)
 
 
 def make_world(name: str, batch_size: int = 128, **options: Any) -> World:

@@ -64,17 +64,17 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
 
     A folder with the same configuration goes on where it stopped, be it an older version's that lacks settings which
     are at their defaults here. Raises ConfigError if it holds another configuration
-    (naming what differs), unless run.fresh=true starts over.
+    (naming what differs), unless run.overwrite=true starts over.
     """
     path = run_path(config, verb)
     claim(path)
-    if config.run.fresh and path.exists():
+    if config.run.overwrite and path.exists():
         shutil.rmtree(path)
     folder = RunFolder(path)
     text = to_yaml(config, sections)
     written = path / "config.yaml"
     if written.exists() and _has_begun(path):
-        way_out = "Give this one a name with run.name=NAME, or start over with run.fresh=true."
+        way_out = "Give this one a name with run.name=NAME, or start over with run.overwrite=true."
         try:  # what an older version had no setting for is at its default
             earlier = to_plain(from_plain(Config, cast(Any, OmegaConf.to_container(OmegaConf.load(written)))))
         except ConfigError as error:

@@ -164,7 +164,7 @@ class MujocoWorld:
         if options:
             unknown = next(iter(options))
             raise ConfigError(f"Unknown reset option '{unknown}'.{did_you_mean(unknown, ['uniforms', 'task'])}")
-        index, seeds = self._episodes.resetting(rows, seeds)
+        index, seeds = self._episodes.reset_rows(rows, seeds)
         if numbers is None:
             numbers = uniforms(seeds, self.task.uniforms)
         numbers = np.asarray(numbers, dtype=np.float64)
@@ -211,44 +211,44 @@ class MujocoWorld:
 
         Raises SpecError on a wrong shape or before the first reset, NonFiniteError on bad actions or diverged physics.
         """
-        take = self._episodes.take
+        index = self._episodes.running_index
         actions = np.asarray(actions, dtype=np.float64)
         validate_actions(actions, self.task.action, self._batch_size)
-        actions = actions[take]
+        actions = actions[index]
         if not len(actions):
             return self._episodes.idle(actions.shape[1])
-        return self._advance(take, np.clip(actions, self.task.action.low, self.task.action.high))
+        return self._advance(index, np.clip(actions, self.task.action.low, self.task.action.high))
 
-    def _advance(self, take: slice | np.ndarray, actions: np.ndarray) -> Step:
-        """Simulate the rows `take` for a chunk [R, C, A], R >= 1, and write what happened into the world's arrays."""
+    def _advance(self, index: slice | np.ndarray, actions: np.ndarray) -> Step:
+        """Simulate the rows `index` for a chunk [R, C, A], R >= 1, and write what happened into the world's arrays."""
         episodes, task, arrays = self._episodes, self.task, self._episodes.arrays
-        before, goal = arrays["state"][take], arrays["goal"][take]
-        control = task.control(actions, arrays["control"][take])
+        before, goal = arrays["state"][index], arrays["goal"][index]
+        control = task.control(actions, arrays["control"][index])
         states, sensors = self._simulate(before, np.repeat(control, task.substeps, axis=1))
         # Of the substeps only the last of every control step is seen.
         last = slice(task.substeps - 1, None, task.substeps)
         states = np.ascontiguousarray(states[:, last])
-        self._check(np.arange(self._batch_size)[take], before, states)
+        self._check(np.arange(self._batch_size)[index], before, states)
         observed = self._observe(states, control, goal, np.ascontiguousarray(sensors[:, last]))
 
-        path = episodes.path(take, observed)
+        path = episodes.extended_history(index, observed)
         # Potentials [R, C + 1]: the frame before the chunk, then the chunk's own; their differences are the rewards.
         newest = {key: np.ascontiguousarray(value[:, self._history - 1 :]) for key, value in path.items()}
-        instructed = {TASK: np.asarray(task.instructions)[arrays["instruction"][take]][:, None]}
+        instructed = {TASK: np.asarray(task.instructions)[arrays["instruction"][index]][:, None]}
         potential = task.potential(newest | instructed).astype(np.float64)
-        moved = episodes.advance(take, task.succeeded(observed | instructed))
+        moved = episodes.advance(index, task.succeeded(observed | instructed))
 
         rewards = {"progress": np.diff(potential, axis=1) * moved.live, "success": moved.first.astype(np.float64)}
-        trace = episodes.trace(take, observed, moved.length)
-        images = self._image_history(take, states, goal, moved.length)
-        episodes.move(take, path, moved.length)
+        trace = episodes.trace(index, observed, moved.length)
+        images = self._image_history(index, states, goal, moved.length)
+        episodes.update_history(index, path, moved.length)
         for key, value in images.items():
-            arrays[f"history/{key}"][take] = value
+            arrays[f"history/{key}"][index] = value
         final = (np.arange(len(states)), moved.length - 1)
-        arrays["state"][take] = states[final]
-        arrays["control"][take] = control[final]
-        spread = {name: episodes.spread(take, value) for name, value in rewards.items()}
-        return episodes.step(trace, spread, episodes.spread(take, moved.live))
+        arrays["state"][index] = states[final]
+        arrays["control"][index] = control[final]
+        spread = {name: episodes.scatter(index, value) for name, value in rewards.items()}
+        return episodes.step(trace, spread, episodes.scatter(index, moved.live))
 
     # -- physics and observation ---------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class MujocoWorld:
         return {IMAGE_PREFIX + camera: self._frames(states, goal, camera, size, size) for camera in self._spec.cameras}
 
     def _image_history(
-        self, take: slice | np.ndarray, states: np.ndarray, goal: np.ndarray, length: np.ndarray
+        self, index: slice | np.ndarray, states: np.ndarray, goal: np.ndarray, length: np.ndarray
     ) -> dict[str, np.ndarray]:
         """Return the images [R, H, ...] after `length` [R] steps of a chunk, rendering only frames that are seen."""
         histories: dict[str, np.ndarray] = {}
@@ -325,7 +325,7 @@ class MujocoWorld:
         window = places(length, self._history)
         for camera in self._spec.cameras:
             key, size = IMAGE_PREFIX + camera, self._image_size
-            old = self._episodes.arrays[f"history/{key}"][take]
+            old = self._episodes.arrays[f"history/{key}"][index]
             new = np.empty_like(old)
             row, slot = np.nonzero(window >= self._history)
             step = window[row, slot] - self._history

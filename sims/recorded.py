@@ -91,7 +91,7 @@ class DemonstratedWorld:
         options: {"task": [R] indices} chooses among those with that instruction, -1 for any. Raises SpecError on bad
         rows or seeds.
         """
-        index, seeds = self._episodes.resetting(rows, seeds)
+        index, seeds = self._episodes.reset_rows(rows, seeds)
         drawn = uniforms(seeds, 1)[:, 0]
         wanted = np.broadcast_to(-1 if options is None else options.get("task", -1), len(index))
         chosen = np.zeros(len(index), dtype=np.int64)
@@ -105,28 +105,28 @@ class DemonstratedWorld:
 
     def step(self, actions: np.ndarray) -> Step:
         """Compare a chunk [B, C, A] with the recording. Raises SpecError or NonFiniteError on bad actions."""
-        episodes, take, spec = self._episodes, self._episodes.take, self._spec
+        episodes, index, spec = self._episodes, self._episodes.running_index, self._spec
         actions = np.asarray(actions, dtype=np.float64)
         validate_actions(actions, spec.action, self._batch)
-        actions, chunk = np.clip(actions[take], spec.action.low, spec.action.high), actions.shape[1]
+        actions, chunk = np.clip(actions[index], spec.action.low, spec.action.high), actions.shape[1]
         if not len(actions):
             return episodes.idle(chunk)
         arrays = episodes.arrays
-        episode, length = arrays["episode"][take], self._lengths[arrays["episode"][take], None]
+        episode, length = arrays["episode"][index], self._lengths[arrays["episode"][index], None]
         # [R, C] control steps of the recording; those after its end repeat its last action.
-        time = arrays["steps"][take, None] + np.arange(chunk)
+        time = arrays["steps"][index, None] + np.arange(chunk)
         error = np.abs(actions - self._actions[self._first[episode, None] + np.minimum(time, length - 1)])
         same = (error <= self._allowed + 1e-9).reshape(*time.shape, -1).all(-1)
-        failed = arrays["patched"][take, None] + np.cumsum(~same, axis=1) > self._patches
-        moved = episodes.advance(take, (time + 1 >= length) & ~failed, terminated=failed)
-        arrays["patched"][take] += (~same & moved.live).sum(axis=1)
+        failed = arrays["patched"][index, None] + np.cumsum(~same, axis=1) > self._patches
+        moved = episodes.advance(index, (time + 1 >= length) & ~failed, terminated=failed)
+        arrays["patched"][index] += (~same & moved.live).sum(axis=1)
 
         frames = self._frames_at(episode, np.minimum(time + 1, length))
         vectors = {key: value for key, value in frames.items() if not key.startswith(IMAGE_PREFIX)}
-        trace = episodes.trace(take, vectors, moved.length)
-        episodes.move(take, episodes.path(take, frames), moved.length)
-        rewards = {"agreement": episodes.spread(take, (same & moved.live).astype(np.float64))}
-        return episodes.step(trace, rewards, episodes.spread(take, moved.live))
+        trace = episodes.trace(index, vectors, moved.length)
+        episodes.update_history(index, episodes.extended_history(index, frames), moved.length)
+        rewards = {"agreement": episodes.scatter(index, (same & moved.live).astype(np.float64))}
+        return episodes.step(trace, rewards, episodes.scatter(index, moved.live))
 
     def snapshot(self, rows: Rows = None) -> Snapshot:
         """Copy [R, ...] which demonstrations rows follow, how far they are, and what they show.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from robopolicy.benchmarks import imagination, looking_ahead, ranking
+from robopolicy.benchmarks import imagination, ranking, test_time_planning
 from robopolicy.benchmarks.runs import Changes
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
@@ -29,8 +29,8 @@ TINY = [
     "worldmodel.config.members=2",
     "worldmodel.fit.steps=10",
     "world.batch_size=8",
-    "worldmodel.examine_rows=16",
-    "worldmodel.examine_steps=100",
+    "worldmodel.validation_episodes=16",
+    "worldmodel.validation_steps=100",
     "rank.episodes=8",
     "evaluate.episodes=8",
     "imagine.watch=8",
@@ -57,7 +57,7 @@ def test_checkpoints_are_named_by_what_differs():
 def test_models_of_several_kinds_rank_the_same_policies(tmp_path, monkeypatch, capsys):
     few = {"novice": ("novice", None), "base": ("diffusion", None), "tuned": ("diffusion", 0.9)}
     monkeypatch.setattr(ranking, "POLICIES", few)
-    chosen = "bench.name=ranking", "bench.tasks=[push_cube]", "bench.methods=[ensemble,rssm]"
+    chosen = "bench.name=ranking", "bench.tasks=[push_cube]", "bench.only=[ensemble,rssm]"
     assert benchmark(tmp_path, *chosen) == 0
     shown = capsys.readouterr().out
     assert "ensemble" in shown and "rssm" in shown and "MMRV" in shown
@@ -70,12 +70,12 @@ def test_models_of_several_kinds_rank_the_same_policies(tmp_path, monkeypatch, c
 
 
 def test_a_policy_stands_beside_itself_looking_ahead(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(looking_ahead, "MODEL", Changes(("worldmodel.kind=ensemble",)))
-    monkeypatch.setattr(looking_ahead, "PLANS", {"2 candidates": ("plan.candidates=2", "plan.horizon=2")})
-    chosen = "bench.name=looking_ahead", "bench.tasks=[reach_planar]"
+    monkeypatch.setattr(test_time_planning, "MODEL", Changes(("worldmodel.kind=ensemble",)))
+    monkeypatch.setattr(test_time_planning, "PLANS", {"2 candidates": ("plan.candidates=2", "plan.horizon=2")})
+    chosen = "bench.name=test_time_planning", "bench.tasks=[reach_planar]"
     assert benchmark(tmp_path, *chosen) == 0
     assert "reach_planar, 2 candidates" in capsys.readouterr().out
-    folder = tmp_path / "bench" / "looking_ahead"
+    folder = tmp_path / "bench" / "test_time_planning"
     row = json.loads((folder / "benchmark.json").read_text())["tasks"]["reach_planar"]["2 candidates"]["0"]
     assert {row[who][mode]["episodes"] for who in row for mode in row[who]} == {8}
     policies = {path.name for path in (folder / "reach_planar" / "train" / "diffusion").iterdir() if path.is_dir()}
@@ -88,7 +88,7 @@ def test_imagined_and_real_success_stand_beside_each_other(tmp_path, monkeypatch
     narrow = imagination.ARMS["narrow, experts beside"]
     brief = replace(narrow, described=(), settings=(*narrow.settings, "finetune.iterations=1"))
     monkeypatch.setitem(imagination.ARMS, "narrow, experts beside", brief)
-    arms = "bench.methods=[ensemble,'narrow, experts beside']"
+    arms = "bench.only=[ensemble,'narrow, experts beside']"
     assert benchmark(tmp_path, "bench.name=imagination", "bench.tasks=[push_cube]", arms) == 0
     assert "imagined - real" in capsys.readouterr().out
     figures = json.loads((tmp_path / "bench/imagination/benchmark.json").read_text())["tasks"]["push_cube"]

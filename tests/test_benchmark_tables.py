@@ -118,7 +118,7 @@ def test_a_recipe_is_measured_once_by_its_name_alone_and_rows_of_seeds_add_up(tm
     ]
     published = tmp_path / "recipes.json"
     overrides = ",".join(f"'{setting}'" for setting in small)
-    chosen = "bench.name=recipes", "bench.methods=[reach_planar]", f"bench.overrides=[{overrides}]"
+    chosen = "bench.name=recipes", "bench.only=[reach_planar]", f"bench.overrides=[{overrides}]"
     assert run(tmp_path, *chosen, "bench.seeds=[0]", f"json={published}") == 0
     row = json.loads(published.read_text())["recipes"]["reach_planar"]["0"]
     assert row["base"]["episodes"] == row["tuned"]["episodes"] == 4
@@ -136,4 +136,4 @@ def test_a_recipe_is_measured_once_by_its_name_alone_and_rows_of_seeds_add_up(tm
     assert spread.lines[0][2] == "2" and " to " in spread.lines[0][4]
     assert [line[0] for line in each.lines] == ["`reach_planar`, seed 0", "`reach_planar`, seed 1"]
     with pytest.raises(ConfigError, match="there is no 'reach_plana'"):
-        run(tmp_path, "bench.name=recipes", "bench.methods=[reach_plana]")
+        run(tmp_path, "bench.name=recipes", "bench.only=[reach_plana]")

@@ -169,7 +169,7 @@ def test_help_shows_defaults_as_they_are_written_and_choices_that_no_text_names(
         for section in described(("run", "finetune", "policy"), Config())
         for key, *rest in section.keys
     }
-    assert [keys[f"run.{key}"][0] for key in ("seed", "fresh", "name")] == ["0", "false", '""']
+    assert [keys[f"run.{key}"][0] for key in ("seed", "overwrite", "name")] == ["0", "false", '""']
     assert keys["finetune.clip_base"][0] == "null" and keys["finetune.branch_at"][0] == "[]"
     assert "episode_mean" in keys["finetune.ratio_level"][1] and "One of" not in keys["policy.denoiser"][1]
 

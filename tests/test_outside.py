@@ -79,8 +79,8 @@ def test_a_policy_is_trained_tuned_judged_and_named_by_its_checkpoint(tmp_path, 
 def test_a_world_model_without_a_decoder(tmp_path, kind):
     assert robopolicy("collect", "world=reach_planar", "collect.episodes=8", root=tmp_path) == 0
     settings = ["world=reach_planar", f"worldmodel.kind={kind}", "worldmodel.config.width=16"]
-    small = ["worldmodel.transitions=400", "worldmodel.fit.steps=20", "worldmodel.examine_rows=4"]
-    assert robopolicy("worldmodel", *settings, *small, "worldmodel.examine_steps=50", root=tmp_path) == 0
+    small = ["worldmodel.transitions=400", "worldmodel.fit.steps=20", "worldmodel.validation_episodes=4"]
+    assert robopolicy("worldmodel", *settings, *small, "worldmodel.validation_steps=50", root=tmp_path) == 0
     model = tmp_path / "worldmodel" / "reach_planar" / "0" / "checkpoint"
     assert robopolicy("check", str(model), root=tmp_path) == 0
 

@@ -179,7 +179,7 @@ def test_a_folder_of_a_version_with_fewer_settings_goes_on(root, capsys):
 def test_another_configuration_in_the_same_folder_is_refused(root, capsys):
     run(root, "collect")
     assert run(root, "collect", "collect.episodes=25") == 2
-    assert "run.fresh=true" in capsys.readouterr().err
+    assert "run.overwrite=true" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_bench_algorithms_compares_methods_on_the_same_base_and_can_be_gone_on_w
     quick = [*small, "world=reach_planar", "finetune.videos=0", "finetune.groups=2", "finetune.group_size=4"]
     arguments = [
         *("bench", "algorithms", f"run.root={root}", "bench.tasks=[push_cube]", "bench.seeds=[0]"),
-        *("bench.methods=[PPO,GRPO]", f"bench.overrides=[{','.join(map(json.dumps, [*quick, 'collect.episodes=8']))}]"),
+        *("bench.only=[PPO,GRPO]", f"bench.overrides=[{','.join(map(json.dumps, [*quick, 'collect.episodes=8']))}]"),
         f"json={figures}",
     ]
     assert main(arguments) == 0

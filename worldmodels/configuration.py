@@ -79,13 +79,13 @@ class PlanConfig:
     """What a unit of it adds: negative to stay where the model knows (conservative), positive to go where it does not
     (optimistic, for exploring).
     """
-    futures: int = 1
+    rollouts: int = 1
     """How often each candidate is imagined."""
     aggregate: str = "mean"
     """How their scores become one: mean, lower_bound (mean minus deviation), median or majority."""
 
     def __post_init__(self):
-        if min(self.candidates, self.horizon, self.futures) < 1 or not 0 < self.discount <= 1:
-            raise ConfigError("Planning needs candidates, horizon and futures >= 1 and a discount in (0, 1].")
+        if min(self.candidates, self.horizon, self.rollouts) < 1 or not 0 < self.discount <= 1:
+            raise ConfigError("Planning needs candidates, horizon and rollouts >= 1 and a discount in (0, 1].")
         if self.aggregate not in AGGREGATES:
             raise ConfigError(f"aggregate={self.aggregate} is not known.{did_you_mean(self.aggregate, AGGREGATES)}")

@@ -95,11 +95,11 @@ class ImaginedWorld:
         """
         if options:
             raise ConfigError(f"An imagined world takes no reset options, got {sorted(options)}.")
-        index, chosen = self._episodes.resetting(rows, seeds)
+        index, chosen = self._episodes.reset_rows(rows, seeds)
         context = self._starts(chosen)
         latent = self.model.initial(context, chosen)
         self._latent = _scatter(self._latent, latent, index, self._batch_size)
-        instruction = 0 if context.task is None else self._episodes.numbered(context.task)
+        instruction = 0 if context.task is None else self._episodes.instruction_index(context.task)
         own = {"streak": np.zeros(len(index), dtype=np.int64)}
         self._episodes.start(index, self._first_frames(context, latent), instruction=instruction, own=own)
         return self._episodes.observation()
@@ -192,31 +192,31 @@ class ImaginedWorld:
 
     def _advance(self, imagined: Imagined) -> None:
         """Keep an imagined step of all B rows in those that run."""
-        episodes, arrays, take = self._episodes, self._episodes.arrays, self._episodes.take
-        frames = {key: imagined.observation[key].cpu().numpy()[take] for key in self._spec.observation}
+        episodes, arrays, index = self._episodes, self._episodes.arrays, self._episodes.running_index
+        frames = {key: imagined.observation[key].cpu().numpy()[index] for key in self._spec.observation}
         for key, frame in frames.items():
             check_finite(f"imagined {key}", frame)
             frames[key] = frame[:, None].astype(self._spec.observation[key].dtype, copy=False)
-        seen = imagined.success.cpu().numpy()[take]
-        arrays["streak"][take] = np.where(seen, arrays["streak"][take] + 1, 0)
+        seen = imagined.success.cpu().numpy()[index]
+        arrays["streak"][index] = np.where(seen, arrays["streak"][index] + 1, 0)
         moved = episodes.advance(
-            take,
-            (arrays["streak"][take] >= self._debounce)[:, None],
-            terminated=(imagined.terminated.cpu().numpy()[take] & ~seen)[:, None],
-            cut=self._cut(take, imagined.uncertainty.cpu().numpy())[:, None],
+            index,
+            (arrays["streak"][index] >= self._debounce)[:, None],
+            terminated=(imagined.terminated.cpu().numpy()[index] & ~seen)[:, None],
+            cut=self._cut(index, imagined.uncertainty.cpu().numpy())[:, None],
         )
-        episodes.move(take, episodes.path(take, frames), moved.length)
+        episodes.update_history(index, episodes.extended_history(index, frames), moved.length)
 
-    def _cut(self, take: slice | np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
-        """Return where imagination is cut after one more step of the rows `take`, [R] bool; uncertainty: [B]."""
+    def _cut(self, index: slice | np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
+        """Return where imagination is cut after one more step of the rows `index`, [R] bool; uncertainty: [B]."""
         if not np.isfinite(uncertainty).all():
             raise NonFiniteError("The world model's uncertainty is not finite: train it longer or check its data.")
-        steps = self._episodes.arrays["steps"][take] + 1
+        steps = self._episodes.arrays["steps"][index] + 1
         cut = np.zeros(len(steps), dtype=bool)
         if self._truncation.steps is not None:
             cut |= steps >= self._truncation.steps
         if self._truncation.uncertainty is not None:
-            cut |= uncertainty[take] > self._truncation.uncertainty
+            cut |= uncertainty[index] > self._truncation.uncertainty
         return cut
 
 

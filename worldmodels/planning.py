@@ -73,7 +73,7 @@ class PlannedPolicy(nn.Module):
                 tried.logp.index_copy(0, first, sure.logp),
                 tried.mask.index_copy(0, first, sure.mask),
             )
-        scores = self._imagine(repeated(observation, count * self.config.futures), tried.actions, generator)
+        scores = self._imagine(repeated(observation, count * self.config.rollouts), tried.actions, generator)
         self.last_scores = AGGREGATED[self.config.aggregate](scores.reshape(rows, count, -1)).cpu()
         best = self.last_scores.argmax(1) + torch.arange(rows) * count
         best = best.to(tried.actions.device)
@@ -81,9 +81,9 @@ class PlannedPolicy(nn.Module):
         return Decision(tried.actions[best], latents, tried.logp[best], tried.mask[best])
 
     def _imagine(self, observation: TensorObservation, first: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the score [rows * candidates * futures] of following the chunks `first`, then the policy."""
-        config, futures = self.config, self.config.futures
-        chunk = first.repeat_interleave(futures, 0)
+        """Return the score [rows * candidates * rollouts] of following the chunks `first`, then the policy."""
+        config, rollouts = self.config, self.config.rollouts
+        chunk = first.repeat_interleave(rollouts, 0)
         world = self._begin(observation, len(chunk))
         seeds = torch.randint(2**62, (len(chunk),), generator=generator, device=generator.device).cpu().numpy()
         seen = world.reset(seeds=seeds)

@@ -9,7 +9,7 @@ import numpy as np
 
 from robopolicy.benchmarks.rates import pooled, rate_text, short, spread_text
 from robopolicy.benchmarks.runs import Variant, chosen_from, run_variant
-from robopolicy.build import build_world, choose_device, open_policy
+from robopolicy.build import build_world, choose_device
 from robopolicy.configuration import Config, compose
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.progress import progress
@@ -17,6 +17,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.curves import method_curves
 from robopolicy.evaluation.report import Section
+from robopolicy.policies import load_policy
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.verbs.bench import Benchmark, Table
@@ -127,7 +128,7 @@ def time_per_iteration(config: Config, root: Path, task: str, rounds: int = 5) -
                 quick = ("finetune.iterations=2", "finetune.evaluate_every=0", "finetune.target_kl=null")
                 chosen = compose([f"recipe={task}", *GENTLE, *settings, *quick])
                 device = choose_device(chosen.run)
-                policy = require_trainable(open_policy(base, device))
+                policy = require_trainable(load_policy(base, device))
                 policy.prepare_finetuning(chosen.finetune.finetuned_steps)
                 world = build_world(chosen.world, policy, batch_size=chosen.finetune.num_envs, device=device)
                 run = RunFolder(Path(folder) / f"{turn} {name}")
@@ -181,7 +182,7 @@ def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
 
 BENCHMARK = Benchmark(
     "How far do fine-tuning methods take the same base policies, for how many environment steps?",
-    ("tasks", "seeds", "methods", "rounds", "overrides"),
+    ("tasks", "seeds", "only", "rounds", "overrides"),
     benchmark,
     tables,
     sections,

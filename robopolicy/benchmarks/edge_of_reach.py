@@ -253,7 +253,7 @@ def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
 
 BENCHMARK = Benchmark(
     "Do short imagined rollouts make values explode in a perfect model, and what keeps them bounded?",
-    ("seeds", "methods"),
+    ("seeds", "only"),
     benchmark,
     tables,
     sections,

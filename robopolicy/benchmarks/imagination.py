@@ -174,7 +174,7 @@ def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
 
 BENCHMARK = Benchmark(
     "Does fine-tuning in imagination alone raise success in the simulator, and what helps where the model is wrong?",
-    ("tasks", "seeds", "methods", "overrides"),
+    ("tasks", "seeds", "only", "overrides"),
     benchmark,
     tables,
     sections,

@@ -41,7 +41,7 @@ class Changes:
         return *self.always, *self.tasks.get(task, ())
 
 
-EXAMINED = "worldmodel.examine_rows=64", "worldmodel.examine_steps=1000"
+EXAMINED = "worldmodel.validation_episodes=64", "worldmodel.validation_steps=1000"
 IMAGE_MODELS = {
     "pixel_diffusion": (
         "worldmodel.kind=pixel_diffusion",
@@ -169,13 +169,13 @@ def run_variant(config: Config, root: Path, task: str, label: str, variant: Vari
 
 
 def chosen_from(config: Config, known: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return bench.methods, by default all that are `known`; ConfigError for one that is not."""
-    for name in config.bench.methods:
+    """Return bench.only, by default all that are `known`; ConfigError for one that is not."""
+    for name in config.bench.only:
         if name not in known:
             raise ConfigError(
-                f"bench.methods: there is no '{name}'.{did_you_mean(name, known)} There are {', '.join(known)}."
+                f"bench.only: there is no '{name}'.{did_you_mean(name, known)} There are {', '.join(known)}."
             )
-    return config.bench.methods or tuple(known)
+    return config.bench.only or tuple(known)
 
 
 def each_seed(measure: Callable[[int, Path], dict[str, Any]]) -> Callable[[Config, Path], dict[str, Any]]:

@@ -186,7 +186,7 @@ def measure(seed: int, scale: Scale, folder: Path) -> dict[str, Any]:
         followed = open_loop(model, held, generator, len(begin), scale.horizons, begin)
         figures[arm] = {"psnr": averaged(followed, ""), "ssim": averaged(followed, SSIM), "cameras": followed}
         sizes = {name: sum(value.numel() for value in part.parameters()) for name, part in model.named_children()}
-        figures[arm] |= {"parameters": sizes, "ages": list(model.config.ages)}
+        figures[arm] |= {"parameters": sizes, "ages": list(model.config.history_offsets)}
     model = models[MODEL]
     left = held.lengths - scale.begin
     figures["rows"] = {str(horizon): int((left >= horizon).sum()) for horizon in scale.horizons}

@@ -18,7 +18,7 @@ class RunSection:
     """cpu, cuda, cuda:1 and so on; auto takes CUDA where there is one."""
     threads: int = 0
     """CPU threads of torch, 0 for its own choice."""
-    fresh: bool = False
+    overwrite: bool = False
     """Start over; otherwise the same command resumes the run that is there."""
     plugins: tuple[str, ...] = ()
     """Modules of your own, or dotted paths, imported because checkpoints may need them: [my_package.my_module]."""

@@ -29,16 +29,16 @@ class WorldModelSection(Tagged):
     """Control steps of training data: what the datasets lack is collected in equal shares by the expert, at every level
     of noise, and by the policies.
     """
-    styles: int = 0
+    visual_styles: int = 0
     """Number of other visual styles in which the training episodes are rendered as well (Sword), for image models."""
     fit: FitConfig = field(
         default_factory=lambda: FitConfig(steps=1500, learning_rate=3e-3, weight_decay=1e-5, checkpoint_every=500)
     )
     noise: tuple[str, ...] = ("low", "medium", "high", "random")
     """Levels of action noise at which the expert collects rollouts, so that failures are among them."""
-    examine_rows: int = 512
+    validation_episodes: int = 512
     """Held-out episodes that the evaluation of the trained model replays in imagination."""
-    examine_steps: int = 20_000
+    validation_steps: int = 20_000
     """Single steps on which the evaluation compares predicted reward and success with the recorded ones (an image
     diffusion model takes minutes for the default).
     """

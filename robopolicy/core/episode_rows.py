@@ -71,7 +71,7 @@ class EpisodeRows:
             raise SpecError(f"Rows {index.tolist()} must be distinct and lie in 0..{self.batch_size - 1}.")
         return index
 
-    def resetting(self, rows: Rows, seeds: Sequence[int] | np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    def reset_rows(self, rows: Rows, seeds: Sequence[int] | np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows to reset [R] and their episodes' seeds [R] int64, drawn where None are given.
 
         Raises SpecError on bad rows, when the first reset leaves rows out, and unless there is one seed per row.
@@ -116,7 +116,7 @@ class EpisodeRows:
         self._arrays |= {name: np.zeros(rows, dtype=np.int64) for name in ("instruction", "steps")}
         self._arrays |= {name: np.zeros(rows, dtype=bool) for name in ("success", *self._ends)}
 
-    def numbered(self, texts: Sequence[str] | np.ndarray) -> np.ndarray:
+    def instruction_index(self, texts: Sequence[str] | np.ndarray) -> np.ndarray:
         """Return indices [R] int64 of language instructions; one that the spec does not list gets the next index."""
         self._texts += [text for text in dict.fromkeys(map(str, texts)) if text not in self._texts]
         return np.array([self._texts.index(str(text)) for text in texts], dtype=np.int64)
@@ -130,21 +130,21 @@ class EpisodeRows:
         return ~np.logical_or.reduce([arrays[name] for name in self._ends])
 
     @property
-    def take(self) -> slice | np.ndarray:
+    def running_index(self) -> slice | np.ndarray:
         """Index of the running rows in an array [B, ...]: a slice where all of them run, else indices [R]."""
         running = self.running
         return slice(None) if running.all() else np.flatnonzero(running)
 
     def advance(
         self,
-        take: slice | np.ndarray,
+        index: slice | np.ndarray,
         success: np.ndarray,
         *,
         terminated: np.ndarray | None = None,
         truncated: np.ndarray | None = None,
         cut: np.ndarray | None = None,
     ) -> Advanced:
-        """Count the steps of an action chunk in the running rows `take`, record success and end episodes.
+        """Count the steps of an action chunk in the running rows `index`, record success and end episodes.
 
         All are [R, C] bool and describe the state after each step, regardless of earlier ends: success: the task is
         done (once reached, it stays recorded for the episode); terminated, truncated: the world itself ends the episode
@@ -153,10 +153,10 @@ class EpisodeRows:
         termination outranks truncation, and truncation outranks a cut.
         """
         arrays, spec, chunk = self.arrays, self.spec, success.shape[1]
-        before = arrays["success"][take, None]
+        before = arrays["success"][index, None]
         latched = before | np.logical_or.accumulate(success, axis=1)
         first = latched & ~np.concatenate([before, latched[:, :-1]], axis=1)
-        count = arrays["steps"][take, None] + np.arange(1, chunk + 1)
+        count = arrays["steps"][index, None] + np.arange(1, chunk + 1)
         done = latched & spec.terminate_on_success
         done = done if terminated is None else done | terminated
         timed_out = count >= spec.horizon
@@ -165,24 +165,24 @@ class EpisodeRows:
         length = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, chunk)
         live = np.arange(chunk) < length[:, None]
         final = (np.arange(len(length)), length - 1)
-        arrays["steps"][take] = count[final]
-        arrays["success"][take] = latched[final]
-        arrays["terminated"][take] = done[final]
-        arrays["truncated"][take] = timed_out[final] & ~done[final]
+        arrays["steps"][index] = count[final]
+        arrays["success"][index] = latched[final]
+        arrays["terminated"][index] = done[final]
+        arrays["truncated"][index] = timed_out[final] & ~done[final]
         if cut is not None:
-            arrays["horizon_end"][take] = cut[final] & ~timed_out[final] & ~done[final]
+            arrays["horizon_end"][index] = cut[final] & ~timed_out[final] & ~done[final]
         return Advanced(length, live, first & live)
 
-    def path(self, take: slice | np.ndarray, frames: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the history of rows `take` followed by new `frames` [R, C, *shape]: key -> [R, H + C, *shape]."""
+    def extended_history(self, index: slice | np.ndarray, frames: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the history of rows `index` followed by new `frames` [R, C, *shape]: key -> [R, H + C, *shape]."""
         return {
-            key: np.concatenate([self.arrays[f"history/{key}"][take], value], axis=1) for key, value in frames.items()
+            key: np.concatenate([self.arrays[f"history/{key}"][index], value], axis=1) for key, value in frames.items()
         }
 
-    def move(self, take: slice | np.ndarray, path: Mapping[str, np.ndarray], length: np.ndarray) -> None:
-        """Advance the history window of rows `take` by `length` [R] steps along `path`, key -> [R, H + C, *shape]."""
+    def update_history(self, index: slice | np.ndarray, path: Mapping[str, np.ndarray], length: np.ndarray) -> None:
+        """Advance the history window of rows `index` by `length` [R] steps along `path`, key -> [R, H + C, *shape]."""
         for key, value in path.items():
-            self.arrays[f"history/{key}"][take] = latest(value, length, self.spec.history)
+            self.arrays[f"history/{key}"][index] = latest(value, length, self.spec.history)
 
     # -- showing -------------------------------------------------------------------------------------------------
 
@@ -192,26 +192,26 @@ class EpisodeRows:
         observation[TASK] = np.asarray(self._texts)[self.arrays["instruction"]]
         return observation
 
-    def spread(self, take: slice | np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Scatter `values` [R, ...] of rows `take` into an array of all rows, [B, ...], zero in the others."""
-        if isinstance(take, slice):
+    def scatter(self, index: slice | np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Scatter `values` [R, ...] of rows `index` into an array of all rows, [B, ...], zero in the others."""
+        if isinstance(index, slice):
             return values
         whole = np.zeros((self.batch_size, *values.shape[1:]), values.dtype)
-        whole[take] = values
+        whole[index] = values
         return whole
 
     def trace(
-        self, take: slice | np.ndarray, frames: Mapping[str, np.ndarray], length: np.ndarray
+        self, index: slice | np.ndarray, frames: Mapping[str, np.ndarray], length: np.ndarray
     ) -> dict[str, np.ndarray]:
         """Return the observation after every step, key -> [B, C, *shape]; ended rows repeat their last frame.
 
-        frames: key -> [R, C, *shape] of rows `take`, of which `length` [R] count.
+        frames: key -> [R, C, *shape] of rows `index`, of which `length` [R] count.
         """
         trace = {key: held(value, length) for key, value in frames.items()}
-        if not isinstance(take, slice):
+        if not isinstance(index, slice):
             for key, value in trace.items():
                 trace[key] = np.repeat(self.arrays[f"history/{key}"][:, -1:], value.shape[1], axis=1)
-                trace[key][take] = value
+                trace[key][index] = value
         return trace
 
     def step(
@@ -239,7 +239,7 @@ class EpisodeRows:
         index = self.index(rows)
         return {name: value[index] for name, value in self.arrays.items()}
 
-    def fitting(self, snapshot: Snapshot, rows: Rows) -> np.ndarray:
+    def validate_snapshot(self, snapshot: Snapshot, rows: Rows) -> np.ndarray:
         """Return the indices [R] of `rows`. Raises SpecError unless `snapshot` can be restored into them."""
         arrays, index = self.arrays, self.index(rows)
         if len(snapshot) != len(index):
@@ -254,7 +254,7 @@ class EpisodeRows:
 
     def restore(self, snapshot: Snapshot, rows: Rows) -> np.ndarray:
         """Overwrite `rows` with `snapshot` and return their indices [R]. Raises SpecError unless it fits."""
-        index = self.fitting(snapshot, rows)
+        index = self.validate_snapshot(snapshot, rows)
         for name, value in self.arrays.items():
             value[index] = snapshot.arrays[name]
         return index

@@ -2,9 +2,9 @@
 
     player = Player(world, actor_of(policy, generator))
     player.start(seeds)
-    for moment in player:
-        ...  # keep what is wanted of moment.step; where moment.whole, rows that ended may go on:
-        player.start(more_seeds, rows=np.flatnonzero(moment.ended))
+    for played in player:
+        ...  # keep what is wanted of played.step; where played.chunk_done, rows that ended may go on:
+        player.start(more_seeds, rows=np.flatnonzero(played.ended))
 
 Rows that end are left alone unless the body gives them another episode. Axes: B row, C chunk step, A action dimension.
 """
@@ -23,14 +23,14 @@ from robopolicy.core.spec import Observation, check_finite, require_fit, validat
 from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, Step, World
 
 
-class Actor[Thought](Protocol):
+class Actor[Info](Protocol):
     """Whatever turns a world's observation into action chunks, and can tell how it came to them."""
 
     def reset(self, rows: Rows = None) -> None:
         """Forget what was remembered about `rows` [R], all of them for None."""
         ...
 
-    def choose(self, observation: Observation) -> tuple[np.ndarray, Thought]:
+    def choose(self, observation: Observation) -> tuple[np.ndarray, Info]:
         """Return the next chunk of every row, [B, C, A] in the world's units, and what is to be kept of the choice."""
         ...
 
@@ -105,18 +105,19 @@ def actor_of(
 
 
 @dataclass(frozen=True)
-class Moment[Thought]:
+class PlayedStep[Info]:
     """One call of the world's `step`.
 
-    thought: what the actor said of its decision; actions: [B, c, A] as handed to the world; step: what they led to;
-    running: [B] bool, rows that were being played; whole: the decision is executed, rows may be started now.
+    info: what the actor said of its decision; actions: [B, c, A] as handed to the world; step: what they led to;
+    running: [B] bool, rows that were being played; chunk_done: the chunk is executed, or every row ended;
+    rows may be started now.
     """
 
-    thought: Thought
+    info: Info
     actions: np.ndarray
     step: Step
     running: np.ndarray
-    whole: bool
+    chunk_done: bool
 
     @property
     def ended(self) -> np.ndarray:
@@ -124,18 +125,18 @@ class Moment[Thought]:
         return self.running & self.step.ended
 
 
-class Player[Thought]:
+class Player[Info]:
     """An actor in a world; iterate over it to play until no row runs, or stop whenever enough is seen.
 
     actor: may be exchanged between two decisions; observation: what rows see that run on from before, None before the
-    first `start`; stepwise: run chunks control step by control step, one moment each, instead of whole.
+    first `start`; stepwise: run chunks control step by control step, one `PlayedStep` each, instead of whole.
     running: [B] bool, rows whose episode is played. Raises SpecError where a policy does not fit the world.
     """
 
     def __init__(
         self,
         world: World,
-        actor: Actor[Thought],
+        actor: Actor[Info],
         observation: Observation | None = None,
         *,
         stepwise: bool = False,
@@ -186,13 +187,13 @@ class Player[Thought]:
         self.running = self.running.copy()
         self.running[rows] = True
 
-    def __iter__(self) -> Iterator[Moment[Thought]]:
+    def __iter__(self) -> Iterator[PlayedStep[Info]]:
         while self.running.any():
             yield from self._decide()
 
-    def _decide(self) -> Iterator[Moment[Thought]]:
+    def _decide(self) -> Iterator[PlayedStep[Info]]:
         """Let the actor decide once and execute its chunk, until no row is left that runs."""
-        actions, thought = self.actor.choose(self.observation)
+        actions, info = self.actor.choose(self.observation)
         parts = np.split(actions, actions.shape[1], axis=1) if self.stepwise else [actions]
         for place, part in enumerate(parts):
             running = self.running
@@ -200,9 +201,9 @@ class Player[Thought]:
             if not step.valid[running].any():
                 raise SpecError(f"'{self.world.spec.name}' ran no step though episodes had not ended.")
             self._observation, self.running = step.observation, running & ~step.ended
-            whole = place + 1 == len(parts) or not self.running.any()
-            yield Moment(thought, part, step, running, whole)
-            if whole:
+            chunk_done = place + 1 == len(parts) or not self.running.any()
+            yield PlayedStep(info, part, step, running, chunk_done)
+            if chunk_done:
                 return
 
 

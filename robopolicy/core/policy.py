@@ -173,13 +173,13 @@ class Resumes(Protocol):
 
 
 @runtime_checkable
-class Finishes(Protocol):
+class FinishesChain(Protocol):
     """A policy that can finish a denoising chain without noise, to see which action an intermediate step leads to."""
 
-    def finish(self, observation: TensorObservation, latents: Tensor, begun: Tensor) -> Tensor:
-        """Return the actions [N, C, A] that noise-free steps make of latents [N, P, A] about to enter step `begun`.
+    def finish_chain(self, observation: TensorObservation, latents: Tensor, next_step: Tensor) -> Tensor:
+        """Return the actions [N, C, A] that noise-free steps make of latents [N, P, A] about to enter step `next_step`.
 
-        begun: [N] int64, the scored step 0..K at which each row goes on; K means that the latents are finished.
+        next_step: [N] int64, the scored step 0..K at which each row goes on; K means that the latents are finished.
         """
         ...
 
@@ -194,22 +194,22 @@ class TakesAdapters(Protocol):
 
 
 @runtime_checkable
-class PlansItself(Protocol):
+class PlansInternally(Protocol):
     """A policy that plans before it acts (model-predictive control)."""
 
-    def unplanned(self) -> "Policy | None":
+    def without_planning(self) -> "Policy | None":
         """Return the same policy without planning, None where it does not plan anyway."""
         ...
 
 
 @runtime_checkable
-class KeepsMeans(Protocol):
+class RecordsMeans(Protocol):
     """A policy whose steps are Gaussian, and whose decisions hold their means on request.
 
-    keep_means: whether `Decision.latents` has "mean" [B, K, P, A], the mean of every scored step when it was drawn.
+    record_means: whether `Decision.latents` has "mean" [B, K, P, A], the mean of every scored step when it was drawn.
     """
 
-    keep_means: bool
+    record_means: bool
 
 
 @runtime_checkable
@@ -235,7 +235,7 @@ def is_policy(actor: object) -> "TypeIs[Policy]":
     return isinstance(actor, Policy) and isinstance(actor.spec, PolicySpec)
 
 
-def lacking(policy: object, level: type) -> tuple[str, ...]:
+def missing_members(policy: object, level: type) -> tuple[str, ...]:
     """Return the names of the members of a `level` (Policy, ScoredPolicy or Trainable) that `policy` lacks."""
     protocols = [kind for kind in level.__mro__ if getattr(kind, "_is_protocol", False) and kind is not Protocol]
     names = [name for kind in reversed(protocols) for name in vars(kind) if not name.startswith("_")]
@@ -244,7 +244,7 @@ def lacking(policy: object, level: type) -> tuple[str, ...]:
 
 def require_trainable(policy: Policy) -> Trainable:
     """Return `policy`, typed as `Trainable`; raises ConfigError naming the members that it lacks."""
-    missing = lacking(policy, Trainable)
+    missing = missing_members(policy, Trainable)
     if missing:
         raise ConfigError(
             f"{type(policy).__name__} acts but cannot be trained: it lacks {', '.join(missing)} "

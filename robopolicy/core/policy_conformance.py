@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import NonFiniteError, RobopolicyError, SpecError
-from robopolicy.core.policy import Decision, Policy, ScoredPolicy, TensorObservation, Trainable, lacking
+from robopolicy.core.policy import Decision, Policy, ScoredPolicy, TensorObservation, Trainable, missing_members
 from robopolicy.core.spec import TASK, PolicySpec
 
 TOLERANCE = 1e-5
@@ -79,12 +79,12 @@ def check_policy(
     asks for and the policy lacks.
     """
     name = type(policy).__name__
-    missing = lacking(policy, Policy)
+    missing = missing_members(policy, Policy)
     assert not missing, f"{name} lacks a method of the Policy protocol: {', '.join(missing)}"
-    reached = max(item for item in Level if not lacking(policy, PROTOCOLS[item]))
-    lacks = () if reached is Level.TRAINS else lacking(policy, PROTOCOLS[Level(reached + 1)])
+    reached = max(item for item in Level if not missing_members(policy, PROTOCOLS[item]))
+    lacks = () if reached is Level.TRAINS else missing_members(policy, PROTOCOLS[Level(reached + 1)])
     if level is not None and level > reached:
-        wanted = ", ".join(lacking(policy, PROTOCOLS[level]))
+        wanted = ", ".join(missing_members(policy, PROTOCOLS[level]))
         raise AssertionError(f"{name} {reached.name.lower()}; for the level {level.name.lower()} it lacks {wanted}")
     reached = reached if level is None else level
     observation = example_observation(policy.spec, batch, torch.Generator().manual_seed(0), device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
-from robopolicy.core.player import Moment, Player, actor_of
+from robopolicy.core.player import PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
@@ -46,9 +46,9 @@ def record(
     takes = _Takes(player, seeds)
     exact = episodes is None and not successes_only
     with progress(f"recording {spec.name}", wanted) as advance:
-        for moment in player:
-            takes.add(moment)
-            if not moment.whole:
+        for played in player:
+            takes.add(played)
+            if not played.chunk_done:
                 continue
             ended = takes.collect()
             kept = sum(item.success[-1] or not successes_only for item in ended)
@@ -92,16 +92,16 @@ class _Takes:
         player.start_wave(first)
         self._open(np.arange(len(first)))
 
-    def add(self, moment: Moment[Any]) -> None:
+    def add(self, played: PlayedStep[Any]) -> None:
         """Store what happened in the rows that were played."""
         action = self.player.world.spec.action
         executed = np.clip(
-            np.asarray(moment.actions, dtype=np.float64), np.asarray(action.low), np.asarray(action.high)
+            np.asarray(played.actions, dtype=np.float64), np.asarray(action.low), np.asarray(action.high)
         )
-        for row in moment.running.nonzero()[0]:
+        for row in played.running.nonzero()[0]:
             recording = self.current[row]
             assert recording is not None
-            _append(recording, moment.step, executed, row, self.player.world.spec)
+            _append(recording, played.step, executed, row, self.player.world.spec)
 
     def collect(self) -> list[_Recording]:
         """Take out the episodes that ended since the last call."""

@@ -63,8 +63,8 @@ def play_wave(
     if after_step is not None:
         after_step(None)
     returns, lengths, step = np.zeros(rows), np.zeros(rows, dtype=np.int64), None
-    for moment in player:
-        step = moment.step
+    for played in player:
+        step = played.step
         returns += np.where(step.valid, step.reward, 0.0).sum(-1)
         lengths += step.valid.sum(-1)
         if after_step is not None:

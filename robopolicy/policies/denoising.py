@@ -45,8 +45,8 @@ class DenoisingPolicy(nn.Module):
     config: all choices; observation: the fields it may read, by key; action: one control step [A] with its range;
     fps, instructions: of the world it is trained in; seed: of the initial weights (global randomness stays untouched);
     network: somebody else's instead of the `ChunkNetwork` that config describes, see `DenoisingNetwork`.
-    keep_means: whether decisions hold every step's mean. Raises ConfigError when config.observation_keys names a field
-    that does not exist, or the network lacks something.
+    record_means: whether decisions hold every step's mean. Raises ConfigError when config.observation_keys names an
+    unknown field, or the network lacks something.
     """
 
     action_low: Tensor
@@ -88,7 +88,7 @@ class DenoisingPolicy(nn.Module):
         self.finetuned_steps = self.schedule.steps
         self._train_encoder = True
         self._encoder_learns = any(weight.requires_grad for weight in network.encoder_parameters())
-        self.keep_means = False
+        self.record_means = False
         for name, bound in (("action_low", action.low), ("action_high", action.high)):
             values = torch.tensor(bound, dtype=torch.float32).expand(action.shape).clone()
             self.register_buffer(name, values, persistent=False)
@@ -143,7 +143,7 @@ class DenoisingPolicy(nn.Module):
 
         deterministic: the noise-free sampler (DDIM with eta 0, or the flow's ODE) from random initial noise; its steps
         are no choices, so mask is False and logp zero. With cameras and a fixed encoder, latents also has what it made
-        of the observation ("condition" [B, D] of our network), which spares `log_prob` the images; with `keep_means`,
+        of the observation ("condition" [B, D] of our network), which spares `log_prob` the images; with `record_means`,
         "mean" [B, K', P, A] of every step. Raises SpecError or NonFiniteError on a bad observation, and NonFiniteError
         rather than returning a non-finite action.
         """
@@ -182,13 +182,14 @@ class DenoisingPolicy(nn.Module):
         return chain_scores(self.config, self.schedule, self.first_step, self.network, condition, latents)
 
     @torch.no_grad()
-    def finish(self, observation: TensorObservation, latents: Tensor, begun: Tensor) -> Tensor:
-        """Return the actions [N, C, A] that noise-free steps make of latents [N, P, A] about to enter step `begun` [N].
+    def finish_chain(self, observation: TensorObservation, latents: Tensor, next_step: Tensor) -> Tensor:
+        """Return the actions [N, C, A] that noise-free steps make of unfinished latents [N, P, A].
 
-        begun: 0..K' counts the scored steps, K' are finished latents. Raises as `act` does.
+        next_step: [N] int64, the scored step 0..K' that each is about to enter; K' means that it is finished. Raises as
+        `act` does.
         """
         steps = steps_of(self.network, self.schedule.times, self.encode(observation))
-        return self._actions(finish_chain(self.schedule, self.first_step, steps, latents, begun))
+        return self._actions(finish_chain(self.schedule, self.first_step, steps, latents, next_step))
 
     def encode(self, observation: TensorObservation) -> Condition:
         """Return what the network makes of observations [N, H, ...]; raises SpecError or NonFiniteError."""
@@ -228,10 +229,10 @@ class DenoisingPolicy(nn.Module):
     def fit_normalizers(self, values: Mapping[str, Tensor]) -> None:
         """Fit every normaliser on data: values by observation key [samples, *shape] and "action" [samples, A].
 
-        Raises ConfigError when a key is missing or fine-tuning has begun (the base would see other inputs).
+        Raises ConfigError when a key is missing or fine-tuning has next_step (the base would see other inputs).
         """
         if self.base is not None:
-            raise ConfigError("The normalisers are fixed once fine-tuning has begun: fit them before pre-training.")
+            raise ConfigError("The normalisers are fixed once fine-tuning has next_step: fit them before pre-training.")
         fit_normalizers(self.normalizers(), values)
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
@@ -354,7 +355,7 @@ class DenoisingPolicy(nn.Module):
             latents = {"chain": chain.latents}
         if self.caches_condition:
             latents |= condition
-        if self.keep_means and not self._matching:
+        if self.record_means and not self._matching:
             latents["mean"] = chain.normal.mean
         return latents
 

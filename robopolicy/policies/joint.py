@@ -219,7 +219,7 @@ class JointModel(nn.Module):
             raise CheckpointError(f"{folder / 'config.json'} does not describe a policy: {error!r}.") from error
         return read_weights(model, folder, device).eval()
 
-    def unplanned(self) -> Self | None:
+    def without_planning(self) -> Self | None:
         """Return the same model without planning, None where it does not plan anyway."""
         return self.planning(1) if self.config.candidates > 1 else None
 

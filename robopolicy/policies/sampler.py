@@ -154,11 +154,11 @@ def lead(schedule: NoiseSchedule, first: int, leading: Steps, draws: Draws) -> T
     return x
 
 
-def finish_chain(schedule: NoiseSchedule, first: int, scored: Steps, x: Tensor, begun: Tensor) -> Tensor:
-    """Return what noise-free steps make of latents x [N, P, A] about to enter scored step begun [N], 0..K'."""
+def finish_chain(schedule: NoiseSchedule, first: int, scored: Steps, x: Tensor, next_step: Tensor) -> Tensor:
+    """Return what noise-free steps make of latents x [N, P, A] about to enter scored step next_step [N], 0..K'."""
     for index, step in enumerate(range(first, schedule.steps)):
         after = schedule.transition(x, scored.one(x, step), step, deterministic=True).mean
-        x = torch.where((begun <= index)[:, None, None], after, x)
+        x = torch.where((next_step <= index)[:, None, None], after, x)
     return x
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import SpecError
-from robopolicy.core.player import Decided, Moment, Player, PolicyActor
+from robopolicy.core.player import Decided, PlayedStep, Player, PolicyActor
 from robopolicy.core.policy import Policy, to_tensors
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.rollouts import FinalImages, Rollouts
@@ -63,15 +63,15 @@ def play(
     player = Player(world, actor, streams.observation)
     columns: list[dict] = []
     finals: list[tuple[Tensor, dict[str, Tensor]]] = []
-    for moment in islice(player, decisions):
-        found = column(moment, world.spec.instructions, generator.device, version)
-        streams.returns = streams.returns + moment.step.reward.sum(-1)
+    for played in islice(player, decisions):
+        found = column(played, world.spec.instructions, generator.device, version)
+        streams.returns = streams.returns + played.step.reward.sum(-1)
         found["extras"]["episode_return"] = torch.tensor(streams.returns, dtype=torch.float32).to(generator.device)
-        after, kept = found.pop("images_after"), torch.as_tensor(moment.ended, device=generator.device).clone()
+        after, kept = found.pop("images_after"), torch.as_tensor(played.ended, device=generator.device).clone()
         kept |= len(columns) + 1 == decisions  # nothing follows the last column either
         finals.append((kept, {key: value[kept] for key, value in after.items()}))
         columns.append(found)
-        _restart(player, streams, np.flatnonzero(moment.ended))
+        _restart(player, streams, np.flatnonzero(played.ended))
         streams.observation = player.observation
     rows = torch.arange(world.batch_size, device=generator.device)
     alone = torch.full_like(rows, -1)
@@ -92,7 +92,7 @@ def _restart(player: Player[Decided], streams: Streams, rows: np.ndarray) -> Non
 
 
 def column(
-    moment: Moment[Decided], instructions: tuple[str, ...], device: torch.device, version: int
+    played: PlayedStep[Decided], instructions: tuple[str, ...], device: torch.device, version: int
 ) -> dict[str, Any]:
     """Return a decision as one column of `Rollouts`: its fields by name, each [B, ...], apart from those of rows.
 
@@ -100,7 +100,7 @@ def column(
     version: number of updates of the policy. Raises NonFiniteError on a reward, SpecError on an instruction that is
     none of `instructions`.
     """
-    before, decision, step = moment.thought.seen, moment.thought.decision, moment.step
+    before, decision, step = played.info.seen, played.info.decision, played.step
     for name, reward in step.rewards.items():
         check_finite(f"reward '{name}'", reward)
     after = to_tensors(step.observation, device)

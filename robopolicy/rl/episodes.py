@@ -161,16 +161,16 @@ class EpisodePlayer:
         """
         self.waiting.extend(_Running(request, snapshot=request.state) for request in requests)
         actor = PolicyActor(self.policy, generator, deterministic=deterministic, scored=True)
-        self.player.actor, moments = actor, iter(self.player)
+        self.player.actor, steps_played = actor, iter(self.player)
         with progress(label, enough or self.unfinished) if label else nullcontext(_nothing) as advance:
             while self.unfinished and (enough is None or len(self._complete()) < enough):
                 self._fill()
                 self._branch()
                 actor.kept = self._shared_latents(generator.device)
-                moment = next(moments)
-                self.returns += moment.step.reward.sum(-1)
-                found = column(moment, self.world.spec.instructions, generator.device, version)
-                done, after = np.flatnonzero(moment.ended), found.pop("images_after")
+                played = next(steps_played)
+                self.returns += played.step.reward.sum(-1)
+                found = column(played, self.world.spec.instructions, generator.device, version)
+                done, after = np.flatnonzero(played.ended), found.pop("images_after")
                 self._keep(found, generator.device)
                 for index in done:
                     running = self.rows[index]

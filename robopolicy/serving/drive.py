@@ -140,9 +140,9 @@ class _Robots:
         count, successes, steps = len(seeds), 0, 0
         self.player.start_wave(seeds)
         self.clock.start()
-        for moment in self.player:
-            successes += int(moment.step.success[moment.ended].sum())
-            steps += int(moment.step.valid[:count].sum())
+        for played in self.player:
+            successes += int(played.step.success[played.ended].sum())
+            steps += int(played.step.valid[:count].sum())
         return successes, steps
 
     def reset(self, rows: Rows = None) -> None:

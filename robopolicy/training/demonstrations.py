@@ -43,9 +43,9 @@ def demonstrate(
             player.start_wave(wave, options=None if chosen is None else {"task": chosen})
             paths: list[list[Snapshot]] = [[] for _ in wave]
             _keep(world, player.running, paths)
-            for count, moment in enumerate(player, start=1):
-                for row in np.flatnonzero(moment.ended):
-                    if moment.step.success[row]:
+            for count, played in enumerate(player, start=1):
+                for row in np.flatnonzero(played.ended):
+                    if played.step.success[row]:
                         states[first + int(row)] = paths[row]
                     advance()
                 if count % every == 0:

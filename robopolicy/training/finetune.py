@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.policy import Finishes, KeepsMeans, Policy, ScoredPolicy, Scores, Trainable
+from robopolicy.core.policy import FinishesChain, Policy, RecordsMeans, ScoredPolicy, Scores, Trainable
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.rollouts import Rollouts
@@ -118,8 +118,8 @@ class _Finetuning:
         self.run_folder, self.evaluate, self.guidance, self.teacher = run, evaluate, guidance, guidance.teacher
         self.algorithm = build_algorithm(config)
         self.algorithm.check(self._have(critic))
-        if Need.MEANS in self.algorithm.needs and isinstance(policy, KeepsMeans):
-            policy.keep_means = True
+        if Need.MEANS in self.algorithm.needs and isinstance(policy, RecordsMeans):
+            policy.record_means = True
         self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None
         base = copy.deepcopy(policy).requires_grad_(False) if Need.BASE in self.algorithm.needs else None
         self.device = next(policy.parameters()).device
@@ -153,9 +153,9 @@ class _Finetuning:
         }
         if critic is not None:
             have |= {Need.CRITIC, Need.FINISHED}
-        if isinstance(self.policy, KeepsMeans):
+        if isinstance(self.policy, RecordsMeans):
             have.add(Need.MEANS)
-        if isinstance(self.policy, Finishes):
+        if isinstance(self.policy, FinishesChain):
             have.add(Need.FINISHES)
         if self.config.group_size > 1:
             have |= {Need.GROUPS, Need.WHOLE_GROUPS}

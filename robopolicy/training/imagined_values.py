@@ -147,8 +147,8 @@ def roll_out(
     while begun < rollouts:
         player.start(episode_seeds(seed, f"{name}/{turn}", world.batch_size))
         begun, turn = begun + world.batch_size, turn + 1
-        for moment in player:
-            (state, action), step = moment.thought, moment.step
+        for played in player:
+            (state, action), step = played.info, played.step
             following = interface.state(step.observation)
             reward = np.stack(list(step.rewards.values())).sum(0)[:, 0]
             paid, over = torch.from_numpy(reward).float(), torch.from_numpy(step.terminated)
@@ -156,7 +156,7 @@ def roll_out(
                 stopped = torch.from_numpy(step.horizon_end)
                 paid, over = torch.where(stopped, paid + edge_value(following), paid), over | stopped
             found = Transitions(state, action, paid, following, over, torch.from_numpy(step.success))
-            parts.append(found.take(torch.from_numpy(moment.running & step.valid[:, 0])))
+            parts.append(found.take(torch.from_numpy(played.running & step.valid[:, 0])))
     return Transitions.join(parts)
 
 

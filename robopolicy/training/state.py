@@ -28,7 +28,7 @@ def require_same_parts(saved: Tree, current: Tree, folder: Path) -> None:
         parts = ", ".join(sorted(set(saved) ^ set(current)))
         raise CheckpointError(
             f"{folder} was left by another version (it differs in: {parts}). Go on with that version, or start over "
-            "with run.fresh=true."
+            "with run.overwrite=true."
         )
 
 

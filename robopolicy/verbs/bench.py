@@ -10,10 +10,10 @@ Of world models:
 
 - ranking: do they order policies as the simulator does?
 - imagination: fine-tuning inside them, judged in the simulator, also on narrow data.
-- looking_ahead: planning in them without any training.
+- test_time_planning: choosing actions in them without any training.
 - edge_of_reach: values in a perfect model, and what keeps them bounded.
 - trajectories: are guided ones true, and good to learn from?
-- planning: do cautious plans stay true?
+- coplanner: do cautious plans stay true, do curious ones teach more?
 - styles: are unseen looks read better after training on other looks?
 - joint: planning with one model of actions, futures and values.
 - video: images far ahead, with and without memory.
@@ -62,10 +62,10 @@ BENCHMARKS = Registry(
             "mechanisms",
             "ranking",
             "imagination",
-            "looking_ahead",
+            "test_time_planning",
             "edge_of_reach",
             "trajectories",
-            "planning",
+            "coplanner",
             "styles",
             "joint",
             "video",

@@ -5,7 +5,7 @@ Failures are kept, because world models need them; collect.successes_only=true d
 plan.model, a world model's, the policy looks ahead: plan.uncertainty above 0 leads it where the model has yet to learn.
 """
 
-from robopolicy.build import build_noisy_expert, build_world, choose_device, open_policy, planned
+from robopolicy.build import build_noisy_expert, build_world, choose_device, with_planning
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
@@ -13,6 +13,7 @@ from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.intervals import wilson
+from robopolicy.policies import load_policy
 from robopolicy.runs import finish, finished, open_run, output
 from robopolicy.verbs.verb import Verb
 
@@ -27,7 +28,7 @@ def run(config: Config) -> int:
     """Record, write, and print the success rate of what was recorded."""
     folder = open_run(config, "collect", VERB.sections)
     if (done := finished(folder)) is not None:
-        output.print(f"{folder.path} already holds {done['episodes']} episodes; run.fresh=true records anew.")
+        output.print(f"{folder.path} already holds {done['episodes']} episodes; run.overwrite=true records anew.")
         return 0
     episodes = collect(config)
     write_dataset(episodes, folder.path / "dataset", images=config.collect.images)
@@ -45,7 +46,7 @@ def collect(config: Config) -> Episodes:
     section, device = config.collect, choose_device(config.run)
     if config.plan.model is not None and section.policy is None:
         raise ConfigError("plan.model looks ahead for a policy: set collect.policy=CHECKPOINT as well.")
-    policy = None if section.policy is None else planned(config.plan, open_policy(section.policy, device), device)
+    policy = None if section.policy is None else with_planning(config.plan, load_policy(section.policy, device), device)
     levels = section.noise if policy is None else ("",)
     shares = [
         section.episodes // len(levels) + (index < section.episodes % len(levels)) for index in range(len(levels))

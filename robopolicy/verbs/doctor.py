@@ -9,11 +9,12 @@ from dataclasses import replace
 from rich.markup import escape
 from rich.table import Table
 
-from robopolicy.build import build_world, choose_device, open_policy
+from robopolicy.build import build_world, choose_device
 from robopolicy.configuration import Config
 from robopolicy.core.randomness import Generators
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.doctor import Finding, Health, examine
+from robopolicy.policies import load_policy
 from robopolicy.runs import default_path, output, publish, run_path
 from robopolicy.verbs.verb import Verb
 
@@ -32,7 +33,7 @@ def run(config: Config) -> int:
     device = choose_device(config.run)
     episodes = read_dataset(default_path(config, "collect", "dataset", config.doctor.data, "doctor.data"))
     trained = config.doctor.policy or run_path(config, "train") / "checkpoint"
-    policy = open_policy(trained, device) if config.doctor.policy is not None or trained.exists() else None
+    policy = load_policy(trained, device) if config.doctor.policy is not None or trained.exists() else None
     cameras = dict.fromkeys([*config.world.cameras, *(policy.spec.cameras if policy is not None else ())])
     section = replace(config.world, cameras=tuple(cameras))
     world = build_world(section, batch_size=min(config.doctor.episodes, len(episodes)), seed=config.run.seed)

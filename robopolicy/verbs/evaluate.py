@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from robopolicy.build import build_world, choose_device, open_policy, planned
+from robopolicy.build import build_world, choose_device, with_planning
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
@@ -23,6 +23,7 @@ from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
 from robopolicy.evaluation.video import record_grid, write_video
+from robopolicy.policies import load_policy
 from robopolicy.runs import finish, open_fresh_run, output
 from robopolicy.verbs.verb import Verb
 
@@ -92,8 +93,8 @@ def run(config: Config) -> int:
     paths = {"base": section.base, "policy": section.policy} if section.base else {"policy": section.policy}
     if config.plan.model is not None and section.base is None:
         paths = {UNPLANNED: section.policy, **paths}
-    policies = {name: open_policy(path, device) for name, path in paths.items() if path is not None}
-    policies["policy"] = planned(config.plan, policies["policy"], device)
+    policies = {name: load_policy(path, device) for name, path in paths.items() if path is not None}
+    policies["policy"] = with_planning(config.plan, policies["policy"], device)
     seeds = evaluation_seeds(config, section.episodes)
     folder = open_fresh_run(config, "evaluate", VERB.sections)
     result: dict[str, Any] = {}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from robopolicy.build import build_controller, build_critic, build_world, choose_device, open_policy
+from robopolicy.build import build_controller, build_critic, build_world, choose_device
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
@@ -21,6 +21,7 @@ from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare, evaluate_policy
 from robopolicy.evaluation.video import beside, record_grid, write_video
+from robopolicy.policies import load_policy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.collection import start_pool
 from robopolicy.training.configuration import FinetuneConfig
@@ -42,11 +43,11 @@ def run(config: Config) -> int:
     """Fine-tune, judge base and tuned on the same seeds, film both."""
     folder = open_run(config, "finetune", VERB.sections)
     if finished(folder) is not None:
-        output.print(f"{folder.path} is already fine-tuned; run.fresh=true starts over.")
+        output.print(f"{folder.path} is already fine-tuned; run.overwrite=true starts over.")
         return 0
     section, device = config.finetune, choose_device(config.run)
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
-    base, policy = open_policy(path, device), require_trainable(open_policy(path, device))
+    base, policy = load_policy(path, device), require_trainable(load_policy(path, device))
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     if section.lora_rank:
         add_lora(policy, section.lora_rank)
@@ -117,7 +118,7 @@ def guidance_of(config: Config, world: World) -> Guidance:
     experts = Episodes.concatenate(recorded) if recorded else None
     if experts is not None and experts.success is not None:
         experts = experts.select(experts.success)
-    teacher = None if section.teacher is None else open_policy(section.teacher, device)
+    teacher = None if section.teacher is None else load_policy(section.teacher, device)
     return Guidance(teacher, demonstrated(config, world), experts)
 
 

@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from robopolicy.build import WORLD_MODEL, build_critic, build_world, choose_device, open_policy
+from robopolicy.build import WORLD_MODEL, build_critic, build_world, choose_device
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import ImaginationSection
 from robopolicy.core.errors import ConfigError
@@ -27,6 +27,7 @@ from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Renders, World
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.two_worlds import TwoWorlds
+from robopolicy.policies import load_policy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import FinetuneResult, finetune
@@ -63,7 +64,7 @@ def run(config: Config) -> int:
     """Fine-tune in imagination, judge base and tuned in both worlds."""
     folder = open_run(config, "imagine", VERB.sections)
     if finished(folder) is not None:
-        output.print(f"{folder.path} is already fine-tuned; run.fresh=true starts over.")
+        output.print(f"{folder.path} is already fine-tuned; run.overwrite=true starts over.")
         return 0
     section, chosen, device = config.finetune, config.imagine, choose_device(config.run)
     if chosen.refresh_every % section.checkpoint_every:
@@ -73,7 +74,7 @@ def run(config: Config) -> int:
         )
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
     model = default_path(config, "worldmodel", "checkpoint", chosen.model, "imagine.model")
-    base, policy = open_policy(path, device), require_trainable(open_policy(path, device))
+    base, policy = load_policy(path, device), require_trainable(load_policy(path, device))
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     worlds = open_worlds(config, base, model, device)
     refresh = refresh_of(config, worlds, model, folder) if chosen.refresh_every else None

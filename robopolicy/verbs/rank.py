@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from robopolicy.build import WORLD_MODEL, build_noisy_expert, build_world, choose_device, open_policy
+from robopolicy.build import WORLD_MODEL, build_noisy_expert, build_world, choose_device
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import WorldSection
 from robopolicy.core.errors import ConfigError
@@ -21,6 +21,7 @@ from robopolicy.core.world import Controller
 from robopolicy.evaluation.ranking import RankingResult, rank
 from robopolicy.evaluation.report import agreement, report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
+from robopolicy.policies import load_policy
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
 from robopolicy.verbs.evaluate import evaluation_seeds
 from robopolicy.verbs.verb import Verb
@@ -84,7 +85,7 @@ def load_candidates(config: Config) -> dict[str, Policy | str]:
     device = choose_device(config.run)
     paths = config.rank.policies
     candidates: dict[str, Policy | str] = {
-        name: open_policy(path, device) for name, path in zip(runs_of(paths), paths, strict=True)
+        name: load_policy(path, device) for name, path in zip(runs_of(paths), paths, strict=True)
     }
     candidates |= {f"expert, noise {noise}": noise for noise in config.rank.noise}
     if len(candidates) < 3:

@@ -6,9 +6,10 @@ listen beyond loopback set serve.host and serve.api_key (or ROBOPOLICY_API_KEY).
 
 import os
 
-from robopolicy.build import choose_device, open_policy, planned
+from robopolicy.build import choose_device, with_planning
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
+from robopolicy.policies import load_policy
 from robopolicy.serving.server import serve
 from robopolicy.verbs.verb import Verb
 
@@ -26,7 +27,7 @@ def run(config: Config) -> int:
     if section.policy is None:
         raise ConfigError("Which policy? Write: robopolicy serve CHECKPOINT")
     device = choose_device(config.run)
-    policy = planned(config.plan, open_policy(section.policy, device), device)
+    policy = with_planning(config.plan, load_policy(section.policy, device), device)
     key = section.api_key or os.environ.get("ROBOPOLICY_API_KEY", "")
 
     def announce(port: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from robopolicy.build import build_world, choose_device
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.policy import PlansItself, Trainable
+from robopolicy.core.policy import PlansInternally, Trainable
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import WorldSpec
@@ -41,7 +41,7 @@ def run(config: Config) -> int:
     """Train, save, judge."""
     folder = open_run(config, "train", VERB.sections)
     if finished(folder) is not None:
-        output.print(f"{folder.path} is already trained; run.fresh=true trains anew.")
+        output.print(f"{folder.path} is already trained; run.overwrite=true trains anew.")
         return 0
     device = choose_device(config.run)
     data = default_path(config, "collect", "dataset", config.train.data, "train.data")
@@ -63,8 +63,8 @@ def run(config: Config) -> int:
         world = build_world(config.world, policy, episodes=count, seed=config.run.seed, device=device)
         seeds = evaluation_seeds(config, count)
         judged: dict[str, Any] = {"policy": policy}
-        if isinstance(policy, PlansItself) and (unplanned := policy.unplanned()) is not None:
-            judged = {UNPLANNED: unplanned, **judged}
+        if isinstance(policy, PlansInternally) and (reactive := policy.without_planning()) is not None:
+            judged = {UNPLANNED: reactive, **judged}
         verdicts = {name: judge(world, each, seeds, device, config.run.seed, name) for name, each in judged.items()}
         world.close()
         print_verdicts(verdicts)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from robopolicy.build import build_noisy_expert, build_world, choose_device, open_policy
+from robopolicy.build import build_noisy_expert, build_world, choose_device
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
@@ -27,6 +27,7 @@ from robopolicy.evaluation.image_quality import unit_of
 from robopolicy.evaluation.report import IMAGINED, report_for_run
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow
+from robopolicy.policies import load_policy
 from robopolicy.runs import default_path, finish, finished, open_run, output, print_table
 from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.verb import Verb
@@ -49,7 +50,7 @@ def run(config: Config) -> int:
     """Gather data, train, calibrate, examine, save."""
     folder = open_run(config, "worldmodel", VERB.sections)
     if finished(folder) is not None:
-        output.print(f"{folder.path} is already trained; run.fresh=true trains anew.")
+        output.print(f"{folder.path} is already trained; run.overwrite=true trains anew.")
         return 0
     section, device = config.worldmodel, choose_device(config.run)
     generators = Generators(config.run.seed, device)
@@ -63,7 +64,7 @@ def run(config: Config) -> int:
     world.close()
     fitted = fit_stages(model, training, section.fit, generators, folder)
     model.calibrate(validation)
-    rows, steps = section.examine_rows, section.examine_steps
+    rows, steps = section.validation_episodes, section.validation_steps
     won = episodes.success
     result = {
         "episodes": len(episodes),
@@ -86,7 +87,7 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
     paths = section.data or (default_path(config, "collect", "dataset", None, "worldmodel.data"),)
     parts = [read_dataset(path, cameras=config.world.cameras) for path in paths]
     missing = max(0, section.transitions - sum(part.step_count for part in parts))
-    actors: list[Any] = [open_policy(path, generator.device) for path in section.policies]
+    actors: list[Any] = [load_policy(path, generator.device) for path in section.policies]
     actors += [
         build_noisy_expert(config.world, world.spec, level, derive(seed, f"worldmodel/noise/{level}"))
         for level in section.noise
@@ -104,7 +105,7 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
 def in_other_styles(config: Config, episodes: Episodes) -> Episodes:
     """Return `episodes` and their copies in other looks, if any are asked for."""
     parts = [episodes]
-    for style in range(1, config.worldmodel.styles + 1):
+    for style in range(1, config.worldmodel.visual_styles + 1):
         options = {**config.world.options, "style": style}
         world = build_world(replace(config.world, options=options), seed=config.run.seed)
         parts.append(restyled(world, episodes))

@@ -113,7 +113,7 @@ class GymnasiumWorld:
 
         Raises SpecError on bad rows or seeds, NonFiniteError where the environment starts with NaN or infinity.
         """
-        index, seeds = self._episodes.resetting(rows, seeds)
+        index, seeds = self._episodes.reset_rows(rows, seeds)
         if len(index) == 0:
             return self._episodes.observation()
         values, images = self.pool.reset(index, seeds % SEED_LIMIT, dict(options) if options else None)
@@ -129,7 +129,7 @@ class GymnasiumWorld:
         rewards.
         """
         episodes, spec = self._episodes, self._spec
-        running, take = episodes.running, episodes.take
+        running, index = episodes.running, episodes.running_index
         actions = np.asarray(actions, dtype=np.float64)
         validate_actions(actions, spec.action, self._batch_size)
         chunk = actions.shape[1]
@@ -140,20 +140,20 @@ class GymnasiumWorld:
         played = self.pool.step(actions, limits, spec.terminate_on_success)
         self._check_finite(played.values, np.arange(self._batch_size))
 
-        last = np.arange(chunk) == played.length[take, None] - 1
+        last = np.arange(chunk) == played.length[index, None] - 1
         moved = episodes.advance(
-            take,
-            played.success[take],
-            terminated=played.terminated[take, None] & last,
-            truncated=played.truncated[take, None] & last,
+            index,
+            played.success[index],
+            terminated=played.terminated[index, None] & last,
+            truncated=played.truncated[index, None] & last,
         )
-        frames = {key: played.values[take][..., part] for key, part in self._layout.fields.items()}
-        trace = episodes.trace(take, frames, moved.length)
+        frames = {key: played.values[index][..., part] for key, part in self._layout.fields.items()}
+        trace = episodes.trace(index, frames, moved.length)
         before = {key: episodes.arrays[f"history/{key}"][:, -1:] for key in frames}
         path = {key: np.concatenate([before[key], value], axis=1) for key, value in trace.items()}
-        episodes.move(take, episodes.path(take, frames), moved.length)
+        episodes.update_history(index, episodes.extended_history(index, frames), moved.length)
         self._move_images(played)
-        valid, first = episodes.spread(take, moved.live), episodes.spread(take, moved.first)
+        valid, first = episodes.scatter(index, moved.live), episodes.scatter(index, moved.first)
         return episodes.step(trace, self._reward.terms(played.reward, path, first, valid), valid)
 
     def _move_images(self, played: Played) -> None:
@@ -185,7 +185,7 @@ class GymnasiumWorld:
 
         Raises SpecError unless it fits the rows and this world.
         """
-        index = self._episodes.fitting(snapshot, rows)
+        index = self._episodes.validate_snapshot(snapshot, rows)
         self.pool.restore(index, snapshot.arrays["physics"], snapshot.arrays["attributes"])
         self._episodes.restore(snapshot, rows)
         return self._episodes.observation()

@@ -28,7 +28,7 @@ def make(*, terminate_on_success: bool = True, cuts: bool = False, history: int 
 
 def started(**options) -> EpisodeRows:
     rows = make(**options)
-    index, _ = rows.resetting(None, None)
+    index, _ = rows.reset_rows(None, None)
     rows.start(index, {STATE: np.zeros((BATCH, 1, 1))}, instruction=index % 2, own={"load": np.arange(BATCH)})
     return rows
 
@@ -55,9 +55,9 @@ def test_episodes_end_as_by_hand(terminate_on_success):
     hand: list[dict] = [{"steps": 0, **dict.fromkeys(names, False)} for _ in range(BATCH)]
     seen = set()
     for _ in range(5):
-        running, take = np.flatnonzero(rows.running), rows.take
+        running, index = np.flatnonzero(rows.running), rows.running_index
         flags = [draws.random((len(running), CHUNK)) < 0.07 for _ in range(4)]
-        moved = rows.advance(take, flags[0], terminated=flags[1], truncated=flags[2], cut=flags[3])
+        moved = rows.advance(index, flags[0], terminated=flags[1], truncated=flags[2], cut=flags[3])
         for place, row in enumerate(running):
             success, terminated, truncated, cut = (flag[place] for flag in flags)
             length, first = by_hand(hand[row], success, terminated, truncated, cut, terminate_on_success)
@@ -69,7 +69,7 @@ def test_episodes_end_as_by_hand(terminate_on_success):
             assert rows.arrays[name].tolist() == [row[name] for row in hand]
     assert len(seen) == 4
     assert not rows.running.any()
-    assert np.asarray(rows.take).tolist() == []
+    assert np.asarray(rows.running_index).tolist() == []
 
 
 def test_ended_rows_stay_at_their_last_frame_and_earn_nothing():
@@ -77,18 +77,18 @@ def test_ended_rows_stay_at_their_last_frame_and_earn_nothing():
     success = np.zeros((BATCH, CHUNK), dtype=bool)
     success[0, 1] = True
     frames = {STATE: np.arange(1.0, CHUNK + 1)[None, :, None].repeat(BATCH, 0).astype(np.float32)}
-    take = rows.take
-    moved = rows.advance(take, success)
-    assert rows.trace(take, frames, moved.length)[STATE][0, :, 0].tolist() == [1, 2, 2]
-    rows.move(take, rows.path(take, frames), moved.length)
+    index = rows.running_index
+    moved = rows.advance(index, success)
+    assert rows.trace(index, frames, moved.length)[STATE][0, :, 0].tolist() == [1, 2, 2]
+    rows.update_history(index, rows.extended_history(index, frames), moved.length)
     assert rows.observation()[STATE][:2, :, 0].tolist() == [[1, 2], [2, 3]]
-    take = rows.take
-    assert np.asarray(take).tolist() == list(range(1, BATCH))
-    moved = rows.advance(take, success[1:])
+    index = rows.running_index
+    assert np.asarray(index).tolist() == list(range(1, BATCH))
+    moved = rows.advance(index, success[1:])
     later = {STATE: frames[STATE][1:] + 10}
-    trace = rows.trace(take, later, moved.length)
-    rows.move(take, rows.path(take, later), moved.length)
-    step = rows.step(trace, {"paid": rows.spread(take, np.ones((BATCH - 1, CHUNK)))}, rows.spread(take, moved.live))
+    trace = rows.trace(index, later, moved.length)
+    rows.update_history(index, rows.extended_history(index, later), moved.length)
+    step = rows.step(trace, {"paid": rows.scatter(index, np.ones((BATCH - 1, CHUNK)))}, rows.scatter(index, moved.live))
     assert step.observation[STATE][:2, :, 0].tolist() == [[1, 2], [12, 13]]
     assert step.trace[STATE][:2, :, 0].tolist() == [[2, 2, 2], [11, 12, 13]]
     assert step.rewards["paid"][:2].tolist() == [[0, 0, 0], [1, 1, 1]]
@@ -99,14 +99,14 @@ def test_ended_rows_stay_at_their_last_frame_and_earn_nothing():
 
 def test_a_reset_clears_its_rows_alone_and_an_idle_step_changes_nothing():
     rows = started(cuts=True)
-    rows.advance(rows.take, np.ones((BATCH, CHUNK), dtype=bool))
+    rows.advance(rows.running_index, np.ones((BATCH, CHUNK), dtype=bool))
     before = rows.observation()
     step = rows.idle(CHUNK)
     assert not step.valid.any()
     assert not step.rewards["paid"].any()
     assert step.terminated.all()
     assert step.horizon_end is not None
-    index, seeds = rows.resetting([3, 1], [7, 8])
+    index, seeds = rows.reset_rows([3, 1], [7, 8])
     assert seeds.tolist() == [7, 8]
     rows.start(index, {STATE: np.full((2, 1, 1), 5.0)}, instruction=1, own={"load": np.array([30, 10])})
     assert np.flatnonzero(rows.running).tolist() == [1, 3]
@@ -120,9 +120,9 @@ def test_a_reset_clears_its_rows_alone_and_an_idle_step_changes_nothing():
 
 def test_snapshots_carry_everything_into_other_rows():
     rows = started()
-    rows.advance(rows.take, np.zeros((BATCH, CHUNK), dtype=bool))
+    rows.advance(rows.running_index, np.zeros((BATCH, CHUNK), dtype=bool))
     saved = Snapshot(rows.snapshot([2]))
-    rows.advance(rows.take, np.ones((BATCH, CHUNK), dtype=bool))
+    rows.advance(rows.running_index, np.ones((BATCH, CHUNK), dtype=bool))
     assert rows.restore(saved, [5]).tolist() == [5]
     assert rows.arrays["load"][5] == 2
     assert rows.arrays["steps"][5] == CHUNK
@@ -137,16 +137,16 @@ def test_snapshots_carry_everything_into_other_rows():
 
 def test_wrong_use_is_explained():
     rows = make()
-    for use in (rows.observation, lambda: rows.snapshot(None), lambda: rows.take, rows.require_started):
+    for use in (rows.observation, lambda: rows.snapshot(None), lambda: rows.running_index, rows.require_started):
         with pytest.raises(SpecError, match=r"call reset\(\) first"):
             use()
     with pytest.raises(SpecError, match="every row"):
-        rows.resetting([0], [1])
+        rows.reset_rows([0], [1])
     for wrong in ([0, 0], [-1], [BATCH]):
         with pytest.raises(SpecError, match="distinct"):
             rows.index(wrong)
     with pytest.raises(SpecError, match="one seed per row"):
-        rows.resetting(None, [1])
+        rows.reset_rows(None, [1])
     with pytest.raises(ConfigError, match="history=0"):
         make(history=0)
     with pytest.raises(ConfigError, match="batch_size=0"):
@@ -155,9 +155,9 @@ def test_wrong_use_is_explained():
 
 def test_seeds_are_copied_and_an_instruction_that_the_spec_does_not_list_is_shown_whole():
     rows, given = make(), np.arange(BATCH)[::-1]
-    index, seeds = rows.resetting(None, given)
+    index, seeds = rows.reset_rows(None, given)
     assert np.array_equal(seeds, given)
     assert seeds.base is None
     told = ["go", "a text longer than any that the spec lists"] * (BATCH // 2)
-    rows.start(index, {STATE: np.zeros((BATCH, 1, 1))}, instruction=rows.numbered(told))
+    rows.start(index, {STATE: np.zeros((BATCH, 1, 1))}, instruction=rows.instruction_index(told))
     assert rows.observation()[TASK].tolist() == told

@@ -26,23 +26,23 @@ class Countdown:
         self.resets: list[tuple[list[int], list[int]]] = []
 
     def reset(self, rows=None, seeds=None, options=None):
-        index, chosen = self.episodes.resetting(rows, seeds)
+        index, chosen = self.episodes.reset_rows(rows, seeds)
         self.resets.append((index.tolist(), chosen.tolist()))
         frames = np.stack([chosen, 0 * chosen], -1)[:, None]
         self.episodes.start(index, {STATE: frames}, own={"seed": chosen})
         return self.episodes.observation()
 
     def step(self, actions):
-        episodes, take, chunk = self.episodes, self.episodes.take, actions.shape[1]
-        seed = episodes.arrays["seed"][take]
+        episodes, index, chunk = self.episodes, self.episodes.running_index, actions.shape[1]
+        seed = episodes.arrays["seed"][index]
         if not len(seed):
             return episodes.idle(chunk)
-        time = episodes.arrays["steps"][take, None] + np.arange(1, chunk + 1)
+        time = episodes.arrays["steps"][index, None] + np.arange(1, chunk + 1)
         frames = {STATE: np.stack([np.broadcast_to(seed[:, None], time.shape), time], -1).astype(np.float32)}
-        moved = episodes.advance(take, time >= seed[:, None] % 10)
-        trace = episodes.trace(take, frames, moved.length)
-        episodes.move(take, episodes.path(take, frames), moved.length)
-        valid = episodes.spread(take, moved.live)
+        moved = episodes.advance(index, time >= seed[:, None] % 10)
+        trace = episodes.trace(index, frames, moved.length)
+        episodes.update_history(index, episodes.extended_history(index, frames), moved.length)
+        valid = episodes.scatter(index, moved.live)
         return episodes.step(trace, {"paid": valid.astype(float)}, valid)
 
     def snapshot(self, rows=None):
@@ -95,9 +95,9 @@ def test_rows_that_end_are_left_alone_and_spare_rows_are_not_played():
     player.start_wave(np.array([3, 5, 11]))
     assert world.resets == [([0, 1, 2, 3, 4], [3, 5, 11, 3, 5])]
     assert player.running.tolist() == [True] * 3 + [False] * 2
-    moments = list(player)
-    assert [np.flatnonzero(moment.ended).tolist() for moment in moments] == [[2], [0], [1]]
-    assert [moment.step.valid[:3].sum(1).tolist() for moment in moments] == [[2, 2, 1], [1, 2, 0], [0, 1, 0]]
+    steps_played = list(player)
+    assert [np.flatnonzero(played.ended).tolist() for played in steps_played] == [[2], [0], [1]]
+    assert [played.step.valid[:3].sum(1).tolist() for played in steps_played] == [[2, 2, 1], [1, 2, 0], [0, 1, 0]]
     assert policy.forgotten == [None]
     assert policy.decisions == 3
 
@@ -106,9 +106,9 @@ def test_rows_that_end_are_given_what_is_waiting_and_the_actor_forgets_them():
     world, policy, waiting, seen = Countdown(2), Constant(), [4, 1, 2], []
     player = policy_player(world, policy)
     player.start([1, 5])
-    for moment in player:
-        seen += player.observation[STATE][moment.ended, -1].tolist()
-        rows = np.flatnonzero(moment.ended)[: len(waiting)]
+    for played in player:
+        seen += player.observation[STATE][played.ended, -1].tolist()
+        rows = np.flatnonzero(played.ended)[: len(waiting)]
         if len(rows):
             player.start([waiting.pop(0) for _ in rows], rows)
     assert sorted(seen) == [[1, 1], [1, 1], [2, 2], [4, 4], [5, 5]]
@@ -120,27 +120,27 @@ def test_streams_go_on_for_ever_and_stop_where_the_body_stops():
     world, policy = Countdown(2), Constant()
     player = policy_player(world, policy)
     player.start([3, 5])
-    played = 0
-    for moment in islice(player, 7):
-        played += int(moment.step.valid.sum())
-        rows = np.flatnonzero(moment.ended)
+    steps = 0
+    for played in islice(player, 7):
+        steps += int(played.step.valid.sum())
+        rows = np.flatnonzero(played.ended)
         if len(rows):
             player.start([3] * len(rows), rows)
     assert policy.decisions == 7
     assert player.running.all()
     later = policy_player(world, policy, observation=player.observation)
     assert later.running.all()
-    assert played > 14
+    assert steps > 14
 
 
 def test_a_chunk_can_be_run_step_by_step_and_ends_where_no_row_runs():
     world, policy = Countdown(2), Constant()
     player = policy_player(world, policy, stepwise=True)
     player.start([3, 1])
-    moments = list(player)
-    assert [moment.actions.shape[1] for moment in moments] == [1, 1, 1]
-    assert [moment.whole for moment in moments] == [False, True, True]
-    assert [np.flatnonzero(moment.ended).tolist() for moment in moments] == [[1], [], [0]]
+    steps_played = list(player)
+    assert [played.actions.shape[1] for played in steps_played] == [1, 1, 1]
+    assert [played.chunk_done for played in steps_played] == [False, True, True]
+    assert [np.flatnonzero(played.ended).tolist() for played in steps_played] == [[1], [], [0]]
     assert policy.decisions == 2
 
 
@@ -161,12 +161,12 @@ def test_rows_are_played_on_from_a_saved_state():
 def test_policies_and_controllers_become_actors():
     world = Countdown(3)
     observation = world.reset()
-    chunk, thought = actor_of(Still(), torch.Generator()).choose(observation)
-    assert chunk.shape == (3, 1, 1) and thought is None
-    chunk, thought = actor_of(Constant(0.5), torch.Generator()).choose(observation)
+    chunk, info = actor_of(Still(), torch.Generator()).choose(observation)
+    assert chunk.shape == (3, 1, 1) and info is None
+    chunk, info = actor_of(Constant(0.5), torch.Generator()).choose(observation)
     assert chunk.shape == (3, 2, 1) and chunk.dtype == np.float64
-    assert isinstance(thought, Decided)
-    assert thought.seen[TASK] == ["count"] * 3
+    assert isinstance(info, Decided)
+    assert info.seen[TASK] == ["count"] * 3
 
 
 def test_wrong_use_is_explained():

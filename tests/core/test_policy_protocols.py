@@ -8,13 +8,13 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.player import actor_of
 from robopolicy.core.policy import (
     Decision,
-    KeepsMeans,
     Policy,
+    RecordsMeans,
     Resumes,
     ScoredPolicy,
     Trainable,
     is_policy,
-    lacking,
+    missing_members,
     require_trainable,
 )
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
@@ -47,11 +47,11 @@ class SpecController:
 
 def test_a_plain_policy_needs_three_members_and_decides_actions_alone():
     plain = Plain()
-    assert isinstance(plain, Policy) and not isinstance(plain, ScoredPolicy) and not lacking(plain, Policy)
+    assert isinstance(plain, Policy) and not isinstance(plain, ScoredPolicy) and not missing_members(plain, Policy)
     decision = plain.act({STATE: torch.zeros(5, 1, 2)}, torch.Generator())
     assert decision.logp.shape == decision.mask.shape == (5, 0) and decision.mask.dtype == torch.bool
     assert decision.latents == {}
-    assert lacking(plain, ScoredPolicy) == ("log_prob",)
+    assert missing_members(plain, ScoredPolicy) == ("log_prob",)
     with pytest.raises(ConfigError, match=r"Plain acts but cannot be trained: it lacks log_prob, .*prepare_finetuning"):
         require_trainable(plain)
 
@@ -59,7 +59,7 @@ def test_a_plain_policy_needs_three_members_and_decides_actions_alone():
 def test_denoising_policies_have_it_all():
     policy = build_policy(DenoisingPolicyConfig(width=8), FIELDS, ACTION, fps=10)
     assert require_trainable(policy) is policy
-    assert isinstance(policy, Trainable) and isinstance(policy, Resumes) and isinstance(policy, KeepsMeans)
+    assert isinstance(policy, Trainable) and isinstance(policy, Resumes) and isinstance(policy, RecordsMeans)
 
 
 def test_a_controller_with_a_spec_is_no_policy():

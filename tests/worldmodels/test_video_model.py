@@ -174,7 +174,7 @@ def test_checkpoints_round_trip(learned, tmp_path):
 def test_history_is_spaced_in_rollouts_as_in_training(fresh, monkeypatch):
     """The frames, poses and actions that training gathers are those that a rollout over the same frames remembers."""
     model, data = fresh
-    assert model.config.ages == (5, 3, 1, 0) and model.config.span == 6
+    assert model.config.history_offsets == (5, 3, 1, 0) and model.config.history_span == 6
     assert replace(TINY, memory=0).ages == (1, 0)
     video = model.encode_episodes(data)
     long = int((data.lengths >= 8).nonzero()[0, 0])
@@ -207,7 +207,7 @@ def test_what_is_remembered_moves_on_with_every_chunk(fresh):
         states.append(latent["state"])
         if step < chunk - 1:
             assert torch.equal(latent["latents"], first["latents"])
-    span = model.config.span
+    span = model.config.history_span
     assert torch.equal(latent["actions"], torch.cat([first["actions"], actions], 1)[:, -span:])
     assert torch.equal(latent["states"], torch.cat([first["states"], torch.stack(states, 1)], 1)[:, -span:])
     assert bool((latent["moves"] == 0).all()) and int(latent["phase"]) == 0
@@ -218,7 +218,7 @@ def test_a_history_that_is_too_short_repeats_its_first_frame(fresh):
     steps = torch.arange(3)
     whole = context_at(data, steps, 1)
     latent = model.initial(whole, np.arange(3))
-    assert latent["latents"].shape[1] == model.config.span
+    assert latent["latents"].shape[1] == model.config.history_span
     assert bool((latent["latents"] == latent["latents"][:, :1]).all()) and bool((latent["actions"] == 0).all())
     context = context_at(data, steps + 4, 3)
     short = model.initial(context, np.arange(3))

@@ -63,7 +63,7 @@ class PixelDiffusionConfig:
     """Deviation of noise on the context in training; pixels reach from -1 to 1."""
     temperature: float = 1.0
     """Deviation of the noise that sampling begins with; 0 where one step is taken and nothing left to chance."""
-    hold: float = 0.02
+    change_threshold: float = 0.02
     """Pixels that change by less than this share of their range stay as they are, so that what stands still does not
     fade.
     """
@@ -82,8 +82,8 @@ class PixelDiffusionConfig:
         shares = self.unroll_share, self.first_share
         if min(shares) < 0 or max(shares) > 1 or self.unroll < 0:
             raise ConfigError("A share is between 0 and 1, and unroll is 0 or more.")
-        if min(self.context_noise, self.temperature, self.hold) < 0:
-            raise ConfigError("context_noise, temperature and hold are at least 0.")
+        if min(self.context_noise, self.temperature, self.change_threshold) < 0:
+            raise ConfigError("context_noise, temperature and change_threshold are at least 0.")
         if any(channels % 8 for channels in self.networks.channels):
             raise ConfigError(f"channels are {self.networks.channels}; group norm needs multiples of 8.")
 

@@ -147,5 +147,5 @@ class PixelDenoiser(nn.Module):
     def _shown(self, last: Tensor, change: Tensor) -> Tensor:
         """Return the frames [N, height, width, 3] that a change of pixels makes of the last ones, noise held back."""
         change = self.change_std * change
-        moved = change.abs().amax(1, keepdim=True) >= 2 * self.config.hold
+        moved = change.abs().amax(1, keepdim=True) >= 2 * self.config.change_threshold
         return to_frames(torch.where(moved, last + change, last))

@@ -70,9 +70,9 @@ class VideoConfig:
     """Rows a training step of the dynamics."""
     view_batch_size: int = 16
     """Frames a training step of the autoencoder."""
-    moving: float = 2.0
+    motion_weight: float = 2.0
     """How much more pixels weigh, for the autoencoder, that differ from the mean image."""
-    divergence: float = 1e-5
+    kl_weight: float = 1e-5
     """Weight of its KL term."""
     autoencoder_share: float = 0.8
     """Its training steps, as a share of those of fit."""
@@ -98,7 +98,7 @@ class VideoConfig:
     """Updates until that share is reached."""
     temperature: float = 1.0
     """Deviation of the noise that sampling begins with, 0 for none."""
-    hold: float = 0.06
+    change_threshold: float = 0.06
     """A pixel keeps its value until what is decoded there has changed by so much (1 is from black to white), so that
     what does not move stays as sharp as in the frame it began with; 0 shows what is decoded.
     """
@@ -118,8 +118,9 @@ class VideoConfig:
         shares = self.action_dropout, self.collapse, self.first_share, self.bootstrap
         if min(shares) < 0 or max(shares) > 1:
             raise ConfigError("action_dropout, collapse, first_share and bootstrap are between 0 and 1.")
-        if min(self.memory_noise, self.present_noise, self.temperature, self.moving, self.divergence, self.hold) < 0:
-            raise ConfigError("Noise, temperature, moving, divergence and hold are at least 0.")
+        noise = self.memory_noise, self.present_noise, self.temperature
+        if min(*noise, self.motion_weight, self.kl_weight, self.change_threshold) < 0:
+            raise ConfigError("Noise, temperature, motion_weight, kl_weight and change_threshold are at least 0.")
         if min(self.autoencoder_share, self.readout_share) <= 0:
             raise ConfigError("autoencoder_share and readout_share must be above 0.")
         if any(channels % 8 for channels in self.sizes.channels):
@@ -132,12 +133,12 @@ class VideoConfig:
         return replace(SIZES[self.size], **{name: value for name, value in given.items() if value not in (None, ())})
 
     @property
-    def ages(self) -> tuple[int, ...]:
+    def history_offsets(self) -> tuple[int, ...]:
         """How many steps ago each history frame was, the oldest first; the present one is 0."""
         recent = self.recent - 1
         return (*(recent + self.stride * count for count in range(self.memory, 0, -1)), *range(recent, -1, -1))
 
     @property
-    def span(self) -> int:
+    def history_span(self) -> int:
         """How many frames the history reaches over, the present one included."""
-        return 1 + self.ages[0]
+        return 1 + self.history_offsets[0]

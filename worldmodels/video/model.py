@@ -71,7 +71,7 @@ class VideoModel(ImageModel):
                 sizes,
                 self.latent,
                 views=len(self.reader.images),
-                history=len(config.ages),
+                history=len(config.history_offsets),
                 chunk=config.chunk,
                 actions=spec.action.size,
                 poses=self.reader.pose_size,
@@ -104,7 +104,7 @@ class VideoModel(ImageModel):
     @property
     def context(self) -> int:
         """Number of observed frames it is conditioned on: those of the history, and one before the first action."""
-        return self.config.span + 1
+        return self.config.history_span + 1
 
     def view_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield {"views": [N, V, 3, height, width]}, pixels of random frames, all randomness from `generator`."""
@@ -117,8 +117,8 @@ class VideoModel(ImageModel):
 
     def _view_loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the terms of the autoencoder's loss, {"pixels", "divergence" (KL)}, each [N]."""
-        found = self.autoencoder.losses(batch["views"], self.config.moving, generator)
-        return {**found, "divergence": self.config.divergence * found["divergence"]}
+        found = self.autoencoder.losses(batch["views"], self.config.motion_weight, generator)
+        return {**found, "divergence": self.config.kl_weight * found["divergence"]}
 
     @torch.no_grad()
     def encode_episodes(self, episodes: Episodes) -> LatentVideo:
@@ -158,7 +158,7 @@ class VideoModel(ImageModel):
 
         The imagined chunk begins at random up to chunk - 1 steps earlier, so that every place in a chunk occurs.
         """
-        span, length = self.config.span, self.config.chunk
+        span, length = self.config.history_span, self.config.chunk
         back = torch.randint(length, (len(steps),), generator=generator)
         back = back.minimum(steps - data.episodes.starts[data.episodes.episode_of_step[steps]])
         cut = data.cut(steps - back, span, length)
@@ -203,7 +203,7 @@ class VideoModel(ImageModel):
         states, actions: [R, L, ...], of the last L frames, and what led to them; brief: for one chunk only, which reads
         some of the frames, so that the others are not encoded.
         """
-        device, length, chunk = self.change_std.device, self.config.span, self.config.chunk
+        device, length, chunk = self.change_std.device, self.config.history_span, self.config.chunk
         place = torch.arange(length, device=device).clamp_min(length - min(known or length, length))
         used = torch.tensor(self._slots, device=device) if brief else place.unique()
         flat = rearrange(frames[:, 1:][:, used], "r l h w c -> (r l) h w c")
@@ -278,7 +278,9 @@ class VideoModel(ImageModel):
         moved = {**latent, "since": since, "moves": moves, "phase": latent["phase"] + count, "state": state}
         if begin + count == self.config.chunk:
             new = {"latents": latents, "states": since, "actions": moves}
-            moved |= {name: torch.cat([latent[name], value], 1)[:, -self.config.span :] for name, value in new.items()}
+            moved |= {
+                name: torch.cat([latent[name], value], 1)[:, -self.config.history_span :] for name, value in new.items()
+            }
             moved |= {name: torch.zeros_like(moved[name]) for name in ("since", "moves", "phase")}
         return {**moved, "frames": seen[:, -2:], "decoded": decoded, "step": latent["step"] + count}, found
 
@@ -299,13 +301,13 @@ class VideoModel(ImageModel):
     def _shown(self, latent: Latent, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Decode latents [B, T, C, height, width] to frames [B, T, height, width, 3] that follow the present frame.
 
-        A pixel keeps its value until its decoded colour has changed by more than `hold`. Also returns the reference of
-        that comparison [B, height, width, 3]: the colour decoded when each pixel last changed.
+        A pixel keeps its value until its decoded colour has changed by more than `change_threshold`. Also returns the
+        reference of that comparison [B, height, width, 3]: the colour decoded when each pixel last changed.
         """
         decoded = self._decode(latents.flatten(0, 1)).unflatten(0, latents.shape[:2])
         frame, reference, frames = latent["frames"][:, -1], latent["decoded"], []
         for new in decoded.unbind(1):
-            moved = (new.int() - reference.int()).abs().amax(-1, keepdim=True) >= 255 * self.config.hold
+            moved = (new.int() - reference.int()).abs().amax(-1, keepdim=True) >= 255 * self.config.change_threshold
             frame, reference = torch.where(moved, new, frame), torch.where(moved, new, reference)
             frames.append(frame)
         return torch.stack(frames, 1), reference
@@ -313,7 +315,7 @@ class VideoModel(ImageModel):
     @property
     def _slots(self) -> list[int]:
         """Indices of the K history frames among the last L."""
-        return [self.config.span - 1 - age for age in self.config.ages]
+        return [self.config.history_span - 1 - age for age in self.config.history_offsets]
 
     def _encode(self, frames: Tensor) -> Tensor:
         """Return latents [N, C, height, width] of frames with all views stacked, uint8 [N, height, width, 3]."""

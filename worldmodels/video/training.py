@@ -67,8 +67,8 @@ class Subsequence:
 
 
 def subsequence_at(video: LatentVideo, present: Tensor, config: VideoConfig) -> Subsequence:
-    """Return what surrounds the frames `present` [M]; history frames are spaced by `config.ages`."""
-    ages = torch.tensor(config.ages)
+    """Return what surrounds the frames `present` [M]; history frames are spaced by `config.history_offsets`."""
+    ages = torch.tensor(config.history_offsets)
     history = (present[:, None] - ages).maximum(video.first[present][:, None])
     ahead = present[:, None] + torch.arange(1, 1 + config.chunk)
     future = ahead.minimum(video.last[present][:, None])

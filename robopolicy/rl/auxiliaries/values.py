@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.policy import Finishes
+from robopolicy.core.policy import FinishesChain
 from robopolicy.rl.context import AuxiliaryInputs, score_extra
 from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.weights import step_mean
@@ -64,7 +64,7 @@ def step_preferences(
     if inputs.context.iteration < warmup:
         return torch.zeros((), device=inputs.mask.device)
     model, policy, draws = inputs.action_values, inputs.policy, inputs.context.generator
-    assert isinstance(policy, Finishes)  # which Need.FINISHES asks for
+    assert isinstance(policy, FinishesChain)  # which Need.FINISHES asks for
     count, steps = inputs.mask.shape
     rows = torch.randperm(count, generator=draws, device=draws.device)[:decisions]
     step = torch.randint(steps, (len(rows),), generator=draws, device=draws.device)
@@ -78,7 +78,7 @@ def step_preferences(
     latents = mean.detach() + std * noise
     repeated = {key: _at(value, torch.arange(len(rows)).repeat(children)) for key, value in here.items()}
     with torch.no_grad():
-        actions = policy.finish(repeated, latents.flatten(0, 1), (step + 1).repeat(children))
+        actions = policy.finish_chain(repeated, latents.flatten(0, 1), (step + 1).repeat(children))
         value = model.action_values(repeated, actions).reshape(children, -1)
         share = ((value - value.mean(0)) / (value.std(unbiased=False) + 1e-6)).softmax(0)
         best, worst = value.argmax(0), value.argmin(0)
