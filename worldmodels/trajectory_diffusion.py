@@ -6,7 +6,8 @@ policy-guided diffusion, Jackson et al. 2024, arXiv:2404.06356. Deviations: the 
 the state, each in its own standard deviations, and what comes out agrees best with both (states alone are off by about
 as much as a step changes slow ones, from which nobody learns dynamics or values); rewards and ends are read off them by
 `StepHeads` (drawn, successes became four times as rare as they are); constants, angles and derived elements of the
-state are repaired as in the ensemble; subsequences that end early repeat their last frame.
+state are repaired as in the ensemble; subsequences that end early repeat their last frame; guidance shifts what is
+denoised, not the noisy actions before it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -129,9 +130,9 @@ class TrajectoryDiffusion(nn.Module):
     ) -> Tensor:
         """Draw `count` subsequences [count, L, S + A] in the data's units, states and actions.
 
-        target: the policy whose likelihood the actions climb, by `guidance` times a step of unit length (over the whole
-        subsequence) in standardised actions, in full at the noisiest level and less towards the last one, which has
-        none.
+        target: the policy whose likelihood the actions climb. At denoising step n of N, guidance * guidance_weight(n /
+        N) * g / |g| is added to the denoised standardised actions; g is the gradient of the summed log-likelihood with
+        respect to them, |g| its norm over the whole subsequence. The last step has none.
         """
         parts = []
         with progress("Generating trajectories", count) as advance:
@@ -172,12 +173,10 @@ class TrajectoryDiffusion(nn.Module):
                 raw = chosen * self.std[actions] + self.mean[actions]
                 states = rearrange(whole[..., : self.states], "n l s -> (n l) s")
                 (slope,) = torch.autograd.grad(target(states, rearrange(raw, "n l a -> (n l) a")).sum(), chosen)
-            # Only the direction counts: far from what the policy does, the slope itself would be arbitrarily steep. The
-            # amount falls from 1 to 0 over the noise levels, slowly at first.
+            # Only the direction counts: far from what the policy does, the slope itself would be arbitrarily steep.
             unit = slope / (slope.flatten(1).norm(dim=1)[:, None, None] + 1e-8)
-            amount = 1 - share + 0.3 * torch.sin(torch.tensor(torch.pi * share))
             shift = torch.zeros_like(clean)
-            shift[..., actions] = guidance * amount * unit
+            shift[..., actions] = guidance * guidance_weight(share) * unit
             return shift
 
         return push
@@ -205,6 +204,16 @@ class TrajectoryDiffusion(nn.Module):
         fixed = structure.constant
         state[..., fixed] = drawn[..., fixed].mean(1, keepdim=True)
         return torch.cat([structure.complete(state), actions], -1)
+
+
+def guidance_weight(share: float) -> Tensor:
+    """Return policy-guided diffusion's weight of the guidance, w = 1 - s + 0.3 sin(pi s), a scalar [].
+
+    share: s = n / N, how much of the denoising is done, in [0, 1]. The weight falls from 1 to 0 all the way (its slope
+    is -1 + 0.3 pi cos(pi s) < 0), slowly at first: late pushes would break the dynamics. 0.3 is the authors' weight of
+    the sine, which their code takes one step later, at (n + 1) / N.
+    """
+    return 1 - share + 0.3 * torch.sin(torch.tensor(torch.pi * share))
 
 
 def beginnings(episodes: Episodes, length: int) -> Tensor:

@@ -10,7 +10,7 @@ from robopolicy.nn.configuration import EdmConfig
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.stages import fit_stages
 from worldmodels.configuration import TrajectoryConfig
-from worldmodels.trajectory_diffusion import TrajectoryDiffusion, beginnings
+from worldmodels.trajectory_diffusion import TrajectoryDiffusion, beginnings, guidance_weight
 
 CONFIG = TrajectoryConfig(length=8, width=32, depth=2, edm=EdmConfig(sigma_data=1.0, steps=12))
 
@@ -56,6 +56,30 @@ def test_guidance_climbs_the_policy_and_keeps_the_dynamics(learned):
         errors.append(float(((data.next_state - data.state)[:, :2] - GAIN * data.action).square().mean().sqrt()))
     assert likelihood[0] < likelihood[1] < likelihood[2]
     assert errors[1] < 0.1
+
+
+def test_the_weight_of_the_guidance_is_that_of_the_paper():
+    # By hand: 1 - s + 0.3 sin(pi s) with sin(pi / 6) = 0.5, sin(pi / 4) = 0.7071068, sin(pi / 2) = 1.
+    table = {0.0: 1.0, 1 / 6: 5 / 6 + 0.15, 0.25: 0.96213203, 0.5: 0.8, 0.75: 0.46213203, 5 / 6: 1 / 6 + 0.15, 1.0: 0.0}
+    found = {share: float(guidance_weight(share)) for share in table}
+    assert found == pytest.approx(table, abs=1e-6)
+    weights = [float(guidance_weight(step / 200)) for step in range(201)]
+    assert weights == sorted(weights, reverse=True)  # it never rises: no peak in the middle
+
+
+@pytest.mark.parametrize("steepness", [1.0, 1000.0])
+def test_the_push_is_as_long_as_its_weight_however_steep_the_policy(learned, steepness):
+    model, _ = learned
+
+    def target(state, action):
+        return -0.5 * steepness * (action - 5.0).square().sum(-1)
+
+    clean = torch.randn(3, CONFIG.length, len(model.mean), generator=generator())
+    push = model._push(target, 2.0)
+    for share, weight in ((0.0, 1.0), (0.5, 0.8), (0.75, 0.46213203)):
+        shift = push(clean, share)
+        assert shift.flatten(1).norm(dim=1).tolist() == pytest.approx(3 * [2.0 * weight], rel=1e-5)
+        assert not bool(shift[..., : 2 * model.states].any())  # actions alone are pushed
 
 
 def test_nothing_follows_an_end(learned):
