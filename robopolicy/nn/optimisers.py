@@ -22,17 +22,25 @@ def optimiser_tree(optimiser: torch.optim.Optimizer) -> dict[str, dict[str, Tens
 def restore_optimiser(optimiser: torch.optim.Optimizer, tree: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Put back what `optimiser_tree` took from an optimiser over the same parameters.
 
-    tree: number -> name -> tensor, [*parameter.shape] or a scalar []. Raises CheckpointError when the number of
-    parameters differs.
+    tree: number -> name -> tensor, [*parameter.shape] or a scalar [], on any device. Raises CheckpointError when the
+    number of parameters differs.
     """
     parameters = _parameters(optimiser)
     if len(parameters) != len(tree):
         raise CheckpointError(f"The checkpoint's optimiser has {len(tree)} parameters, this one has {len(parameters)}.")
-    for number, parameter in enumerate(parameters):
-        for name, value in tree[str(number)].items():
-            # Scalars, such as the count of updates, stay on the device that the checkpoint was read to.
-            target = parameter.device if value.dim() else value.device
-            optimiser.state[parameter][name] = value.clone().to(target)
+    number = 0
+    for group in optimiser.param_groups:
+        # Fused and capturable kernels read the count of updates beside the parameter, as float32; the others read it on
+        # the CPU, where asking for its value does not wait for the device.
+        beside = bool(group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            for name, value in tree[str(number)].items():
+                if name != "step":
+                    kept = value.to(parameter.device)
+                else:
+                    kept = value.to(parameter.device, torch.float32) if beside else value.to("cpu")
+                optimiser.state[parameter][name] = kept.clone()
+            number += 1
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
