@@ -24,7 +24,7 @@ from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.world import World
 from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.world_model import open_loop
-from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, build_policy
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.pretrain import pretrain
 from robopolicy.training.stages import fit_stages
@@ -155,7 +155,7 @@ def demonstrations_and_policy(world: World, study: Study, scale: Scale, seed: in
         min_sampling_std=study.exploration,
         min_logprob_std=study.exploration,
     )
-    policy = build_policy(
+    policy = DenoisingPolicy(
         config,
         shown.observation_fields,
         shown.action_field,

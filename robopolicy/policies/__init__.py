@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from robopolicy.policies.checkpoint import load_policy
     from robopolicy.policies.configuration import DenoisingPolicyConfig
-    from robopolicy.policies.denoising import DenoisingPolicy, build_policy
+    from robopolicy.policies.denoising import DenoisingPolicy
     from robopolicy.policies.token.configuration import TokenConfig, TokenPolicyConfig
-    from robopolicy.policies.token.policy import TokenPolicy, build_token_policy
+    from robopolicy.policies.token.policy import TokenPolicy
 
 __all__ = [
     "DenoisingPolicy",
@@ -16,8 +16,6 @@ __all__ = [
     "TokenConfig",
     "TokenPolicy",
     "TokenPolicyConfig",
-    "build_policy",
-    "build_token_policy",
     "load_policy",
 ]
 
@@ -27,8 +25,6 @@ _MODULES = {
     "TokenConfig": "token.configuration",
     "TokenPolicy": "token.policy",
     "TokenPolicyConfig": "token.configuration",
-    "build_policy": "denoising",
-    "build_token_policy": "token.policy",
     "load_policy": "checkpoint",
 }
 

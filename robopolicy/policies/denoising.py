@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import Decision, Scores, TensorObservation, is_condition
-from robopolicy.core.spec import Field, PolicySpec, WorldSpec, check_finite, validate_observation
+from robopolicy.core.spec import Field, PolicySpec, check_finite, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
@@ -40,13 +39,15 @@ from robopolicy.policies.schedule import make_schedule
 
 
 class DenoisingPolicy(nn.Module):
-    """A `core.policy.Trainable` that denoises action chunks; make one with `build_policy` or `load_policy`.
+    """A `core.policy.Trainable` that denoises action chunks.
 
     config: all choices; observation: the fields it may read, by key; action: one control step [A] with its range;
-    fps, instructions: of the world it is trained in; seed: of the initial weights (global randomness stays untouched);
-    network: somebody else's instead of the `ChunkNetwork` that config describes, see `DenoisingNetwork`.
-    record_means: whether decisions hold every step's mean. Raises ConfigError when config.observation_keys names an
-    unknown field, or the network lacks something.
+    fps, instructions: of the world it is trained in; values: data that the normalisers are fitted on, key -> [samples,
+    *shape], with "action" [samples, A] (None leaves them the identity, which is right only for data that already is in
+    [-1, 1]); seed: of the initial weights (global randomness stays untouched); network: somebody else's instead of the
+    `ChunkNetwork` that config describes, see `DenoisingNetwork`. record_means: whether decisions hold every step's
+    mean. Raises ConfigError when config.observation_keys names an unknown field, `values` lack a field that is
+    normalised, or the network lacks something.
     """
 
     action_low: Tensor
@@ -60,6 +61,7 @@ class DenoisingPolicy(nn.Module):
         *,
         fps: float,
         instructions: tuple[str, ...] = ("",),
+        values: Mapping[str, Tensor] | None = None,
         seed: int = 0,
         network: DenoisingNetwork | None = None,
     ):
@@ -68,7 +70,7 @@ class DenoisingPolicy(nn.Module):
             raise ConfigError(f"A denoising policy needs a vector of actions per control step, not {action.shape}.")
         if config.kind not in (PolicyKind.DIFFUSION, PolicyKind.FLOW):
             raise ConfigError(
-                f"kind={config.kind.value} is no denoising policy: build it with build_token_policy, or as a "
+                f"kind={config.kind.value} is no denoising policy: it is a robopolicy.policies.TokenPolicy or a "
                 "robopolicy.policies.joint.JointModel."
             )
         self.config = config
@@ -90,8 +92,10 @@ class DenoisingPolicy(nn.Module):
         self._encoder_learns = any(weight.requires_grad for weight in network.encoder_parameters())
         self.record_means = False
         for name, bound in (("action_low", action.low), ("action_high", action.high)):
-            values = torch.tensor(bound, dtype=torch.float32).expand(action.shape).clone()
-            self.register_buffer(name, values, persistent=False)
+            limit = torch.tensor(bound, dtype=torch.float32).expand(action.shape).clone()
+            self.register_buffer(name, limit, persistent=False)
+        if values is not None:
+            self.fit_normalizers(values)
 
     @property
     def spec(self) -> PolicySpec:
@@ -229,10 +233,10 @@ class DenoisingPolicy(nn.Module):
     def fit_normalizers(self, values: Mapping[str, Tensor]) -> None:
         """Fit every normaliser on data: values by observation key [samples, *shape] and "action" [samples, A].
 
-        Raises ConfigError when a key is missing or fine-tuning has next_step (the base would see other inputs).
+        Raises ConfigError when a key is missing or fine-tuning has begun (the base would see other inputs).
         """
         if self.base is not None:
-            raise ConfigError("The normalisers are fixed once fine-tuning has next_step: fit them before pre-training.")
+            raise ConfigError("The normalisers are fixed once fine-tuning has begun: fit them before pre-training.")
         fit_normalizers(self.normalizers(), values)
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
@@ -287,13 +291,6 @@ class DenoisingPolicy(nn.Module):
         from robopolicy.policies.denoising_checkpoint import load_denoising_policy
 
         return load_denoising_policy(folder, description, device)
-
-    @classmethod
-    def build(cls, config: DenoisingPolicyConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> "DenoisingPolicy":
-        """Return a fresh policy for the fields of `spec`, its normalisers fitted on `episodes`."""
-        values = {**episodes.observation, "action": episodes.actions}
-        known: dict[str, Any] = {"fps": spec.fps, "instructions": spec.instructions, "values": values, "seed": seed}
-        return build_policy(config, spec.observation, spec.action, **known)
 
     def _validate(self, observation: TensorObservation) -> None:
         validate_observation(observation, self.fields, history=self.config.history)
@@ -373,25 +370,3 @@ class DenoisingPolicy(nn.Module):
             if kept:
                 return kept
         return self.encode(observation)
-
-
-def build_policy(
-    config: DenoisingPolicyConfig,
-    observation: Mapping[str, Field],
-    action: Field,
-    *,
-    fps: float,
-    instructions: tuple[str, ...] = ("",),
-    values: Mapping[str, Tensor] | None = None,
-    seed: int = 0,
-) -> DenoisingPolicy:
-    """Return a fresh policy for a world's fields, its normalisers fitted on data.
-
-    observation, action, fps, instructions: as in `WorldSpec`; values: key -> [samples, *shape], with "action"
-    [samples, A]; None leaves the normalisers the identity, which is right only for data that already is in [-1, 1].
-    Raises ConfigError as `DenoisingPolicy` does, and when `values` lack a field that is normalised.
-    """
-    policy = DenoisingPolicy(config, observation, action, fps=fps, instructions=instructions, seed=seed)
-    if values is not None:
-        policy.fit_normalizers(values)
-    return policy

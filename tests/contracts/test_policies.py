@@ -12,7 +12,7 @@ from robopolicy.core.policy import Decision, Scores
 from robopolicy.core.policy_conformance import Level, PolicyReport, check_policy
 from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.nn.configuration import DenoiserKind, FlowNoise, ImageEncoderConfig, Prediction
-from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, build_policy, load_policy
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from robopolicy.policies.configuration import LogpReduction, PolicyKind
 
 FIELDS = {"observation.state": Field((3,)), "observation.environment_state": Field((4,))}
@@ -26,7 +26,7 @@ def _policy(config: DenoisingPolicyConfig, fields: dict[str, Field] = FIELDS, st
     generator = torch.Generator().manual_seed(0)
     values = {"action": torch.rand(50, 2, generator=generator) - 0.5}
     values |= {key: torch.randn(50, *field.shape, generator=generator) for key, field in fields.items()}
-    policy = build_policy(config, fields, ACTION, fps=10, instructions=("push",), values=values)
+    policy = DenoisingPolicy(config, fields, ACTION, fps=10, instructions=("push",), values=values)
     if steps is not None:
         policy.prepare_finetuning(steps)
     return policy
@@ -129,7 +129,9 @@ class _Broken(DenoisingPolicy):
 
     def save(self, folder: Path) -> None:
         if self.breakage == "forgets":
-            policy = build_policy(self.config, self.fields, self.action, fps=self.fps, instructions=self.instructions)
+            policy = DenoisingPolicy(
+                self.config, self.fields, self.action, fps=self.fps, instructions=self.instructions
+            )
             policy.prepare_finetuning(self.finetuned_steps)
             policy.save(folder)
         else:

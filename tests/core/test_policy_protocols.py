@@ -18,7 +18,7 @@ from robopolicy.core.policy import (
     require_trainable,
 )
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
-from robopolicy.policies import DenoisingPolicyConfig, build_policy
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 
 FIELDS, ACTION = {STATE: Field((2,))}, Field((1,))
 
@@ -57,7 +57,7 @@ def test_a_plain_policy_needs_three_members_and_decides_actions_alone():
 
 
 def test_denoising_policies_have_it_all():
-    policy = build_policy(DenoisingPolicyConfig(width=8), FIELDS, ACTION, fps=10)
+    policy = DenoisingPolicy(DenoisingPolicyConfig(width=8), FIELDS, ACTION, fps=10)
     assert require_trainable(policy) is policy
     assert isinstance(policy, Trainable) and isinstance(policy, Resumes) and isinstance(policy, RecordsMeans)
 

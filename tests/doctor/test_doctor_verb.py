@@ -8,7 +8,7 @@ import pytest
 from robopolicy.cli import main
 from robopolicy.core.spec import STATE
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
-from robopolicy.policies import DenoisingPolicyConfig, build_policy
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.pretrain import pretrain
 
@@ -67,7 +67,7 @@ def test_a_policy_is_examined_with_the_data_it_was_trained_on_and_with_other_dat
     data = read_dataset(root / "collect" / "reach_planar" / "0" / "dataset")
     config = DenoisingPolicyConfig(width=64, depth=2, sampling_steps=3)
     values = {**data.observation, "action": data.actions}
-    policy = build_policy(config, data.observation_fields, data.action_field, fps=data.fps, values=values)
+    policy = DenoisingPolicy(config, data.observation_fields, data.action_field, fps=data.fps, values=values)
     pretrain(policy, data, PretrainConfig(batch_size=64, fit=FitConfig(steps=150)))
     policy.save(tmp_path / "policy")
     assert examine(root, f"doctor.policy={tmp_path / 'policy'}") == (0, {})

@@ -14,11 +14,11 @@ from robopolicy.doctor import Health, examine_policy
 from robopolicy.doctor.policy import check_normalizers
 from robopolicy.nn.configuration import NormalizationMode
 from robopolicy.policies import (
+    DenoisingPolicy,
     DenoisingPolicyConfig,
     TokenConfig,
+    TokenPolicy,
     TokenPolicyConfig,
-    build_policy,
-    build_token_policy,
 )
 from sims.experts import NoisyController
 from sims.registry import load_task, make_world
@@ -67,7 +67,7 @@ def problems(policy, data):
 def fitted(data, **options):
     config = DenoisingPolicyConfig(width=16, depth=1, **options)
     values = {**data.observation, "action": data.actions}
-    return build_policy(config, data.observation_fields, data.action_field, fps=10.0, values=values)
+    return DenoisingPolicy(config, data.observation_fields, data.action_field, fps=10.0, values=values)
 
 
 def test_a_sound_policy_has_no_problem(expert, data):
@@ -168,7 +168,7 @@ def test_statistics_fit_the_data_they_come_from(data):
 def test_a_token_policy_shows_its_statistics_too(data):
     token = TokenConfig(width=16, depth=1, heads=2, feed_forward=16)
     fields, values = data.observation_fields, {**data.observation, "action": data.actions}
-    policy = build_token_policy(TokenPolicyConfig(token=token), fields, data.action_field, fps=10.0, values=values)
+    policy = TokenPolicy(TokenPolicyConfig(token=token), fields, data.action_field, fps=10.0, values=values)
     assert check_normalizers(policy, data)[0].health is Health.GOOD
     moved = replace(data, observation={**data.observation, STATE: data.observation[STATE] + 5.0})
     assert check_normalizers(policy, moved)[0].measured.startswith("observation.state: fitted on other data")

@@ -5,7 +5,7 @@ from robopolicy.core.randomness import episode_seeds
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig
-from robopolicy.policies.denoising import DenoisingPolicy, build_policy
+from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.pretrain import pretrain
 from sims.experts import NoisyController
@@ -17,7 +17,7 @@ def cloned_policy() -> DenoisingPolicy:
     world = make_world("push_cube", 64)
     expert = NoisyController(load_task("push_cube").expert(), 0.2, 0, world.spec.action)
     episodes = record(world, expert, episode_seeds(0, "demonstrations", 150))
-    policy = build_policy(
+    policy = DenoisingPolicy(
         DenoisingPolicyConfig(sampling_steps=5, min_sampling_std=0.2, min_logprob_std=0.2),
         world.spec.observation,
         world.spec.action,

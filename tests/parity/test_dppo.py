@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributions import Normal
 
-from robopolicy.policies import DenoisingPolicyConfig, build_policy
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.collect import play, start_streams
 from robopolicy.rl.configuration import AlgorithmConfig
@@ -32,7 +32,7 @@ def test_gradients_of_the_published_loss(steps: int, seed: int):
     world = make_world("reach_planar", 6)
     spec = world.spec
     config = DenoisingPolicyConfig(width=32, depth=2, sampling_steps=5, logp_clamp=(-5.0, 2.0))
-    policy = build_policy(config, spec.observation, spec.action, fps=spec.fps, seed=seed)
+    policy = DenoisingPolicy(config, spec.observation, spec.action, fps=spec.fps, seed=seed)
     policy.prepare_finetuning(steps)
     generator = torch.Generator().manual_seed(seed)
     streams = start_streams(world, policy, seed, "x")

@@ -10,7 +10,7 @@ import torch
 from robopolicy.core.errors import ConfigError, DataError, NonFiniteError, SpecError
 from robopolicy.core.spec import Field
 from robopolicy.nn.configuration import FlowNoise, ImageEncoderConfig
-from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, build_policy
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import LogpReduction, PolicyKind
 
 STATE, CAMERA = "observation.state", "observation.images.front"
@@ -22,7 +22,7 @@ CONFIG = DenoisingPolicyConfig(width=32, depth=2, sampling_steps=5, denoising_st
 def _policy(config: DenoisingPolicyConfig = CONFIG, fields: Any = None, seed: int = 0) -> DenoisingPolicy:
     generator = torch.Generator().manual_seed(0)
     values = {"action": torch.rand(50, 2, generator=generator) * 2 - 1, STATE: torch.randn(50, 3, generator=generator)}
-    return build_policy(config, fields or FIELDS, ACTION, fps=10, values=values, seed=seed)
+    return DenoisingPolicy(config, fields or FIELDS, ACTION, fps=10, values=values, seed=seed)
 
 
 def _generator(seed: int = 0) -> torch.Generator:
@@ -220,7 +220,7 @@ def test_bad_batches_and_chains_are_refused():
     with pytest.raises(SpecError, match="chain"):
         policy.log_prob(_observation(), {"chain": torch.zeros(6, 3, 4, 2)})
     with pytest.raises(ConfigError, match=r"observation\.state"):
-        build_policy(replace(CONFIG, observation_keys=("observation.stat",)), FIELDS, ACTION, fps=10)
+        DenoisingPolicy(replace(CONFIG, observation_keys=("observation.stat",)), FIELDS, ACTION, fps=10)
     with pytest.raises(ConfigError, match="No data to normalise"):
         policy.fit_normalizers({STATE: torch.zeros(4, 3)})
     with pytest.raises(DataError):

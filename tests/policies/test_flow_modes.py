@@ -10,7 +10,7 @@ import torch
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.nn.configuration import FlowNoise
-from robopolicy.policies import build_policy, load_policy
+from robopolicy.policies import DenoisingPolicy, load_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.ratio_level import RatioLevel
@@ -43,7 +43,7 @@ MODES = {
 
 
 def make(config: DenoisingPolicyConfig, prepared: bool = True):
-    policy = build_policy(config, FIELDS, ACTION, fps=10.0)
+    policy = DenoisingPolicy(config, FIELDS, ACTION, fps=10.0)
     if prepared:
         policy.prepare_finetuning()
     return policy

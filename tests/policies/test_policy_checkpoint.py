@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from robopolicy.core.errors import CheckpointError
 from robopolicy.core.spec import Field
-from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, build_policy, load_policy
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 
 FIELDS = {"observation.state": Field((3,)), "observation.images.front": Field((16, 16, 3), "uint8", 0, 255)}
 CONFIG = DenoisingPolicyConfig(width=16, depth=2, sampling_steps=4, denoising_steps=8)
@@ -18,7 +18,7 @@ CONFIG = DenoisingPolicyConfig(width=16, depth=2, sampling_steps=4, denoising_st
 def _policy(finetuned: bool = True) -> DenoisingPolicy:
     values = {"action": torch.tensor([[-1.0, 0.0], [1.0, 4.0]]), "observation.state": torch.eye(3)}
     action = Field((2,), low=(-1.0, -8.0), high=(1.0, 8.0), unit="m")
-    policy = build_policy(CONFIG, FIELDS, action, fps=12.5, instructions=("push the cube",), values=values)
+    policy = DenoisingPolicy(CONFIG, FIELDS, action, fps=12.5, instructions=("push the cube",), values=values)
     if finetuned:
         policy.prepare_finetuning(2, train_encoder=False)
         with torch.no_grad():

@@ -13,7 +13,7 @@ from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.spec import Field
 from robopolicy.nn.configuration import ActionTokens
 from robopolicy.nn.language import LanguageModel
-from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, build_token_policy, load_policy
+from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, load_policy
 from robopolicy.policies.token.configuration import DecodeSchedule, TokenDecoding
 from robopolicy.policies.token.decoding import MaskedDecoding, commit_schedule
 
@@ -28,7 +28,7 @@ CAUSAL = {"decoding": TokenDecoding.CAUSAL}
 def make(chunk: int = 3, **changes: Any) -> TokenPolicy:
     config = TokenPolicyConfig(chunk=chunk, token=replace(TOKEN, **changes))
     values = {STATE: torch.tensor([[-1.0] * 3, [1.0] * 3]), "action": torch.tensor([[-1.0] * 2, [1.0] * 2])}
-    return build_token_policy(config, FIELDS, ACTION, fps=10, instructions=TEXTS, values=values)
+    return TokenPolicy(config, FIELDS, ACTION, fps=10, instructions=TEXTS, values=values)
 
 
 def generator(seed: int = 0) -> torch.Generator:

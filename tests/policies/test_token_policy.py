@@ -14,7 +14,7 @@ from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.spec import Field
 from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.nn.configuration import ActionTokens
-from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, build_token_policy, load_policy
+from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, load_policy
 from robopolicy.policies.token.configuration import DecodeSchedule, TokenDecoding
 
 STATE, CAMERA = "observation.state", "observation.images.front"
@@ -30,7 +30,7 @@ def make(config: TokenPolicyConfig = CONFIG, fields: dict[str, Field] = FIELDS, 
     draws = torch.Generator().manual_seed(0)
     values = {key: torch.randn(50, *field.shape, generator=draws) for key, field in fields.items()}
     values["action"] = torch.rand(50, 2, generator=draws) - 0.5
-    return build_token_policy(config, fields, ACTION, fps=10, instructions=TEXTS, values=values, seed=seed)
+    return TokenPolicy(config, fields, ACTION, fps=10, instructions=TEXTS, values=values, seed=seed)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -294,7 +294,7 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path):
 
 def test_it_learns_to_listen():
     """Two instructions, one state: the text alone decides the action, and the wrong one gives the wrong action."""
-    policy = build_token_policy(
+    policy = TokenPolicy(
         replace(CONFIG, chunk=1), {STATE: Field((3,))}, ACTION, fps=10, instructions=("go left", "go right")
     )
     optimiser = torch.optim.Adam(policy.parameters(), lr=3e-3)

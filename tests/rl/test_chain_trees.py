@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.policies import DenoisingPolicyConfig, build_policy
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import PolicyKind
 from robopolicy.rl.advantages.tree import branch_grpo, owners, shared_credit, tree_po
 from robopolicy.rl.context import Context
@@ -18,7 +18,7 @@ UNITS = 4
 def policy_for(world, **changes):
     config = DenoisingPolicyConfig(width=16, depth=1, sampling_steps=6, **changes)
     spec = world.spec
-    policy = build_policy(config, spec.observation, spec.action, fps=spec.fps)
+    policy = DenoisingPolicy(config, spec.observation, spec.action, fps=spec.fps)
     policy.prepare_finetuning(UNITS)
     return policy
 

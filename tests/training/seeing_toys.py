@@ -5,7 +5,7 @@ from bandit_toys import BanditWorld
 
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, TASK, Field, WorldSpec
 from robopolicy.nn.configuration import ImageEncoderConfig
-from robopolicy.policies import TokenConfig, TokenPolicyConfig, build_policy, build_token_policy
+from robopolicy.policies import DenoisingPolicy, TokenConfig, TokenPolicy, TokenPolicyConfig
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 
 CAMERA = IMAGE_PREFIX + "front"
@@ -36,7 +36,9 @@ def denoising_policy(world: BanditWorld, seed: int = 0, *, cameras: bool = False
         image=ImageEncoderConfig(features=8, channels=(8, 8, 8)), **changes,
     )  # fmt: skip
     spec = world.spec
-    return build_policy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions, seed=seed)
+    return DenoisingPolicy(
+        config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions, seed=seed
+    )
 
 
 def token_policy(world: BanditWorld, seed: int = 0, *, cameras: bool = False):
@@ -46,6 +48,4 @@ def token_policy(world: BanditWorld, seed: int = 0, *, cameras: bool = False):
         token=TokenConfig(width=8, depth=1, heads=2, feed_forward=8, bins=5, patch=10),
     )  # fmt: skip
     spec = world.spec
-    return build_token_policy(
-        config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions, seed=seed
-    )
+    return TokenPolicy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions, seed=seed)

@@ -9,7 +9,7 @@ from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.run import RunFolder
 from robopolicy.data.record import record
-from robopolicy.policies import build_policy
+from robopolicy.policies import DenoisingPolicy
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.presets import PRESETS
@@ -83,7 +83,7 @@ def test_imitating_the_best_by_action_values_raises_success():
 def small_policy(world):
     config = DenoisingPolicyConfig(width=16, depth=1, sampling_steps=3)
     spec = world.spec
-    policy = build_policy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions)
+    policy = DenoisingPolicy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions)
     policy.prepare_finetuning(2)
     return policy
 

@@ -7,7 +7,7 @@ import torch
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.run import RunFolder
-from robopolicy.policies import TokenConfig, TokenPolicyConfig, build_token_policy
+from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig
 from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.presets import PRESETS
@@ -39,9 +39,7 @@ FOR_CHAINS = {"dppo", "grpo_guard", "ac_flow"}
 def token_policy(world, seed: int = 0, **token):
     spec = world.spec
     config = TokenPolicyConfig(token=TokenConfig(width=16, depth=1, heads=2, feed_forward=16, bins=5, **token))
-    return build_token_policy(
-        config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions, seed=seed
-    )
+    return TokenPolicy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions, seed=seed)
 
 
 def tune(config: FinetuneConfig, world=None, policy=None, **options):

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import Decision, Scores, TensorObservation
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, WorldSpec, check_finite, validate_observation
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, check_finite, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.action_tokens import make_action_tokenizer
 from robopolicy.nn.language import (
@@ -38,10 +37,12 @@ if TYPE_CHECKING:
 
 
 class TokenPolicy(nn.Module):
-    """A `core.policy.Policy` that says action tokens; make one with `build_token_policy` or `load_policy`.
+    """A `core.policy.Policy` that says action tokens.
 
-    config, observation, action, fps, seed: as in `DenoisingPolicy`; instructions: those it may be given (a model from
-    scratch knows their words and no others); language: a backbone and its tokenizer, None for what config.token names.
+    config, observation, action, fps, values, seed: as in `DenoisingPolicy`; instructions: those it may be given (a
+    model from scratch knows their words and no others); language: a backbone and its tokenizer, None for what
+    config.token names. Raises ConfigError when config.observation_keys names a field that does not exist, an action is
+    no vector, the decoding does not fit the tokens or the model, or `values` lack a field that is normalised.
     """
 
     action_low: Tensor
@@ -55,6 +56,7 @@ class TokenPolicy(nn.Module):
         *,
         fps: float,
         instructions: tuple[str, ...] = ("",),
+        values: Mapping[str, Tensor] | None = None,
         seed: int = 0,
         language: "tuple[PreTrainedModel, TextTokenizer] | None" = None,
     ):
@@ -98,8 +100,10 @@ class TokenPolicy(nn.Module):
         self.adapters: dict[str, float] | None = None
         self.finetuning: dict[str, Any] | None = None
         for name, bound in (("action_low", action.low), ("action_high", action.high)):
-            values = torch.tensor(bound, dtype=torch.float32).expand(action.shape).clone()
-            self.register_buffer(name, values, persistent=False)
+            limit = torch.tensor(bound, dtype=torch.float32).expand(action.shape).clone()
+            self.register_buffer(name, limit, persistent=False)
+        if values is not None:
+            self.fit_normalizers(values)
 
     @property
     def spec(self) -> PolicySpec:
@@ -278,13 +282,6 @@ class TokenPolicy(nn.Module):
 
         return load_token_policy(folder, description, device)
 
-    @classmethod
-    def build(cls, config: TokenPolicyConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> "TokenPolicy":
-        """Return a fresh policy for the fields of `spec`, its normalisers fitted on `episodes`."""
-        values = {**episodes.observation, "action": episodes.actions}
-        known: dict[str, Any] = {"fps": spec.fps, "instructions": spec.instructions, "values": values, "seed": seed}
-        return build_token_policy(config, spec.observation, spec.action, **known)
-
     @property
     def _action_language(self) -> ActionLanguage:
         return ActionLanguage(self.language, self.action_embedding, self.head, self.config.token.temperature)
@@ -320,25 +317,3 @@ def _language(config: TokenPolicyConfig, instructions: tuple[str, ...]) -> "tupl
         return pretrained_backbone(token.model)
     words = WordTokenizer(instructions)
     return small_backbone(words.size, token.width, token.depth, token.heads, token.feed_forward), words
-
-
-def build_token_policy(
-    config: TokenPolicyConfig,
-    observation: Mapping[str, Field],
-    action: Field,
-    *,
-    fps: float,
-    instructions: tuple[str, ...] = ("",),
-    values: Mapping[str, Tensor] | None = None,
-    seed: int = 0,
-) -> TokenPolicy:
-    """Return a fresh policy for a world's fields, its normalisers fitted on data; see `build_policy`.
-
-    values: key -> [samples, *shape], with "action" [samples, A]; None leaves the normalisers the identity. Raises
-    ConfigError when config.observation_keys names a field that does not exist, an action is no vector, the decoding
-    does not fit the tokens or the model, or `values` lack a field that is normalised.
-    """
-    policy = TokenPolicy(config, observation, action, fps=fps, instructions=instructions, seed=seed)
-    if values is not None:
-        policy.fit_normalizers(values)
-    return policy
