@@ -11,7 +11,7 @@ PACKAGES = ("robopolicy", "worldmodels", "sims")
 LONGEST_FILE, LONGEST_FUNCTION = 450, 70
 ROOMS = ("robopolicy/core", "robopolicy/rl", "robopolicy/nn", "robopolicy/policies", "sims", "worldmodels")
 """Where public functions over arrays say their shapes, and which errors they raise."""
-ARRAYS = {"Tensor", "ndarray", "Rows"}
+ARRAYS = {"Tensor", "ndarray", "Array", "Rows"}
 ACTORS = {"policy", "base", "teacher", "model", "world", "critic", "actor", "candidate", "student"}
 """Names of parameters that mean a policy, a model or a world: `Any` would say nothing about them."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from robopolicy.core.arrays import Array
 from robopolicy.core.errors import NonFiniteError, RobopolicyError, SpecError
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSpec, validate_observation
 from robopolicy.core.world import Renders, Snapshots, Step, World
@@ -51,7 +52,7 @@ def check_world(
         check_render(make_world, seeds)
 
 
-def check_starts(make_world: MakeWorld, seeds: np.ndarray, tolerance: float) -> None:
+def check_starts(make_world: MakeWorld, seeds: Array, tolerance: float) -> None:
     """A start is well formed and a function of its seed alone: not of row, batch size or what happened before.
 
     seeds: [B], of the episodes. Raises AssertionError naming the broken promise.
@@ -82,9 +83,7 @@ def check_starts(make_world: MakeWorld, seeds: np.ndarray, tolerance: float) -> 
     alone.close()
 
 
-def check_partial_reset(
-    make_world: MakeWorld, seeds: np.ndarray, chunk: int, deterministic: bool, tolerance: float
-) -> None:
+def check_partial_reset(make_world: MakeWorld, seeds: Array, chunk: int, deterministic: bool, tolerance: float) -> None:
     """reset(rows) starts these rows and touches no others, now or later.
 
     seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
@@ -112,7 +111,7 @@ def check_partial_reset(
     twin.close()
 
 
-def check_episode(make_world: MakeWorld, seeds: np.ndarray, chunk: int) -> None:
+def check_episode(make_world: MakeWorld, seeds: Array, chunk: int) -> None:
     """Play to the end: shapes, endings, latched success, the time limit exactly at the horizon, frozen ended rows.
 
     seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
@@ -142,7 +141,7 @@ def check_episode(make_world: MakeWorld, seeds: np.ndarray, chunk: int) -> None:
     world.close()
 
 
-def check_endings(world: World, step: Step, count: np.ndarray, before: np.ndarray, chunk: int) -> None:
+def check_endings(world: World, step: Step, count: Array, before: Array, chunk: int) -> None:
     """terminated, truncated and success are apart and agree with the number of control steps [B] so far."""
     spec, ended = world.spec, step.ended
     promise(world, not (step.terminated & step.truncated).any(), "a row is not both terminated and truncated")
@@ -203,9 +202,7 @@ def check_observation(world: World, observation: Observation) -> None:
     promise(world, not unknown, f"'{TASK}' is one of the spec's instructions, not {sorted(unknown)}")
 
 
-def check_bad_actions(
-    make_world: MakeWorld, seeds: np.ndarray, chunk: int, deterministic: bool, tolerance: float
-) -> None:
+def check_bad_actions(make_world: MakeWorld, seeds: Array, chunk: int, deterministic: bool, tolerance: float) -> None:
     """Wrong shapes and non-finite actions are refused without touching the world; values out of range are clipped.
 
     seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
@@ -239,7 +236,7 @@ def check_bad_actions(
     world.close()
 
 
-def check_repeats(make_world: MakeWorld, seeds: np.ndarray, chunk: int, tolerance: float) -> None:
+def check_repeats(make_world: MakeWorld, seeds: Array, chunk: int, tolerance: float) -> None:
     """The same seeds and actions give the same episode, in any row.
 
     seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
@@ -256,7 +253,7 @@ def check_repeats(make_world: MakeWorld, seeds: np.ndarray, chunk: int, toleranc
     twin.close()
 
 
-def check_chunks(make_world: MakeWorld, seeds: np.ndarray, chunk: int, tolerance: float) -> None:
+def check_chunks(make_world: MakeWorld, seeds: Array, chunk: int, tolerance: float) -> None:
     """A chunk of C steps equals C chunks of one step, to the end of the episode.
 
     seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
@@ -283,9 +280,7 @@ def check_chunks(make_world: MakeWorld, seeds: np.ndarray, chunk: int, tolerance
     single.close()
 
 
-def check_snapshots(
-    make_world: MakeWorld, seeds: np.ndarray, chunk: int, deterministic: bool, tolerance: float
-) -> None:
+def check_snapshots(make_world: MakeWorld, seeds: Array, chunk: int, deterministic: bool, tolerance: float) -> None:
     """A restored row shows and repeats what it did, also in another row; rows not restored are left alone.
 
     seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
@@ -324,7 +319,7 @@ def check_snapshots(
     world.close()
 
 
-def check_render(make_world: MakeWorld, seeds: np.ndarray) -> None:
+def check_render(make_world: MakeWorld, seeds: Array) -> None:
     """Images are uint8 [R, height, width, 3] of the rows asked for.
 
     seeds: [B], of the episodes. Raises AssertionError naming the broken promise.
@@ -342,19 +337,19 @@ def check_render(make_world: MakeWorld, seeds: np.ndarray) -> None:
     world.close()
 
 
-def sample_actions(spec: WorldSpec, batch: int, chunk: int, seed: int) -> np.ndarray:
+def sample_actions(spec: WorldSpec, batch: int, chunk: int, seed: int) -> Array:
     """Return uniform actions [batch, chunk, A] within the spec's bounds (-1 to 1 where it has none)."""
     low, high = action_bounds(spec.action)
     return low + (high - low) * np.random.default_rng(seed).random((batch, chunk, *spec.action.shape))
 
 
-def action_bounds(action: Field) -> tuple[np.ndarray, np.ndarray]:
+def action_bounds(action: Field) -> tuple[Array, Array]:
     """Return low and high of one control step, [A] each, in the field's units; -1 and 1 where it is unbounded."""
     low, high = np.broadcast_to(action.low, action.shape), np.broadcast_to(action.high, action.shape)
     return np.where(np.isfinite(low), low, -1.0), np.where(np.isfinite(high), high, 1.0)
 
 
-def expect_error(world: World, actions: np.ndarray, error: type[RobopolicyError], what: str) -> None:
+def expect_error(world: World, actions: Array, error: type[RobopolicyError], what: str) -> None:
     """`step` must raise `error` on `actions`, not [B, C, A] or not finite; raises AssertionError otherwise."""
     try:
         world.step(actions)
@@ -364,7 +359,7 @@ def expect_error(world: World, actions: np.ndarray, error: type[RobopolicyError]
 
 
 def check_same_step(
-    world: World, expected: Step, got: Step, text: str, tolerance: float, rows: np.ndarray | None = None
+    world: World, expected: Step, got: Step, text: str, tolerance: float, rows: Array | None = None
 ) -> None:
     """Compare everything in two steps, on `rows` (a mask [B]) or all."""
     rows = np.ones(len(expected.valid), dtype=bool) if rows is None else rows
@@ -397,12 +392,12 @@ def copy(observation: Observation) -> Observation:
     return {key: np.array(value) for key, value in observation.items()}
 
 
-def take(observation: Observation, rows: np.ndarray) -> Observation:
+def take(observation: Observation, rows: Array) -> Observation:
     """Select rows of every array [B, ...], by indices [n] or a mask [B]."""
     return {key: np.asarray(value)[rows] for key, value in observation.items()}
 
 
-def reorder(step: Step, rows: np.ndarray) -> Step:
+def reorder(step: Step, rows: Array) -> Step:
     """Select rows of every array [B, ...] in a step, by indices [n] or a mask [B]; horizon_end is dropped."""
     return Step(
         observation=take(step.observation, rows),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.history import begin, held, latest
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation, WorldSpec
@@ -25,9 +26,9 @@ class Advanced:
     [R, C] bool, the step at which an episode succeeded for the first time.
     """
 
-    length: np.ndarray
-    live: np.ndarray
-    first: np.ndarray
+    length: Array
+    live: Array
+    first: Array
 
 
 class EpisodeRows:
@@ -39,18 +40,16 @@ class EpisodeRows:
     cuts, horizon_end bool; a world adds its own in `start`. Raises ConfigError unless sizes are at least 1.
     """
 
-    def __init__(
-        self, spec: WorldSpec, batch_size: int, draw: Callable[[int], np.ndarray], *, cuts: bool = False
-    ) -> None:
+    def __init__(self, spec: WorldSpec, batch_size: int, draw: Callable[[int], Array], *, cuts: bool = False) -> None:
         require_sizes(batch_size=batch_size, history=spec.history, horizon=spec.horizon)
         self.spec, self.batch_size = spec, batch_size
         self._draw = draw
         self._ends = ("terminated", "truncated", "horizon_end") if cuts else ("terminated", "truncated")
-        self._arrays: dict[str, np.ndarray] = {}
+        self._arrays: dict[str, Array] = {}
         self._texts = list(spec.instructions)
 
     @property
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> dict[str, Array]:
         """All arrays [B, ...] by name, to be read and written in place. Raises SpecError before the first reset."""
         self.require_started()
         return self._arrays
@@ -62,7 +61,7 @@ class EpisodeRows:
 
     # -- starting ------------------------------------------------------------------------------------------------
 
-    def index(self, rows: Rows) -> np.ndarray:
+    def index(self, rows: Rows) -> Array:
         """Return row indices [R] int64. Raises SpecError unless they are distinct and in range."""
         if rows is None:
             return np.arange(self.batch_size)
@@ -71,7 +70,7 @@ class EpisodeRows:
             raise SpecError(f"Rows {index.tolist()} must be distinct and lie in 0..{self.batch_size - 1}.")
         return index
 
-    def reset_rows(self, rows: Rows, seeds: Sequence[int] | np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    def reset_rows(self, rows: Rows, seeds: Sequence[int] | Array | None) -> tuple[Array, Array]:
         """Return the rows to reset [R] and their episodes' seeds [R] int64, drawn where None are given.
 
         Raises SpecError on bad rows, when the first reset leaves rows out, and unless there is one seed per row.
@@ -86,11 +85,11 @@ class EpisodeRows:
 
     def start(
         self,
-        index: np.ndarray,
-        frames: Mapping[str, np.ndarray],
+        index: Array,
+        frames: Mapping[str, Array],
         *,
-        instruction: np.ndarray | int = 0,
-        own: Mapping[str, np.ndarray] | None = None,
+        instruction: Array | int = 0,
+        own: Mapping[str, Array] | None = None,
     ) -> None:
         """Begin new episodes in rows `index` [R].
 
@@ -107,7 +106,7 @@ class EpisodeRows:
         for name in ("steps", "success", *self._ends):
             self._arrays[name][index] = 0
 
-    def _allocate(self, fresh: Mapping[str, np.ndarray]) -> None:
+    def _allocate(self, fresh: Mapping[str, Array]) -> None:
         """Allocate every array, with the shapes of the first episodes' values; history has the fields' dtypes."""
         rows, fields = self.batch_size, self.spec.observation
         dtypes = {name: value.dtype for name, value in fresh.items()}
@@ -116,7 +115,7 @@ class EpisodeRows:
         self._arrays |= {name: np.zeros(rows, dtype=np.int64) for name in ("instruction", "steps")}
         self._arrays |= {name: np.zeros(rows, dtype=bool) for name in ("success", *self._ends)}
 
-    def instruction_index(self, texts: Sequence[str] | np.ndarray) -> np.ndarray:
+    def instruction_index(self, texts: Sequence[str] | Array) -> Array:
         """Return indices [R] int64 of language instructions; one that the spec does not list gets the next index."""
         self._texts += [text for text in dict.fromkeys(map(str, texts)) if text not in self._texts]
         return np.array([self._texts.index(str(text)) for text in texts], dtype=np.int64)
@@ -124,25 +123,25 @@ class EpisodeRows:
     # -- going on ------------------------------------------------------------------------------------------------
 
     @property
-    def running(self) -> np.ndarray:
+    def running(self) -> Array:
         """[B] bool: rows whose episode has not ended."""
         arrays = self.arrays
         return ~np.logical_or.reduce([arrays[name] for name in self._ends])
 
     @property
-    def running_index(self) -> slice | np.ndarray:
+    def running_index(self) -> slice | Array:
         """Index of the running rows in an array [B, ...]: a slice where all of them run, else indices [R]."""
         running = self.running
         return slice(None) if running.all() else np.flatnonzero(running)
 
     def advance(
         self,
-        index: slice | np.ndarray,
-        success: np.ndarray,
+        index: slice | Array,
+        success: Array,
         *,
-        terminated: np.ndarray | None = None,
-        truncated: np.ndarray | None = None,
-        cut: np.ndarray | None = None,
+        terminated: Array | None = None,
+        truncated: Array | None = None,
+        cut: Array | None = None,
     ) -> Advanced:
         """Count the steps of an action chunk in the running rows `index`, record success and end episodes.
 
@@ -173,13 +172,13 @@ class EpisodeRows:
             arrays["horizon_end"][index] = cut[final] & ~timed_out[final] & ~done[final]
         return Advanced(length, live, first & live)
 
-    def extended_history(self, index: slice | np.ndarray, frames: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def extended_history(self, index: slice | Array, frames: Mapping[str, Array]) -> dict[str, Array]:
         """Return the history of rows `index` followed by new `frames` [R, C, *shape]: key -> [R, H + C, *shape]."""
         return {
             key: np.concatenate([self.arrays[f"history/{key}"][index], value], axis=1) for key, value in frames.items()
         }
 
-    def update_history(self, index: slice | np.ndarray, path: Mapping[str, np.ndarray], length: np.ndarray) -> None:
+    def update_history(self, index: slice | Array, path: Mapping[str, Array], length: Array) -> None:
         """Advance the history window of rows `index` by `length` [R] steps along `path`, key -> [R, H + C, *shape]."""
         for key, value in path.items():
             self.arrays[f"history/{key}"][index] = latest(value, length, self.spec.history)
@@ -192,7 +191,7 @@ class EpisodeRows:
         observation[TASK] = np.asarray(self._texts)[self.arrays["instruction"]]
         return observation
 
-    def scatter(self, index: slice | np.ndarray, values: np.ndarray) -> np.ndarray:
+    def scatter(self, index: slice | Array, values: Array) -> Array:
         """Scatter `values` [R, ...] of rows `index` into an array of all rows, [B, ...], zero in the others."""
         if isinstance(index, slice):
             return values
@@ -200,9 +199,7 @@ class EpisodeRows:
         whole[index] = values
         return whole
 
-    def trace(
-        self, index: slice | np.ndarray, frames: Mapping[str, np.ndarray], length: np.ndarray
-    ) -> dict[str, np.ndarray]:
+    def trace(self, index: slice | Array, frames: Mapping[str, Array], length: Array) -> dict[str, Array]:
         """Return the observation after every step, key -> [B, C, *shape]; ended rows repeat their last frame.
 
         frames: key -> [R, C, *shape] of rows `index`, of which `length` [R] count.
@@ -216,10 +213,10 @@ class EpisodeRows:
 
     def step(
         self,
-        trace: Mapping[str, np.ndarray],
-        rewards: Mapping[str, np.ndarray],
-        valid: np.ndarray,
-        uncertainty: np.ndarray | None = None,
+        trace: Mapping[str, Array],
+        rewards: Mapping[str, Array],
+        valid: Array,
+        uncertainty: Array | None = None,
     ) -> Step:
         """Return the `Step` that ends here: key -> [B, C, *shape], name -> [B, C], [B, C], [B, C]."""
         flags = {name: self.arrays[name].copy() for name in ("success", *self._ends)}
@@ -234,12 +231,12 @@ class EpisodeRows:
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    def snapshot(self, rows: Rows) -> dict[str, np.ndarray]:
+    def snapshot(self, rows: Rows) -> dict[str, Array]:
         """Return copies [R, ...] of the arrays of `rows`. Raises SpecError on bad rows."""
         index = self.index(rows)
         return {name: value[index] for name, value in self.arrays.items()}
 
-    def validate_snapshot(self, snapshot: Snapshot, rows: Rows) -> np.ndarray:
+    def validate_snapshot(self, snapshot: Snapshot, rows: Rows) -> Array:
         """Return the indices [R] of `rows`. Raises SpecError unless `snapshot` can be restored into them."""
         arrays, index = self.arrays, self.index(rows)
         if len(snapshot) != len(index):
@@ -252,7 +249,7 @@ class EpisodeRows:
                 )
         return index
 
-    def restore(self, snapshot: Snapshot, rows: Rows) -> np.ndarray:
+    def restore(self, snapshot: Snapshot, rows: Rows) -> Array:
         """Overwrite `rows` with `snapshot` and return their indices [R]. Raises SpecError unless it fits."""
         index = self.validate_snapshot(snapshot, rows)
         for name, value in self.arrays.items():

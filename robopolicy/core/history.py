@@ -5,8 +5,10 @@ Axes: R row, H history frame (oldest first), C new frame (oldest first).
 
 import numpy as np
 
+from robopolicy.core.arrays import Array
 
-def begin(frames: np.ndarray, history: int) -> np.ndarray:
+
+def begin(frames: Array, history: int) -> Array:
     """Return the window [R, H, *shape] of rows of which only `frames` [R, n >= 1, *shape] are known.
 
     It holds the newest H of them; where they are fewer, the first one repeats.
@@ -16,7 +18,7 @@ def begin(frames: np.ndarray, history: int) -> np.ndarray:
     return frames[:, np.maximum(np.arange(-history, 0), -frames.shape[1])]
 
 
-def places(length: np.ndarray, history: int) -> np.ndarray:
+def places(length: Array, history: int) -> Array:
     """Return where a moved window's frames lie in the old window followed by the new frames, [R, H] int64.
 
     length: [R], how many of the new frames each row takes; places from H on are new frames.
@@ -24,7 +26,7 @@ def places(length: np.ndarray, history: int) -> np.ndarray:
     return length[:, None] + np.arange(history)
 
 
-def latest(joined: np.ndarray, length: np.ndarray, history: int) -> np.ndarray:
+def latest(joined: Array, length: Array, history: int) -> Array:
     """Return the moved window [R, H, *shape] of `joined` [R, H + C, *shape], the old window followed by new frames.
 
     length: [R], how many of the new frames each row takes.
@@ -32,17 +34,17 @@ def latest(joined: np.ndarray, length: np.ndarray, history: int) -> np.ndarray:
     return select(joined, places(length, history))
 
 
-def move(window: np.ndarray, frames: np.ndarray, length: np.ndarray | None = None) -> np.ndarray:
+def move(window: Array, frames: Array, length: Array | None = None) -> Array:
     """Return `window` [R, H, *shape] moved on by the first `length` [R] (None: all) of `frames` [R, C, *shape]."""
     taken = np.full(len(frames), frames.shape[1]) if length is None else length
     return latest(np.concatenate([window, frames], axis=1), taken, window.shape[1])
 
 
-def held(frames: np.ndarray, length: np.ndarray) -> np.ndarray:
+def held(frames: Array, length: Array) -> Array:
     """Return `frames` [R, C, *shape] with all after the first `length` [R] >= 1 replaced by the last of those."""
     return select(frames, np.minimum(np.arange(frames.shape[1]), length[:, None] - 1))
 
 
-def select(frames: np.ndarray, index: np.ndarray) -> np.ndarray:
+def select(frames: Array, index: Array) -> Array:
     """Return the frames [R, n, *shape] at places `index` [R, n] of each row's `frames` [R, C, *shape]."""
     return frames[np.arange(len(frames))[:, None], index]

@@ -11,12 +11,13 @@ Rows that end are left alone unless the body gives them another episode. Axes: B
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError
 from robopolicy.core.policy import Decision, Policy, Resumes, TensorObservation, is_policy, to_tensors
 from robopolicy.core.spec import Observation, check_finite, require_fit, validate_observation
@@ -30,7 +31,7 @@ class Actor[Info](Protocol):
         """Forget what was remembered about `rows` [R], all of them for None."""
         ...
 
-    def choose(self, observation: Observation) -> tuple[np.ndarray, Info]:
+    def choose(self, observation: Observation) -> tuple[Array, Info]:
         """Return the next chunk of every row, [B, C, A] in the world's units, and what is to be kept of the choice."""
         ...
 
@@ -62,7 +63,7 @@ class PolicyActor:
         """Let the policy forget `rows` [R], all of them for None."""
         self.policy.reset(rows)
 
-    def choose(self, observation: Observation) -> tuple[np.ndarray, Decided]:
+    def choose(self, observation: Observation) -> tuple[Array, Decided]:
         """Return the next chunk [B, C, A] float64, and the decision.
 
         Raises SpecError and NonFiniteError on an observation that does not fit, NonFiniteError on a bad decision.
@@ -90,7 +91,7 @@ class ControllerActor:
         """Let the controller forget `rows` [R], all of them for None."""
         self.controller.reset(rows)
 
-    def choose(self, observation: Observation) -> tuple[np.ndarray, None]:
+    def choose(self, observation: Observation) -> tuple[Array, None]:
         """Return the next control step as a chunk, [B, 1, A] float64."""
         return np.asarray(self.controller.act(observation), dtype=np.float64)[:, None], None
 
@@ -114,13 +115,13 @@ class PlayedStep[Info]:
     """
 
     info: Info
-    actions: np.ndarray
+    actions: Array
     step: Step
-    running: np.ndarray
+    running: Array
     chunk_done: bool
 
     @property
-    def ended(self) -> np.ndarray:
+    def ended(self) -> Array:
         """[B] bool: rows that were being played and ended in this step."""
         return self.running & self.step.ended
 
@@ -160,9 +161,9 @@ class Player[Info]:
 
     def start(
         self,
-        seeds: Sequence[int] | np.ndarray,
-        rows: Sequence[int] | np.ndarray | None = None,
-        options: Mapping | None = None,
+        seeds: Sequence[int] | Array,
+        rows: Sequence[int] | Array | None = None,
+        options: Mapping[str, Any] | None = None,
         *,
         count: int | None = None,
     ) -> None:
@@ -175,12 +176,12 @@ class Player[Info]:
         self.running = self.running.copy()
         self.running[(np.arange(self.world.batch_size) if rows is None else np.asarray(rows))[:count]] = True
 
-    def start_wave(self, seeds: np.ndarray, options: Mapping | None = None) -> None:
+    def start_wave(self, seeds: Array, options: Mapping[str, Any] | None = None) -> None:
         """Reset every row and play one episode per seed, [n <= B]; spare rows repeat the seeds and are not played."""
         self.running = np.zeros(self.world.batch_size, dtype=bool)
         self.start(np.resize(seeds, self.world.batch_size), options=options, count=len(seeds))
 
-    def restore(self, world: Snapshots, snapshot: Snapshot, rows: np.ndarray) -> None:
+    def restore(self, world: Snapshots, snapshot: Snapshot, rows: Array) -> None:
         """Play `rows` [R] on from `snapshot`; world: the played one, as what can restore rows."""
         self._observation = world.restore(snapshot, rows)
         self.actor.reset(rows)

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import Array
+
 
 def derive(seed: int, name: str) -> int:
     """Return a 63-bit seed for `name` under the root `seed`, the same on every machine and run."""
@@ -45,13 +47,13 @@ def numpy_generator(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng(derive(seed, name))
 
 
-def episode_seeds(seed: int, name: str, count: int) -> np.ndarray:
+def episode_seeds(seed: int, name: str, count: int) -> Array:
     """Return `count` distinct episode seeds [count] int64; equal names and seeds pair two evaluations."""
     start = derive(seed, name) >> 12  # below 2**51, which floats and Arrow hold exactly
     return start + np.arange(count, dtype=np.int64)
 
 
-def uniforms(seeds: np.ndarray, count: int) -> np.ndarray:
+def uniforms(seeds: Array, count: int) -> Array:
     """Return uniforms in [0, 1), [R, count] float64: row r is a pure function of seeds[r] (SplitMix64, Steele 2014).
 
     Lets a world randomise many rows at once while each episode still depends on its own seed alone.
@@ -63,7 +65,7 @@ def uniforms(seeds: np.ndarray, count: int) -> np.ndarray:
     return (stream >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def _mix(z: Array) -> Array:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

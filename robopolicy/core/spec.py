@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.core.arrays import Array
 from robopolicy.core.errors import NonFiniteError, SpecError, did_you_mean
 
 STATE = "observation.state"
@@ -17,7 +18,7 @@ ENVIRONMENT_STATE = "observation.environment_state"
 IMAGE_PREFIX = "observation.images."
 TASK = "task"
 
-Observation = dict[str, np.ndarray]
+Observation = dict[str, Array]
 """Key -> array [B, H, *field.shape] (H frames of history, oldest first); `task` -> str array [B]."""
 
 
@@ -210,7 +211,7 @@ def check_finite(name: str, value: Any) -> None:
     raise NonFiniteError(f"'{name}' is not finite in row(s) {first}: check the sensor or policy that made it.")
 
 
-def validate_actions(actions: np.ndarray, spec: Field, batch: int) -> None:
+def validate_actions(actions: Array, spec: Field, batch: int) -> None:
     """Raise unless `actions` is [batch, C >= 1, *spec.shape] and finite: a bad action must never reach a world."""
     if actions.ndim != 2 + len(spec.shape) or actions.shape[0] != batch or actions.shape[2:] != tuple(spec.shape):
         raise SpecError(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError, did_you_mean
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, Field, PolicySpec, WorldSpec
 
@@ -61,12 +62,12 @@ class StateVector:
         return tuple(name for field in self.fields.values() for name in (field.names or ("",) * field.size))
 
     @overload
-    def pack(self, observation: Mapping[str, np.ndarray]) -> np.ndarray: ...
+    def pack(self, observation: Mapping[str, Array]) -> Array: ...
 
     @overload
     def pack(self, observation: Mapping[str, Tensor] | Mapping[str, Tensor | list[str]]) -> Tensor: ...
 
-    def pack(self, observation: Mapping) -> np.ndarray | Tensor:
+    def pack(self, observation: Mapping) -> Array | Tensor:
         """Return the vectors [..., S], float32, of an observation, key -> [..., *shape]; numpy or torch, as given.
 
         The leading axes (batch, history, time) are those of the fields and are kept. Keys beyond the vector's fields
@@ -81,12 +82,12 @@ class StateVector:
         return np.concatenate([np.asarray(part, np.float32) for part in parts], -1)
 
     @overload
-    def unpack(self, vector: np.ndarray) -> dict[str, np.ndarray]: ...
+    def unpack(self, vector: Array) -> dict[str, Array]: ...
 
     @overload
     def unpack(self, vector: Tensor) -> dict[str, Tensor]: ...
 
-    def unpack(self, vector: np.ndarray | Tensor) -> Mapping[str, np.ndarray | Tensor]:
+    def unpack(self, vector: Array | Tensor) -> Mapping[str, Array | Tensor]:
         """Return the fields of vectors [..., S], key -> [..., *shape]: views of `vector` where that is possible.
 
         Raises SpecError where the vectors have another number of elements.
@@ -99,7 +100,7 @@ class StateVector:
         }
 
 
-def _flat(observation: Mapping, key: str, field: Field) -> np.ndarray | Tensor:
+def _flat(observation: Mapping, key: str, field: Field) -> Array | Tensor:
     """Return a field of an observation with its own axes made one, [..., size]."""
     if key not in observation:
         raise SpecError(
@@ -112,7 +113,7 @@ def _flat(observation: Mapping, key: str, field: Field) -> np.ndarray | Tensor:
     return value.reshape(*value.shape[:lead], field.size)
 
 
-def _empty(observation: Mapping) -> np.ndarray | Tensor:
+def _empty(observation: Mapping) -> Array | Tensor:
     """Return vectors without elements [..., 0], with the leading axes of the images [..., height, width, channels]."""
     image = next((value for key, value in observation.items() if key.startswith(IMAGE_PREFIX)), None)
     if image is None:

@@ -6,13 +6,14 @@ dimension, H history frame, R selected rows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from robopolicy.core.arrays import Array
 from robopolicy.core.spec import Observation, WorldSpec
 
-Rows = np.ndarray | Sequence[int] | None
+Rows = Array | Sequence[int] | None
 """Row indices [R]; None means every row."""
 
 
@@ -30,22 +31,22 @@ class Step:
 
     observation: Observation
     trace: Observation
-    rewards: Mapping[str, np.ndarray]
-    valid: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-    success: np.ndarray
-    horizon_end: np.ndarray | None = None
-    uncertainty: np.ndarray | None = None
+    rewards: Mapping[str, Array]
+    valid: Array
+    terminated: Array
+    truncated: Array
+    success: Array
+    horizon_end: Array | None = None
+    uncertainty: Array | None = None
 
     @property
-    def ended(self) -> np.ndarray:
+    def ended(self) -> Array:
         """Rows [B] that need a reset before they can go on."""
         ended = self.terminated | self.truncated
         return ended if self.horizon_end is None else ended | self.horizon_end
 
     @property
-    def reward(self) -> np.ndarray:
+    def reward(self) -> Array:
         """Sum of the reward terms, [B, C]."""
         return np.sum(list(self.rewards.values()), axis=0)
 
@@ -65,7 +66,7 @@ class World(Protocol):
         ...
 
     def reset(
-        self, rows: Rows = None, seeds: Sequence[int] | np.ndarray | None = None, options: Mapping | None = None
+        self, rows: Rows = None, seeds: Sequence[int] | Array | None = None, options: Mapping[str, Any] | None = None
     ) -> Observation:
         """Start new episodes in `rows` and return the observation of ALL rows, [B, H, ...].
 
@@ -74,7 +75,7 @@ class World(Protocol):
         """
         ...
 
-    def step(self, actions: np.ndarray) -> Step:
+    def step(self, actions: Array) -> Step:
         """Run a chunk [B, C, A] in the spec's units (values outside the range are clipped).
 
         Raises SpecError on a wrong shape and NonFiniteError on NaN or infinity.
@@ -90,12 +91,12 @@ class World(Protocol):
 class Snapshot:
     """The full state of R rows: arrays [R, ...] by name. Restoring it and acting alike repeats the future bitwise."""
 
-    arrays: Mapping[str, np.ndarray]
+    arrays: Mapping[str, Array]
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
 
-    def take(self, index: Sequence[int] | np.ndarray) -> "Snapshot":
+    def take(self, index: Sequence[int] | Array) -> "Snapshot":
         """Select or repeat rows; branching a tree is `snapshot.take([0, 0, 0])`."""
         return Snapshot({name: array[np.asarray(index)] for name, array in self.arrays.items()})
 
@@ -117,7 +118,7 @@ class Snapshots(Protocol):
 class Renders(Protocol):
     """A world that can be looked at."""
 
-    def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> np.ndarray:
+    def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> Array:
         """Return uint8 images [R, height, width, 3]; camera None is the world's default view."""
         ...
 
@@ -130,6 +131,6 @@ class Controller(Protocol):
         """Forget what was remembered about `rows` [R], all of them for None."""
         ...
 
-    def act(self, observation: Observation) -> np.ndarray:
+    def act(self, observation: Observation) -> Array:
         """Return one control step for every row, [B, A], in the world's units."""
         ...

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError
 from robopolicy.core.player import Decided, PlayedStep, Player, PolicyActor
 from robopolicy.core.policy import Policy, to_tensors
@@ -30,7 +31,7 @@ class Streams:
     seed: int
     name: str
     episodes: int
-    returns: np.ndarray
+    returns: Array
 
 
 def start_streams(world: World, policy: Policy, seed: int, name: str = "collect") -> Streams:
@@ -81,7 +82,7 @@ def play(
     )
 
 
-def _restart(player: Player[Decided], streams: Streams, rows: np.ndarray) -> None:
+def _restart(player: Player[Decided], streams: Streams, rows: Array) -> None:
     """Begin fresh episodes in `rows`."""
     if not len(rows):
         return
@@ -108,7 +109,7 @@ def column(
     def is_image(key: str) -> bool:
         return key.startswith(IMAGE_PREFIX)
 
-    def tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
+    def tensor(array: Array, dtype: torch.dtype | None = None) -> Tensor:
         return torch.as_tensor(np.asarray(array), dtype=dtype).to(device).clone()
 
     horizon_end = np.zeros_like(step.terminated) if step.horizon_end is None else step.horizon_end

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.policy import Policy, Resumes
@@ -65,9 +66,7 @@ class Branching:
         return self.width ** len(self.at)
 
 
-def groups_of(
-    seeds: Sequence[int] | np.ndarray, sizes: int | Sequence[int], tasks: Sequence[int] = ()
-) -> list[Request]:
+def groups_of(seeds: Sequence[int] | Array, sizes: int | Sequence[int], tasks: Sequence[int] = ()) -> list[Request]:
     """Return requests for one group per seed, `sizes` episodes each (ragged where a sequence is given).
 
     seeds: [G] of G groups; sizes: for all of them, or [G]; tasks: indices of instructions [G], or none. Raises

@@ -4,17 +4,18 @@ from typing import Protocol
 
 import numpy as np
 
+from robopolicy.core.arrays import Array
 from robopolicy.rl.registry import Slot, mechanism
 
 
 class Allocator(Protocol):
     """Shares out episodes among starts."""
 
-    def plan(self, predicted: np.ndarray, group_size: int) -> list[int]:
+    def plan(self, predicted: Array, group_size: int) -> list[int]:
         """Return group sizes [n] for starts with these predicted success rates; group_size is the mean to aim at."""
         ...
 
-    def extend(self, rate: np.ndarray, sizes: np.ndarray) -> list[int]:
+    def extend(self, rate: Array, sizes: Array) -> list[int]:
         """Return how many more episodes each start gets, given its measured success rate and episodes so far, [n]."""
         ...
 
@@ -23,16 +24,16 @@ class Allocator(Protocol):
 class Uniform:
     """Give every start the same number of episodes."""
 
-    def plan(self, predicted: np.ndarray, group_size: int) -> list[int]:
+    def plan(self, predicted: Array, group_size: int) -> list[int]:
         """Return equal sizes [n]."""
         return [group_size] * len(predicted)
 
-    def extend(self, rate: np.ndarray, sizes: np.ndarray) -> list[int]:
+    def extend(self, rate: Array, sizes: Array) -> list[int]:
         """Return zeros [n]."""
         return [0] * len(sizes)
 
 
-def signal_value(size: np.ndarray, rate: np.ndarray) -> np.ndarray:
+def signal_value(size: Array, rate: Array) -> Array:
     """Return the expected value of groups [n]: (1 - p^N - (1 - p)^N) p (1 - p)^2, Knapsack RL's.
 
     The chance that outcomes are mixed, times how much a gradient step gains there.
@@ -40,7 +41,7 @@ def signal_value(size: np.ndarray, rate: np.ndarray) -> np.ndarray:
     return (1 - rate**size - (1 - rate) ** size) * rate * (1 - rate) ** 2
 
 
-def knapsack(rate: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+def knapsack(rate: Array, budget: int, low: int, high: int) -> Array:
     """Return sizes [n] in [low, high], of sum `budget`, that maximise the summed value: exact, dynamic programming.
 
     Raises ValueError where no such sizes exist.
@@ -77,7 +78,7 @@ class Knapsack(Uniform):
     def __init__(self, *, least: int = 2, most: int = 32):
         self.least, self.most = least, most
 
-    def plan(self, predicted: np.ndarray, group_size: int) -> list[int]:
+    def plan(self, predicted: Array, group_size: int) -> list[int]:
         """Return the optimal sizes [n]; predicted: success rates [n]."""
         low, high = min(self.least, group_size), max(self.most, group_size)
         return knapsack(predicted, group_size * len(predicted), low, high).tolist()
@@ -94,7 +95,7 @@ class Dars(Uniform):
     def __init__(self, *, weighted: bool = False, most: int = 32):
         self.weighted, self.most = weighted, most
 
-    def extend(self, rate: np.ndarray, sizes: np.ndarray) -> list[int]:
+    def extend(self, rate: Array, sizes: Array) -> list[int]:
         """Return the additional episodes [n], at most up to `most` in all, also where nothing has succeeded yet."""
         spread = np.maximum(2 * rate * (1 - rate), 1e-6)
         target = (2 * (1 - rate) if self.weighted else 1.0) * sizes / 2

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from robopolicy.core.arrays import Array
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -16,13 +17,11 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 class Hints(Protocol):
     """See the module."""
 
-    def depth(
-        self, start: np.ndarray, predicted: np.ndarray, context: Context, draws: np.random.Generator
-    ) -> np.ndarray:
+    def depth(self, start: Array, predicted: Array, context: Context, draws: np.random.Generator) -> Array:
         """Return the share of the demonstration to skip, [n] in [0, 1), for starts with predicted success rates."""
         ...
 
-    def observe(self, start: np.ndarray, depth: np.ndarray, rate: np.ndarray) -> None:
+    def observe(self, start: Array, depth: Array, rate: Array) -> None:
         """Take in the success rates [n] of groups that began at `depth`."""
         ...
 
@@ -42,7 +41,7 @@ class _Rates:
         self.fresh = fresh
         self.rates: dict[tuple[int, int], float] = {}
 
-    def observe(self, start: np.ndarray, depth: np.ndarray, rate: np.ndarray) -> None:
+    def observe(self, start: Array, depth: Array, rate: Array) -> None:
         """Mix the new rates [n] in."""
         for number, share, found in zip(start.tolist(), depth.tolist(), rate.tolist(), strict=True):
             key = (number, int(10 * share))
@@ -70,9 +69,7 @@ class Guide(_Rates):
         super().__init__(fresh=1.0)
         self.share = share
 
-    def depth(
-        self, start: np.ndarray, predicted: np.ndarray, context: Context, draws: np.random.Generator
-    ) -> np.ndarray:
+    def depth(self, start: Array, predicted: Array, context: Context, draws: np.random.Generator) -> Array:
         """Return `share`, [n], for starts whose last unhelped group failed, 0 if they were helped just before."""
         failed = np.array([self.rates.get((number, 0)) == 0.0 for number in start.tolist()])
         helped = np.array([self.rates.get((number, int(10 * self.share)), 0.0) > 0.5 for number in start.tolist()])
@@ -91,15 +88,13 @@ class AdaptiveHint(_Rates):
         super().__init__()
         self.most, self.fades = most, fades
 
-    def depth(
-        self, start: np.ndarray, predicted: np.ndarray, context: Context, draws: np.random.Generator
-    ) -> np.ndarray:
+    def depth(self, start: Array, predicted: Array, context: Context, draws: np.random.Generator) -> Array:
         """Return the shares [n]."""
         left = max(0.0, 1 - context.share / self.fades)
         rate = np.array([self.rates.get((number, 0), 0.0) for number in start.tolist()])
         return draws.uniform(size=len(start)) * self.most * (1 - rate) * left
 
-    def observe(self, start: np.ndarray, depth: np.ndarray, rate: np.ndarray) -> None:
+    def observe(self, start: Array, depth: Array, rate: Array) -> None:
         """Judge starts [n] by unhelped groups, and by helped ones in proportion to what they had to do themselves."""
         super().observe(start, np.zeros_like(depth), rate * (1 - depth))
 
@@ -116,9 +111,7 @@ class Pivot(_Rates):
         super().__init__()
         self.most, self.target = most, target
 
-    def depth(
-        self, start: np.ndarray, predicted: np.ndarray, context: Context, draws: np.random.Generator
-    ) -> np.ndarray:
+    def depth(self, start: Array, predicted: Array, context: Context, draws: np.random.Generator) -> Array:
         """Return the shares [n]."""
         tenths = np.arange(int(10 * self.most) + 1)
         shares = []

@@ -4,21 +4,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from robopolicy.core.arrays import Array
 from robopolicy.rl.registry import Slot, mechanism
 
 
 class TaskSampler(Protocol):
     """Chooses among a pool of starts by what happened on them. Its state is JSON-able."""
 
-    def propose(self, count: int, pool: int, generator: np.random.Generator) -> np.ndarray:
+    def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
         """Return `count` different indices [n] into a pool of starts (all of them where the pool is smaller)."""
         ...
 
-    def observe(self, index: np.ndarray, successes: np.ndarray, episodes: np.ndarray, advantage: np.ndarray) -> None:
+    def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
         """Take in, per start played: its index, successes out of episodes, and mean absolute advantage, each [n]."""
         ...
 
-    def predict(self, index: np.ndarray) -> np.ndarray:
+    def predict(self, index: Array) -> Array:
         """Return the expected success rate of starts [n]."""
         ...
 
@@ -38,19 +39,19 @@ class _Beliefs:
         self.prior, self.decay = prior, decay
         self.counts: dict[int, tuple[float, float]] = {}
 
-    def beta(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def beta(self, index: Array) -> tuple[Array, Array]:
         """Return (a, b) of starts [n]."""
         pairs = [self.counts.get(number, (self.prior, self.prior)) for number in index.tolist()]
         return np.array([a for a, _ in pairs]), np.array([b for _, b in pairs])
 
-    def observe(self, index: np.ndarray, successes: np.ndarray, episodes: np.ndarray, advantage: np.ndarray) -> None:
+    def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
         """Add successes and failures, each [n]; what was counted before fades towards the prior by `decay`."""
         for number, won, played in zip(index.tolist(), successes.tolist(), episodes.tolist(), strict=True):
             a, b = self.counts.get(number, (self.prior, self.prior))
             kept = [self.decay * value + (1 - self.decay) * self.prior for value in (a, b)]
             self.counts[number] = (kept[0] + won, kept[1] + played - won)
 
-    def predict(self, index: np.ndarray) -> np.ndarray:
+    def predict(self, index: Array) -> Array:
         """Return the means a / (a + b), [n]."""
         a, b = self.beta(index)
         return a / (a + b)
@@ -71,7 +72,7 @@ class UniformSampler(_Beliefs):
     def __init__(self) -> None:
         super().__init__(prior=1.0, decay=1.0)
 
-    def propose(self, count: int, pool: int, generator: np.random.Generator) -> np.ndarray:
+    def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
         """Return indices [n] drawn without replacement."""
         return generator.permutation(pool)[:count]
 
@@ -87,7 +88,7 @@ class MoppsSampler(_Beliefs):
         super().__init__(prior=1.0, decay=decay)
         self.target = target
 
-    def propose(self, count: int, pool: int, generator: np.random.Generator) -> np.ndarray:
+    def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
         """Return the `count` starts [n] whose drawn rate is nearest to the target."""
         a, b = self.beta(np.arange(pool))
         drawn = generator.beta(a, b)
@@ -104,7 +105,7 @@ class VadeSampler(MoppsSampler):
     def __init__(self, *, decay: float = 0.8):
         super().__init__(decay=decay)
 
-    def propose(self, count: int, pool: int, generator: np.random.Generator) -> np.ndarray:
+    def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
         """Return the `count` starts [n] with the largest drawn variance."""
         a, b = self.beta(np.arange(pool))
         drawn = generator.beta(a, b)
@@ -123,7 +124,7 @@ class SecSampler(_Beliefs):
         self.categories, self.rate, self.temperature = categories, rate, temperature
         self.values = np.zeros(categories)
 
-    def propose(self, count: int, pool: int, generator: np.random.Generator) -> np.ndarray:
+    def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
         """Return starts [n], their categories drawn by value."""
         scaled = (self.values - self.values.max()) / self.temperature
         share = np.exp(scaled) / np.exp(scaled).sum()
@@ -132,7 +133,7 @@ class SecSampler(_Beliefs):
         keys = np.log(np.maximum(generator.random(pool), 1e-300)) / np.maximum(weight, 1e-12)
         return order[np.argsort(-keys, kind="stable")[:count]]
 
-    def observe(self, index: np.ndarray, successes: np.ndarray, episodes: np.ndarray, advantage: np.ndarray) -> None:
+    def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
         """Move the value of every category played towards its mean |A|; arguments [n]."""
         super().observe(index, successes, episodes, advantage)
         for category in np.unique(index % self.categories):
@@ -162,7 +163,7 @@ class ReplaySampler(_Beliefs):
         self.share, self.near, self.cooldown, self.limit = share, near, cooldown, limit
         self.round, self.last, self.used = 0, {}, {}
 
-    def propose(self, count: int, pool: int, generator: np.random.Generator) -> np.ndarray:
+    def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
         """Return starts [n], replayed ones first, then those used least."""
         self.round += 1
         order = generator.permutation(pool)
