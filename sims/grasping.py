@@ -131,7 +131,7 @@ class PlaceExpert:
         held = between & (arm["gripper"] < GRIPPER_HOLDS + 0.06) & ~placed
         # Where the tip is to go, later lines overruling earlier ones: carry a held cube, else approach; wait while the
         # jaws close on the cube; at the goal wait while they open, then rise.
-        tip = np.where(held[:, None], self._carry(arm["tip"], cube, to_goal), _approach(arm["tip"], cube))
+        tip = np.where(held[:, None], self._carry(arm["tip"], to_goal), _approach(arm["tip"], cube))
         tip = np.where((between & ~held)[:, None], arm["tip_target"], tip)
         let_go = placed & (arm["gripper"] > RELEASED)
         tip[:, 2] = np.where(placed, np.where(let_go, self.carry_height, arm["tip_target"][:, 2]), tip[:, 2])
@@ -140,7 +140,7 @@ class PlaceExpert:
         gripper = np.where(between & ~placed, -1.0, 1.0)
         return np.concatenate([move, gripper[:, None]], axis=1)
 
-    def _carry(self, tip: np.ndarray, cube: np.ndarray, to_goal: np.ndarray) -> np.ndarray:
+    def _carry(self, tip: np.ndarray, to_goal: np.ndarray) -> np.ndarray:
         """Up, across once the cube is clear of what it will be put on, then down: tip targets [B, 3], all [B, 3] m."""
         target = tip + to_goal
         above = length(to_goal[:, :2]) < self.precision

@@ -92,7 +92,7 @@ def record_grid(
         )
     fps = world.spec.fps / every
     length = max(len(cell.images) for cell in cells)
-    frames = [_compose(cells, time, every, columns, label) for time in range(length)]
+    frames = [_compose(cells, time, columns, label) for time in range(length)]
     frames += [frames[-1]] * round(hold_seconds * fps)
     return Clip(np.stack(frames), fps, np.array([cell.success for cell in cells]))
 
@@ -196,7 +196,7 @@ def _film(
     return after_step
 
 
-def _compose(cells: list[_Cell], time: int, every: int, columns: int, label: str) -> np.ndarray:
+def _compose(cells: list[_Cell], time: int, columns: int, label: str) -> np.ndarray:
     """Draw the grid at frame `time`."""
     size = cells[0].images[0].shape[0]
     columns = min(columns, len(cells))

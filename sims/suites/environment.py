@@ -150,7 +150,6 @@ class Description:
     fps: float | None
     cameras: tuple[str, ...]
     is_goal_environment: bool
-    has_snapshots: bool
 
 
 class RowEnvironment:
@@ -188,7 +187,6 @@ class RowEnvironment:
             fps=float(1.0 / step_time) if self.state and step_time else (float(rate) if rate else None),
             cameras=(*self.layout.images, *cameras),
             is_goal_environment=set(GOAL_KEYS) <= {path[0] for path, _ in self.layout.parts if path},
-            has_snapshots=self.state is not None,
         )
 
     def reset(self, seed: int, out: np.ndarray, options: dict | None = None) -> None:

@@ -177,7 +177,7 @@ class Pool:
     def __init__(
         self, name: str, make_row: Callable[[], RowEnvironment], count: int, workers: int, images: Images
     ) -> None:
-        self._name, self._count = name, count
+        self._name = name
         self._local = EnvironmentRows(make_row, count, images) if workers == 0 else None
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
