@@ -4,10 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
+from torch import nn
 
 from robopolicy.cli import main
+from worldmodels import load_world_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "outside_robotics"
@@ -29,6 +32,7 @@ QUICK = [
     "evaluate.episodes=4",
     "evaluate.videos=0",
 ]
+SMALL_MODEL = ["worldmodel.transitions=400", "worldmodel.validation_episodes=4", "worldmodel.validation_steps=50"]
 SMALL_DIFFUSION = ["policy.width=16", "policy.depth=1", "policy.sampling_steps=2"]
 
 
@@ -79,10 +83,38 @@ def test_a_policy_is_trained_tuned_judged_and_named_by_its_checkpoint(tmp_path, 
 def test_a_world_model_without_a_decoder(tmp_path, kind):
     assert robopolicy("collect", "world=reach_planar", "collect.episodes=8", root=tmp_path) == 0
     settings = ["world=reach_planar", f"worldmodel.kind={kind}", "worldmodel.config.width=16"]
-    small = ["worldmodel.transitions=400", "worldmodel.fit.steps=20", "worldmodel.validation_episodes=4"]
-    assert robopolicy("worldmodel", *settings, *small, "worldmodel.validation_steps=50", root=tmp_path) == 0
+    assert robopolicy("worldmodel", *settings, *SMALL_MODEL, "worldmodel.fit.steps=20", root=tmp_path) == 0
     model = tmp_path / "worldmodel" / "reach_planar" / "0" / "checkpoint"
     assert robopolicy("check", str(model), root=tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "settings"),
+    [
+        ("ensemble", f"{PACKAGE}.success:FocalHead", ["width=32", "head_width=32"]),
+        ("rssm", "focal", ["size=tiny", "length=5", "batch_size=8"]),
+    ],
+)
+def test_a_success_head(tmp_path, kind, head, settings):
+    assert robopolicy("collect", "world=reach_planar", "collect.episodes=8", root=tmp_path) == 0
+    chosen = [f"worldmodel.kind={kind}", *(f"worldmodel.config.{each}" for each in [*settings, f"success_head={head}"])]
+    small = [*SMALL_MODEL, "worldmodel.fit.steps=30"]
+    assert robopolicy("worldmodel", "world=reach_planar", *chosen, *small, root=tmp_path) == 0
+    checkpoint = tmp_path / "worldmodel" / "reach_planar" / "0" / "checkpoint"
+    assert json.loads((checkpoint / "config.json").read_text())["model"]["config"]["success_head"] == head
+    model = load_world_model(checkpoint)
+    assert any(type(part).__name__ == "FocalHead" for part in cast(nn.Module, model).modules())
+    assert robopolicy("check", str(checkpoint), root=tmp_path) == 0
+    program = f"from worldmodels import load_world_model; load_world_model({str(checkpoint)!r})"
+    stranger = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    if ":" not in head:
+        assert stranger.returncode == 0, stranger.stderr
+        return
+    assert stranger.returncode == 1
+    assert f"CheckpointError: {checkpoint}: its world model needs the success head '{head}'" in stranger.stderr
+    assert f"run.plugins=[{PACKAGE}.success]" in stranger.stderr
+    asking = f"from robopolicy.core.registry import ask_for; ask_for(['{PACKAGE}.success']); {program}"
+    assert subprocess.run([sys.executable, "-c", asking], capture_output=True).returncode == 0
 
 
 @pytest.mark.parametrize("advantage", ["outside_ranks", f"{PACKAGE}.mechanisms:ranks"])
@@ -101,9 +133,10 @@ def test_a_mechanism(tmp_path, advantage):
 def test_what_is_installed_is_listed(capfd):
     assert main(["algorithms"]) == 0
     assert "outside_ranks" in capfd.readouterr().out
-    for verb, name in (("train", "gaussian_mlp"), ("worldmodel", "latent_mlp"), ("evaluate", "reacher")):
+    for verb, *names in (("train", "gaussian_mlp"), ("worldmodel", "latent_mlp", "focal"), ("evaluate", "reacher")):
         assert main([verb, "--help"]) == 0
-        assert name in capfd.readouterr().out, (verb, name)
+        shown = capfd.readouterr().out
+        assert all(name in shown for name in names), (verb, names)
 
 
 def test_a_checkpoint_says_what_it_needs_and_imports_nothing(tmp_path):

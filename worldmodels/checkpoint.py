@@ -79,6 +79,8 @@ def load_world_model(folder: Path, device: torch.device | str = "cpu") -> Learne
         spec = WorldSpec.from_json(description["spec"])
         model: LearnedModel = made.restore(description["model"], spec, weights)
         model.load_state_dict(weights, strict=True)
+    except CheckpointError as error:  # of a part that the description names
+        raise CheckpointError(f"{folder}: {error}") from error
     except (KeyError, TypeError, RuntimeError, ConfigError) as error:
         raise CheckpointError(
             f"{folder} does not fit together: {error}. Restore it from a copy or train again."

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.structured import REGISTRY
 from robopolicy.nn.configuration import AGGREGATES, EdmConfig
 
 
@@ -21,6 +22,8 @@ class EnsembleConfig:
     """Their hidden layers."""
     head_width: int = 192
     """Width of the heads of reward and success."""
+    success_head: str = field(default="logistic", metadata={REGISTRY: "worldmodels.heads.registry:SUCCESS_HEADS"})
+    """What reads success, or module:Name."""
     batch_size: int = 256
     """Transitions a training step, for every member."""
     sample: bool = False
@@ -48,7 +51,7 @@ class EnsembleConfig:
 class TrajectoryConfig:
     """length: steps of a subsequence; width, depth: of the U-Net over time, whose width is best twice the channels of a
     step (with fewer, what should be denoised does not get through the first layer); edm: the paper's but for fewer
-    steps; head_width: of the heads of reward and success.
+    steps; head_width: of the heads of reward and success; success_head: what success is read with, see SUCCESS_HEADS.
     """
 
     length: int = 32
@@ -56,6 +59,7 @@ class TrajectoryConfig:
     depth: int = 2
     batch_size: int = 64
     head_width: int = 192
+    success_head: str = "logistic"
     edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=32, churn=20.0))
 
     def __post_init__(self):

@@ -20,7 +20,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import PROGRESS, SUCCESS, success_bonus
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.structured import to_plain
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.members import Members
@@ -29,6 +29,7 @@ from worldmodels.data.statistics import require_fields, standardised
 from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
 from worldmodels.data.transitions import recorded_transitions
 from worldmodels.heads.calibration import quantiles_of
+from worldmodels.heads.registry import saved_configuration
 from worldmodels.heads.state import StepHeads, success_batch
 from worldmodels.protocol import Context, Imagined, Latent, draws_of
 
@@ -65,7 +66,7 @@ class EnsembleModel(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.dynamics = Members(config.members, states + actions, config.width, config.depth, 2 * free)
-            self.heads = StepHeads(self.state_vector, actions, config.head_width, success_bonus)
+            self.heads = StepHeads(self.state_vector, actions, config.head_width, success_bonus, config.success_head)
         self.max_logvar = nn.Parameter(torch.full((free,), config.max_logvar))
         self.min_logvar = nn.Parameter(torch.full((free,), config.min_logvar))
         for name, size in (("state", states), ("action", actions), ("delta", free)):
@@ -98,7 +99,7 @@ class EnsembleModel(nn.Module):
         weights: name -> [...], as `state_dict` gives them; read for the structure alone. Raises as
         `LearnedModel.restore` does.
         """
-        config = from_plain(EnsembleConfig, description["config"])
+        config = saved_configuration(EnsembleConfig, description)
         return cls(config, spec, structure_in(weights), description["success_bonus"])
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:

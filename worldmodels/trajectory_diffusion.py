@@ -24,7 +24,7 @@ from robopolicy.core.regression import Regression
 from robopolicy.core.returns import success_bonus
 from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.structured import to_plain
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn import edm
@@ -33,6 +33,7 @@ from worldmodels.configuration import TrajectoryConfig
 from worldmodels.data.statistics import require_fields
 from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
 from worldmodels.data.transitions import recorded_transitions
+from worldmodels.heads.registry import saved_configuration
 from worldmodels.heads.state import StepHeads
 
 LogProb = Callable[[Tensor, Tensor], Tensor]
@@ -62,7 +63,8 @@ class TrajectoryDiffusion(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.network = UNetDenoiser(config.length, channels, 1, config.width, config.depth)
-            self.heads = StepHeads(self.state_vector, self.actions, config.head_width, success_bonus)
+            sizes = self.actions, config.head_width
+            self.heads = StepHeads(self.state_vector, *sizes, success_bonus, config.success_head)
 
     @classmethod
     def build(cls, config: TrajectoryConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
@@ -95,7 +97,7 @@ class TrajectoryDiffusion(nn.Module):
         weights: name -> [...], as `state_dict` gives them; read for the structure alone. Raises ConfigError, KeyError
         or TypeError where description and weights do not make a generator.
         """
-        config = from_plain(TrajectoryConfig, description["config"])
+        config = saved_configuration(TrajectoryConfig, description)
         return cls(config, spec, structure_in(weights), description["success_bonus"])
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:

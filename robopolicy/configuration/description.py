@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from robopolicy.configuration.config import Config
-from robopolicy.core.structured import Tagged, choices, explanations, to_plain
+from robopolicy.core.registry import load_dotted
+from robopolicy.core.structured import REGISTRY, Tagged, choices, explanations, to_plain
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,11 @@ def _described(path: str, section: Any) -> Iterator[Described]:
             inner += _described(f"{path}.{item.name}", value)
             continue
         text = texts.get(item.name, "")
-        names = (
-            section.kinds.names() if isinstance(section, Tagged) and item.name == "kind" else choices(hints[item.name])
-        )
+        names = choices(hints[item.name])
+        if isinstance(section, Tagged) and item.name == "kind":
+            names = section.kinds.names()
+        elif REGISTRY in item.metadata:
+            names = load_dotted(item.metadata[REGISTRY], "Registry").names()
         if any(name not in text for name in names):
             text = f"{text} One of {', '.join(names)}."
         keys.append((item.name, _as_written(to_plain(value)), text))

@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from robopolicy.core.registry import is_dotted
 from robopolicy.core.structured import Tagged
 from robopolicy.training.configuration import FitConfig
 from worldmodels.configuration import EnsembleConfig
+from worldmodels.heads.registry import SETTING, SUCCESS_HEADS
 from worldmodels.registry import WORLD_MODELS
 
 
@@ -42,3 +44,11 @@ class WorldModelSection(Tagged):
     """Single steps on which the evaluation compares predicted reward and success with the recorded ones (an image
     diffusion model takes minutes for the default).
     """
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where the success head is not there, before data is collected for it."""
+        head = str(getattr(self.config, SETTING, ""))
+        if is_dotted(head):
+            SUCCESS_HEADS.load(head)
+        elif head:
+            SUCCESS_HEADS.path(head)

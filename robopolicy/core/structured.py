@@ -15,6 +15,9 @@ from typing import Any, ClassVar, cast
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.registry import Kinds
 
+REGISTRY = "registry"
+"""Metadata of a field that holds a name: dotted path of the `Registry` whose names the help page lists beside it."""
+
 
 @dataclass(frozen=True)
 class Tagged:

@@ -5,12 +5,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from point_world import recorded
+from torch import nn
+from torch.nn import functional
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.returns import returns_to_go
+from robopolicy.core.structured import to_plain
 from robopolicy.evaluation.world_model import precision_recall
+from robopolicy.nn.members import Members
+from worldmodels.configuration import EnsembleConfig
 from worldmodels.heads.calibration import calibrated_threshold, explains_as_well, quantiles_of
 from worldmodels.heads.latent import LatentHeads
-from worldmodels.heads.success import SuccessHead, contrastive_loss
+from worldmodels.heads.registry import saved_configuration
+from worldmodels.heads.success import ContrastiveHead, LogisticHead, contrastive_loss, make_success_head
 
 
 @settings(deadline=None, max_examples=30)
@@ -46,7 +53,7 @@ def test_success_is_learned_and_embeddings_part():
     draws = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        head = SuccessHead(2, 32)
+        head = ContrastiveHead(2, 32)
     optimiser = torch.optim.Adam(head.parameters(), 3e-3)
     for _ in range(300):
         x = torch.randn(256, 2, generator=draws)
@@ -59,6 +66,47 @@ def test_success_is_learned_and_embeddings_part():
         logit = head(x)
         assert precision_recall(logit > calibrated_threshold(logit, label), label)["f1"] > 0.9
         assert head(x.reshape(40, 100, 2)).shape == (40, 100)
+
+
+class Wide(nn.Linear):
+    def __init__(self, inputs, width, depth):
+        super().__init__(inputs, 1)
+
+    def loss(self, inputs, label):
+        return functional.binary_cross_entropy_with_logits(self(inputs)[:, 0], label.float(), reduction="none")
+
+
+class Mute(nn.Linear):
+    def __init__(self, inputs, width, depth):
+        super().__init__(inputs, 1)
+
+
+def test_what_is_no_success_head_is_refused():
+    for name, text in (
+        (f"{__name__}:Wide", r"logits \(2, 3, 1\).*must be \(2, 3\)"),
+        (f"{__name__}:Mute", "method loss"),
+        ("contrastif", "Did you mean 'contrastive'"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            make_success_head(name, 4, 8, 2)
+
+
+def test_a_checkpoint_from_before_there_was_a_choice_has_the_default_head():
+    plain = {key: value for key, value in to_plain(EnsembleConfig(width=16)).items() if key != "success_head"}
+    assert saved_configuration(EnsembleConfig, {"config": plain}) == EnsembleConfig(width=16)
+    assert list(LogisticHead(4, 8).state_dict()) == list(Members(1, 4, 8, 2, 1).state_dict())
+
+
+def test_the_logistic_head_is_one_perceptron_with_the_cross_entropy():
+    torch.manual_seed(0)
+    head = LogisticHead(4, 8)
+    torch.manual_seed(0)
+    perceptron = Members(1, 4, 8, 2, 1)
+    inputs, label = torch.randn(5, 4), torch.tensor([0, 1, 1, 0, 1]).bool()
+    logit = perceptron(inputs[None])[0, :, 0]
+    assert torch.equal(head(inputs), logit)
+    expected = torch.where(label, functional.softplus(-logit), functional.softplus(logit))
+    assert torch.allclose(head.loss(inputs, label), expected)
 
 
 def test_returns_are_discounted_sums_within_episodes():

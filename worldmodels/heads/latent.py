@@ -19,7 +19,7 @@ from robopolicy.nn.blocks import perceptron
 from robopolicy.nn.members import Members
 from worldmodels.data.statistics import BOUND
 from worldmodels.heads.calibration import explains_as_well
-from worldmodels.heads.success import SuccessHead
+from worldmodels.heads.success import make_success_head
 from worldmodels.heads.two_hot import BINS, reward_bins, two_hot, two_hot_mean
 
 BATCH = 512
@@ -69,10 +69,20 @@ class LatentHeads(nn.Module):
     reward_offset: Tensor
     pays_potential: Tensor
 
-    def __init__(self, width: int, layers: int, members: int, *, elements: int, actions: int, guessed: int):
+    def __init__(
+        self,
+        width: int,
+        layers: int,
+        members: int,
+        *,
+        elements: int,
+        actions: int,
+        guessed: int,
+        success_head: str = "contrastive",
+    ):
         super().__init__()
         self.reward = perceptron(width + 2 * elements, width, layers, BINS, scale=0.0)
-        self.success = SuccessHead(width + 2 * elements, width, layers)
+        self.success = make_success_head(success_head, width + 2 * elements, width, layers)
         self.guesses = Members(members, width + elements + actions, width, 2, guessed)
         self.potential = Members(1, elements, width, 2, 1) if elements else None
         self.register_buffer("bins", reward_bins())

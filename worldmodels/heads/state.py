@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.transitions import Transitions
@@ -19,6 +18,7 @@ from robopolicy.nn.members import Members
 from worldmodels.data.statistics import standardised
 from worldmodels.data.transitions import recorded_transitions
 from worldmodels.heads.calibration import calibrated_threshold, explains_as_well
+from worldmodels.heads.success import make_success_head
 
 BATCH = 256
 POSITIVE_SHARE = 0.25
@@ -29,7 +29,7 @@ PART = 8192
 
 
 class StepHeads(nn.Module):
-    """Heads of one world, a `Regression`; `bonus` is what it pays for success."""
+    """Heads of one world, a `Regression`; `bonus` is what it pays for success, `success_head` names the head of it."""
 
     state_mean: Tensor
     reward_mean: Tensor
@@ -37,12 +37,14 @@ class StepHeads(nn.Module):
     success_threshold: Tensor
     pays_potential: Tensor
 
-    def __init__(self, state_vector: StateVector, actions: int, width: int, bonus: float):
+    def __init__(
+        self, state_vector: StateVector, actions: int, width: int, bonus: float, success_head: str = "logistic"
+    ):
         super().__init__()
         self.state_vector, self.bonus = state_vector, bonus
         states = state_vector.size
         self.reward = Members(1, 2 * states + actions, width, 2, 1)
-        self.success = Members(1, states, width, 2, 1)
+        self.success = make_success_head(success_head, states, width, 2)
         self.potential = Members(1, states, width, 2, 1)
         for name, size in (("state", states), ("action", actions), ("change", states), ("reward", 1)):
             self.register_buffer(f"{name}_mean", torch.zeros(size))
@@ -81,16 +83,16 @@ class StepHeads(nn.Module):
         state, action, after = batch["state"], batch["action"], batch["next_state"]
         reward = self._standard("reward", batch["reward"][:, None])[:, 0]
         predicted = self.reward(self._reward_input(state, action, after)[None])[0, :, 0]
-        logit, label = self.success_logit(batch["success_state"]), batch["success_label"].float()
+        reached = self._standard("state", batch["success_state"])
         return {
             "reward": (predicted - reward).square(),
             "potential": (self._increase(state, after) - batch["reward"]).square() / self.reward_std.square(),
-            "success": functional.binary_cross_entropy_with_logits(logit, label, reduction="none"),
+            "success": self.success.loss(reached, batch["success_label"]),
         }
 
     def success_logit(self, state: Tensor) -> Tensor:
         """Return the logit [N] that states [N, S] are successful, before calibration."""
-        return self.success(self._standard("state", state)[None])[0, :, 0]
+        return self.success(self._standard("state", state))
 
     def succeeded(self, state: Tensor) -> Tensor:
         """Return whether states [N, S] are successful."""

@@ -1,10 +1,34 @@
-"""Is the goal reached? A contrastive and cross-entropy success classifier (DiWA, arXiv:2508.03645)."""
+"""Is the goal reached? The success heads that ship with us, and what a head of yours must offer.
+
+The contrastive one is that of DiWA (arXiv:2508.03645). World models choose theirs by name or dotted path: the setting
+`success_head` of their configurations.
+"""
+
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.nn.members import Members
+from worldmodels.heads.registry import SUCCESS_HEADS
+
+
+class SuccessHead(Protocol):
+    """A torch.nn.Module that reads success off a state or latent, made as cls(inputs, width, depth).
+
+    inputs: F, how many numbers it reads; width, depth: of the model's other heads. A model that trains its latents
+    together with its heads takes the plain cross-entropy of the logits there, and `loss` once the latents stand still.
+    """
+
+    def __call__(self, inputs: Tensor, /) -> Tensor:
+        """Return logits [...] of inputs [..., F], its `forward`; thresholds are calibrated on held-out steps."""
+        ...
+
+    def loss(self, inputs: Tensor, label: Tensor, /) -> Tensor:
+        """Return the loss [N] of inputs [N, F] and labels [N] bool."""
+        ...
 
 
 def contrastive_loss(embedding: Tensor, label: Tensor, temperature: float = 0.5) -> Tensor:
@@ -22,8 +46,23 @@ def contrastive_loss(embedding: Tensor, label: Tensor, temperature: float = 0.5)
     return -torch.where(partner, log_share, 0.0).sum(1) / partner.sum(1).clamp(min=1)
 
 
-class SuccessHead(nn.Module):
-    """Is the goal reached? An embedding of what it reads, pulled apart by label, and a logit on top."""
+class LogisticHead(Members):
+    """A `SuccessHead`: one perceptron, trained by cross-entropy."""
+
+    def __init__(self, inputs: int, width: int, depth: int = 2):
+        super().__init__(1, inputs, width, depth, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [...] of inputs x [..., F], before calibration."""
+        return super().forward(x.reshape(1, -1, x.shape[-1])).reshape(x.shape[:-1])
+
+    def loss(self, inputs: Tensor, label: Tensor) -> Tensor:
+        """Return the cross-entropy [N] of inputs [N, F] and labels [N]."""
+        return functional.binary_cross_entropy_with_logits(self(inputs), label.float(), reduction="none")
+
+
+class ContrastiveHead(nn.Module):
+    """A `SuccessHead`: an embedding of what it reads, pulled apart by label, and a logit on top."""
 
     def __init__(self, inputs: int, width: int, depth: int = 2, contrast: float = 0.1, temperature: float = 0.5):
         super().__init__()
@@ -46,3 +85,25 @@ class SuccessHead(nn.Module):
 
     def _embedding(self, inputs: Tensor) -> Tensor:
         return self.trunk(inputs.reshape(1, -1, inputs.shape[-1]))[0].reshape(*inputs.shape[:-1], -1)
+
+
+def make_success_head(name: str, inputs: int, width: int, depth: int) -> SuccessHead:
+    """Return the head that `name` or a dotted path stands for, for inputs [..., F] of F = `inputs` numbers.
+
+    Raises ConfigError where there is no such head, or what is made is none: no torch.nn.Module, without `loss`, or
+    with logits or losses of another shape than `SuccessHead` says.
+    """
+    head = SUCCESS_HEADS.load(name)(inputs, width, depth)
+    loss = getattr(head, "loss", None)
+    if not isinstance(head, nn.Module) or loss is None:
+        raise ConfigError(f"The success head '{name}' must be a torch.nn.Module with a method loss(inputs, label).")
+    head.eval()
+    with torch.no_grad():
+        logits = tuple(head(torch.zeros(2, 3, inputs)).shape)
+        losses = tuple(loss(torch.zeros(2, inputs), torch.tensor([False, True])).shape)
+    if logits != (2, 3) or losses != (2,):
+        raise ConfigError(
+            f"The success head '{name}' returns logits {logits} for inputs (2, 3, {inputs}) and losses {losses} for 2 "
+            "rows: they must be (2, 3) and (2,), one number a row."
+        )
+    return cast(SuccessHead, head.train())

@@ -13,9 +13,10 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.returns import success_bonus
 from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.structured import to_plain
 from worldmodels.data.statistics import read_statistics
 from worldmodels.data.structure import StateStructure, structure_in
+from worldmodels.heads.registry import saved_configuration
 from worldmodels.images.reader import FrameReader
 from worldmodels.protocol import Context, Latent
 
@@ -62,7 +63,8 @@ class ImageModel(nn.Module, ABC):
         `LearnedModel.restore` does.
         """
         structure = structure_in({name.removeprefix("reader."): value for name, value in weights.items()})
-        return cls(from_plain(cls.configuration, description["config"]), spec, structure, description["success_bonus"])
+        config = saved_configuration(cls.configuration, description)
+        return cls(config, spec, structure, description["success_bonus"])
 
     @property
     def spec(self) -> WorldSpec:

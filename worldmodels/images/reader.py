@@ -71,6 +71,7 @@ class FrameReader(nn.Module):
         *,
         depth: int,
         hidden: int,
+        success_head: str = "contrastive",
     ):
         super().__init__()
         self.config, self.success_bonus = config, success_bonus
@@ -81,7 +82,8 @@ class FrameReader(nn.Module):
         register_structure(self, structure)
         elements, actions = self.state_vector.size, spec.action.size
         sizes = {"elements": elements, "actions": actions, "free": len(structure.free)}
-        self.readout = FrameReadout(*self.size, depth=depth, hidden=hidden, members=config.members, **sizes)
+        shape = {"depth": depth, "hidden": hidden, "members": config.members}
+        self.readout = FrameReadout(*self.size, **shape, **sizes, success_head=success_head)
         for name, size in (("state", elements), ("action", actions), ("change", elements), ("reward", 1)):
             self.register_buffer(f"{name}_mean", torch.zeros(size))
             self.register_buffer(f"{name}_std", torch.ones(size))

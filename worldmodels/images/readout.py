@@ -47,6 +47,7 @@ class FrameReadout(nn.Module):
         elements: int,
         actions: int,
         free: int,
+        success_head: str = "contrastive",
     ):
         super().__init__()
         stages = max(1, round(math.log2(min(height, width))) - 2)
@@ -58,7 +59,8 @@ class FrameReadout(nn.Module):
         self.encoder = nn.Sequential(*layers, nn.Flatten(), dense(area * channels[-1], hidden))
         guessed = free + 3 * THUMBNAIL**2
         self.change = perceptron(hidden + elements + actions, hidden, 2, free, scale=0.0) if free else None
-        self.heads = LatentHeads(hidden, 2, members, elements=elements, actions=actions, guessed=guessed)
+        about = {"elements": elements, "actions": actions, "guessed": guessed}
+        self.heads = LatentHeads(hidden, 2, members, **about, success_head=success_head)
 
     def summary(self, before: Tensor, after: Tensor) -> Tensor:
         """Return features [N, F] of frames [N, height, width, 3] in a row."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.structured import REGISTRY
 from robopolicy.nn.configuration import EdmConfig, Precision
 from worldmodels.images.configuration import ReadoutConfig
 
@@ -69,6 +70,8 @@ class PixelDiffusionConfig:
     """
     precision: Precision = "auto"
     """Of the U-Net; auto is bfloat16 where the hardware multiplies it."""
+    success_head: str = field(default="contrastive", metadata={REGISTRY: "worldmodels.heads.registry:SUCCESS_HEADS"})
+    """What reads success, or module:Name."""
     readout: ReadoutConfig = field(default_factory=ReadoutConfig)
     edm: EdmConfig = field(
         default_factory=lambda: EdmConfig(log_mean=-0.4, sigma_max=5.0, steps=3, order=1, offset_noise=0.3)

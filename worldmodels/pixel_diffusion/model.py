@@ -60,7 +60,8 @@ class PixelDiffusionModel(ImageModel):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             fields = config.readout, spec, structure, success_bonus
-            self.reader = FrameReader(*fields, depth=sizes.readout, hidden=sizes.hidden)
+            head = config.success_head
+            self.reader = FrameReader(*fields, depth=sizes.readout, hidden=sizes.hidden, success_head=head)
             self.denoiser = PixelDenoiser(config, *self.reader.size, spec.action.size, self.reader.pose_size)
 
     @classmethod

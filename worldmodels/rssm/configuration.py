@@ -1,9 +1,10 @@
 """How large a recurrent state-space model is, and how it is trained and imagines."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.structured import REGISTRY
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class RssmConfig:
     representation_scale: float = 0.1
     """Weight of the KL term that makes the posterior predictable."""
     burn_in: int = 4
-    """Frames of recorded episodes that are read before imagination begins; one is enough."""
+    """Recorded frames that are read before imagination begins; one is enough."""
     length: int = 16
     """Frames that follow them in a training subsequence."""
     batch_size: int = 32
@@ -83,6 +84,8 @@ class RssmConfig:
     """Frames of a subsequence that are decoded to images in training."""
     members: int = 5
     """Heads whose disagreement is the uncertainty."""
+    success_head: str = field(default="contrastive", metadata={REGISTRY: "worldmodels.heads.registry:SUCCESS_HEADS"})
+    """What reads success, or module:Name."""
     sample: bool = True
     """Imagine with samples of the prior, instead of its likeliest classes."""
 

@@ -31,12 +31,13 @@ from robopolicy.core.regression import Regression
 from robopolicy.core.returns import PROGRESS, SUCCESS, success_bonus
 from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
-from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.structured import to_plain
 from robopolicy.core.vectors import StateVector
 from worldmodels.data.statistics import BOUND, read_statistics, standardised
 from worldmodels.data.structure import StateStructure, register_structure, structure_in, structure_of
 from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
 from worldmodels.heads.latent import THUMBNAIL, HeadStage, LatentHeads, LatentSteps
+from worldmodels.heads.registry import saved_configuration
 from worldmodels.protocol import Context, Imagined, Latent, draws_of
 from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.dynamics import LatentDynamics, Unrolled
@@ -79,7 +80,8 @@ class RssmModel(nn.Module):
             self.dynamics = LatentDynamics(config, elements, actions, free, self.images)
             guessed = free + 3 * THUMBNAIL**2 * len(self.images)
             sizes = config.networks.hidden, config.layers, config.members
-            self.heads = LatentHeads(*sizes, elements=elements, actions=actions, guessed=guessed)
+            about = {"elements": elements, "actions": actions, "guessed": guessed}
+            self.heads = LatentHeads(*sizes, **about, success_head=config.success_head)
         for name, size in (("state", elements), ("action", actions), ("change", elements), ("reward", 1)):
             self.register_buffer(f"{name}_mean", torch.zeros(size))
             self.register_buffer(f"{name}_std", torch.ones(size))
@@ -113,7 +115,7 @@ class RssmModel(nn.Module):
         weights: name -> [...], as `state_dict` gives them; read for the structure alone. Raises as
         `LearnedModel.restore` does.
         """
-        config = from_plain(RssmConfig, description["config"])
+        config = saved_configuration(RssmConfig, description)
         return cls(config, spec, structure_in(weights), description["success_bonus"])
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:

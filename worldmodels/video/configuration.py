@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.structured import REGISTRY
 from robopolicy.nn.configuration import EdmConfig, Precision
 from worldmodels.images.configuration import ReadoutConfig
 
@@ -104,6 +105,8 @@ class VideoConfig:
     """
     precision: Precision = "auto"
     """Of the networks; auto is bfloat16 where the hardware multiplies it."""
+    success_head: str = field(default="contrastive", metadata={REGISTRY: "worldmodels.heads.registry:SUCCESS_HEADS"})
+    """What reads success, or module:Name."""
     readout: ReadoutConfig = field(default_factory=ReadoutConfig)
     edm: EdmConfig = field(
         default_factory=lambda: EdmConfig(sigma_data=1.0, log_mean=0.0, sigma_min=0.3, sigma_max=5.0, steps=2, order=1)

@@ -59,7 +59,8 @@ class VideoModel(ImageModel):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             fields = config.readout, spec, structure, success_bonus
-            self.reader = FrameReader(*fields, depth=sizes.readout, hidden=sizes.hidden)
+            head = config.success_head
+            self.reader = FrameReader(*fields, depth=sizes.readout, hidden=sizes.hidden, success_head=head)
             shapes = {field.shape for field in self.reader.images.values()}
             if len(shapes) > 1:
                 raise ConfigError(f"One autoencoder reads all cameras, so they need one size, not {sorted(shapes)}.")
