@@ -9,27 +9,23 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
+from robopolicy.core.checkpoints import (
+    HasWeights,
+    read_description,
+    read_weights,
+    require_format,
+    restoring,
+    write_checkpoint,
+)
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.spec import Field, WorldSpec
-from robopolicy.core.storage import read_json, recover_folder, storage_errors, write_folder_atomic, write_json
+from robopolicy.core.storage import recover_folder
 from robopolicy.core.structured import from_plain, to_plain
-from robopolicy.core.tensors import load_tensors
 from robopolicy.policies.registry import POLICIES, SAVED_AS
-
-FORMAT = 2
-
-
-class HasWeights(Protocol):
-    """An nn.Module's part in a checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in nn.Module."""
-        ...
 
 
 class Describes(HasWeights, Protocol):
@@ -68,12 +64,12 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
     that neither ships with us nor is installed nor was named by the user.
     """
     folder = recover_folder(Path(folder))
-    description = read_json(folder / "config.json")
-    if isinstance(description, Mapping) and "kind" not in description and "type" in description:
+    description = read_description(folder)
+    if "kind" not in description and "type" in description:
         from robopolicy.policies.lerobot import load_lerobot_policy  # imports LeRobot's policies, which takes seconds
 
         return load_lerobot_policy(folder, device)
-    kind = str(description.get("kind")) if isinstance(description, Mapping) else "None"
+    kind = str(description.get("kind"))
     name = SAVED_AS.get(kind, kind)
     if name not in POLICIES and ":" not in name:
         raise CheckpointError(
@@ -142,50 +138,7 @@ def _constructed(
 ) -> Policy:
     """Rebuild what `save_policy` wrote by the class's constructor."""
     require_format(folder, description)
-    try:
+    with restoring(folder, "a policy"):
         observation, action, known = saved_fields(description)
         policy = made(from_plain(configuration, description["config"], "config"), observation, action, **known)
-    except (KeyError, TypeError, AttributeError, ConfigError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} does not describe a policy: {error!r}.") from error
     return read_weights(policy, folder, device)
-
-
-def write_checkpoint(
-    folder: Path, description: Mapping[str, Any], weights: HasWeights, more: Callable[[Path], None] | None = None
-) -> None:
-    """Write `description` and the weights of a module to `folder`, atomically.
-
-    description: JSON with at least "kind": what `load_policy` finds the class by, `POLICIES.name_of(type(policy))`;
-    more: writes further files into the folder that it is given.
-    """
-    tensors = {name: value.detach().cpu().contiguous() for name, value in weights.state_dict().items()}
-
-    def fill(temporary: Path) -> None:
-        write_json(temporary / "config.json", {"kind": description["kind"], "format": FORMAT, **description})
-        with storage_errors(temporary):
-            save_file(tensors, temporary / "model.safetensors")
-            if more is not None:
-                more(temporary)
-
-    write_folder_atomic(Path(folder), fill)
-
-
-def require_format(folder: Path, description: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless this version reads the format of the checkpoint in `folder`."""
-    if description.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder} has format {description.get('format')}, this version reads {FORMAT}: use the version of "
-            "robopolicy that wrote it, or train again."
-        )
-
-
-def read_weights[Module: nn.Module](policy: Module, folder: Path, device: torch.device | str = "cpu") -> Module:
-    """Return `policy` on `device` with the weights in `folder`; raises CheckpointError unless all of them fit."""
-    tensors = load_tensors(folder / "model.safetensors")
-    try:
-        policy.load_state_dict(tensors, strict=True)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{folder / 'model.safetensors'} does not match its config.json: {error}. Restore both from a copy."
-        ) from error
-    return policy.to(device)

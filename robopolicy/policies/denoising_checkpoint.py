@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.checkpoints import read_weights, require_format, restoring
 from robopolicy.core.structured import from_plain
-from robopolicy.policies.checkpoint import read_weights, require_format, save_policy, saved_fields
+from robopolicy.policies.checkpoint import save_policy, saved_fields
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.network import describe_network, restore_network
@@ -26,7 +26,7 @@ def save_denoising_policy(policy: DenoisingPolicy, folder: Path) -> None:
 def load_denoising_policy(folder: Path, description: Mapping[str, Any], device: torch.device | str) -> DenoisingPolicy:
     """Rebuild what `save_denoising_policy` wrote; raises CheckpointError when the files do not fit together."""
     require_format(folder, description)
-    try:
+    with restoring(folder, "a policy"):
         observation, action, known = saved_fields(description)
         config = from_plain(DenoisingPolicyConfig, description["config"], "config")
         network = restore_network(description.get("network"), folder)
@@ -34,6 +34,4 @@ def load_denoising_policy(folder: Path, description: Mapping[str, Any], device: 
         finetuning = description["finetuning"]
         if finetuning is not None:
             policy.prepare_finetuning(finetuning["steps"], train_encoder=finetuning["train_encoder"])
-    except (KeyError, TypeError, AttributeError, ConfigError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} does not describe a policy: {error!r}.") from error
     return read_weights(policy, folder, device)

@@ -18,8 +18,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from robopolicy.core.checkpoints import read_weights, require_format, restoring, write_checkpoint
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import CheckpointError, ConfigError, DataError
+from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Decision, TensorObservation
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import returns_to_go
@@ -31,7 +32,6 @@ from robopolicy.core.world import Rows
 from robopolicy.nn import edm
 from robopolicy.nn.aggregates import AGGREGATED
 from robopolicy.nn.denoisers import TimeEmbedding
-from robopolicy.policies.checkpoint import read_weights, require_format, write_checkpoint
 from robopolicy.policies.joint_configuration import JointConfig
 
 SAVED_KIND = "joint"
@@ -212,11 +212,9 @@ class JointModel(nn.Module):
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
         """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
         require_format(folder, description)
-        try:
+        with restoring(folder, "a policy"):
             config = from_plain(JointConfig, description["model"]["config"], "config")
             model = cls(config, WorldSpec.from_json(description["spec"]))
-        except (KeyError, TypeError, ConfigError) as error:
-            raise CheckpointError(f"{folder / 'config.json'} does not describe a policy: {error!r}.") from error
         return read_weights(model, folder, device).eval()
 
     def without_planning(self) -> Self | None:

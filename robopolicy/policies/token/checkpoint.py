@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.checkpoints import read_weights, require_format, restoring
 from robopolicy.core.structured import from_plain
 from robopolicy.nn.language import WordTokenizer, described_backbone, load_pretrained_tokenizer
-from robopolicy.policies.checkpoint import read_weights, require_format, save_policy, saved_fields
+from robopolicy.policies.checkpoint import save_policy, saved_fields
 from robopolicy.policies.token.configuration import TokenPolicyConfig
 from robopolicy.policies.token.policy import TokenPolicy
 
@@ -38,7 +38,7 @@ def save_token_policy(policy: TokenPolicy, folder: Path) -> None:
 def load_token_policy(folder: Path, description: Mapping[str, Any], device: torch.device | str) -> TokenPolicy:
     """Rebuild what `save_token_policy` wrote; raises CheckpointError when the files do not fit together."""
     require_format(folder, description)
-    try:
+    with restoring(folder, "a policy"):
         observation, action, known = saved_fields(description)
         config = from_plain(TokenPolicyConfig, description["config"], "config")
         instructions = known["instructions"]
@@ -50,6 +50,4 @@ def load_token_policy(folder: Path, description: Mapping[str, Any], device: torc
             policy.add_lora(description["adapters"]["rank"], description["adapters"]["alpha"])
         if description["finetuning"] is not None:
             policy.prepare_finetuning(**description["finetuning"])
-    except (KeyError, TypeError, AttributeError, ValueError, OSError, ConfigError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} does not describe a policy: {error!r}.") from error
     return read_weights(policy, folder, device)
