@@ -1,18 +1,35 @@
 """The command line: one verb per job, `robopolicy VERB [TARGET] [section.key=value ...] [json=PATH]`."""
 
 import sys
-from typing import Any
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from robopolicy import __version__
 from robopolicy.core.errors import ConfigError, RobopolicyError, did_you_mean
 from robopolicy.core.registry import ask_for
 from robopolicy.verbs.verb import VERBS, Verb, declaration
 
+if TYPE_CHECKING:
+    from robopolicy.configuration import Config, Described
+
 INTERRUPTED = 130
+
+HELP = ("-h", "--help")
+
+WIDEST = 120
+"""Columns that help uses at most, and those it has where it is not shown on a terminal."""
+
+NARROW = 110
+"""Columns below which a setting's meaning follows its value, instead of standing in a column of its own."""
+
+SHARED = ("run", "world", "plan")
+"""Sections that many verbs read: the help of a verb only names their keys."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,8 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     output = Console(emoji=False)
     if not output.is_terminal:
-        output = Console(emoji=False, width=120)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        output = Console(emoji=False, width=WIDEST)
+    if not arguments or arguments[0] in (*HELP, "help"):
         print_overview(output)
         return 0
     if arguments[0] in ("-V", "--version"):
@@ -45,11 +62,14 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
     verb = declaration(name)
     from robopolicy.configuration import compose  # imports hydra: only once a verb is known
 
-    settings = [argument for argument in arguments if argument not in ("-h", "--help")]
-    config = compose(overrides(name, verb, settings))
-    if settings != arguments:
-        print_help(name, verb, config, output)
+    asked = next((place for place, argument in enumerate(arguments) if argument in HELP), None)
+    if asked is not None:
+        after = [argument for argument in arguments[asked:] if argument not in HELP]
+        settings = arguments[:asked] + [argument for argument in after if "=" in argument]
+        sections = [argument for argument in after if "=" not in argument]
+        print_help(name, verb, compose(overrides(name, verb, settings)), output, sections)
         return 0
+    config = compose(overrides(name, verb, arguments))
     ask_for(config.run.plugins)
     return int(VERBS.load(name)(config) or 0)
 
@@ -81,29 +101,90 @@ def print_overview(output: Console) -> None:
     output.print("\n[dim]robopolicy VERB --help teaches one verb; start with:[/] robopolicy demo")
 
 
-def print_help(name: str, verb: Verb, config: Any, output: Console) -> None:
-    """Print what a verb does, an example, and every setting it reads: its value in `config` and what it means."""
-    from robopolicy.configuration import described, groups
+def print_help(name: str, verb: Verb, config: "Config", output: Console, sections: Sequence[str] = ()) -> None:
+    """Print what a verb does, an example, and every setting of its own: its value in `config` and what it means.
 
-    width = min(output.width, 120)
+    Of sections that other verbs read as well, and of those deep inside, it names the keys. sections: paths such as
+    world or train.fit, whose settings it explains instead, those of the sections inside them too. Raises ConfigError
+    where the verb has no such section.
+    """
+    from robopolicy.configuration import described
+
+    width, found = min(output.width, WIDEST), described(verb.sections, config)
+    if sections:
+        chosen = _chosen(name, found, sections)
+        if chosen[0].path == "world":
+            print_groups(output, width)
+        for part in chosen:
+            print_section(part, output, width)
+        return
     target = f" [{verb.target.split('.')[1].upper()}]" if verb.target else ""
     output.print(f"[bold]robopolicy {name}[/]{escape(target)} \\[section.key=value ...] \\[json=PATH]\n")
     output.print(reflowed(verb.text), highlight=False, markup=False, width=width)
     output.print(f"\nExample:\n  {verb.example}", highlight=False, markup=False)
     if "world" in verb.sections:
-        for group, options in groups().items():
-            output.print(f"\n[bold]{group}=[/] one of: {', '.join(options)}", highlight=False, width=width)
-        output.print(f"\nWhat a recipe sets: robopolicy {name} recipe=NAME --help", highlight=False, markup=False)
-    for section in described(verb.sections, config):
-        output.print(f"\n[bold cyan]{section.path}.KEY=VALUE[/]  {escape(section.text)}", highlight=False, width=width)
+        output.print()
+        print_groups(output, width)
+        output.print(f"What a recipe sets: robopolicy {name} recipe=NAME --help", highlight=False, markup=False)
+    folded = [part for part in found if _is_folded(part.path, name)]
+    for part in found:
+        if part not in folded:
+            print_section(part, output, width)
+    if folded:
+        output.print(f"\n[bold]More settings[/], explained by robopolicy {name} --help SECTION:", highlight=False)
         table = Table(box=None, show_header=False, padding=(0, 2), width=width)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(style="cyan", overflow="fold", max_width=24)
-        table.add_column(style="dim", ratio=1)
-        for row in section.keys:
-            table.add_row(*map(escape, row))
+        table.add_column(style="bold cyan", no_wrap=True)
+        table.add_column(style="dim", ratio=1, no_wrap=True, overflow="ellipsis")
+        for part in folded:
+            table.add_row(part.path, ", ".join(key for key, _, _ in part.keys))
         output.print(table, highlight=False)
-    output.print("\n[bold]json=PATH[/] also writes the figures of this run as JSON.", highlight=False)
+    output.print("[bold]json=PATH[/] also writes the figures of this run as JSON.", highlight=False)
+
+
+def print_groups(output: Console, width: int) -> None:
+    """Print which recipes and worlds there are."""
+    from robopolicy.configuration import groups
+
+    for group, options in groups().items():
+        output.print(f"[bold]{group}=[/] one of: {', '.join(options)}", highlight=False, width=width)
+
+
+def print_section(section: "Described", output: Console, width: int) -> None:
+    """Print the settings of a section within `width` columns: in three columns, or key=value and meaning in one."""
+    output.print(f"\n[bold cyan]{section.path}.KEY=VALUE[/]  {escape(section.text)}", highlight=False, width=width)
+    if width < NARROW:
+        for key, value, meaning in section.keys:
+            said = textwrap.fill(f"  {key}={value}  {meaning}", width, subsequent_indent=4 * " ")
+            text = Text(said, style="dim")
+            text.stylize("not dim bold", 2, 2 + len(key))
+            text.stylize("not dim cyan", 3 + len(key), 3 + len(key) + len(value))
+            output.print(text, highlight=False, soft_wrap=True)
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2), width=width)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="cyan", overflow="fold", max_width=24)
+    table.add_column(style="dim", ratio=1)
+    for row in section.keys:
+        table.add_row(*map(escape, row))
+    output.print(table, highlight=False)
+
+
+def _is_folded(path: str, verb: str) -> bool:
+    """Whether the help of `verb` only names the keys of a section: it is shared, another verb's, or three deep."""
+    top, *inner = path.split(".")
+    return top in SHARED or (top in VERBS and top != verb) or len(inner) > 1
+
+
+def _chosen(name: str, found: Sequence["Described"], sections: Sequence[str]) -> list["Described"]:
+    """Return the sections that are asked for, in the order of the verb's, and those inside them."""
+    paths = [part.path for part in found]
+    for section in sections:
+        if section not in paths:
+            raise ConfigError(
+                f"'{section}' is not a section that '{name}' reads: after --help come sections, out of "
+                f"{', '.join(paths)}.{did_you_mean(section, paths)}"
+            )
+    return [part for part in found if any(f"{part.path}.".startswith(f"{section}.") for section in sections)]
 
 
 def reflowed(text: str) -> str:

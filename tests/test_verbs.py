@@ -1,13 +1,18 @@
 """Every verb on a small job, through the command line's own entry, in the order in which a user runs them."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
-from robopolicy.cli import INTERRUPTED, main
+from robopolicy.cli import INTERRUPTED, main, print_help
+from robopolicy.configuration import compose, described, groups
+from robopolicy.policies.registry import POLICIES
 from robopolicy.training import imagined
 from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.verb import VERBS, declaration
+from worldmodels.registry import WORLD_MODELS
 
 SMALL = [
     "world=reach_planar",
@@ -205,8 +210,52 @@ def test_help_teaches_every_verb(verb, capsys):
     assert main([verb, "--help"]) == 0
     text = capsys.readouterr().out
     assert declaration(verb).example.split(" && ")[0][:40] in text
+    for part in described(declaration(verb).sections, compose([])):
+        assert f"\n{part.path}.KEY=VALUE" in text or f"\n  {part.path} " in text
+
+
+def helped(verb: str, width: int, *arguments: str, sections: tuple[str, ...] = ()) -> str:
+    """Return what --help prints on a terminal of so many columns."""
+    shown = io.StringIO()
+    print_help(verb, declaration(verb), compose(list(arguments)), Console(file=shown, width=width), sections)
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("verb", VERBS.names())
+def test_help_fits_a_page_whatever_is_chosen(verb, width):
+    kinds = {"worldmodel": WORLD_MODELS, "policy": POLICIES}
+    choices = [()]
     for section in declaration(verb).sections:
-        assert f"{section}." in text
+        choices += [(f"{section}.kind={kind}",) for kind in (kinds[section].names() if section in kinds else ())]
+        choices += [(f"recipe={recipe}",) for recipe in groups()["recipe"] if section == "world"]
+    for arguments in choices:
+        lines = helped(verb, width, *arguments).rstrip().splitlines()
+        assert len(lines) <= 120, f"{arguments}: {len(lines)} lines"
+        assert max(map(len, lines)) <= width
+
+
+def test_what_help_folds_is_shown_when_asked_for(capsys):
+    folded = helped("imagine", 80)
+    assert "finetune.KEY=VALUE" not in folded and "Bound on the gradient" not in folded
+    assert main(["imagine", "recipe=pick_place", "--help", "finetune"]) == 0
+    text = capsys.readouterr().out.split()
+    assert text[text.index("target_success") + 1] == "0.97"
+    assert not {"imagine.KEY=VALUE", "world.KEY=VALUE"} & set(text)
+    deep = helped("worldmodel", 80, "worldmodel.kind=video", sections=("worldmodel.config", "world"))
+    for path in ("worldmodel.config", "worldmodel.config.edm", "world", "world.imagination"):
+        assert f"{path}.KEY=VALUE" in deep
+    assert "worldmodel.KEY=VALUE" not in deep and "push_choice" in deep
+    assert main(["train", "--help", "train.fitt"]) == 2
+    assert "Did you mean 'train.fit'?" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_gives_every_setting_its_value_and_its_meaning(width):
+    values = {"[low,medium,high,random]": "Levels of action noise", "100000": "Control steps of training data"}
+    text = " ".join(helped("worldmodel", width).split())
+    for value, meaning in values.items():
+        assert f"{value} {meaning}" in text
 
 
 def test_help_shows_what_a_recipe_sets(capsys):
