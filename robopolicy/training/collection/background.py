@@ -9,25 +9,25 @@ staleness 1 is collecting one batch ahead (periodic asynchrony keeps 0 by waitin
 
 import threading
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
 from robopolicy.core.policy import Trainable
 from robopolicy.core.rollouts import Rollouts
+from robopolicy.training.collection.copies import CopyCollector
 from robopolicy.training.collection.protocol import BatchCollector
 
 
-class BackgroundCollector:
+class BackgroundCollector(CopyCollector):
     """Runs `collector`, whose policy is the copy `actor` that nobody else uses, in a thread of its own.
 
-    policy: the one that learns; staleness: by how many updates the thread may run ahead. Runs are not repeatable bit
-    by bit: which weights a batch sees depends on timing. `close` must be called.
+    staleness: by how many updates the thread may run ahead. Runs are not repeatable bit by bit: which weights a batch
+    sees depends on timing. `close` must be called.
     """
 
     def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable, staleness: int):
-        self.collector, self.policy, self.actor, self.staleness = collector, policy, actor, staleness
+        super().__init__(collector, policy, actor)
+        self.staleness = staleness
         self._changed = threading.Condition()
         self._ready: deque[Rollouts] = deque()
         self._weights: dict[str, Tensor] | None = None
@@ -58,13 +58,13 @@ class BackgroundCollector:
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
         """Learn what came of the starts, between two batches of the thread's."""
         with self._changed:
-            self.collector.observe(collected, prepared)
+            super().observe(collected, prepared)
 
     def restart(self) -> None:
         """Stop the thread and drop what it has made: after a checkpoint everything starts from fresh episodes."""
         self.close()
         self._ready.clear()
-        self.collector.restart()
+        super().restart()
 
     def close(self) -> None:
         """Stop the thread after the batch it is in."""
@@ -74,14 +74,6 @@ class BackgroundCollector:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def tree(self) -> dict[str, Any]:
-        """Return the collector's state."""
-        return self.collector.tree()
-
-    def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
-        self.collector.restore(tree)
 
     def _work(self) -> None:
         try:

@@ -8,18 +8,19 @@ from torch import Tensor
 
 from robopolicy.core.policy import Trainable
 from robopolicy.core.rollouts import Rollouts
+from robopolicy.training.collection.copies import CopyCollector
 from robopolicy.training.collection.protocol import BatchCollector
 
 
-class DelayedCollector:
+class DelayedCollector(CopyCollector):
     """Collects in turns with learning, but with weights that are `delay` updates old: staleness that is repeatable.
 
-    A stand-in for a slow link to the robots, and for measuring what stale data does to an algorithm. policy: the one
-    that learns; actor: the copy that `collector` acts with.
+    A stand-in for a slow link to the robots, and for measuring what stale data does to an algorithm. The old weights
+    stay over a restart.
     """
 
     def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable, delay: int):
-        self.collector, self.policy, self.actor = collector, policy, actor
+        super().__init__(collector, policy, actor)
         self.past: deque[dict[str, Tensor]] = deque(maxlen=delay + 1)
 
     def collect(self, iteration: int) -> Rollouts:
@@ -28,22 +29,11 @@ class DelayedCollector:
         self.actor.load_state_dict(self.past[0])
         return self.collector.batch(iteration, iteration + 1 - len(self.past))
 
-    def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
-        """Learn what came of the starts."""
-        self.collector.observe(collected, prepared)
-
-    def restart(self) -> None:
-        """Begin with fresh episodes at the next call; the old weights stay."""
-        self.collector.restart()
-
-    def close(self) -> None:
-        """Nothing runs."""
-
     def tree(self) -> dict[str, Any]:
         """Return the collector's state and the old weights."""
-        return {**self.collector.tree(), "past": {str(place): weights for place, weights in enumerate(self.past)}}
+        return {**super().tree(), "past": {str(place): weights for place, weights in enumerate(self.past)}}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from `tree`."""
-        self.collector.restore(tree)
+        super().restore(tree)
         self.past.extend(tree["past"][str(place)] for place in range(len(tree["past"])))

@@ -8,9 +8,8 @@ Source: Corrado & Hanna 2023, arXiv:2311.08290 (proximal robust on-policy sampli
 the transition densities of all steps (the paper has Gaussian heads).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from robopolicy.core.policy import Trainable
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.nn.optimisers import clip_gradients
 from robopolicy.rl.weights import step_mean
+from robopolicy.training.collection.copies import CopyCollector
 from robopolicy.training.collection.protocol import BatchCollector
 from robopolicy.training.experience import decisions_at, rescored
 
@@ -35,12 +35,12 @@ def sampling_error_loss(log_ratio: Tensor, mask: Tensor, epsilon: float, kl_weig
     return (step_mean(mask) * torch.where(mask, surrogate + kl_weight * divergence, 0.0)).sum()
 
 
-class PropsCollector:
+class PropsCollector(CopyCollector):
     """Collects each iteration's rollouts in `parts`, the later ones with an adjusted copy of the policy.
 
-    policy: the one that learns; actor: the copy that `collector` acts with; generator: draws the minibatches of the
-    adjustment, which starts from the policy anew for each part. rate, epochs, minibatch: of its Adam; epsilon: width of
-    its clip; kl_weight, kl_stop: how it is held near the policy, and where it ends.
+    generator: draws the minibatches of the adjustment, which starts from the policy anew for each part, so that there
+    is nothing of it to save. rate, epochs, minibatch: of its Adam; epsilon: width of its clip; kl_weight, kl_stop: how
+    it is held near the policy, and where it ends.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class PropsCollector:
         kl_stop: float = 0.03,
         minibatch: int = 2048,
     ):
-        self.collector, self.policy, self.actor, self.parts = collector, policy, actor, parts
-        self.instructions, self.generator = instructions, generator
+        super().__init__(collector, policy, actor)
+        self.parts, self.instructions, self.generator = parts, instructions, generator
         self.rate, self.epochs, self.epsilon, self.minibatch = rate, epochs, epsilon, minibatch
         self.kl_weight, self.kl_stop = kl_weight, kl_stop
 
@@ -118,22 +118,3 @@ class PropsCollector:
         """Score what the actor played with the policy: it is learned from as the policy's own."""
         logp, _ = rescored(rollouts, self.policy, self.instructions)
         return replace(rollouts, logp_behaviour=torch.where(rollouts.mask, logp, 0.0))
-
-    def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
-        """Learn what came of the starts."""
-        self.collector.observe(collected, prepared)
-
-    def restart(self) -> None:
-        """Begin with fresh episodes at the next call."""
-        self.collector.restart()
-
-    def close(self) -> None:
-        """Nothing runs."""
-
-    def tree(self) -> dict[str, Any]:
-        """Return the collector's state: the actor starts from the policy in every part."""
-        return self.collector.tree()
-
-    def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
-        self.collector.restore(tree)
