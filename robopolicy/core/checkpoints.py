@@ -3,13 +3,13 @@
 Policies and world models are written and read here; which class a checkpoint needs is theirs to find.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from robopolicy.core.errors import CheckpointError, ConfigError
@@ -72,7 +72,7 @@ def require_format(folder: Path, description: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def restoring(folder: Path, what: str) -> Iterator[None]:
+def restoring(folder: Path, what: str) -> Generator[None, None, None]:
     """Let what fails while `what` is made from config.json be a CheckpointError that says so."""
     try:
         yield

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import integers
 from robopolicy.core.errors import DataError, did_you_mean
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.rollouts import Rollouts, tensor_of
@@ -156,7 +157,7 @@ class Episodes:
             observation={key: value[frames] for key, value in self.observation.items()},
             actions=self.actions[steps],
             lengths=self.lengths[chosen],
-            tasks=tuple(self.tasks[i] for i in chosen.tolist()),
+            tasks=tuple(self.tasks[i] for i in integers(chosen)),
             rewards=None if self.rewards is None else {name: value[steps] for name, value in self.rewards.items()},
             step_success=None if self.step_success is None else self.step_success[steps],
             **per_episode,
@@ -246,7 +247,7 @@ class Episodes:
             observation={key: frames(key) for key in spec.observation},
             actions=torch.minimum(torch.maximum(rollouts.actions[row, decision, step].double(), low), high).float(),
             lengths=lengths,
-            tasks=tuple(spec.instructions[task] for task in rollouts.task[:, 0].tolist()),
+            tasks=tuple(spec.instructions[task] for task in integers(rollouts.task[:, 0])),
             rewards={name: values[row, decision, step] for name, values in rollouts.rewards.items()},
             step_success=torch.where(last, rollouts.success[row, decision], before),
             terminated=rollouts.terminated.gather(1, ended[:, None])[:, 0],
@@ -307,7 +308,7 @@ class Episodes:
         last = (self.starts + self.lengths - 1)[episode][:, None]
         observation: TensorObservation = {key: self.observation[key][frames] for key in self._known_keys(keys)}
         if keys is None or TASK in keys:
-            observation[TASK] = [self.tasks[index] for index in episode.tolist()]
+            observation[TASK] = [self.tasks[index] for index in integers(episode)]
         return {
             "observation": observation,
             "actions": self.actions[torch.minimum(targets, last)],

@@ -11,7 +11,7 @@ Rows that end are left alone unless the body gives them another episode. Axes: B
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -78,7 +78,8 @@ class PolicyActor:
         check_finite("actions", decision.actions)
         if self.scored:
             check_finite("log-probabilities", decision.logp)
-        return decision.actions.detach().cpu().numpy().astype(np.float64), Decided(seen, decision)
+        actions = cast(Array, decision.actions.detach().cpu().numpy())  # pyright: ignore[reportUnknownMemberType]
+        return actions.astype(np.float64), Decided(seen, decision)
 
 
 class ControllerActor:

@@ -44,7 +44,7 @@ class Decision:
     """
 
     actions: Tensor
-    latents: dict[str, Tensor] = field(default_factory=dict)
+    latents: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     logp: Tensor = _NO_STEPS
     mask: Tensor = _NO_STEPS
 
@@ -62,7 +62,7 @@ class Scores:
 
     logp: Tensor
     entropy: Tensor
-    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 @runtime_checkable
@@ -232,7 +232,9 @@ def is_condition(name: str) -> bool:
 
 def is_policy(actor: object) -> "TypeIs[Policy]":
     """Whether `actor` is a `Policy`, not a `Controller`: that too acts and resets, and may keep a world's spec."""
-    return isinstance(actor, Policy) and isinstance(actor.spec, PolicySpec)
+    if not isinstance(actor, Policy):  # which compares the names of members, so a Controller may come this far
+        return False
+    return isinstance(actor.spec, PolicySpec)  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
 def missing_members(policy: object, level: type) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class PolicyReport:
 
     def lines(self) -> list[str]:
         """Return one line a level: whether it is kept, and what it allows or what is missing."""
-        found = []
+        found: list[str] = []
         for level in Level:
             if level <= self.level:
                 found.append(f"{level.name.lower()}: yes. You can {ALLOWS[level]}.")
@@ -148,7 +148,7 @@ def _check_decision(policy: Policy, observation: TensorObservation, deterministi
     spec = policy.spec
     how = f"act(deterministic={deterministic})"
     assert 1 <= spec.chunk <= spec.prediction, f"spec: chunk {spec.chunk} does not fit prediction {spec.prediction}"
-    batch = len(cast(list, observation[TASK]))
+    batch = len(cast(list[str], observation[TASK]))
     before, random_state = _copy(observation), torch.get_rng_state()
     decision = _act(policy, observation, deterministic=deterministic)
     assert torch.equal(random_state, torch.get_rng_state()), f"{how} drew from torch's global generator"
@@ -253,9 +253,11 @@ def _check_modes(policy: Trainable, observation: TensorObservation) -> None:
     )
 
 
-def example_batch(spec: PolicySpec, observation: TensorObservation, device: torch.device | str = "cpu") -> dict:
+def example_batch(
+    spec: PolicySpec, observation: TensorObservation, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
     """Return what `loss` takes, for N observations: actions [N, P, A] within the range, the last row padded."""
-    count, draws = len(cast(list, observation[TASK])), torch.Generator().manual_seed(3)
+    count, draws = len(cast(list[str], observation[TASK])), torch.Generator().manual_seed(3)
     low, high = (torch.tensor(bound).clamp(-1, 1).expand(spec.action.shape) for bound in _bounds(spec))
     actions = low + (high - low) * torch.rand((count, spec.prediction, *spec.action.shape), generator=draws)
     valid = torch.ones((count, spec.prediction), dtype=torch.bool)
@@ -285,11 +287,13 @@ def _check_loss(policy: Trainable, observation: TensorObservation) -> None:
 def _check_gradient(policy: Trainable, value: Tensor, what: str) -> list[Tensor | None]:
     """Return the gradient of a scalar at each trainable parameter."""
     assert value.requires_grad, f"{what} has no gradient"
-    gradients = torch.autograd.grad(value, list(policy.trainable_parameters()), allow_unused=True)
+    gradients: list[Tensor | None] = [
+        *torch.autograd.grad(value, list(policy.trainable_parameters()), allow_unused=True)
+    ]
     found = [gradient for gradient in gradients if gradient is not None]
     assert all(bool(gradient.isfinite().all()) for gradient in found), f"{what}: a gradient is not finite"
     assert any(bool(gradient.abs().sum() > 0) for gradient in found), f"{what}: every gradient is zero"
-    return list(gradients)
+    return gradients
 
 
 def _check_finetuning(policy: Trainable, observation: TensorObservation) -> None:
@@ -320,7 +324,8 @@ def _step(policy: Trainable, gradients: Sequence[Tensor | None]) -> None:
     """Go up the gradients a little."""
     for parameter, gradient in zip(policy.trainable_parameters(), gradients, strict=True):
         if gradient is not None:
-            parameter.add_(1e-2 * gradient / gradient.norm().clamp(min=1e-8))
+            length = cast(Tensor, gradient.norm())  # pyright: ignore[reportUnknownMemberType]
+            parameter.add_(1e-2 * gradient / length.clamp(min=1e-8))
 
 
 def _check_round_trip(policy: Trainable, observation: TensorObservation, load: Callable[[Path], Policy]) -> None:

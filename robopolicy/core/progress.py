@@ -1,6 +1,6 @@
 """Progress bars for anything that takes longer than two seconds; silent when nobody watches."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -19,7 +19,7 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress(label: str, total: int) -> Iterator[Advance]:
+def progress(label: str, total: int) -> Generator[Advance, None, None]:
     """Show a bar for `total` pieces of work on a terminal; elsewhere (pipes, CI) draw nothing."""
     if not console.is_terminal:
         yield lambda steps=1, note="": None

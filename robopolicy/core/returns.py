@@ -36,7 +36,7 @@ def discounted_sums(reward: Tensor, discount: Tensor, goes_on: Tensor) -> Tensor
     Behind the last column nothing is earned.
     """
     following = torch.zeros_like(reward[:, 0])
-    columns = []
+    columns: list[Tensor] = []
     for column in reversed(range(reward.shape[1])):
         following = reward[:, column] + discount[:, column] * following * goes_on[:, column]
         columns.append(following)

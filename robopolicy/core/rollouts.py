@@ -5,7 +5,7 @@ ends of episodes, cut by `terminated`, `truncated` or `horizon_end`; with `whole
 start (or from where it branched off its parent), padded with decisions that are not valid.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.extras import Extras
+from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
 
@@ -170,7 +171,7 @@ class Rollouts:
         """Add extras [B, T, ...] by name; raises KeyError for a name that `Extras` does not have."""
         return replace(self, extras=self.extras.adding(**extras))
 
-    def _map(self, function: Any, rows: Any = None) -> "Rollouts":
+    def _map(self, function: Callable[[Tensor], Tensor], rows: Callable[[Tensor], Tensor] | None = None) -> "Rollouts":
         def apply(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return function(value)
@@ -178,7 +179,7 @@ class Rollouts:
                 return value.map(function)
             if isinstance(value, FinalImages):
                 return replace(value, place=function(value.place))
-            if isinstance(value, Mapping):
+            if is_mapping(value):
                 return {key: apply(item) for key, item in value.items()}
             if value is None or isinstance(value, bool):
                 return value
@@ -243,7 +244,7 @@ def concatenate(parts: list[Rollouts]) -> Rollouts:
         if isinstance(first, Extras):
             values = [dict(value.items()) for value in values]
             first = values[0]
-        if isinstance(first, Mapping):
+        if is_mapping(first):
             differ = {key for value in values for key in set(value) ^ set(first)}
             if differ:
                 raise ValueError(f"Rollouts that are to be joined differ in {', '.join(sorted(differ))}.")

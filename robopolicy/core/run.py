@@ -55,7 +55,8 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return []
-        records, lines = [], path.read_text().splitlines()
+        records: list[dict[str, Any]] = []
+        lines = path.read_text().splitlines()
         for number, line in enumerate(lines, start=1):
             try:
                 records.append(json.loads(line))

@@ -5,9 +5,18 @@ outside `mask` (or not finite, for statistics of rewards) count nowhere. Empty s
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
+
+
+def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct rows [S, ...] of [N, ...] in ascending order, and which of them each row is, [N] int64."""
+    return cast(
+        tuple[Tensor, Tensor],
+        torch.unique(rows, dim=0, return_inverse=True),  # pyright: ignore[reportUnknownMemberType]
+    )
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,7 @@ class Segments:
     def of(*keys: Tensor) -> "Segments":
         """Segment by equality of all `keys`, each [N] integers; segments are numbered in the order of their keys."""
         stacked = torch.stack([key.long() for key in keys], -1)
-        found, index = torch.unique(stacked, dim=0, return_inverse=True)
+        found, index = distinct(stacked)
         return Segments(index, len(found))
 
     def sum(self, values: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -6,12 +6,16 @@ goals), `observation.images.<camera>` (uint8, height x width x 3) and `task` (th
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import NonFiniteError, SpecError, did_you_mean
+from robopolicy.core.narrowing import is_sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STATE = "observation.state"
 ENVIRONMENT_STATE = "observation.environment_state"
@@ -58,7 +62,7 @@ class Field:
         """Rebuild from `to_json`."""
 
         def bound(value: Any) -> float | tuple[float, ...]:
-            return tuple(float(item) for item in value) if isinstance(value, (list, tuple)) else float(value)
+            return tuple(float(item) for item in value) if is_sequence(value) else float(value)
 
         return Field(
             tuple(data["shape"]),
@@ -98,16 +102,17 @@ class WorldSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
-        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in self.__dict__.items()}
+        plain = {key: list(value) if is_sequence(value) else value for key, value in self.__dict__.items()}
         fields = {key: each.to_json() for key, each in self.observation.items()}
         return {**plain, "observation": fields, "action": self.action.to_json()}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "WorldSpec":
         """Rebuild from `to_json`; raises KeyError or TypeError on what is none."""
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-        fields = {key: Field.from_json(value) for key, value in data["observation"].items()}
-        return WorldSpec(**{**values, "observation": fields, "action": Field.from_json(data["action"])})
+        values: dict[str, Any] = {key: tuple(value) if is_sequence(value) else value for key, value in data.items()}
+        values["observation"] = {key: Field.from_json(value) for key, value in data["observation"].items()}
+        values["action"] = Field.from_json(data["action"])
+        return WorldSpec(**values)
 
 
 @dataclass(frozen=True)
@@ -201,7 +206,7 @@ def validate_observation(
             check_finite(key, value)
 
 
-def check_finite(name: str, value: Any) -> None:
+def check_finite(name: str, value: "Array | Tensor") -> None:
     """Raise `NonFiniteError` naming the rows (first axis) where `value` (numpy or torch) is NaN or infinite."""
     finite = np.isfinite(value) if isinstance(value, np.ndarray) else value.isfinite()
     if bool(finite.all()):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.registry import Kinds
 
 REGISTRY = "registry"
@@ -39,23 +40,23 @@ def to_plain(value: Any) -> Any:
         return {"kind": value.kind, **to_plain(value.config)}
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, Mapping):
+    if is_mapping(value):
         return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if is_sequence(value):
         return [to_plain(item) for item in value]
     if isinstance(value, Enum):
         return value.value
     return str(value) if isinstance(value, Path) else value
 
 
-def from_plain[Structure](kind: type[Structure], data: Mapping[str, Any], where: str = "") -> Structure:
+def from_plain[Structure](kind: type[Structure], data: object, where: str = "") -> Structure:
     """Build the dataclass `kind` from plain values; missing keys take the defaults, also inside a section whose
     defaults its owner has changed.
 
     Raises ConfigError on an unknown key (with the nearest name), a missing one, or a value of the wrong type, naming
     the full path of the key. `where` is the path of this section.
     """
-    if not isinstance(data, Mapping):
+    if not is_mapping(data):
         raise ConfigError(f"'{where}' is a section with keys, not {data!r}.")
     if issubclass(kind, Tagged):
         data = _of_kind(kind, data, where)
@@ -113,7 +114,7 @@ def _over_default(item: Field[Any], value: Any) -> Any:
     default.
     """
     default = item.default_factory() if item.default_factory is not MISSING else item.default
-    if not is_dataclass(default) or isinstance(default, Tagged) or not isinstance(value, Mapping):
+    if not is_dataclass(default) or isinstance(default, Tagged) or not is_mapping(value):
         return value
     return {**to_plain(default), **_sections_over(default, value)}
 
@@ -122,7 +123,7 @@ def _sections_over(default: Any, value: Mapping[str, Any]) -> dict[str, Any]:
     known = {item.name: getattr(default, item.name) for item in fields(default)}
     return {
         key: {**to_plain(known[key]), **_sections_over(known[key], item)}
-        if is_dataclass(known.get(key)) and not isinstance(known[key], Tagged) and isinstance(item, Mapping)
+        if is_dataclass(known.get(key)) and not isinstance(known[key], Tagged) and is_mapping(item)
         else item
         for key, item in value.items()
     }
@@ -132,9 +133,10 @@ def _of_kind(section: type[Tagged], data: Mapping[str, Any], where: str) -> dict
     """Return the plain values of a tagged section with `config` as the chosen kind's dataclass."""
     name = str(data.get("kind", section.kind))
     kind, path = section.kinds.configuration(name), where if section.beside else _join(where, "config")
-    given = {key: value for key, value in data.items() if key != "kind"} if section.beside else data.get("config", {})
+    beside = {key: value for key, value in data.items() if key != "kind"}
+    given: Any = beside if section.beside else data.get("config", {})
     own = {item.name for item in fields(kind) if item.init}
-    if not isinstance(given, Mapping):
+    if not is_mapping(given):
         raise ConfigError(f"'{path}' is a section with keys, not {given!r}.")
     for key in given:
         others = [
@@ -150,7 +152,7 @@ def _of_kind(section: type[Tagged], data: Mapping[str, Any], where: str) -> dict
             )
             raise ConfigError(f"Unknown configuration key '{path}.{key}': {where}.kind={name} has no '{key}'.{has}")
     tag = {"kind": name} if "kind" in own else {}
-    rest = {} if section.beside else data
+    rest: Mapping[str, Any] = {} if section.beside else data
     return {**rest, "kind": name, "config": from_plain(kind, {**given, **tag}, path)}
 
 
@@ -167,11 +169,11 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if value is None:
         raise ConfigError(f"'{where}' needs a value ({_name(hint)}), not null.")
     if is_dataclass(hint):
-        return from_plain(cast(type, hint), value, where)
+        return from_plain(cast(type[Any], hint), value, where)
     if origin is tuple or origin is list:
         return _convert_sequence(origin, arguments, value, where)
     if origin in (dict, Mapping, types.MappingProxyType) or hint in (dict, Mapping):
-        if not isinstance(value, Mapping):
+        if not is_mapping(value):
             raise ConfigError(f"'{where}' is a mapping, not {value!r}.")
         item = arguments[1] if arguments else Any
         return {str(key): _convert(item, element, _join(where, str(key))) for key, element in value.items()}
@@ -195,7 +197,7 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _convert_sequence(origin: Any, arguments: tuple[Any, ...], value: Any, where: str) -> Any:
-    if not isinstance(value, (list, tuple)):
+    if not is_sequence(value):
         raise ConfigError(f"'{where}' is a list, not {value!r}: write {where}=[A,B].")
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:
         if len(arguments) != len(value):
@@ -203,9 +205,9 @@ def _convert_sequence(origin: Any, arguments: tuple[Any, ...], value: Any, where
         hints = arguments
     else:
         hints = (arguments[0] if arguments else Any,) * len(value)
-    return origin(
-        _convert(hint, item, f"{where}[{i}]") for i, (hint, item) in enumerate(zip(hints, value, strict=True))
-    )
+    pairs = enumerate(zip(hints, value, strict=True))
+    items = [_convert(hint, item, f"{where}[{i}]") for i, (hint, item) in pairs]
+    return tuple(items) if origin is tuple else items
 
 
 def _convert_scalar(hint: Any, value: Any, where: str) -> Any:

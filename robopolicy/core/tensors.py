@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from robopolicy.core.errors import CheckpointError
+from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.storage import read_json, storage_errors, write_json
 
 Tree = Mapping[str, Any]
@@ -24,7 +25,7 @@ def save_tree(folder: Path, name: str, tree: Tree) -> None:
         if isinstance(node, Tensor):
             tensors[path] = node.detach().cpu().contiguous().clone()
             return {"__tensor__": path}
-        if isinstance(node, Mapping):
+        if is_mapping(node):
             return {str(key): split(value, f"{path}/{key}" if path else str(key)) for key, value in node.items()}
         return node
 
@@ -39,7 +40,7 @@ def load_tree(folder: Path, name: str, device: torch.device | str = "cpu") -> di
     tensors = load_tensors(Path(folder) / f"{name}.safetensors", device)
 
     def join(node: Any) -> Any:
-        if isinstance(node, dict):
+        if is_mapping(node):
             if set(node) == {"__tensor__"}:
                 return tensors[node["__tensor__"]]
             return {key: join(value) for key, value in node.items()}

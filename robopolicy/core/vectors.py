@@ -7,7 +7,7 @@ Worlds list their fields in any order, models and agents read one vector. The or
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ class StateVector:
     @overload
     def pack(self, observation: Mapping[str, Tensor] | Mapping[str, Tensor | list[str]]) -> Tensor: ...
 
-    def pack(self, observation: Mapping) -> Array | Tensor:
+    def pack(self, observation: Mapping[str, Any]) -> Array | Tensor:
         """Return the vectors [..., S], float32, of an observation, key -> [..., *shape]; numpy or torch, as given.
 
         The leading axes (batch, history, time) are those of the fields and are kept. Keys beyond the vector's fields
@@ -100,7 +100,7 @@ class StateVector:
         }
 
 
-def _flat(observation: Mapping, key: str, field: Field) -> Array | Tensor:
+def _flat(observation: Mapping[str, Any], key: str, field: Field) -> Array | Tensor:
     """Return a field of an observation with its own axes made one, [..., size]."""
     if key not in observation:
         raise SpecError(
@@ -113,7 +113,7 @@ def _flat(observation: Mapping, key: str, field: Field) -> Array | Tensor:
     return value.reshape(*value.shape[:lead], field.size)
 
 
-def _empty(observation: Mapping) -> Array | Tensor:
+def _empty(observation: Mapping[str, Any]) -> Array | Tensor:
     """Return vectors without elements [..., 0], with the leading axes of the images [..., height, width, channels]."""
     image = next((value for key, value in observation.items() if key.startswith(IMAGE_PREFIX)), None)
     if image is None:

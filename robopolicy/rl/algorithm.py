@@ -25,7 +25,7 @@ class Algorithm:
     weight: (mask, rollouts) -> [b, t, K]; auxiliaries, controllers, models: by name, the latter two to be constructed.
     """
 
-    advantage: Callable[..., Any]
+    advantage: Callable[..., Tensor | tuple[Tensor, Tensor]]
     coefficient: Callable[[Scored], Coefficients]
     weight: Callable[..., Tensor]
     ratio_level: RatioLevel

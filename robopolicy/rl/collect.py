@@ -62,7 +62,7 @@ def play(
     """
     actor = PolicyActor(policy, generator, deterministic=deterministic, scored=True)
     player = Player(world, actor, streams.observation)
-    columns: list[dict] = []
+    columns: list[dict[str, Any]] = []
     finals: list[tuple[Tensor, dict[str, Tensor]]] = []
     for played in islice(player, decisions):
         found = column(played, world.spec.instructions, generator.device, version)
@@ -145,9 +145,9 @@ def _instruction(text: str, instructions: tuple[str, ...]) -> int:
     return instructions.index(text)
 
 
-def _stack(columns: list[dict]) -> dict:
+def _stack(columns: list[dict[str, Any]]) -> dict[str, Any]:
     """Stack equal trees of tensors along a new time axis (axis 1)."""
-    stacked: dict = {}
+    stacked: dict[str, Any] = {}
     for key, value in columns[0].items():
         parts = [column[key] for column in columns]
         stacked[key] = _stack(parts) if isinstance(value, dict) else torch.stack(parts, dim=1)

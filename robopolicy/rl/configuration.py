@@ -47,7 +47,7 @@ class AlgorithmConfig:
     """Episodes of earlier iterations that are learned from again."""
     hint: str | None = None
     """How far along a demonstration episodes begin."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Mechanism -> its options, such as options.grpo.epsilon=1e-6."""
 
     def of(self, name: str, default: Any) -> Any:

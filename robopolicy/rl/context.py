@@ -57,7 +57,7 @@ class Scored:
     clip_high: Tensor
     chosen: Tensor
     rollouts: Rollouts
-    knobs: Mapping[str, float] = field(default_factory=dict)
+    knobs: Mapping[str, float] = field(default_factory=dict[str, float])
     share: float = 0.0
     extra: Callable[[str], Tensor] = lambda name: torch.empty(0)
 
@@ -139,7 +139,7 @@ class AuxiliaryInputs:
     base: ScoredPolicy | None = None
     teacher: Policy | None = None
     experts: Iterator[dict[str, Any]] | None = None
-    models: Mapping[str, SideModel] = field(default_factory=dict)
+    models: Mapping[str, SideModel] = field(default_factory=dict[str, SideModel])
 
     @property
     def action_values(self) -> ActionValues:

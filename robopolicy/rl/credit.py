@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.core.segments import Segments
+from robopolicy.core.segments import Segments, distinct
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -170,7 +170,7 @@ def seed_grpo(
     ]
     final = torch.cat(vectors, -1)
     cells = (final / (final.std(0) + 1e-6) / resolution).round().long()
-    _, cluster = torch.unique(cells, dim=0, return_inverse=True)
+    _, cluster = distinct(cells)
     groups = Segments.of(rollouts.group)
     members = Segments.of(rollouts.group, cluster)
     size = groups.size()[groups.index].float()

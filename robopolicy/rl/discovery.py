@@ -104,7 +104,7 @@ def _call_of(node: ast.FunctionDef | ast.ClassDef, classes: dict[str, ast.ClassD
 def _options(function: ast.FunctionDef | None, constants: dict[str, ast.expr]) -> dict[str, Any]:
     if function is None:
         return {}
-    found = {}
+    found: dict[str, Any] = {}
     for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
         value = constants.get(default.id, default) if isinstance(default, ast.Name) else default
         found[argument.arg] = inspect.Parameter.empty if value is None else ast.literal_eval(value)

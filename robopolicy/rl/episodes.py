@@ -9,7 +9,7 @@ What parent and children share is played once. The children's rows hold a copy o
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.policy import Policy, Resumes
 from robopolicy.core.progress import progress
@@ -171,7 +172,7 @@ class EpisodePlayer:
                 found = column(played, self.world.spec.instructions, generator.device, version)
                 done, after = np.flatnonzero(played.ended), found.pop("images_after")
                 self._keep(found, generator.device)
-                for index in done:
+                for index in map(int, done):
                     running = self.rows[index]
                     assert running is not None
                     self.finished.add(running.number)
@@ -248,7 +249,8 @@ class EpisodePlayer:
 
     def _keep(self, column: dict[str, Any], device: torch.device) -> None:
         """Record the column's live rows as flat decisions with number, group and step of their episodes."""
-        place, rows = [], []
+        place: list[tuple[int, int, int]] = []
+        rows: list[int] = []
         at, step = self.branching.at, self.branching.step
         for index, running in enumerate(self.rows):
             if running is not None:
@@ -272,7 +274,7 @@ class EpisodePlayer:
         return {number for number in self.finished if not running & set(self._ancestors(number))}
 
     def _ancestors(self, number: int) -> list[int]:
-        chain = []
+        chain: list[int] = []
         while (number := self.lineage[number][0]) >= 0:
             chain.append(number)
         return chain
@@ -364,8 +366,8 @@ def _joined(snapshots: Sequence[Snapshot | None]) -> Snapshot:
     return Snapshot({name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays})
 
 
-def _tree(function: Any, value: Any) -> Any:
-    if isinstance(value, Mapping):
+def _tree(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if is_mapping(value):
         return {key: _tree(function, item) for key, item in value.items()}
     return function(value)
 
@@ -374,5 +376,5 @@ def _join(parts: list[dict[str, Any]]) -> dict[str, Any]:
     joined: dict[str, Any] = {}
     for key, value in parts[0].items():
         values = [part[key] for part in parts]
-        joined[key] = _join(values) if isinstance(value, Mapping) else torch.cat(values)
+        joined[key] = _join(values) if is_mapping(value) else torch.cat(values)
     return joined

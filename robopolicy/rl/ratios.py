@@ -45,7 +45,7 @@ def _shared(values: Tensor, mask: Tensor, level: RatioLevel, steps_per_action: i
                 f"{level.value} needs steps that belong to single actions; {shape[-1]} steps with {steps_per_action} "
                 "an action do not. Denoising steps belong to the whole chunk: use step or decision_mean."
             )
-        values, mask = (item.unflatten(-1, (-1, steps_per_action)) for item in (values, mask))
+        values, mask = (torch.unflatten(item, -1, (-1, steps_per_action)) for item in (values, mask))
     elif level.whole_episodes:
         axes = (-2, -1)
     total = values.sum(axes, keepdim=True)

@@ -82,7 +82,7 @@ class Mechanism:
     needs: frozenset[Need] = frozenset()
     gives: frozenset[Need] = frozenset()
     text: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def function(self) -> Callable[..., Any]:

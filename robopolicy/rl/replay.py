@@ -99,7 +99,7 @@ class Spear(_Buffer):
         if not past or not context.history:
             return rollouts
         middle, spread = _median(context.history[-64:]), float(returns.std(unbiased=False)) + 1e-6
-        replayed = []
+        replayed: list[Rollouts] = []
         for part in past:
             advantage = (part.row_return - middle) / spread
             part = part.take((advantage > 0).nonzero().squeeze(-1))
@@ -154,7 +154,7 @@ class ReMix(_Buffer):
         if not past or context.share >= self.until:
             return rollouts
         wanted = max(1, round(self.share * len(rollouts.group) / len(past)))
-        older = []
+        older: list[Rollouts] = []
         for part in past:
             order = torch.randperm(len(part.group), generator=context.generator, device=context.generator.device)
             older.append(part.take(order[:wanted].sort().values))

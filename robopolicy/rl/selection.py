@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.core.segments import Segments
+from robopolicy.core.segments import Segments, distinct
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -48,7 +48,7 @@ def max_variance(rollouts: Rollouts, context: Context, *, keep: float = 0.5) -> 
     """
     returns = rollouts.row_return
     kept = torch.zeros_like(rollouts.group, dtype=torch.bool)
-    for group in rollouts.group.unique():
+    for group in distinct(rollouts.group)[0]:
         members = (rollouts.group == group).nonzero().squeeze(1)
         order = members[returns[members].argsort(stable=True)]
         count = max(1, round(keep * len(order)))

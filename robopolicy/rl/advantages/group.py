@@ -148,8 +148,8 @@ def bnpo(rollouts: Rollouts, context: Context) -> Tensor:
     a, b = 1 + mean * strength / 3, 1 + (1 - mean) * strength / 3
     p = rate[groups.index]
     bounded = p.clamp(1e-3, 1 - 1e-3)
-    density = torch.exp((a - 1) * bounded.log() + (b - 1) * (1 - bounded).log() - torch.special.gammaln(a))
-    density = density * torch.exp(torch.special.gammaln(a + b) - torch.special.gammaln(b))
+    density = torch.exp((a - 1) * bounded.log() + (b - 1) * (1 - bounded).log() - torch.lgamma(a))
+    density = density * torch.exp(torch.lgamma(a + b) - torch.lgamma(b))
     return broadcast(((success - p) / density.clamp(min=1e-6)).float(), rollouts)
 
 

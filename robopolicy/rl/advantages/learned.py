@@ -100,7 +100,8 @@ def finished_returns(rollouts: Rollouts, rewards: Tensor, discount: Tensor) -> t
     """
     following = torch.zeros_like(rewards[:, 0])
     known = torch.zeros_like(rollouts.ended[:, 0])
-    returns, finished = [], []
+    returns: list[Tensor] = []
+    finished: list[Tensor] = []
     for column in reversed(range(rewards.shape[1])):
         ended = rollouts.ended[:, column]
         following = rewards[:, column] + discount[:, column] * following * ~ended

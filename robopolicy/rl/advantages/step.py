@@ -9,7 +9,7 @@ from torch import Tensor
 
 from robopolicy.core.returns import discounted_sums
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.core.segments import Segments
+from robopolicy.core.segments import Segments, distinct
 from robopolicy.rl.advantages.group import broadcast, group_normalised, outcomes
 from robopolicy.rl.advantages.tree import per_decision
 from robopolicy.rl.context import Context
@@ -41,14 +41,14 @@ def state_keys(rollouts: Rollouts, resolution: float) -> Tensor:
     """
     if "state_key" in rollouts.extras:
         return rollouts.extras["state_key"]
-    parts = []
+    parts: list[Tensor] = []
     for value in rollouts.observation.values():
         if isinstance(value, Tensor) and value.dtype.is_floating_point:
             newest = value[:, :, -1].flatten(2)
             spread = newest[rollouts.alive].std(0) + 1e-6
             parts.append((newest / spread / resolution).round().long())
     cells = torch.cat(parts, -1)
-    _, index = torch.unique(cells.flatten(0, 1), dim=0, return_inverse=True)
+    _, index = distinct(cells.flatten(0, 1))
     return index.reshape(cells.shape[:2])
 
 
@@ -130,7 +130,7 @@ def salt(rollouts: Rollouts, context: Context, *, resolution: float = 0.25) -> T
     episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
     actions = rollouts.actions.flatten(2)
     cells = (actions / (actions[rollouts.alive].std(0) + 1e-6) / resolution).round().long()
-    _, taken = torch.unique(cells.flatten(0, 1), dim=0, return_inverse=True)
+    _, taken = distinct(cells.flatten(0, 1))
     keys = Segments.of(per_decision(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten(), taken)
     merged = keys.mean(episode.flatten(), rollouts.alive.flatten())[keys.index]
     return torch.where(rollouts.alive, merged.reshape(episode.shape), 0.0)

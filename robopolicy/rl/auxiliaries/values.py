@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import integers
 from robopolicy.core.policy import FinishesChain
 from robopolicy.rl.context import AuxiliaryInputs, score_extra
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -94,4 +95,4 @@ def step_preferences(
 
 
 def _at(value: Any, index: Tensor) -> Any:
-    return value[index] if isinstance(value, Tensor) else [value[row] for row in index.tolist()]
+    return value[index] if isinstance(value, Tensor) else [value[row] for row in integers(index)]

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from robopolicy.core.segments import distinct
 from robopolicy.core.transitions import Transitions
 
 
@@ -22,7 +23,7 @@ def edge_of_reach(batch: Transitions, resolution: float = 0.25) -> Tensor:
     """
     scale = batch.state.std(0, correction=0).clamp_min(1e-6) * resolution
     here, there = ((value / scale).round().long() for value in (batch.state, batch.next_state))
-    cells, inverse = torch.unique(torch.cat([here, there]), dim=0, return_inverse=True)
+    cells, inverse = distinct(torch.cat([here, there]))
     begun = torch.zeros(len(cells), dtype=torch.bool, device=inverse.device)
     begun[inverse[: len(here)]] = True
     return ~begun[inverse[len(here) :]] & ~batch.terminated

@@ -43,8 +43,8 @@ class Iql(OfflineAgent):
     def __init__(self, config: IqlConfig, state: int, action: int, seed: int):
         super().__init__()
         self.config = config
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+            torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
             self.actor = Actor(state, action, config.width, config.depth)
             self.critics = Critics(2, state, action, config.width, config.depth)
             self.values = Values(state, config.width, config.depth)
@@ -76,7 +76,7 @@ class Iql(OfflineAgent):
         actor_loss = -(weight * self.actor.log_prob(batch.state, batch.action)).mean()
         for name, loss in (("values", value_loss), ("critics", critic_loss), ("actor", actor_loss)):
             self.optimisers[name].zero_grad()
-            loss.backward()
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]
             self.optimisers[name].step()
         follow(self.slow, self.critics, config.tau)
         return {"critic_loss": critic_loss.detach(), "value": value.detach().mean(), "weight": weight.mean()}

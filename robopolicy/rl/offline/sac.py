@@ -7,6 +7,7 @@ MOPO use there.
 
 import copy
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -52,8 +53,8 @@ class Sac(OfflineAgent):
     def __init__(self, config: SacConfig, state: int, action: int, seed: int):
         super().__init__()
         self.config = config
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+            torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
             self.actor = Actor(state, action, config.width, config.depth)
             self.critics = Critics(config.critics, state, action, config.width, config.depth, config.layer_norm)
         self.slow = copy.deepcopy(self.critics).requires_grad_(False)
@@ -119,7 +120,8 @@ class Sac(OfflineAgent):
     def _step(self, name: str, loss: Tensor) -> None:
         optimiser = self.optimisers[name]
         optimiser.zero_grad()
-        loss.backward(inputs=[parameter for group in optimiser.param_groups for parameter in group["params"]])
+        own = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+        loss.backward(inputs=own)  # pyright: ignore[reportUnknownMemberType]
         optimiser.step()
 
 
@@ -132,7 +134,8 @@ def gradient_agreement(critics: Critics, state: Tensor, action: Tensor) -> Tenso
     count = critics.count
     actions = action.expand(count, -1, -1).detach().requires_grad_()
     (slope,) = torch.autograd.grad(critics(state, actions).sum(), actions, create_graph=True)
-    direction = slope / (slope.norm(dim=-1, keepdim=True) + 1e-10)
+    length = cast(Tensor, slope.norm(dim=-1, keepdim=True))  # pyright: ignore[reportUnknownMemberType]
+    direction = slope / (length + 1e-10)
     cosines = torch.einsum("nbd,mbd->bnm", direction, direction)
     off_diagonal = cosines.sum((1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(1)
     return (off_diagonal / (count - 1)).mean()

@@ -55,8 +55,8 @@ class Td3Bc(OfflineAgent):
     def __init__(self, config: Td3BcConfig, state: int, action: int, seed: int):
         super().__init__()
         self.config, self.updates = config, 0
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+            torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
             self.actor = DeterministicActor(state, action, config.width, config.depth)
             self.critics = Critics(2, state, action, config.width, config.depth, config.layer_norm)
         self.slow_actor = copy.deepcopy(self.actor).requires_grad_(False)

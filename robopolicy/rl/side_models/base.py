@@ -45,9 +45,9 @@ class SideNetwork[N: Weights]:
     def step(self, loss: Tensor) -> None:
         """Take one step down the gradient of a scalar, `loss` [], its norm bounded by 1."""
         self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
-        self.optimiser.step()
+        self.optimiser.step()  # pyright: ignore[reportUnknownMemberType]
 
     def tree(self) -> dict[str, Any]:
         """Return weights and the optimiser's moments."""
@@ -98,7 +98,8 @@ class SidePerceptron(SideNetwork[StatePerceptron]):
 def minibatches(count: int, size: int, epochs: int, context: Context) -> Iterator[Tensor]:
     """Yield the indices [<= size] of minibatches of `count` rows, in a fresh order every epoch; none of no rows."""
     for _ in range(epochs if count else 0):
-        yield from torch.randperm(count, generator=context.generator, device=context.generator.device).split(size)
+        order = torch.randperm(count, generator=context.generator, device=context.generator.device)
+        yield from torch.split(order, size)
 
 
 def mixed_groups(rollouts: Rollouts) -> Tensor:
@@ -110,7 +111,7 @@ def mixed_groups(rollouts: Rollouts) -> Tensor:
 def succeeds_later(rollouts: Rollouts) -> Tensor:
     """Return whether an episode succeeds at a decision or after it, before it ends, [B, T] bool."""
     won = torch.zeros_like(rollouts.success[:, 0])
-    columns = []
+    columns: list[Tensor] = []
     for column in reversed(range(rollouts.shape[1])):
         won = (rollouts.success[:, column] & rollouts.alive[:, column]) | (won & ~rollouts.ended[:, column])
         columns.append(won)

@@ -114,7 +114,7 @@ class Pivot(_Rates):
     def depth(self, start: Array, predicted: Array, context: Context, draws: np.random.Generator) -> Array:
         """Return the shares [n]."""
         tenths = np.arange(int(10 * self.most) + 1)
-        shares = []
+        shares: list[float] = []
         for number in start.tolist():
             known = np.array([self.rates.get((number, int(tenth)), -1.0) for tenth in tenths])
             untried = np.flatnonzero(known < 0)
