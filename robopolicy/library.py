@@ -103,10 +103,11 @@ def serve(policy: Policy | Path | str, *, host: str = "127.0.0.1", port: int = 8
 
     Raises ConfigError beyond loopback without an api_key.
     """
+    from robopolicy.serving.server import ServerSettings
     from robopolicy.serving.server import serve as listen
 
     served = load_policy(policy) if isinstance(policy, (str, Path)) else policy
-    listen(served, host=host, port=port, api_key=api_key or None)
+    listen(served, ServerSettings(host=host, port=port, api_key=api_key or None))
 
 
 def report(run: Path | str) -> Path:

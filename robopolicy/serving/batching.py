@@ -1,18 +1,27 @@
-"""One inference thread: requests that wait at the same time are answered in one batch, off the event loop."""
+"""One inference thread: requests that wait at the same time are answered in one batch, off the event loop.
+
+What waits is bounded in number and in time. A pass that hangs, or a policy that answers nonsense, is an error of the
+requests that it concerns, shows in `trouble`, and never keeps the process from ending.
+"""
 
 import asyncio
+import queue
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import NonFiniteError
+from robopolicy.core.errors import NonFiniteError, ServingError
 from robopolicy.core.policy import Policy, to_tensors
 from robopolicy.core.spec import TASK, Observation
+
+
+class BusyError(ServingError):
+    """The server has more to do than it can: ask again later."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +32,21 @@ class Answer:
     seconds: float
 
 
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A request: what was observed [1, H, ...], where its answer goes, and its own noise, if it has some."""
+
+    observation: Observation
+    answer: asyncio.Future[Answer]
+    generator: torch.Generator | None
+
+
 class InferenceQueue:
     """Answers observations [1, H, ...] with action chunks; `start` it on the event loop that calls `infer`.
 
-    maximum_batch: most requests in one forward pass; deterministic: no exploration noise; on_batch: called per pass.
+    maximum_batch: most requests in one forward pass; maximum_waiting: most requests that wait, more are refused;
+    deadline: seconds after which a request is given up; stall: seconds after which a pass counts as hanging;
+    deterministic: no exploration noise; on_batch: called with the number of requests of every pass.
     """
 
     def __init__(
@@ -35,73 +55,185 @@ class InferenceQueue:
         generator: torch.Generator,
         *,
         maximum_batch: int = 16,
+        maximum_waiting: int = 256,
+        deadline: float = 10.0,
+        stall: float = 10.0,
         deterministic: bool = True,
-        on_batch: Callable[[], None] = lambda: None,
+        on_batch: Callable[[int], None] = lambda size: None,
     ):
         self.policy, self.generator = policy, generator
-        self.maximum_batch, self.deterministic, self.on_batch = maximum_batch, deterministic, on_batch
-        self._waiting: asyncio.Queue[tuple[Observation, asyncio.Future[Answer]]] = asyncio.Queue()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="inference")
+        self.maximum_batch, self.maximum_waiting = maximum_batch, maximum_waiting
+        self.deadline, self.stall = deadline, stall
+        self.deterministic, self.on_batch = deterministic, on_batch
+        self.pass_began: float | None = None
+        self._waiting: list[Waiting] = []
+        self._wake = asyncio.Event()
+        self._thread = _Thread()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to answer."""
         self._task = asyncio.create_task(self._run())
 
-    async def stop(self) -> None:
-        """Stop after the pass in progress; requests still waiting are cancelled."""
+    async def stop(self, patience: float = 5.0) -> None:
+        """Stop after the pass in progress, or after `patience` seconds; requests still waiting are cancelled."""
+        for request in self._waiting:
+            request.answer.cancel()
+        self._waiting.clear()
         if self._task is not None:
+            await asyncio.wait([self._task], timeout=patience if self.pass_began is not None else 0)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        while not self._waiting.empty():
-            self._waiting.get_nowait()[1].cancel()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.stop()
 
-    async def infer(self, observation: Observation) -> Answer:
-        """Return the answer to one observation; raises what the policy raises for it."""
+    def __len__(self) -> int:
+        """How many requests wait."""
+        return len(self._waiting)
+
+    @property
+    def pass_age(self) -> float:
+        """Seconds since the pass in progress began, 0 where none is."""
+        return 0.0 if self.pass_began is None else time.monotonic() - self.pass_began
+
+    @property
+    def trouble(self) -> str | None:
+        """What keeps this queue from answering, in a sentence; None if nothing does."""
+        if self._task is None or self._task.done():
+            return "The inference has ended: restart the server."
+        if self.pass_age > self.stall:
+            return f"The policy has been computing for {self.pass_age:.0f} s: restart the server if it does not end."
+        return None
+
+    async def infer(self, observation: Observation, generator: torch.Generator | None = None) -> Answer:
+        """Return the answer to one observation, computed with `generator` and alone where one is given.
+
+        Raises what the policy raises for it, and BusyError when too many wait or the deadline passes.
+        """
+        if self.trouble is not None:
+            raise BusyError(self.trouble)
+        if len(self._waiting) >= self.maximum_waiting:
+            raise BusyError(f"{self.maximum_waiting} requests wait already: ask again later, or less often.")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        await self._waiting.put((observation, future))
-        return await future
+        request = Waiting(observation, future, generator)
+        self._waiting.append(request)
+        self._wake.set()
+        try:
+            return await asyncio.wait_for(future, self.deadline)
+        except TimeoutError as error:
+            busy = f"; the policy has been computing for {self.pass_age:.1f} s" if self.pass_began else ""
+            raise BusyError(f"No answer within {self.deadline:g} s{busy}.") from error
+        finally:
+            if request in self._waiting:
+                self._waiting.remove(request)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            batch = [await self._waiting.get()]
-            while len(batch) < self.maximum_batch and not self._waiting.empty():
-                batch.append(self._waiting.get_nowait())
-            live = [item for item in batch if not item[1].cancelled()]
-            if not live:
+            await self._wake.wait()
+            batch = self._next_batch()
+            if not batch:
+                self._wake.clear()
                 continue
-            answers = await loop.run_in_executor(self._thread, self._answer, [item[0] for item in live])
-            self.on_batch()
-            for (_, future), answer in zip(live, answers, strict=True):
-                if future.done():
+            self.pass_began = time.monotonic()
+            try:
+                answers = await self._thread.call(lambda batch=batch: self._answer(batch))
+            finally:
+                self.pass_began = None
+            self.on_batch(len(batch))
+            for request, answer in zip(batch, answers, strict=True):
+                if request.answer.done():
                     continue
                 if isinstance(answer, Answer):
-                    future.set_result(answer)
+                    request.answer.set_result(answer)
                 else:
-                    future.set_exception(answer)
+                    request.answer.set_exception(answer)
 
-    def _answer(self, observations: list[Observation]) -> list[Answer | Exception]:
+    def _next_batch(self) -> list[Waiting]:
+        """Take the oldest requests that still wait: those that share the noise together, others alone."""
+        self._waiting = [request for request in self._waiting if not request.answer.done()]
+        if not self._waiting:
+            return []
+        if self._waiting[0].generator is not None:
+            return [self._waiting.pop(0)]
+        chosen = [request for request in self._waiting if request.generator is None][: self.maximum_batch]
+        taken = set(chosen)
+        self._waiting = [request for request in self._waiting if request not in taken]
+        return chosen
+
+    def _answer(self, batch: list[Waiting]) -> list[Answer | Exception]:
         """Answer a batch; if it fails, answer one by one, so that only the request at fault fails."""
         try:
-            return list(self._act(observations))
+            return list(self._act(batch))
         except Exception as error:  # the policy is foreign code: its error belongs to the client that caused it
-            if len(observations) == 1:
+            if len(batch) == 1:
                 return [error]
-            return [self._answer([observation])[0] for observation in observations]
+            return [self._answer([request])[0] for request in batch]
 
-    def _act(self, observations: list[Observation]) -> list[Answer]:
+    def _act(self, batch: list[Waiting]) -> list[Answer]:
         started = time.perf_counter()
+        observations, generator = [request.observation for request in batch], batch[0].generator or self.generator
         joined = {key: np.concatenate([item[key] for item in observations]) for key in observations[0]}
         joined[TASK] = np.array([str(item[TASK][0]) for item in observations])
         with torch.no_grad():
-            decision = self.policy.act(
-                to_tensors(joined, self.generator.device), self.generator, deterministic=self.deterministic
-            )
+            seen = to_tensors(joined, generator.device)
+            decision = self.policy.act(seen, generator, deterministic=self.deterministic)
         actions: Tensor = decision.actions
+        if len(actions) != len(batch):
+            raise ServingError(f"The policy answered {len(actions)} action chunk(s) to {len(batch)} observation(s).")
         if not bool(actions.isfinite().all()):
             raise NonFiniteError("The policy answered with NaN or infinity; no action was sent.")
         values = actions.float().cpu().numpy()
         seconds = time.perf_counter() - started
         return [Answer(row, seconds) for row in values]
+
+
+class _Thread:
+    """A thread that runs one call after the other and dies with the process, whatever hangs in it."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="inference", daemon=True).start()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def stop(self) -> None:
+        """End after the call in progress."""
+        self._calls.put(None)
+
+    async def call[Result](self, function: Callable[[], Result]) -> Result:
+        """Return what `function` returns, or raise what it raises."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = function()
+            except BaseException as error:
+                _report(loop, future, error=error)
+            else:
+                _report(loop, future, result=result)
+
+        self._calls.put(run)
+        return await future
+
+
+def _report[Result](
+    loop: asyncio.AbstractEventLoop,
+    future: asyncio.Future[Result],
+    *,
+    result: Result | None = None,
+    error: BaseException | None = None,
+) -> None:
+    """Hand a result to the event loop, unless it has ended or nobody waits."""
+
+    def settle() -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(settle)

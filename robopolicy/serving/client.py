@@ -1,8 +1,10 @@
 """A client for policy servers that speak openpi's protocol; needs numpy, msgpack and websockets, but no torch."""
 
+import ssl
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
@@ -11,13 +13,18 @@ from websockets.sync.client import ClientConnection, connect
 from robopolicy.core.errors import ServingError
 from robopolicy.serving.protocol import RESET, SESSION, pack, unpack
 
+MAXIMUM_ANSWER = 64 * 2**20
+"""Bytes of the longest answer that is read."""
+
 
 class PolicyClient:
     """A blocking connection to one server; use it as a context manager.
 
-    timeout: seconds to wait for an answer; patience: seconds to keep trying while the server starts; session: name of
-    this robot's history. A connection that was lost between two requests is opened again once, and the server's history
-    then begins anew. Raises ServingError: nobody listens, wrong API key, refused observation, no answer in time.
+    host: name, or a whole ws:// or wss:// address; timeout: seconds to wait for an answer; patience: seconds to keep
+    trying while the server starts; session: name of this robot's history; certificate: PEM file of what a wss://
+    address is checked against (None: the authorities that the system trusts). A connection that was lost between two
+    requests is opened again once, and the server's history then begins anew. Raises ServingError: nobody listens, wrong
+    API key, refused observation, no answer in time.
     """
 
     def __init__(
@@ -29,10 +36,14 @@ class PolicyClient:
         timeout: float = 30.0,
         patience: float = 5.0,
         session: str | None = None,
+        certificate: Path | str | None = None,
     ):
         self.address = host if host.startswith(("ws://", "wss://")) else f"ws://{host}:{port}"
         self.timeout, self.patience, self.session = timeout, patience, session
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
+        self._tls = None
+        if self.address.startswith("wss://"):
+            self._tls = ssl.create_default_context(cafile=None if certificate is None else str(certificate))
         self._connection: ClientConnection | None = None
         self._stack = ExitStack()
         self.metadata: dict[str, Any] = {}
@@ -94,7 +105,8 @@ class PolicyClient:
                 opening = connect(
                     self.address,
                     compression=None,
-                    max_size=None,
+                    ssl=self._tls,
+                    max_size=MAXIMUM_ANSWER,
                     additional_headers=self._headers,
                     open_timeout=self.timeout,
                 )

@@ -10,29 +10,42 @@ Accepted names, first match wins ("/" stands for "." or nesting, so {"observatio
                                   for the policy's first camera observation/image, observation/exterior_image_1_left
     task                          task, prompt
 
-An array is one frame, or [H, ...] with the whole history (oldest first), which replaces what the server remembers.
-Images are uint8, height x width x 3; 3 x height x width (openpi's ALOHA) is turned. Without a task the policy's first
-instruction is used.
+Names of one's own are mapped to those in the left column (`rename`). An array is one frame, or [n <= H, ...], the
+newest frames (oldest first), which replace what the server remembers. Images are uint8, height x width x 3; 3 x height
+x width (openpi's ALOHA) is turned, and other sizes are resized with black borders, as openpi's server does. Without a
+task the policy's first instruction is used.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from robopolicy.core.errors import SpecError, did_you_mean
 from robopolicy.core.history import begin, move
 from robopolicy.core.policy import PolicySpec
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, TASK, Field, Observation, validate_observation
+from robopolicy.serving.limits import Limits
 
 _PROPRIOCEPTION = ("observation/joint_position", "observation/gripper_position")
 
 
 class Session:
-    """What the server remembers of one robot: the last H frames of every field."""
+    """What the server remembers of one robot: the last H frames of every field.
 
-    def __init__(self, spec: PolicySpec):
-        self.spec = spec
+    rename: name in the client's messages -> the policy's field; limits: of what is read of a message.
+    """
+
+    def __init__(self, spec: PolicySpec, rename: Mapping[str, str] | None = None, limits: Limits | None = None):
+        self.spec, self.limits = spec, limits or Limits.of(spec)
+        self._accepted = {key: _names(key, spec) for key in spec.observation}
+        for name, key in (rename or {}).items():
+            if key not in self._accepted:
+                raise SpecError(
+                    f"'{name}' is renamed to '{key}', no field of the policy.{did_you_mean(key, spec.observation)}"
+                )
+            self._accepted[key].insert(0, name.replace(".", "/"))
         self._frames: dict[str, np.ndarray] = {}
 
     def reset(self) -> None:
@@ -42,28 +55,107 @@ class Session:
     def observe(self, message: Mapping[Any, Any]) -> Observation:
         """Add the message to the history and return the policy's observation [1, H, ...] with its task.
 
-        Raises SpecError (field missing, wrong shape or dtype) and NonFiniteError; the history is then unchanged.
+        Raises SpecError (field missing, wrong shape or dtype, more than a limit allows) and NonFiniteError; the history
+        is then unchanged.
         """
-        names = dict(_flatten(message))
-        arrays = {key: _frames(key, field, names, self.spec) for key, field in self.spec.observation.items()}
+        names = _flat(message, self.limits)
+        arrays = {key: self._read(key, field, names) for key, field in self.spec.observation.items()}
         observation: Observation = {}
         for key, frames in arrays.items():
             known = self._frames.get(key) if len(frames) == 1 else None
             observation[key] = begin(frames[None], self.spec.history) if known is None else move(known, frames[None])
         validate_observation(observation, self.spec.observation, 1, self.spec.history)
-        self._frames = dict(observation)
-        observation[TASK] = np.array([_task(names, self.spec)])
+        task = _task(names, self.spec)
+        # Arrays may be views of the message: a copy keeps H frames alive, not the whole message.
+        self._frames = {key: frames.copy() for key, frames in observation.items()}
+        observation[TASK] = np.array([task])
         return observation
 
+    def _read(self, key: str, field: Field, names: Mapping[str, Any]) -> np.ndarray:
+        """Return the frames [n <= H, *shape] that the message holds for `key`."""
+        accepted = self._accepted[key]
+        found = next((name for name in accepted if name in names), None)
+        if found is not None:
+            return self._shaped(key, found, _array(found, names[found]), field)
+        if key == STATE and all(name in names for name in _PROPRIOCEPTION):
+            parts = [_array(name, names[name]).astype(np.float32) for name in _PROPRIOCEPTION]
+            if parts[0].ndim != parts[1].ndim or parts[0].shape[:-1] != parts[1].shape[:-1] or not parts[0].ndim:
+                raise SpecError(f"{' and '.join(_PROPRIOCEPTION)} have shapes {[list(each.shape) for each in parts]}.")
+            return self._shaped(key, " + ".join(_PROPRIOCEPTION), np.concatenate(parts, axis=-1), field)
+        kind = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if key.startswith(IMAGE_PREFIX) else f"field '{key}'"
+        sent = ", ".join(sorted(names)) or "nothing"
+        raise SpecError(
+            f"The observation has no {kind}. Send it as one of: {', '.join(accepted)}. The message holds: {sent}."
+            f"{did_you_mean(accepted[0], names) if names else ''}"
+        )
 
-def _flatten(message: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in message.items():
-        text = key.decode("utf-8", "replace") if isinstance(key, bytes) else str(key)
-        name = prefix + text.replace(".", "/")
-        if isinstance(value, Mapping):
-            yield from _flatten(value, name + "/")
-        else:
-            yield name, value
+    def _shaped(self, key: str, name: str, array: np.ndarray, field: Field) -> np.ndarray:
+        """Return `array`, one frame or several, as frames [n <= H, *shape] of `field`."""
+        is_image = key.startswith(IMAGE_PREFIX)
+        if array.dtype.kind not in "biuf" or (is_image and array.dtype != np.uint8):
+            raise SpecError(f"'{name}' has dtype {array.dtype}; '{key}' needs {field.dtype}.")
+        frames = array[None] if array.ndim == len(field.shape) else array
+        if frames.ndim == len(field.shape) + 1 and len(frames) > self.spec.history:
+            raise SpecError(f"'{name}' has {len(frames)} frames; the policy reads the newest {self.spec.history}.")
+        if is_image and frames.ndim == 4 and len(frames):
+            frames = self._images(frames, field)
+        if frames.ndim != len(field.shape) + 1 or frames.shape[1:] != field.shape or not len(frames):
+            raise SpecError(f"'{name}' has shape {list(array.shape)}; '{key}' needs {list(field.shape)}.")
+        return frames if is_image else frames.astype(np.float32)
+
+    def _images(self, frames: np.ndarray, field: Field) -> np.ndarray:
+        """Return images [n, h, w, 3] or [n, 3, h, w] as [n, height, width, 3] of `field`, where that can be done."""
+        if frames.shape[1:] == field.shape:
+            return frames
+        if frames.shape[-1] != 3 and frames.shape[1] == 3:
+            frames = np.moveaxis(frames, 1, -1)
+        possible = frames.shape[-1] == 3 and 0 < frames[0].size <= self.limits.image
+        return np.stack([resized(frame, field.shape[:2]) for frame in frames]) if possible else frames
+
+
+def resized(image: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
+    """Return an image [h, w, 3] uint8 as [*size, 3]: scaled to fit, its aspect kept, centred on black."""
+    height, width = size
+    if image.shape[:2] == (height, width):
+        return image
+    scale = min(height / image.shape[0], width / image.shape[1])
+    inner = max(1, round(scale * image.shape[0])), max(1, round(scale * image.shape[1]))
+    scaled = Image.fromarray(image).resize((inner[1], inner[0]), Image.Resampling.BILINEAR)
+    result = np.zeros((height, width, 3), np.uint8)
+    top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
+    result[top : top + inner[0], left : left + inner[1]] = np.asarray(scaled)
+    return result
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    """Return what a message holds under `name` as an array. Raises SpecError where it is none."""
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        return np.asarray(value)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise SpecError(f"'{name}' is no array ({str(error)[:100]}).") from error
+
+
+def _flat(message: Mapping[Any, Any], limits: Limits) -> dict[str, Any]:
+    """Return {"a/b": value} of nested mappings. Raises SpecError past a limit."""
+    names: dict[str, Any] = {}
+    waiting: list[tuple[str, Mapping[Any, Any], int]] = [("", message, 1)]
+    while waiting:
+        prefix, part, depth = waiting.pop()
+        for key, value in part.items():
+            text = key.decode("utf-8", "replace") if isinstance(key, bytes) else str(key)[: limits.name + 1]
+            name = prefix + text.replace(".", "/")
+            if len(name) > limits.name or depth > limits.depth or len(names) >= limits.names:
+                raise SpecError(
+                    f"A message has at most {limits.names} fields, nested {limits.depth} deep, with names of at most "
+                    f"{limits.name} characters; this one goes beyond that at '{name[:40]}...'."
+                )
+            if isinstance(value, Mapping):
+                waiting.append((name + "/", value, depth + 1))
+            else:
+                names[name] = value
+    return names
 
 
 def _names(key: str, spec: PolicySpec) -> list[str]:
@@ -83,39 +175,6 @@ def _names(key: str, spec: PolicySpec) -> list[str]:
     if key == next(field for field in spec.observation if field.startswith(IMAGE_PREFIX)):
         names += ["observation/image", "observation/exterior_image_1_left"]
     return names
-
-
-def _frames(key: str, field: Field, names: Mapping[str, Any], spec: PolicySpec) -> np.ndarray:
-    """Return the frames [n, *shape] that the message holds for `key`."""
-    accepted = _names(key, spec)
-    found = next((name for name in accepted if name in names), None)
-    if found is not None:
-        return _shaped(key, found, np.asarray(names[found]), field)
-    if key == STATE and all(name in names for name in _PROPRIOCEPTION):
-        joined = np.concatenate([np.asarray(names[name], dtype=np.float32) for name in _PROPRIOCEPTION], axis=-1)
-        return _shaped(key, " + ".join(_PROPRIOCEPTION), joined, field)
-    kind = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if key.startswith(IMAGE_PREFIX) else f"field '{key}'"
-    sent = ", ".join(sorted(names)) or "nothing"
-    raise SpecError(
-        f"The observation has no {kind}. Send it as one of: {', '.join(accepted)}. The message holds: {sent}."
-        f"{did_you_mean(accepted[0], names) if names else ''}"
-    )
-
-
-def _shaped(key: str, name: str, array: np.ndarray, field: Field) -> np.ndarray:
-    is_image = key.startswith(IMAGE_PREFIX)
-    if array.dtype.kind not in "biuf" or (is_image and array.dtype != np.uint8):
-        raise SpecError(f"'{name}' has dtype {array.dtype}; '{key}' needs {field.dtype}.")
-    if not is_image:
-        array = array.astype(np.float32)
-    frames = array[None] if array.ndim == len(field.shape) else array
-    if is_image and frames.ndim == 4 and frames.shape[1:] != field.shape:
-        turned = np.moveaxis(frames, 1, -1)
-        frames = turned if turned.shape[1:] == field.shape else frames
-    if frames.ndim != len(field.shape) + 1 or frames.shape[1:] != field.shape or not len(frames):
-        advice = " Resize the image before sending it." if is_image else ""
-        raise SpecError(f"'{name}' has shape {list(array.shape)}; '{key}' needs {list(field.shape)}.{advice}")
-    return frames
 
 
 def _task(names: Mapping[str, Any], spec: PolicySpec) -> str:

@@ -1,37 +1,66 @@
-"""Counters and a latency histogram in Prometheus' text form."""
+"""Counters and histograms in Prometheus' text form."""
 
-BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-"""Upper bounds of the latency histogram, seconds."""
+from collections import Counter
+from collections.abc import Mapping
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""Upper bounds of the histogram of latencies, seconds."""
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Upper bounds of the histogram of batch sizes, requests."""
+
+
+class Histogram:
+    """How often a value fell under each of `bounds`."""
+
+    def __init__(self, name: str, bounds: tuple[float, ...]):
+        self.name, self.bounds = name, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        place = next((index for index, bound in enumerate(self.bounds) if value <= bound), len(self.bounds))
+        self._counts[place] += 1
+        self._total += value
+
+    def lines(self) -> list[str]:
+        """Return the exposition's lines."""
+        lines, running = [f"# TYPE robopolicy_{self.name} histogram"], 0
+        for bound, count in zip((*self.bounds, "+Inf"), self._counts, strict=True):
+            running += count
+            lines.append(f'robopolicy_{self.name}_bucket{{le="{bound}"}} {running}')
+        return [*lines, f"robopolicy_{self.name}_sum {self._total:.6f}", f"robopolicy_{self.name}_count {running}"]
 
 
 class Metrics:
-    """What a server did since it started."""
+    """What a server did since it started. refused: how often, by reason (key, limit, busy, observation, policy)."""
 
     def __init__(self) -> None:
-        self.requests = self.errors = self.connections = self.batches = 0
-        self._counts = [0] * (len(BUCKETS) + 1)
-        self._total = 0.0
+        self.requests = self.connections = self.batches = self.sessions = 0
+        self.refused: Counter[str] = Counter()
+        self.latency = Histogram("latency_seconds", SECONDS)
+        self.batch_size = Histogram("batch_size", SIZES)
 
-    def observe(self, seconds: float) -> None:
-        """Count one answered request and the time from its arrival to its answer."""
-        place = next((index for index, bound in enumerate(BUCKETS) if seconds <= bound), len(BUCKETS))
-        self._counts[place] += 1
-        self._total += seconds
+    @property
+    def errors(self) -> int:
+        """How many requests and connections were refused, for whatever reason."""
+        return self.refused.total()
 
-    def text(self) -> str:
-        """Return the exposition text."""
+    def text(self, gauges: Mapping[str, float]) -> str:
+        """Return the exposition text. gauges: further values of this moment, by name."""
         lines = []
         for name, kind, value in (
             ("requests_total", "counter", self.requests),
             ("errors_total", "counter", self.errors),
             ("inference_batches_total", "counter", self.batches),
             ("connections", "gauge", self.connections),
+            ("sessions", "gauge", self.sessions),
+            *((name, "gauge", value) for name, value in gauges.items()),
         ):
-            lines += [f"# TYPE robopolicy_{name} {kind}", f"robopolicy_{name} {value}"]
-        lines.append("# TYPE robopolicy_latency_seconds histogram")
-        running = 0
-        for bound, count in zip((*BUCKETS, "+Inf"), self._counts, strict=True):
-            running += count
-            lines.append(f'robopolicy_latency_seconds_bucket{{le="{bound}"}} {running}')
-        lines += [f"robopolicy_latency_seconds_sum {self._total:.6f}", f"robopolicy_latency_seconds_count {running}"]
+            lines += [f"# TYPE robopolicy_{name} {kind}", f"robopolicy_{name} {value:g}"]
+        lines.append("# TYPE robopolicy_refused_total counter")
+        for reason, count in sorted(self.refused.items()):
+            lines.append(f'robopolicy_refused_total{{reason="{reason}"}} {count}')
+        lines += [*self.latency.lines(), *self.batch_size.lines()]
         return "\n".join(lines) + "\n"

@@ -1,7 +1,8 @@
 """openpi's wire form: msgpack whose arrays are {b"__ndarray__", b"data", b"dtype", b"shape"}; never pickle.
 
-One binary message per observation and per answer; an error is a text message, then close code 1011. The first message
-of a connection is the server's metadata. Keys that begin with `robopolicy.` are this project's extensions.
+One binary message per observation and per answer; an error is a text message, then close code 1011 (1013 where the
+server is busy). The first message of a connection is the server's metadata. Keys that begin with `robopolicy.` are this
+project's extensions.
 """
 
 import math
@@ -12,6 +13,7 @@ import msgpack
 import numpy as np
 
 from robopolicy.core.errors import SpecError
+from robopolicy.serving.limits import Limits
 
 RESET = "robopolicy.reset"
 """True in a request: forget the history of this session first; alone in a request it is answered without actions."""
@@ -19,27 +21,59 @@ RESET = "robopolicy.reset"
 SESSION = "robopolicy.session"
 """Text in a request: which of several robots behind one connection this is (each has its own history)."""
 
-MAXIMUM_MESSAGE = 64 * 2**20
-"""Largest message a server accepts, bytes."""
+SEED = "robopolicy.seed"
+"""Integer in a request: from here on this session draws its noise from a generator of its own with this seed, so that
+the same observations are answered the same way again, whoever else is connected."""
 
 _KINDS = "biuf"
 
+_DTYPE_LENGTH = 16
+"""Characters of the longest dtype that is read; numpy would parse a list of a million of them."""
+
 
 def pack(message: Mapping[str, Any]) -> bytes:
-    """Encode nested mappings, lists, numbers, text, numpy arrays and scalars (bool, integer and float ones)."""
+    """Encode nested mappings, lists, numbers, text, numpy arrays and scalars (bool, integer and float ones).
+
+    Raises SpecError on anything else.
+    """
     data = msgpack.packb(message, default=_encode)
     assert data is not None
     return data
 
 
-def unpack(data: bytes) -> Any:
-    """Decode what `pack` or openpi's client wrote; arrays are read-only views. Raises SpecError on anything else."""
+def unpack(data: bytes, limits: Limits | None = None) -> Any:
+    """Decode what `pack` or openpi's client wrote; arrays are read-only views.
+
+    limits: of what is read (None: of a message's size alone). Raises SpecError on anything else, and past a limit.
+    """
+    limits = limits or Limits(length=2**20, elements=2**22, names=10_000, text=2**20)
+    if len(data) > limits.message:
+        raise SpecError(f"The message has {len(data)} bytes; at most {limits.message} are read.")
+    count = 0
+
+    def counted[Part: (list[Any], dict[Any, Any])](part: Part) -> Part:
+        nonlocal count
+        count += len(part)
+        if count > limits.elements:
+            raise SpecError(f"The message lists more than {limits.elements} values; send arrays.")
+        return part
+
     try:
-        return msgpack.unpackb(data, object_hook=_decode)
+        return msgpack.unpackb(
+            data,
+            object_hook=lambda part: _decode(counted(part)),
+            list_hook=counted,
+            max_str_len=limits.text,
+            max_bin_len=limits.message,
+            max_array_len=limits.length,
+            max_map_len=limits.names,
+            max_ext_len=0,
+        )
     except SpecError:
         raise
-    except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:
-        raise SpecError(f"The message is not msgpack in openpi's form ({type(error).__name__}: {error}).") from error
+    except (ValueError, TypeError, KeyError, OverflowError, msgpack.exceptions.UnpackException) as error:
+        text = str(error)[:200]
+        raise SpecError(f"The message is not msgpack in openpi's form ({type(error).__name__}: {text}).") from error
 
 
 def _encode(value: Any) -> Any:
@@ -58,9 +92,9 @@ def _encode(value: Any) -> Any:
 def _decode(value: dict[Any, Any]) -> Any:
     if b"__ndarray__" in value:
         dtype, data, shape = _dtype(value[b"dtype"]), value[b"data"], value[b"shape"]
-        whole = all(isinstance(size, int) and size >= 0 for size in shape)
+        whole = len(shape) <= 8 and all(isinstance(size, int) and size >= 0 for size in shape)
         if not whole or not isinstance(data, bytes) or math.prod(shape) * dtype.itemsize != len(data):
-            raise SpecError(f"An array of shape {shape} and dtype {dtype} does not fit its {len(data)} bytes.")
+            raise SpecError(f"An array of shape {shape[:8]} and dtype {dtype} does not fit its {len(data)} bytes.")
         return np.frombuffer(data, dtype).reshape(shape)
     if b"__npgeneric__" in value:
         return _dtype(value[b"dtype"]).type(value[b"data"])
@@ -68,7 +102,7 @@ def _decode(value: dict[Any, Any]) -> Any:
 
 
 def _dtype(text: Any) -> np.dtype:
-    dtype = np.dtype(text) if isinstance(text, str) else None
+    dtype = np.dtype(text) if isinstance(text, str) and len(text) <= _DTYPE_LENGTH else None
     if dtype is None or dtype.kind not in _KINDS:
-        raise SpecError(f"Arrays of dtype {text!r} are refused; use bool, integers or floats.")
+        raise SpecError(f"Arrays of dtype {str(text)[:40]!r} are refused; use bool, integers or floats.")
     return dtype

@@ -1,19 +1,28 @@
 """A websocket server that speaks openpi's protocol, so that any openpi client can drive a robot with our policies.
 
-GET /healthz answers "OK", GET /metrics Prometheus text. With an API key every connection (and /metrics) must carry
-`Authorization: Api-Key KEY`. Without one the server listens on loopback only.
+GET /livez answers 200 while the policy can compute at all (restart the server otherwise), GET /readyz and /healthz
+while it takes requests (503 with the reason otherwise), GET /metrics Prometheus text. With an API key every connection
+(and /metrics) must carry `Authorization: Api-Key KEY`. Without one the server listens on loopback only.
 """
 
 import asyncio
+import functools
 import hmac
 import ipaddress
+import itertools
+import logging
+import os
+import secrets
 import signal
+import ssl
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,20 +35,29 @@ from robopolicy.core.errors import NonFiniteError, RobopolicyError, ServingError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
-from robopolicy.serving.batching import InferenceQueue
-from robopolicy.serving.inputs import Session
+from robopolicy.serving.batching import Answer, BusyError, InferenceQueue
+from robopolicy.serving.connections import Door, LimitedConnection, address_of
+from robopolicy.serving.limits import Limits
+from robopolicy.serving.log import Log, log_to_stderr
 from robopolicy.serving.metrics import Metrics
-from robopolicy.serving.protocol import MAXIMUM_MESSAGE, RESET, SESSION, pack, unpack
+from robopolicy.serving.protocol import RESET, SEED, pack, unpack
+from robopolicy.serving.sessions import Sessions
 
-MAXIMUM_SESSIONS = 256
-"""Most robots behind one connection."""
+LARGE = 64 * 1024
+"""Bytes of a message that is decoded off the event loop."""
+
+SHUTDOWN = 3.0
+"""Seconds that a stopping server waits for its clients and for the pass in progress, together."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
     """host, port (0: any free one); api_key: None for none; seed: of the policy's noise; deterministic: no exploration
-    noise; maximum_batch: most requests answered in one forward pass; keepalive: seconds between pings, and how long a
-    silent client is kept.
+    noise; maximum_batch: most requests answered in one forward pass; maximum_waiting: most that wait for it; deadline:
+    seconds after which a request is given up; stall: seconds after which a pass counts as hanging; keepalive: seconds
+    between pings, and how long a silent client is kept; session_expiry: seconds after which an idle session is
+    forgotten; rename: a client's names -> the policy's fields; origins: web pages that may connect; certificate, key:
+    PEM files for TLS; limits: None for those that follow from the policy.
     """
 
     host: str = "127.0.0.1"
@@ -48,30 +66,38 @@ class ServerSettings:
     seed: int = 0
     deterministic: bool = True
     maximum_batch: int = 16
+    maximum_waiting: int = 256
+    deadline: float = 10.0
+    stall: float = 10.0
     keepalive: float = 20.0
+    session_expiry: float = 600.0
+    rename: Mapping[str, str] = field(default_factory=dict)
+    origins: tuple[str, ...] = ()
+    certificate: Path | None = None
+    key: Path | None = None
+    limits: Limits | None = None
 
 
-def serve(
-    policy: Policy,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    api_key: str | None = None,
-    seed: int = 0,
-    on_ready: Callable[[int], None] = lambda port: None,
-) -> None:
+def serve(policy: Policy, settings: ServerSettings, on_ready: Callable[[int], None] = lambda port: None) -> None:
     """Serve `policy` until SIGINT or SIGTERM; `on_ready` is called with the port once clients can connect.
 
-    Raises ServingError when the port is taken or the address would be open to the network without an API key.
+    A second signal ends the process at once. Raises ServingError when the port is taken, a certificate cannot be read,
+    or the address would be open to the network without an API key.
     """
-    settings = ServerSettings(host, port, api_key, seed)
     require_safe_address(settings)
+    log_to_stderr()
 
     async def main() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
+
+        def signalled() -> None:
+            if stop.is_set():
+                os._exit(1)
+            stop.set()
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, signalled)
         await PolicyServer(policy, settings).run(stop, on_ready)
 
     asyncio.run(main())
@@ -91,30 +117,42 @@ def require_safe_address(settings: ServerSettings) -> None:
 
 
 class PolicyServer:
-    """One policy, many clients; each connection has its own history, all share one inference thread."""
+    """One policy, many clients; each connection has its own sessions, all share one inference thread."""
 
     def __init__(self, policy: Policy, settings: ServerSettings):
         self.policy, self.settings = policy, settings
-        self.metrics = Metrics()
-        generator = Generators(settings.seed, _device(policy))["serve"]
+        self.limits = settings.limits or Limits.of(policy.spec)
+        self.metrics, self.log, self.door = Metrics(), Log(), Door(self.limits)
+        self.device = _device(policy)
+        self.sessions = Sessions(policy.spec, self.limits, settings.rename, settings.session_expiry)
         self.queue = InferenceQueue(
             policy,
-            generator,
+            Generators(settings.seed, self.device)["serve"],
             maximum_batch=settings.maximum_batch,
+            maximum_waiting=settings.maximum_waiting,
+            deadline=settings.deadline,
+            stall=settings.stall,
             deterministic=settings.deterministic,
             on_batch=self._count_batch,
         )
+        self._numbers = itertools.count(1)
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[int], None] = lambda port: None) -> None:
-        """Serve until `stop` is set, then close every connection in order."""
+        """Serve until `stop` is set, then close every connection in order, within SHUTDOWN seconds."""
         self.queue.start()
         try:
             await self.queue.infer(blank_observation(self.policy))
-            async with await self._listen() as server:
-                on_ready(next(iter(server.sockets)).getsockname()[1])
-                await stop.wait()
+            server = await self._listen()
+            port = next(iter(server.sockets)).getsockname()[1]
+            self.log("listening", host=self.settings.host, port=port)
+            on_ready(port)
+            await stop.wait()
+            self.log("stopping", connections=self.metrics.connections)
+            server.close()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(server.wait_closed(), SHUTDOWN / 2)
         finally:
-            await self.queue.stop()
+            await self.queue.stop(SHUTDOWN / 2)
 
     async def _listen(self) -> Server:
         settings = self.settings
@@ -124,11 +162,16 @@ class PolicyServer:
                 settings.host,
                 settings.port,
                 compression=None,
-                max_size=MAXIMUM_MESSAGE,
+                max_size=self.limits.message,
+                max_queue=4,
                 process_request=self._process_request,
                 ping_interval=settings.keepalive,
                 ping_timeout=settings.keepalive,
-                close_timeout=settings.keepalive,
+                close_timeout=min(settings.keepalive, SHUTDOWN / 4),
+                open_timeout=10.0,
+                origins=cast(Any, [None, *settings.origins]),
+                ssl=_tls(settings),
+                create_connection=cast(Any, functools.partial(LimitedConnection, door=self.door)),
             )
         except OSError as error:
             raise ServingError(
@@ -137,65 +180,76 @@ class PolicyServer:
             ) from error
 
     def _process_request(self, connection: ServerConnection, request: Request) -> Response | None:
-        if request.path == "/healthz":
-            return connection.respond(HTTPStatus.OK, "OK\n")
-        key = self.settings.api_key
+        if request.path in ("/livez", "/readyz", "/healthz"):
+            trouble = self.queue.trouble if request.path == "/livez" else self._unready()
+            status = HTTPStatus.OK if trouble is None else HTTPStatus.SERVICE_UNAVAILABLE
+            return connection.respond(status, f"{trouble or 'OK'}\n")
+        address = address_of(connection.transport)
+        if self.settings.api_key and self.door.locked_out(address):
+            self.metrics.refused["key"] += 1
+            return connection.respond(HTTPStatus.TOO_MANY_REQUESTS, "Too many wrong keys: wait.\n")
         given = request.headers.get("Authorization", "")
-        if key and not hmac.compare_digest(given.encode(), f"Api-Key {key}".encode()):
-            self.metrics.errors += 1
+        if self.settings.api_key and not hmac.compare_digest(
+            given.encode(), f"Api-Key {self.settings.api_key}".encode()
+        ):
+            self.metrics.refused["key"] += 1
+            self.door.wrong_key(address)
+            self.log("wrong key", logging.WARNING, address=address)
             return connection.respond(HTTPStatus.UNAUTHORIZED, "Send the header 'Authorization: Api-Key KEY'.\n")
         if request.path == "/metrics":
-            return connection.respond(HTTPStatus.OK, self.metrics.text())
+            return connection.respond(HTTPStatus.OK, self._metrics())
         return None
 
+    def _unready(self) -> str | None:
+        """Return why the next request would be refused, None if it would not."""
+        if self.queue.trouble is None and len(self.queue) >= self.settings.maximum_waiting:
+            return "Busy: as many requests wait as may."
+        return self.queue.trouble
+
+    def _metrics(self) -> str:
+        self.metrics.sessions = len(self.sessions)
+        ready = float(self._unready() is None)
+        return self.metrics.text(
+            {"requests_waiting": len(self.queue), "inference_pass_seconds": self.queue.pass_age, "ready": ready}
+        )
+
     async def _handle(self, connection: ServerConnection) -> None:
+        number, address = next(self._numbers), address_of(connection.transport)
+        conversation = _Conversation(self, connection, number)
         self.metrics.connections += 1
-        sessions: dict[str, Session] = {}
-        previous: float | None = None
+        self.log("connected", connection=number, address=address)
         try:
             await connection.send(pack(self.metadata()))
-            async for message in connection:
-                started = time.perf_counter()
-                reply = await self._reply(message, sessions, previous)
-                await connection.send(pack(reply))
-                previous = time.perf_counter() - started
-                self.metrics.observe(previous)
+            await conversation.hold()
         except ConnectionClosed:
-            return  # the client went away; its histories go with this call
+            pass  # the client went away; its sessions go with this call
         except Exception as error:  # told to this client, as the protocol wants; the others go on
-            self.metrics.errors += 1
-            await _refuse(connection, error)
+            await self._refuse(connection, number, error)
         finally:
+            self.sessions.drop(number)
             self.metrics.connections -= 1
+            self.log("disconnected", connection=number, address=address, requests=conversation.requests)
 
-    async def _reply(self, message: str | bytes, sessions: dict[str, Session], previous: float | None) -> dict:
-        self.metrics.requests += 1
-        if isinstance(message, str):
-            raise SpecError("Send observations as binary msgpack messages, not text.")
-        request = unpack(message)
-        if not isinstance(request, dict):
-            raise SpecError(f"An observation is a mapping from names to arrays, not {type(request).__name__}.")
-        name = str(request.pop(SESSION, ""))
-        if name not in sessions and len(sessions) >= MAXIMUM_SESSIONS:
-            raise SpecError(f"One connection serves at most {MAXIMUM_SESSIONS} sessions: open another.")
-        session = sessions.setdefault(name, Session(self.policy.spec))
-        if request.pop(RESET, False):
-            session.reset()
-            if not request:
-                return {RESET: True}
-        arrived = time.perf_counter()
-        answer = await self.queue.infer(session.observe(request))
-        timing: dict[str, float] = {"infer_ms": 1e3 * (time.perf_counter() - arrived)}
-        if previous is not None:
-            timing["prev_total_ms"] = 1e3 * previous
-        return {
-            "actions": answer.actions,
-            "policy_timing": {"infer_ms": 1e3 * answer.seconds},
-            "server_timing": timing,
-        }
+    async def _refuse(self, connection: ServerConnection, number: int, error: Exception) -> None:
+        """Send the error as text and close, as openpi's server does; the trace of a foreign one goes to the log."""
+        text, code, kind = str(error), 1011, "wrong observation"
+        if isinstance(error, BusyError):
+            code, kind = 1013, "busy"
+        elif not isinstance(error, SpecError | NonFiniteError):
+            kind = "internal error"
+            if not isinstance(error, RobopolicyError):
+                mark = secrets.token_hex(4)
+                text = f"The policy failed ({type(error).__name__}); the server's log says why under error {mark}."
+                self.log("error", logging.ERROR, connection=number, error=mark, trace=_trace(error))
+        reason = {"wrong observation": "observation", "busy": "busy"}.get(kind, "policy")
+        self.metrics.refused[reason] += 1
+        self.log("refused", logging.WARNING, connection=number, reason=reason, text=text[:500])
+        with suppress(ConnectionClosed):
+            await connection.send(text[:4000])
+            await connection.close(code, f"{kind}; the text message before this says what")
 
     def metadata(self) -> dict[str, Any]:
-        """Return what a client learns on connecting: fields, history, chunk, rate, instructions."""
+        """Return what a client learns on connecting: fields, history, chunk, rate, instructions, names it may use."""
         spec = self.policy.spec
         return {
             "server": "robopolicy",
@@ -205,22 +259,106 @@ class PolicyServer:
             "chunk": spec.chunk,
             "fps": spec.fps,
             "instructions": list(spec.instructions),
+            "rename": dict(self.settings.rename),
         }
 
-    def _count_batch(self) -> None:
+    def _count_batch(self, size: int) -> None:
         self.metrics.batches += 1
+        self.metrics.batch_size.observe(size)
 
 
-async def _refuse(connection: ServerConnection, error: Exception) -> None:
-    """Send the error as text and close with 1011, as openpi's server does; a foreign error comes with its trace."""
-    known = isinstance(error, RobopolicyError)
-    text = str(error) if known else "".join(traceback.format_exception(error))
-    kind = "wrong observation" if isinstance(error, SpecError | NonFiniteError) else "internal error"
-    try:
-        await connection.send(text)
-        await connection.close(1011, f"{kind}; the text message before this says what")
-    except ConnectionClosed:
-        return  # nobody is left to tell
+class _Conversation:
+    """One connection: requests are read in order, computed together where they may be, answered in order."""
+
+    def __init__(self, server: PolicyServer, connection: ServerConnection, number: int):
+        self.server, self.connection, self.number = server, connection, number
+        self.requests = 0
+        self._replies: asyncio.Queue[asyncio.Task[bytes]] = asyncio.Queue(server.limits.pipelined)
+        self._previous: float | None = None
+
+    async def hold(self) -> None:
+        """Read and answer until the client goes. Raises the first error that concerns this client."""
+        reader, writer = asyncio.create_task(self._read()), asyncio.create_task(self._write())
+        try:
+            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            if reader.done() and reader.result():
+                await writer  # answers on their way, and last the error
+            if writer.done():
+                writer.result()
+        finally:
+            for task in (reader, writer, *self._under_way()):
+                task.cancel()
+
+    async def _read(self) -> bool:
+        """Take in messages until the client goes (False), or one is wrong (True)."""
+        async for message in self.connection:
+            self.requests += 1
+            self.server.metrics.requests += 1
+            reply = await self._begin(message)
+            await self._replies.put(reply)
+            if reply.done() and reply.exception() is not None:
+                return True
+        return False
+
+    async def _write(self) -> None:
+        """Send the replies in the order of their requests. Raises the error of the first that has one."""
+        while True:
+            await self.connection.send(await (await self._replies.get()))
+
+    def _under_way(self) -> list[asyncio.Task[bytes]]:
+        return [self._replies.get_nowait() for _ in range(self._replies.qsize())]
+
+    async def _begin(self, message: str | bytes) -> asyncio.Task[bytes]:
+        """Take in a message, and return its reply under way; what is wrong with the message is the reply's error."""
+        arrived = time.perf_counter()
+        try:
+            if isinstance(message, str):
+                raise SpecError("Send observations as binary msgpack messages, not text.")
+            large = len(message) > LARGE
+            request = await asyncio.to_thread(self._unpacked, message) if large else self._unpacked(message)
+            session = self.server.sessions.take(self.number, request)
+            if SEED in request:
+                session.seed(request.pop(SEED), self.server.device)
+            if request.pop(RESET, False):
+                session.reset()
+                if not request:
+                    return asyncio.create_task(_said(pack({RESET: True})))
+            observation = await asyncio.to_thread(session.observe, request) if large else session.observe(request)
+        except Exception as error:
+            failed = asyncio.create_task(_raised(error))
+            await asyncio.wait([failed])
+            return failed
+        return asyncio.create_task(self._answer(observation, session.generator, arrived))
+
+    def _unpacked(self, message: bytes) -> dict[Any, Any]:
+        request = unpack(message, self.server.limits)
+        if not isinstance(request, dict):
+            raise SpecError(f"An observation is a mapping from names to arrays, not {type(request).__name__}.")
+        return request
+
+    async def _answer(self, observation: Observation, generator: torch.Generator | None, arrived: float) -> bytes:
+        asked = time.perf_counter()
+        answer: Answer = await self.server.queue.infer(observation, generator)
+        timing: dict[str, float] = {"infer_ms": 1e3 * (time.perf_counter() - asked)}
+        if self._previous is not None:
+            timing["prev_total_ms"] = 1e3 * self._previous
+        self._previous = time.perf_counter() - arrived
+        self.server.metrics.latency.observe(self._previous)
+        return pack(
+            {
+                "actions": answer.actions,
+                "policy_timing": {"infer_ms": 1e3 * answer.seconds},
+                "server_timing": timing,
+            }
+        )
+
+
+async def _said(reply: bytes) -> bytes:
+    return reply
+
+
+async def _raised(error: Exception) -> bytes:
+    raise error
 
 
 def blank_observation(policy: Policy) -> Observation:
@@ -232,6 +370,22 @@ def blank_observation(policy: Policy) -> Observation:
     }
     observation[TASK] = np.array([spec.instructions[0] if spec.instructions else ""])
     return observation
+
+
+def _tls(settings: ServerSettings) -> ssl.SSLContext | None:
+    if settings.certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.certificate, settings.key)
+    except (OSError, ssl.SSLError) as error:
+        named = f"{settings.certificate} (key {settings.key})"
+        raise ServingError(f"The certificate {named} cannot be used: {error}") from error
+    return context
+
+
+def _trace(error: Exception) -> list[str]:
+    return "".join(traceback.format_exception(error)).splitlines()
 
 
 def _device(policy: Policy) -> torch.device:

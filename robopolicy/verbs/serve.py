@@ -1,7 +1,9 @@
 """Serves a policy to robots: openpi's websocket protocol, /healthz and /metrics, on loopback unless told otherwise.
 
-Any openpi client can connect. plan.model=CHECKPOINT makes the policy look ahead in a world model before it answers. To
-listen beyond loopback set serve.host and serve.api_key (or ROBOPOLICY_API_KEY).
+Any openpi client can connect; images of other sizes are resized. plan.model=CHECKPOINT makes the policy look ahead in a
+world model before it answers. To listen beyond loopback set serve.host and serve.api_key (or ROBOPOLICY_API_KEY), and a
+certificate. What happens is logged on standard error, a line of JSON an event; /livez, /readyz and /metrics say how the
+server is.
 """
 
 import os
@@ -10,7 +12,7 @@ from robopolicy.build import choose_device, with_planning
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.policies import load_policy
-from robopolicy.serving.server import serve
+from robopolicy.serving.server import ServerSettings, serve
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -33,12 +35,20 @@ def run(config: Config) -> int:
     def announce(port: int) -> None:
         print(f"Serving {section.policy} at ws://{section.host}:{port} (Ctrl-C stops)", flush=True)
 
-    serve(
-        policy,
+    settings = ServerSettings(
         host=section.host,
         port=section.port,
         api_key=key or None,
         seed=config.run.seed,
-        on_ready=announce,
+        rename=section.rename,
+        maximum_batch=section.maximum_batch,
+        maximum_waiting=section.maximum_waiting,
+        deadline=section.deadline,
+        stall=section.stall,
+        session_expiry=section.session_expiry,
+        certificate=section.certificate,
+        key=section.certificate_key,
+        origins=section.origins,
     )
+    serve(policy, settings, announce)
     return 0

@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import torch
 
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec
+from robopolicy.serving.limits import Limits
 from robopolicy.serving.server import PolicyServer, ServerSettings, serve
 
 FRONT = "observation.images.front"
@@ -46,20 +48,44 @@ class Echo:
     def save(self, folder): ...
 
 
-def run_servers(pipe) -> None:
-    """Serve a quick policy, the same behind a key, and a slow one; send their ports; stop when told."""
+class Odd(Echo):
+    """Answers two chunks to whoever sends state -3, hangs at state -4; noise: whether answers are drawn."""
+
+    def __init__(self, noise: bool = False):
+        super().__init__()
+        self.noise = noise
+
+    def act(self, observation, generator, *, deterministic=False):
+        state = observation[STATE][:, -1, 0]
+        if (state == -4).any():
+            time.sleep(1000)
+        decision = super().act(observation, generator)
+        if (state == -3).any():
+            decision = Decision(decision.actions.repeat(2, 1, 1), {}, decision.logp, decision.mask)
+        if self.noise:
+            decision.actions[:, 0, 0] = torch.randn(len(state), generator=generator)
+        return decision
+
+
+POLICIES = {"echo": Echo, "odd": Odd, "noisy": lambda: Odd(noise=True), "slow": lambda: Echo(pause=1.5)}
+
+PLAIN = {
+    "open": ("echo", {}),
+    "locked": ("echo", {"api_key": KEY}),
+    "slow": ("slow", {"keepalive": KEEPALIVE}),
+}
+"""A quick policy, the same behind a key, and a slow one."""
+
+
+def run_servers(pipe, wanted: dict[str, tuple[str, dict]]) -> None:
+    """Serve the policies that are wanted, name -> (policy, settings); send their ports; stop when told."""
 
     async def main() -> None:
         stop, ports = asyncio.Event(), {}
-        servers = {
-            "open": PolicyServer(Echo(), ServerSettings(port=0)),
-            "locked": PolicyServer(Echo(), ServerSettings(port=0, api_key=KEY)),
-            "slow": PolicyServer(Echo(pause=1.5), ServerSettings(port=0, keepalive=KEEPALIVE)),
-        }
 
         def ready(name, port):
             ports[name] = port
-            if len(ports) == len(servers):
+            if len(ports) == len(wanted):
                 pipe.send(ports)
 
         def told() -> None:
@@ -67,13 +93,27 @@ def run_servers(pipe) -> None:
             stop.set()
 
         asyncio.get_running_loop().add_reader(pipe.fileno(), told)
+        servers = {name: PolicyServer(*made(*each)) for name, each in wanted.items()}
         tasks = [server.run(stop, lambda port, name=name: ready(name, port)) for name, server in servers.items()]
         await asyncio.gather(*tasks)
 
     asyncio.run(main())
 
 
+def made(policy: str, settings: dict) -> tuple[Echo, ServerSettings]:
+    """Return a policy by name and the settings of its server; `limits` among them replace single ones."""
+    served, chosen = POLICIES[policy](), dict(settings)
+    if "limits" in chosen:
+        chosen["limits"] = replace(Limits.of(served.spec), **chosen["limits"])
+    return served, ServerSettings(port=0, **chosen)
+
+
 def run_serve(pipe, port: int) -> None:
     """Serve until a signal comes, then report a clean end."""
-    serve(Echo(pause=0.3), port=port, on_ready=pipe.send)
+    serve(Echo(pause=0.3), ServerSettings(port=port), pipe.send)
     pipe.send("stopped")
+
+
+def run_one(pipe, policy: str, settings: dict) -> None:
+    """Serve one policy until a signal comes."""
+    serve(*made(policy, settings), pipe.send)

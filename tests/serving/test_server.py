@@ -14,14 +14,14 @@ import urllib.request
 import numpy as np
 import pytest
 import websockets.sync.client
-from served_policies import FRONT, KEEPALIVE, KEY, Echo, run_serve, run_servers
+from served_policies import FRONT, KEEPALIVE, KEY, PLAIN, Echo, run_serve, run_servers
 from websockets.exceptions import ConnectionClosedError
 
 from robopolicy.core.errors import ServingError
 from robopolicy.core.spec import STATE
 from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.protocol import SESSION, pack, unpack
-from robopolicy.serving.server import serve
+from robopolicy.serving.server import ServerSettings, serve
 
 
 def observation(value: float, level: int = 7, **more):
@@ -32,7 +32,7 @@ def observation(value: float, level: int = 7, **more):
 def ports():
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=run_servers, args=(there,), daemon=True)
+    process = context.Process(target=run_servers, args=(there, PLAIN), daemon=True)
     process.start()
     assert here.poll(120), "the servers did not start"
     yield here.recv()
@@ -110,10 +110,13 @@ BAD = {
     "missing camera": ({STATE: np.zeros(2)}, r"no camera 'front'.*images/front"),
     "misspelt field": ({STATE + "s": np.zeros(2)}, r"no field 'observation.state'.*Did you mean 'observation/states'"),
     "scalar state": (observation(0) | {STATE: 0}, r"observation/state' has shape \[\]"),
-    "wrong size": (observation(0, level=0) | {FRONT: np.zeros((5, 6, 3), np.uint8)}, "Resize the image"),
+    "wrong size": (observation(0, level=0) | {FRONT: np.zeros((5, 6, 4), np.uint8)}, r"has shape \[5, 6, 4\]"),
     "float image": (observation(0) | {FRONT: np.zeros((4, 6, 3))}, "needs uint8"),
     "not finite": (observation(np.nan), "not finite"),
-    "policy error": (observation(-1.0), "the policy exploded"),
+    "policy error": (
+        observation(-1.0),
+        r"The policy failed \(RuntimeError\); the server's log says why under error [0-9a-f]{8}",
+    ),
     "non-finite answer": (observation(-2.0), "NaN or infinity"),
 }
 
@@ -233,9 +236,9 @@ def test_serve_stops_in_order_and_clients_reconnect_after_a_restart():
 
 def test_taken_port_and_open_address_are_refused(ports):
     with pytest.raises(ServingError, match=r"Cannot listen on 127\.0\.0\.1:\d+.*serve\.port=PORT"):
-        serve(Echo(), port=ports["open"])
+        serve(Echo(), ServerSettings(port=ports["open"]))
     with pytest.raises(ServingError, match="Set an API key"):
-        serve(Echo(), host="0.0.0.0", port=0)
+        serve(Echo(), ServerSettings(host="0.0.0.0", port=0))
 
 
 def test_the_client_needs_no_torch():

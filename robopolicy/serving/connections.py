@@ -1,0 +1,97 @@
+"""Who may connect: limits on open sockets, wrong keys and control frames, which count before a handshake is done."""
+
+import asyncio
+import time
+from collections import Counter
+from typing import Any, cast
+
+from websockets.asyncio.server import ServerConnection
+from websockets.frames import Frame, Opcode
+
+from robopolicy.serving.limits import Limits
+
+READ_BYTES = 32 * 1024
+"""Bytes taken from a socket at a time: what one client sends is worked through in pieces this long, and a flood is
+noticed after the first of them."""
+
+
+class Door:
+    """Counts open sockets and wrong keys, in all and by address."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self.open: Counter[str] = Counter()
+        self._wrong: dict[str, tuple[float, int]] = {}
+
+    def enter(self, address: str) -> bool:
+        """Count a socket, and return whether it is one too many."""
+        self.open[address] += 1
+        return self.open.total() > self.limits.connections or self.open[address] > self.limits.address_connections
+
+    def leave(self, address: str) -> None:
+        """Count a socket that closed."""
+        self.open[address] -= 1
+        if self.open[address] <= 0:
+            del self.open[address]
+
+    def locked_out(self, address: str) -> bool:
+        """Whether too many wrong keys came from there of late."""
+        began, count = self._wrong.get(address, (0.0, 0))
+        if time.monotonic() - began > self.limits.lockout:
+            self._wrong.pop(address, None)
+            return False
+        return count >= self.limits.wrong_keys
+
+    def wrong_key(self, address: str) -> None:
+        """Count a wrong key."""
+        now = time.monotonic()
+        began, count = self._wrong.get(address, (now, 0))
+        if len(self._wrong) > 10_000:  # many addresses: forget those whose time is over
+            self._wrong = {key: value for key, value in self._wrong.items() if now - value[0] <= self.limits.lockout}
+        self._wrong[address] = (began if now - began <= self.limits.lockout else now), count + 1
+
+
+class LimitedConnection(ServerConnection):
+    """A connection that is cut where there are too many, and where its client floods it with pings."""
+
+    def __init__(self, *arguments: Any, door: Door, **options: Any):
+        super().__init__(*arguments, **options)
+        self._door = door
+        self._entered: str | None = None
+        self._pings = (0.0, 0)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Count the socket, and cut it if it is one too many."""
+        super().connection_made(transport)
+        self._entered = address_of(transport)
+        cast(Any, transport).max_size = READ_BYTES
+        if self._door.enter(self._entered):
+            cast(asyncio.Transport, transport).abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Count the socket as closed."""
+        super().connection_lost(exc)
+        if self._entered is not None:
+            self._door.leave(self._entered)
+            self._entered = None
+
+    def process_event(self, event: Any) -> None:
+        """Cut the connection where more pings come than anybody needs."""
+        if isinstance(event, Frame) and _does_nothing(event):
+            now = time.monotonic()
+            began, count = self._pings
+            self._pings = (began, count + 1) if now - began < 1 else (now, 1)
+            if self._pings[1] > self._door.limits.pings:
+                self.transport.abort()
+                return
+        super().process_event(event)
+
+
+def _does_nothing(frame: Frame) -> bool:
+    return frame.opcode in (Opcode.PING, Opcode.PONG) or (frame.opcode is Opcode.CONT and not frame.data)
+
+
+def address_of(transport: asyncio.BaseTransport) -> str:
+    """Return the address a socket came from, "" for none (a local socket, or one that is gone)."""
+    peer = transport.get_extra_info("peername")
+    return str(peer[0]) if isinstance(peer, tuple) and peer else ""
