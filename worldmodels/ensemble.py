@@ -25,7 +25,7 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.members import Members
 from worldmodels.configuration import EnsembleConfig
-from worldmodels.data.statistics import require_fields, standardised
+from worldmodels.data.statistics import Standardised, means_and_deviations, require_fields
 from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
 from worldmodels.data.transitions import recorded_transitions
 from worldmodels.heads.calibration import quantiles_of
@@ -34,7 +34,7 @@ from worldmodels.heads.state import StepHeads, success_batch
 from worldmodels.protocol import Context, Imagined, Latent, draws_of
 
 
-class EnsembleModel(nn.Module):
+class EnsembleModel(Standardised):
     """A `LearnedModel` of the non-image fields of `spec`; make one with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
@@ -42,8 +42,6 @@ class EnsembleModel(nn.Module):
 
     context = 1
 
-    state_mean: Tensor
-    state_std: Tensor
     delta_mean: Tensor
     delta_std: Tensor
     uncertainty_quantiles: Tensor
@@ -69,9 +67,7 @@ class EnsembleModel(nn.Module):
             self.heads = StepHeads(self.state_vector, actions, config.head_width, success_bonus, config.success_head)
         self.max_logvar = nn.Parameter(torch.full((free,), config.max_logvar))
         self.min_logvar = nn.Parameter(torch.full((free,), config.min_logvar))
-        for name, size in (("state", states), ("action", actions), ("delta", free)):
-            self.register_buffer(f"{name}_mean", torch.zeros(size))
-            self.register_buffer(f"{name}_std", torch.ones(size))
+        self.register_statistics(state=states, action=actions, delta=free)
         self.register_buffer("uncertainty_quantiles", torch.zeros(101))
 
     @classmethod
@@ -121,14 +117,12 @@ class EnsembleModel(nn.Module):
         """Fit the standardisation of inputs and targets: means and deviations [S], [A] and [F] over the steps."""
         change = data.next_state - data.state
         values = {"state": data.state, "action": data.action, "delta": change[:, self.structure.free]}
-        for name, value in values.items():
-            getattr(self, f"{name}_mean").copy_(value.mean(0))
-            getattr(self, f"{name}_std").copy_(value.std(0, correction=0).clamp_min(1e-6))
+        self.keep_statistics(means_and_deviations(values))
         self.heads.fit_statistics(data)
 
     def predict(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return standardised mean and log-variance [M, N, F] of the free elements' change."""
-        x = torch.cat([self._standard("state", state), self._standard("action", action)], -1)
+        x = torch.cat([self.standard("state", state), self.standard("action", action)], -1)
         mean, logvar = self.dynamics(x).chunk(2, -1)
         # Soft, learned bounds (PETS): far from the data a free variance would be arbitrary, and its likelihood explode.
         logvar = self.max_logvar - functional.softplus(self.max_logvar - logvar)
@@ -141,7 +135,7 @@ class EnsembleModel(nn.Module):
         success_label [N] for the success head.
         """
         state, action, after = batch["state"], batch["action"], batch["next_state"]
-        target = self._standard("delta", (after - state)[..., self.structure.free])
+        target = self.standard("delta", (after - state)[..., self.structure.free])
         mean, logvar = self.predict(state, action)
         # beta-NLL: the weight, an element's own detached variance, undoes the 1 / variance by which the likelihood
         # would neglect what is uncertain; the bounds are pulled together, or they would only ever widen.
@@ -232,10 +226,6 @@ class EnsembleModel(nn.Module):
         # ndtri inverts the normal distribution's cumulative one: uniforms become standard normal numbers.
         noise = torch.from_numpy(ndtri(np.clip(draws[:, 1:], 1e-9, 1 - 1e-9)).astype(np.float32))
         return member.to(latent["state"].device), noise.to(latent["state"].device)
-
-    def _standard(self, name: str, value: Tensor) -> Tensor:
-        mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
-        return standardised(value, mean, std)
 
 
 def _disagreement(mean: Tensor) -> Tensor:

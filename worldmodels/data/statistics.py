@@ -1,9 +1,12 @@
-"""What models of vectors and images read off the data before they learn: structure, means and deviations."""
+"""What models of vectors and images read off the data before they learn: structure, means and deviations.
+
+`Standardised` keeps the latter in buffers, so that they are saved and moved with the model.
+"""
 
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
@@ -19,6 +22,41 @@ BOUND = 10.0
 def standardised(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Return `value` [..., D] in standard deviations [D] from the mean [D], limited to BOUND."""
     return ((value - mean) / std).clamp(-BOUND, BOUND)
+
+
+class Standardised(nn.Module):
+    """A module that sees values in standard deviations of its data: buffers `<name>_mean` and `<name>_std`, [D] each.
+
+    They are in the data's units; states are the world's `StateVector`.
+    """
+
+    state_mean: Tensor
+    state_std: Tensor
+    action_mean: Tensor
+    action_std: Tensor
+
+    def register_statistics(self, **sizes: int) -> None:
+        """Make the buffers of every name, of so many elements: mean 0 and deviation 1 until they are known."""
+        for name, size in sizes.items():
+            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            self.register_buffer(f"{name}_std", torch.ones(size))
+
+    @torch.no_grad()
+    def keep_statistics(self, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Take over means and deviations [D] by name, in the data's units."""
+        for name, (mean, std) in statistics.items():
+            getattr(self, f"{name}_mean").copy_(mean)
+            getattr(self, f"{name}_std").copy_(std)
+
+    def standard(self, name: str, value: Tensor) -> Tensor:
+        """Return `value` [..., D] of this name, in the data's units, in standard deviations, limited to BOUND."""
+        mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
+        return standardised(value, mean.to(value.device), std.to(value.device))
+
+
+def means_and_deviations(values: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return name -> (mean [D], standard deviation [D], at least 1e-6) of values [N, D]."""
+    return {name: (value.mean(0), value.std(0, correction=0).clamp_min(1e-6)) for name, value in values.items()}
 
 
 def read_statistics(spec: WorldSpec, episodes: Episodes) -> tuple[StateStructure, dict[str, tuple[Tensor, Tensor]]]:

@@ -9,13 +9,13 @@ actions.
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.members import Members
-from worldmodels.data.statistics import standardised
+from worldmodels.data.statistics import Standardised, means_and_deviations
 from worldmodels.data.transitions import recorded_transitions
 from worldmodels.heads.calibration import calibrated_threshold, explains_as_well
 from worldmodels.heads.success import make_success_head
@@ -28,10 +28,9 @@ PART = 8192
 """Steps calibrated at a time."""
 
 
-class StepHeads(nn.Module):
+class StepHeads(Standardised):
     """Heads of one world, a `Regression`; `bonus` is what it pays for success, `success_head` names the head of it."""
 
-    state_mean: Tensor
     reward_mean: Tensor
     reward_std: Tensor
     success_threshold: Tensor
@@ -46,9 +45,7 @@ class StepHeads(nn.Module):
         self.reward = Members(1, 2 * states + actions, width, 2, 1)
         self.success = make_success_head(success_head, states, width, 2)
         self.potential = Members(1, states, width, 2, 1)
-        for name, size in (("state", states), ("action", actions), ("change", states), ("reward", 1)):
-            self.register_buffer(f"{name}_mean", torch.zeros(size))
-            self.register_buffer(f"{name}_std", torch.ones(size))
+        self.register_statistics(state=states, action=actions, change=states, reward=1)
         self.register_buffer("success_threshold", torch.zeros(()))
         self.register_buffer("pays_potential", torch.zeros((), dtype=torch.bool))
 
@@ -57,9 +54,7 @@ class StepHeads(nn.Module):
         """Fit the standardisation of inputs and targets: means and deviations [S], [A] and [1] over the steps."""
         change = data.next_state - data.state
         values = {"state": data.state, "action": data.action, "change": change, "reward": data.reward[:, None]}
-        for name, value in values.items():
-            getattr(self, f"{name}_mean").copy_(value.mean(0))
-            getattr(self, f"{name}_std").copy_(value.std(0, correction=0).clamp_min(1e-6))
+        self.keep_statistics(means_and_deviations(values))
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
         """Yield what `loss` takes for ever; `generator` is all the state.
@@ -81,9 +76,9 @@ class StepHeads(nn.Module):
         batch: state, action, next_state, reward of steps; success_state [N, S] and success_label [N] of others.
         """
         state, action, after = batch["state"], batch["action"], batch["next_state"]
-        reward = self._standard("reward", batch["reward"][:, None])[:, 0]
+        reward = self.standard("reward", batch["reward"][:, None])[:, 0]
         predicted = self.reward(self._reward_input(state, action, after)[None])[0, :, 0]
-        reached = self._standard("state", batch["success_state"])
+        reached = self.standard("state", batch["success_state"])
         return {
             "reward": (predicted - reward).square(),
             "potential": (self._increase(state, after) - batch["reward"]).square() / self.reward_std.square(),
@@ -92,7 +87,7 @@ class StepHeads(nn.Module):
 
     def success_logit(self, state: Tensor) -> Tensor:
         """Return the logit [N] that states [N, S] are successful, before calibration."""
-        return self.success(self._standard("state", state))
+        return self.success(self.standard("state", state))
 
     def succeeded(self, state: Tensor) -> Tensor:
         """Return whether states [N, S] are successful."""
@@ -117,7 +112,7 @@ class StepHeads(nn.Module):
 
     def _increase(self, state: Tensor, after: Tensor) -> Tensor:
         """Return by how much the learned potential grows [N]."""
-        before, later = (self.potential(self._standard("state", each)[None])[0, :, 0] for each in (state, after))
+        before, later = (self.potential(self.standard("state", each)[None])[0, :, 0] for each in (state, after))
         return self.reward_std * (later - before)
 
     def _predicted(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
@@ -127,11 +122,7 @@ class StepHeads(nn.Module):
 
     def _reward_input(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
         parts = ("state", state), ("action", action), ("change", after - state)
-        return torch.cat([self._standard(name, value) for name, value in parts], -1)
-
-    def _standard(self, name: str, value: Tensor) -> Tensor:
-        mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
-        return standardised(value, mean, std)
+        return torch.cat([self.standard(name, value) for name, value in parts], -1)
 
 
 def success_batch(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
@@ -21,7 +21,7 @@ from robopolicy.core.returns import PROGRESS, SUCCESS, progress_reward
 from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, WorldSpec
 from robopolicy.core.vectors import StateVector
-from worldmodels.data.statistics import BOUND, standardised
+from worldmodels.data.statistics import BOUND, Standardised
 from worldmodels.data.structure import StateStructure, register_structure, structure_of
 from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
 from worldmodels.heads.latent import THUMBNAIL, LatentSteps
@@ -44,7 +44,7 @@ Advance = Callable[[Latent, Tensor], tuple[Tensor, Tensor]]
 """Latent and actions [B, A] -> what the heads of reward and success read of the step, and the uncertainty [B]."""
 
 
-class FrameReader(nn.Module):
+class FrameReader(Standardised):
     """Fields, statistics and readout of a model of images.
 
     spec: the world that is imitated; images: its cameras' fields by key; state_vector: its vector fields; size: height
@@ -52,10 +52,6 @@ class FrameReader(nn.Module):
     in width.
     """
 
-    state_mean: Tensor
-    state_std: Tensor
-    action_mean: Tensor
-    action_std: Tensor
     change_std: Tensor
     reward_mean: Tensor
     reward_std: Tensor
@@ -84,9 +80,7 @@ class FrameReader(nn.Module):
         sizes = {"elements": elements, "actions": actions, "free": len(structure.free)}
         shape = {"depth": depth, "hidden": hidden, "members": config.members}
         self.readout = FrameReadout(*self.size, **shape, **sizes, success_head=success_head)
-        for name, size in (("state", elements), ("action", actions), ("change", elements), ("reward", 1)):
-            self.register_buffer(f"{name}_mean", torch.zeros(size))
-            self.register_buffer(f"{name}_std", torch.ones(size))
+        self.register_statistics(state=elements, action=actions, change=elements, reward=1)
         self.register_buffer("success_threshold", torch.zeros(()))
         self.register_buffer("uncertainty_quantiles", torch.zeros(101))
 
@@ -95,9 +89,7 @@ class FrameReader(nn.Module):
 
         Each is [V] for "state" and "change", [A] for "action", [1] for "reward", in the data's units.
         """
-        for name, (mean, std) in statistics.items():
-            getattr(self, f"{name}_mean").copy_(mean)
-            getattr(self, f"{name}_std").copy_(std)
+        super().keep_statistics(statistics)
         self.readout.heads.keep_scales(self.state_std / self.change_std, self.reward_mean / self.reward_std)
 
     @property
@@ -278,14 +270,6 @@ class FrameReader(nn.Module):
     def vector(self, frames: Mapping[str, Tensor], index: int | slice) -> Tensor:
         """Return the state vectors [N, ..., V] of frames `index`, key -> [N, T, *shape]."""
         return self.state_vector.pack({key: value[:, index] for key, value in frames.items()})
-
-    def standard(self, name: str, value: Tensor) -> Tensor:
-        """Return "state", "action" or "change" in standard deviations of the data, limited.
-
-        value: [..., V], or [..., A] of an action, in the world's units; the result has its shape.
-        """
-        mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
-        return standardised(value, mean.to(value.device), std.to(value.device))
 
     def _observation(self, state: Tensor, frame: Tensor) -> dict[str, Tensor]:
         """Return the observations of states [B, V] and stacked frames, key -> [B, *shape]."""

@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
@@ -33,7 +33,7 @@ from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.structured import to_plain
 from robopolicy.core.vectors import StateVector
-from worldmodels.data.statistics import BOUND, read_statistics, standardised
+from worldmodels.data.statistics import BOUND, Standardised, read_statistics
 from worldmodels.data.structure import StateStructure, register_structure, structure_in, structure_of
 from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
 from worldmodels.heads.latent import THUMBNAIL, HeadStage, LatentHeads, LatentSteps
@@ -47,16 +47,12 @@ HEAD_STEPS = 200_000
 """The heads are fitted again on the latents of at most so many steps."""
 
 
-class RssmModel(nn.Module):
+class RssmModel(Standardised):
     """A `LearnedModel` of the fields of `spec`, vectors and images; make one with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
 
-    state_mean: Tensor
-    state_std: Tensor
-    action_mean: Tensor
-    action_std: Tensor
     change_std: Tensor
     reward_mean: Tensor
     reward_std: Tensor
@@ -82,9 +78,7 @@ class RssmModel(nn.Module):
             sizes = config.networks.hidden, config.layers, config.members
             about = {"elements": elements, "actions": actions, "guessed": guessed}
             self.heads = LatentHeads(*sizes, **about, success_head=config.success_head)
-        for name, size in (("state", elements), ("action", actions), ("change", elements), ("reward", 1)):
-            self.register_buffer(f"{name}_mean", torch.zeros(size))
-            self.register_buffer(f"{name}_std", torch.ones(size))
+        self.register_statistics(state=elements, action=actions, change=elements, reward=1)
         self.register_buffer("spread", torch.zeros(free, elements))
         self.register_buffer("success_threshold", torch.zeros(()))
         self.register_buffer("uncertainty_quantiles", torch.zeros(101))
@@ -97,9 +91,7 @@ class RssmModel(nn.Module):
         """
         structure, statistics = read_statistics(spec, episodes)
         model = cls(config, spec, structure, success_bonus(episodes), seed)
-        for name, (mean, std) in statistics.items():
-            getattr(model, f"{name}_mean").copy_(mean)
-            getattr(model, f"{name}_std").copy_(std)
+        model.keep_statistics(statistics)
         model.spread.copy_(_spread(structure, model.state_std, model.change_std))
         model.heads.keep_scales(model.state_std / model.change_std, model.reward_mean / model.reward_std)
         return model
@@ -218,12 +210,12 @@ class RssmModel(nn.Module):
 
     def vector(self, frames: Mapping[str, Tensor]) -> Tensor:
         """Return the standardised state vectors [M, T, V] of frames, key -> [M, T, *shape]."""
-        return self._standard("state", self.state_vector.pack(frames))
+        return self.standard("state", self.state_vector.pack(frames))
 
     def follow(self, state: Tensor, subsequence: Sequences, seen: Tensor, draws: Tensor) -> Unrolled:
         """Return the latents of subsequences with vectors `state` [M, T + 1, V]; see `LatentDynamics.unroll`."""
         embedding = self.dynamics.embed(state, subsequence.frames)
-        actions = self._standard("action", subsequence.actions)
+        actions = self.standard("action", subsequence.actions)
         return self.dynamics.unroll(state, embedding, actions, seen, draws.to(state.device), self.spread)
 
     @torch.no_grad()
@@ -246,7 +238,7 @@ class RssmModel(nn.Module):
                 latents.summary[:, 1:],
                 state[:, :-1],
                 state[:, 1:],
-                self._standard("action", subsequence.actions),
+                self.standard("action", subsequence.actions),
                 self._guessed(state, subsequence.frames),
                 self._standard_reward(subsequence.reward),
                 subsequence.success,
@@ -292,7 +284,7 @@ class RssmModel(nn.Module):
         state = self.vector(frames)
         count = state.shape[1]
         given = np.zeros((rows, 0, self._spec.action.size)) if count == 1 else context.actions
-        actions = self._standard("action", torch.from_numpy(np.asarray(given, dtype=np.float32)).to(device))
+        actions = self.standard("action", torch.from_numpy(np.asarray(given, dtype=np.float32)).to(device))
         draws = [self._draws({**latent, "step": latent["step"] - count + index}) for index in range(count)]
         seen = torch.ones(rows, count, dtype=torch.bool, device=device)
         embedding = self.dynamics.embed(state, frames)
@@ -306,8 +298,8 @@ class RssmModel(nn.Module):
 
         actions: [B, A], in the world's units; the next latent has the shapes that `initial` says.
         """
-        state = self._standard("state", latent["state"])
-        action, sample = self._standard("action", actions.to(state.dtype)), self._one_hot(latent["sample"])
+        state = self.standard("state", latent["state"])
+        action, sample = self.standard("action", actions.to(state.dtype)), self._one_hot(latent["sample"])
         uncertainty = self.heads.disagreement(self.dynamics.summary(latent["deter"], sample), state, action)
         deter = self.dynamics.step(latent["deter"], sample, state, action)
         prior = self.dynamics.core.prior(deter)
@@ -318,7 +310,7 @@ class RssmModel(nn.Module):
         # Only free elements are decoded; constants stay as they were, bit by bit, and derived ones follow below.
         after[:, free] = (self.state_mean + self.state_std * decoded)[:, free]
         after = self.structure.complete(after)
-        inputs = self.heads.inputs(summary, state, self._standard("state", after))
+        inputs = self.heads.inputs(summary, state, self.standard("state", after))
         success = self.heads.success(inputs) > self.success_threshold
         rewards = {
             PROGRESS: self.reward_mean + self.reward_std * self.heads.rewards(inputs),
@@ -345,10 +337,6 @@ class RssmModel(nn.Module):
 
     def _standard_reward(self, reward: Tensor) -> Tensor:
         return (reward - self.reward_mean) / self.reward_std
-
-    def _standard(self, name: str, value: Tensor) -> Tensor:
-        mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
-        return standardised(value, mean, std)
 
 
 def _spread(structure: StateStructure, state_std: Tensor, change_std: Tensor) -> Tensor:
