@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from robopolicy.benchmarks import point
 from robopolicy.benchmarks.runs import chosen_from
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.player import Player
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.transitions import Transitions
@@ -29,6 +31,7 @@ from robopolicy.rl.offline.sac import Sac, SacConfig
 from robopolicy.training.imagined_values import (
     AgentController,
     EdgeValue,
+    Explorer,
     ImaginedValuesConfig,
     Interface,
     learn_in_imagination,
@@ -141,20 +144,27 @@ def random_play(world: MujocoWorld, seed: int) -> tuple[Transitions, Starts]:
     """Return transitions of random actions, and starts in the states they began in (the seed chooses)."""
     interface = Interface(world.spec)
     generator = torch.Generator().manual_seed(derive(seed, "random play"))
-    observation = world.reset(seeds=episode_seeds(seed, "random play", world.batch_size))
+    player = Player(
+        world, Explorer(interface, lambda state: 2 * torch.rand(len(state), interface.actions, generator=generator) - 1)
+    )
+    player.start(episode_seeds(seed, "random play", world.batch_size))
     parts, frames, snapshots = [], [], []
-    live = np.ones(world.batch_size, dtype=bool)
-    while live.any() and sum(map(len, parts)) < RECORDED:
-        state, rows = interface.state(observation), np.flatnonzero(live)
-        action = 2 * torch.rand(world.batch_size, interface.actions, generator=generator) - 1
-        frames.append({key: observation[key][rows, -1:] for key in world.spec.observation})
-        snapshots.append(world.snapshot(rows).arrays)
-        step = world.step(interface.to_world(action)[:, None])
+
+    def present() -> tuple[dict[str, np.ndarray], Snapshot]:
+        newest = {key: player.observation[key][:, -1:].copy() for key in world.spec.observation}
+        return newest, world.snapshot(np.arange(world.batch_size))
+
+    before, snapshot = present()
+    for played in player:
+        (state, action), step, rows = played.info, played.step, np.flatnonzero(played.running)
         reward, following = torch.from_numpy(step.reward[:, 0]).float(), interface.state(step.observation)
         every = Transitions(state, action, reward, following, torch.from_numpy(step.terminated))
         parts.append(every.take(torch.from_numpy(rows)))
-        live &= ~step.ended
-        observation = step.observation
+        frames.append({key: value[rows] for key, value in before.items()})
+        snapshots.append(snapshot.take(rows).arrays)
+        if sum(map(len, parts)) >= RECORDED:
+            break
+        before, snapshot = present()
     seen = {key: np.concatenate([frame[key] for frame in frames]) for key in frames[0]}
     states = {name: np.concatenate([arrays[name] for arrays in snapshots]) for name in snapshots[0]}
 

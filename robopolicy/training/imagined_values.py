@@ -108,19 +108,19 @@ class AgentController:
         return self.interface.to_world(self.agent.act(self.interface.state(observation), self.generator))
 
 
-class _Explorer:
-    """An agent as an actor that also tells states [B, S] and actions [B, A] as the agent has them."""
+class Explorer:
+    """An actor that also tells states [B, S] and actions [B, A] as an agent has them; act: states -> actions."""
 
-    def __init__(self, agent: Agent, interface: Interface, generator: torch.Generator):
-        self.agent, self.interface, self.generator = agent, interface, generator
+    def __init__(self, interface: Interface, act: Callable[[Tensor], Tensor]):
+        self.interface, self.act = interface, act
 
     def reset(self, rows: Rows = None) -> None:
         """It remembers nothing."""
 
     def choose(self, observation: Observation) -> tuple[np.ndarray, tuple[Tensor, Tensor]]:
-        """Return one control step [B, 1, A] in the world's units, and what the agent saw and did."""
+        """Return one control step [B, 1, A] in the world's units, and what was seen and done."""
         state = self.interface.state(observation)
-        action = self.agent.act(state, self.generator)
+        action = self.act(state)
         return self.interface.to_world(action)[:, None], (state, action)
 
 
@@ -142,7 +142,7 @@ def roll_out(
 
     edge_value: what it says (discounted) is paid where imagination stops, and the transition ends there.
     """
-    player = Player(world, _Explorer(agent, interface, generator))
+    player = Player(world, Explorer(interface, lambda state: agent.act(state, generator)))
     parts, begun, turn = [], 0, 0
     while begun < rollouts:
         player.start(episode_seeds(seed, f"{name}/{turn}", world.batch_size))
