@@ -5,6 +5,7 @@ other module names concrete worlds, policies and models.
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, Imaginat
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec, cameras_of
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec, cameras_of
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
@@ -59,7 +60,7 @@ def build_world(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> World:
-    """Return the world that `section` names, with the history length and the cameras that `policy` needs.
+    """Return the world that `section` names, with the history length, cameras and image size that `policy` needs.
 
     It has `batch_size` rows (parallel environments; default the section's), but no more than there are `episodes`.
 
@@ -74,10 +75,17 @@ def build_world(
     if section.name == DEMONSTRATIONS:
         return _demonstrated_world(section, rows, history, seed)
     options: dict[str, Any] = {"seed": seed, "history": history, **section.options}
-    cameras = section.cameras if policy is None else policy.spec.cameras
-    if cameras:
-        options |= {"cameras": cameras, "image_size": section.image_size}
+    if policy is not None:
+        options |= images_of(policy.spec.observation)
+    elif section.cameras:
+        options |= {"cameras": section.cameras, "image_size": section.image_size}
     return make_world(section.name, rows, **options)
+
+
+def images_of(fields: Mapping[str, Field]) -> dict[str, Any]:
+    """Return the options of a world that shows the images among `fields`, key -> field: cameras and image_size."""
+    cameras = cameras_of(fields)
+    return {"cameras": cameras, "image_size": fields[IMAGE_PREFIX + cameras[0]].shape[0]} if cameras else {}
 
 
 def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: int) -> DemonstratedWorld:
@@ -132,10 +140,8 @@ def _imagined_world(
 
 def simulator_starts(section: WorldSection, model: WorldModel, rows: int) -> Starts:
     """Return a sampler of initial observations for a world model: seeds -> those of the simulator that it imitates."""
-    spec, fields, options = model.spec, fields_read(model), dict(section.options)
-    cameras = cameras_of(fields)
-    if cameras:
-        options |= {"cameras": cameras, "image_size": fields[IMAGE_PREFIX + cameras[0]].shape[0]}
+    spec, fields = model.spec, fields_read(model)
+    options = {**section.options, **images_of(fields)}
     if section.simulator:
         simulator = make_world(section.simulator, rows, **options)
     else:

@@ -54,6 +54,18 @@ def test_checkpoints_are_named_by_what_differs():
         runs_of([base, base])
 
 
+def test_folders_of_others_are_named_by_the_end_of_their_path():
+    base, outputs = Path("runs/train/push_cube/0/checkpoint"), Path("outputs")
+    push, pull = (outputs / name / "checkpoints/last/pretrained_model" for name in ("push", "pull"))
+    assert runs_of([push, pull, base, outputs / "act"]) == ["push", "pull", "push_cube", "act"]
+    steps = [outputs / "push/checkpoints" / step / "pretrained_model" for step in ("010000", "020000")]
+    assert runs_of(steps) == ["push/010000", "push/020000"]
+    assert runs_of([Path("a/act"), Path("b/act"), Path("/act")]) == ["a/act", "b/act", "act"]
+    assert runs_of([outputs / "push_cube", base]) == ["outputs/push_cube", "push_cube"]
+    with pytest.raises(ConfigError, match="do not differ"):
+        runs_of([push, base, push])
+
+
 def test_models_of_several_kinds_rank_the_same_policies(tmp_path, monkeypatch, capsys):
     few = {"novice": ("novice", None), "base": ("diffusion", None), "tuned": ("diffusion", 0.9)}
     monkeypatch.setattr(ranking, "POLICIES", few)

@@ -47,7 +47,7 @@ class WorldSection:
     cameras: tuple[str, ...] = ()
     """Names of the cameras that observations show; policies that see bring their own."""
     image_size: int = 64
-    """Height and width of a camera's image in pixels."""
+    """Height and width of a camera's image in pixels; policies that see bring their own."""
     model: Path | None = None
     """Checkpoint of a world model, for name=worldmodel."""
     data: Path | None = None
