@@ -22,13 +22,56 @@ def run(root, *settings):
 
 @pytest.mark.parametrize("path", tables.READMES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_tables_of_a_readme_are_the_figures(path):
-    assert path.read_text() == tables.written(path.read_text()), "run: robopolicy bench tables"
+    assert path.read_text() == tables.written(path.read_text(), path.parent), "run: robopolicy bench tables"
 
 
 def test_every_published_figure_has_a_place_in_the_results_and_every_benchmark_too():
     places = set(tables.PLACE.findall(tables.READMES[0].read_text()))
     assert places == set(bench.BENCHMARKS.names()) - {"tables"}
     assert {path.stem for path in resource("assets", "figures").iterdir()} <= places
+
+
+def pictures() -> list[str]:
+    """Return the names of benchmarks whose published figures are drawn."""
+    named = set(bench.BENCHMARKS.names()) - {"tables"}
+    return sorted(name for name in named if bench.BENCHMARKS.load(name).picture and tables.figures_of(name).exists())
+
+
+def test_every_plot_is_drawn_from_the_figures_and_every_picture_is_shown():
+    drawn = pictures()
+    assert {"imagination", "ranking"} <= set(drawn)
+    for name in drawn:
+        assert tables.picture_of(name).read_text().endswith(tables.drawn_of(name)), "run: robopolicy bench tables"
+    text = "".join(path.read_text() for path in tables.READMES)
+    for path in resource("assets", "pictures").iterdir():
+        assert f"assets/pictures/{path.name})" in text, f"no README shows {path.name}"
+
+
+def test_plots_follow_their_figures_and_are_the_same_file_again(tmp_path, monkeypatch):
+    published = {name: json.loads(tables.figures_of(name).read_text()) for name in pictures()}
+    monkeypatch.setattr(tables, "figures_of", lambda name: tmp_path / f"{name}.json")
+    monkeypatch.setattr(tables, "picture_of", lambda name: tmp_path / f"{name}.svg")
+    assert not tables.draw("algorithms") and not (tmp_path / "algorithms.svg").exists()
+    rate = {"success_rate": 0.4, "low": 0.3, "high": 0.5, "successes": 40, "episodes": 100}
+    curves = [[[0, 0.4], [2000, 0.8]], [[0, 0.4], [1000, 0.9]]]
+    published["algorithms"] = {"tasks": {"push_t": {"PPO": {"base": rate, "curves": curves}}}}
+    changed = {
+        "imagination": lambda figures: figures["tasks"]["push_t"]["ensemble"].update(each=[0.1, 0.2, 0.3]),
+        "ranking": lambda figures: figures["tasks"]["push_t"]["rssm"]["0"]["policies"][0].update(model=0.9),
+        "algorithms": lambda figures: figures["tasks"]["push_t"]["PPO"].update(curves=curves[:1]),
+    }
+    for name, change in changed.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(published[name]))
+        drawn = []
+        for times in range(3):
+            if times == 2:
+                change(published[name])
+                (tmp_path / f"{name}.json").write_text(json.dumps(published[name]))
+            assert tables.draw(name)
+            drawn.append((tmp_path / f"{name}.svg").read_text())
+        assert drawn[0] == drawn[1], "a plot that changes by itself hides what has changed"
+        assert drawn[0].splitlines()[:-1] != drawn[2].splitlines()[:-1]
+        assert drawn[0].count("<svg") == 1 and "push_t" in drawn[0]
 
 
 def test_every_benchmark_is_listed_in_the_help_of_the_verb():

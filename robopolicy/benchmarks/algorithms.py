@@ -170,14 +170,14 @@ def table_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
     return Table(f"{task}: mean over seeds (range), each seed with its Wilson 95 % interval", header, lines)
 
 
-def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
-    """Return the learning curves."""
+def picture(figures: Mapping[str, Any]) -> Section:
+    """Return the plot of the learning curves."""
     curves: dict[str, dict[str, Sequence[Any]]] = {
         task: {name: row["curves"] for name, row in rows.items()} for task, rows in figures["tasks"].items()
     }
     bases = {task: next(iter(rows.values()))["base"]["success_rate"] for task, rows in figures["tasks"].items()}
     caption = "Mean of the seeds, band from the lowest to the highest."
-    return [Section("Learning", caption, svg=method_curves(curves, bases))]
+    return Section("Success against environment steps", caption, svg=method_curves(curves, bases))
 
 
 BENCHMARK = Benchmark(
@@ -185,5 +185,6 @@ BENCHMARK = Benchmark(
     ("tasks", "seeds", "only", "rounds", "overrides"),
     benchmark,
     tables,
-    sections,
+    lambda figures, folder: [picture(figures)],
+    picture=picture,
 )

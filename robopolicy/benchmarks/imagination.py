@@ -16,7 +16,7 @@ from robopolicy.benchmarks.runs import IMAGE_MODELS, chosen_from, modelled, pret
 from robopolicy.configuration import Config, compose
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json
-from robopolicy.evaluation.curves import imagination_curves
+from robopolicy.evaluation.curves import imagination_curves, imagined_beside_real
 from robopolicy.evaluation.report import Section
 from robopolicy.verbs import imagine
 from robopolicy.verbs.bench import Benchmark, Table
@@ -159,10 +159,16 @@ def table_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
     )
 
 
+def picture(figures: Mapping[str, Any]) -> Section:
+    """Return the plot of base and tuned policies in both worlds."""
+    title = "Success of base and tuned policies in the simulator, and of the tuned ones in imagination"
+    return Section(title, "A dot a seed.", svg=imagined_beside_real(figures["tasks"]))
+
+
 def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
-    """Return plots of imagined beside real success while fine-tuning."""
+    """Return plots of both worlds, afterwards and while fine-tuning."""
     caption = "Noise-free policy on the same starts, one line a seed of training."
-    return [
+    curves = [
         Section(
             f"{task}: imagined beside real",
             caption,
@@ -170,6 +176,7 @@ def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
         )
         for task, rows in figures["tasks"].items()
     ]
+    return [picture(figures), *curves]
 
 
 BENCHMARK = Benchmark(
@@ -178,4 +185,5 @@ BENCHMARK = Benchmark(
     benchmark,
     tables,
     sections,
+    picture=picture,
 )

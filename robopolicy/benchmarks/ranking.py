@@ -126,18 +126,30 @@ def cell(estimates: Sequence[Mapping[str, Any]]) -> str:
     return text if interval is None else f"{text} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
+def picture(figures: Mapping[str, Any]) -> Section:
+    """Return the plot of every model."""
+    panels = {
+        f"{task}, {kind.replace('_', ' ')}": [
+            [(row["real"], row["model"]) for row in found["policies"]] for found in seeds.values()
+        ]
+        for task, kinds in figures["tasks"].items()
+        for kind, seeds in kinds.items()
+    }
+    title = "Success in the model against success in the simulator"
+    return Section(title, "A point a policy, a colour a seed.", svg=ranking_panels(panels))
+
+
 def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
     """Return a plot of every model, and one with names for each seed of it."""
-    panels, plots = {}, []
-    for task, kinds in figures["tasks"].items():
-        for kind, seeds in kinds.items():
-            title = f"{task}, {kind.replace('_', ' ')}"
-            panels[title] = [[(row["real"], row["model"]) for row in found["policies"]] for found in seeds.values()]
-            for seed, found in seeds.items():
-                plots.append(
-                    Section(f"{title}, seed {seed}, against the simulator", svg=ranking_plot(found["policies"]))
-                )
-    return [Section("Every model", "A point a policy, a colour a seed.", svg=ranking_panels(panels)), *plots]
+    plots = [
+        Section(
+            f"{task}, {kind.replace('_', ' ')}, seed {seed}, against the simulator", svg=ranking_plot(found["policies"])
+        )
+        for task, kinds in figures["tasks"].items()
+        for kind, seeds in kinds.items()
+        for seed, found in seeds.items()
+    ]
+    return [picture(figures), *plots]
 
 
 BENCHMARK = Benchmark(
@@ -147,4 +159,5 @@ BENCHMARK = Benchmark(
     tables,
     sections,
     frozenset({"real_interval", "model_interval", "interval_over_episodes", "warnings", "path"}),
+    picture,
 )

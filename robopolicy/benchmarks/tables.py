@@ -1,14 +1,18 @@
-"""Writes the tables of results in the READMEs from assets/figures, so that no figure in them is ever typed.
+"""Writes the tables of results in the READMEs, and draws their plots, from assets/figures: no figure is ever typed.
 
 A table stands between `<!-- table:NAME -->` and `<!-- end -->`, NAME being a benchmark whose figures lie in
 assets/figures/NAME.json, where `robopolicy bench NAME json=assets/figures/NAME.json` puts them. Without them the place
-says which command makes them. `robopolicy bench tables` runs this.
+says which command makes them. A benchmark with a `picture` has it above its tables: assets/pictures/NAME.svg, which
+says of which figures it was drawn. `robopolicy bench tables` runs this.
 """
 
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import matplotlib
 
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
@@ -29,51 +33,85 @@ def figures_of(name: str) -> Path:
     return resource("assets", f"figures/{name}.json")
 
 
+def picture_of(name: str) -> Path:
+    """Return where the plot of a benchmark's published figures lies, or would."""
+    return resource("assets", f"pictures/{name}.svg")
+
+
+def drawn_of(name: str) -> str:
+    """Return the comment with which the plot of benchmark `name` ends: the checksum of its published figures."""
+    checksum = hashlib.sha256(figures_of(name).read_bytes()).hexdigest()
+    return f"<!-- drawn by robopolicy bench tables; sha256 of assets/figures/{name}.json: {checksum} -->\n"
+
+
+def draw(name: str) -> bool:
+    """Draw the plot of benchmark `name`; return False where it has none, or no published figures."""
+    benchmark: Benchmark = BENCHMARKS.load(name)
+    if benchmark.picture is None or not figures_of(name).exists():
+        return False
+    with matplotlib.rc_context({"svg.hashsalt": name}):  # the same figures give the same file
+        svg = benchmark.picture(read_json(figures_of(name))).svg
+    write_atomic(picture_of(name), svg + drawn_of(name))
+    return True
+
+
 def markdown(table: Table) -> str:
     """Return a table in Markdown, under its title."""
     rows = [table.header, ["---"] * len(table.header), *table.lines]
     return "\n".join([f"**{table.title}**", "", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def block(name: str) -> str:
-    """Return what stands between the markers of benchmark `name`. Raises ConfigError where there is no such name."""
+def block(name: str, folder: Path) -> str:
+    """Return what stands between the markers of benchmark `name`, in a README that lies in `folder`.
+
+    Raises ConfigError where there is no such name.
+    """
     benchmark: Benchmark = BENCHMARKS.load(name)
     path = figures_of(name)
     if not path.exists():
         return f"*Not measured yet: `robopolicy bench {name} json=assets/figures/{name}.json`, then `bench tables`.*"
     figures = read_json(path)
-    tables = [markdown(table) for table in benchmark.tables(figures)]
-    return "\n\n".join([*tables, f"*Figures: assets/figures/{name}.json, made by `{figures['command']}`.*"])
+    parts = [markdown(table) for table in benchmark.tables(figures)]
+    if benchmark.picture is not None:
+        plot = benchmark.picture(figures)
+        parts.insert(0, f"![{plot.title}. {plot.caption}]({picture_of(name).relative_to(folder, walk_up=True)})")
+    return "\n\n".join([*parts, f"*Figures: assets/figures/{name}.json, made by `{figures['command']}`.*"])
 
 
-def written(text: str) -> str:
-    """Return the text of a README with every table made anew."""
-    return PLACE.sub(lambda match: f"<!-- table:{match[1]} -->\n{block(match[1])}\n<!-- end -->", text)
+def written(text: str, folder: Path) -> str:
+    """Return the text of a README that lies in `folder`, with every table made anew."""
+    return PLACE.sub(lambda match: f"<!-- table:{match[1]} -->\n{block(match[1], folder)}\n<!-- end -->", text)
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Write the READMEs' tables, and return {"readmes": {file: names of its tables}}.
+    """Write the READMEs' tables and draw their plots; return {"readmes": {file: its tables}, "pictures": [file]}.
 
     Raises ConfigError outside of a checkout, where there are no READMEs to write.
     """
-    found = {}
+    found: dict[str, list[str]] = {}
     for path in READMES:
         if not path.exists():
             raise ConfigError(f"{path} does not exist: tables are written in a checkout of the repository.")
         text = path.read_text()
-        write_atomic(path, written(text))
+        write_atomic(path, written(text, path.parent))
         found[str(path.relative_to(HERE.parents[1]))] = PLACE.findall(text)
-    return {"readmes": found}
+    drawn = sorted(name for name in {name for names in found.values() for name in names} if draw(name))
+    return {"readmes": found, "pictures": drawn}
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return which tables were written, and which wait for their figures."""
     lines = [
-        [name, path, "written" if figures_of(name).exists() else "not measured yet"]
+        [
+            name,
+            path,
+            "written" if figures_of(name).exists() else "not measured yet",
+            "drawn" if name in figures["pictures"] else "",
+        ]
         for path, names in figures["readmes"].items()
         for name in names
     ]
-    return [Table("Tables of the READMEs", ["table", "file", ""], lines)]
+    return [Table("Tables of the READMEs", ["table", "file", "", "plot"], lines)]
 
 
-BENCHMARK = Benchmark("Tables of the READMEs, from assets/figures.", (), benchmark, tables)
+BENCHMARK = Benchmark("Tables and plots of the READMEs, from assets/figures.", (), benchmark, tables)

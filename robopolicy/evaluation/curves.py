@@ -1,6 +1,7 @@
 """Small panels for benchmarks: learning curves and rankings of several methods or models beside one another."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -67,6 +68,33 @@ def imagination_curves(arms: Mapping[str, Sequence[Sequence[Mapping[str, float]]
         return as_svg(figure)
 
 
+def imagined_beside_real(tasks: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Draw success before and after fine-tuning in imagination, a panel a task, a row an arm: the base policy and the
+    tuned one of every seed in the simulator, and the tuned ones in imagination, joined to what they truly reach.
+
+    tasks: task -> arm -> {"base", "imagined": {"success_rate", ...} over all seeds, "each": real success of each seed}.
+    """
+    with matplotlib.rc_context(STYLE):
+        counts = [len(arms) for arms in tasks.values()]
+        figure = Figure(figsize=(7.2, 0.7 + 0.45 * len(tasks) + 0.3 * sum(counts)), layout="constrained")
+        panels = figure.subplots(len(tasks), 1, sharex=True, squeeze=False, height_ratios=[n + 1 for n in counts])[:, 0]
+        for axes, (task, arms) in zip(panels, tasks.items(), strict=True):
+            for row, arm in enumerate(arms.values()):
+                base, imagined = (arm[name]["success_rate"] for name in ("base", "imagined"))
+                reached = sum(arm["each"]) / len(arm["each"])
+                axes.plot([reached, imagined], [row, row], color=THIRD, linewidth=1.2, alpha=0.6, zorder=1)
+                axes.scatter([base], [row], marker="|", s=90, color=BASE, linewidths=2, label="base, real")
+                axes.scatter(arm["each"], [row] * len(arm["each"]), s=26, alpha=0.8, color=TUNED, label="tuned, real")
+                axes.scatter([imagined], [row], marker="D", s=24, color=THIRD, label="tuned, imagined")
+            axes.set(xlim=(-0.02, 1.02), ylim=(len(arms) - 0.5, -0.5))
+            axes.set_yticks(range(len(arms)), [name.replace("_", " ") for name in arms])
+            axes.set_title(task, fontsize=10, loc="left")
+        panels[-1].set_xlabel("success")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles[:3], labels[:3], frameon=False, loc="outside upper right", ncols=3)
+        return as_svg(figure)
+
+
 def ranking_panels(rankings: Mapping[str, Sequence[Sequence[tuple[float, float]]]], columns: int = 4) -> str:
     """Draw success in a world model against success in the simulator, a panel a model, a colour a seed of it, a point a
     policy, and the line on which the two agree.
@@ -87,9 +115,9 @@ def ranking_panels(rankings: Mapping[str, Sequence[Sequence[tuple[float, float]]
 
 
 def _panels(count: int, columns: int) -> tuple[Figure, np.ndarray]:
-    """Return a figure and its panels [down, across], without those beyond `count`."""
-    across = min(columns, count)
-    down = -(-count // across)
+    """Return a figure and its panels [down, across], as even rows as there can be, without those beyond `count`."""
+    down = -(-count // columns)
+    across = -(-count // down)
     figure = Figure(figsize=(0.5 + 2.6 * across, 0.4 + 2.4 * down), layout="constrained")
     panels = figure.subplots(down, across, sharey=True, squeeze=False)
     for axes in panels.flat[count:]:

@@ -18,8 +18,8 @@ Of world models:
 - joint: planning with one model of actions, futures and values.
 - video: images far ahead, with and without memory.
 
-`tables` writes the tables of results in the READMEs from assets/figures. All but sims go on where they were
-interrupted. A benchmark of your own is named by its dotted path, bench.name=package.module:BENCHMARK.
+`tables` writes the tables of results in the READMEs, and draws their plots, from assets/figures. All but sims go on
+where they were interrupted. A benchmark of your own is named by its dotted path, bench.name=package.module:BENCHMARK.
 """
 
 import dataclasses
@@ -91,8 +91,9 @@ class Benchmark:
 
     claim: what is asked, in a sentence; reads: which settings of `bench.` it understands; measure: (configuration,
     folder of the benchmark) -> figures, without doing again what lies in the folder; tables: figures -> tables, for the
-    terminal, the report and the READMEs alike; sections: (figures, folder) -> plots and videos of the report; bulky:
-    keys of figures that only the report needs, left out of json=PATH.
+    terminal, the report and the READMEs alike; picture: figures, as published -> the plot that stands above those
+    tables in the README, None for none; sections: (figures, folder) -> plots and videos of the report; bulky: keys of
+    figures that only the report needs, left out of json=PATH.
     """
 
     claim: str
@@ -101,6 +102,7 @@ class Benchmark:
     tables: Callable[[Figures], list[Table]]
     sections: Callable[[Figures, Path], list[Section]] = lambda figures, root: []
     bulky: frozenset[str] = frozenset()
+    picture: Callable[[Figures], Section] | None = None
 
 
 def run(config: Config) -> int:
