@@ -144,9 +144,11 @@ def random_play(world: MujocoWorld, seed: int) -> tuple[Transitions, Starts]:
     """Return transitions of random actions, and starts in the states they began in (the seed chooses)."""
     interface = Interface(world.spec)
     generator = torch.Generator().manual_seed(derive(seed, "random play"))
-    player = Player(
-        world, Explorer(interface, lambda state: 2 * torch.rand(len(state), interface.actions, generator=generator) - 1)
-    )
+
+    def at_random(state: Tensor) -> Tensor:
+        return 2 * torch.rand(len(state), interface.actions, generator=generator) - 1
+
+    player = Player(world, Explorer(interface, at_random))
     player.start(episode_seeds(seed, "random play", world.batch_size))
     parts, frames, snapshots = [], [], []
 
