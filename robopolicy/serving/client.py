@@ -16,6 +16,13 @@ from robopolicy.serving.protocol import RESET, SESSION, pack, unpack
 MAXIMUM_ANSWER = 64 * 2**20
 """Bytes of the longest answer that is read."""
 
+BUSY = 1013
+"""Close code of a server that has too much to do."""
+
+
+class RefusedError(ServingError):
+    """The server refuses what this client sends: asking the same again is no use."""
+
 
 class PolicyClient:
     """A blocking connection to one server; use it as a context manager.
@@ -93,9 +100,19 @@ class PolicyClient:
             self.close()
             raise ServingError(f"{self.address} closed the connection before {what} came ({error}).") from error
         if isinstance(message, str):
+            busy = self._close_code(connection) == BUSY
             self.close()
-            raise ServingError(f"{self.address} refused the request: {message}")
+            raise (ServingError if busy else RefusedError)(f"{self.address} refused the request: {message}")
         return unpack(message)
+
+    @staticmethod
+    def _close_code(connection: ClientConnection) -> int | None:
+        """Return the code with which the server closes the connection, None where it does not."""
+        try:
+            connection.recv(timeout=1.0)
+        except (ConnectionClosed, TimeoutError):
+            return connection.close_code
+        return None
 
     def _open(self) -> ClientConnection:
         self.close()

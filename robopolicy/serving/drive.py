@@ -1,32 +1,33 @@
 """A simulated robot that takes its actions from a policy server, in real time; run it in a process of its own."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError, SpecError, did_you_mean
-from robopolicy.core.history import begin, move
+from robopolicy.core.errors import SpecError, did_you_mean
 from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import TASK, Observation
 from robopolicy.core.world import Rows, World
+from robopolicy.serving.driver import ActionLimits, Driver, Hold, Requests, Server, described_policy
 
 
-class Server(Protocol):
-    """What `drive` needs of a client: `PolicyClient`, or a stand-in."""
+@dataclass(frozen=True)
+class RobotSettings:
+    """How a simulated robot is driven: prefetch, blend, max_age, limits and patience of its `Driver` (which also ends
+    the drive when the server has failed for so long); hold: the action where nothing is left to do, zero or the last.
+    """
 
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """What the server said of its policy when the connection was made."""
-        ...
-
-    def infer(self, observation: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return {"actions": [C, A], ...} for one robot's observation."""
-        ...
+    prefetch: int = 0
+    blend: int = 0
+    max_age: float | None = None
+    patience: float = 5.0
+    hold: Literal["zero", "last"] = "zero"
+    limits: ActionLimits = field(default_factory=ActionLimits)
 
 
 def drive(
@@ -35,21 +36,22 @@ def drive(
     seeds: Sequence[int] | np.ndarray,
     *,
     rate: float = 0.0,
-    prefetch: int = 0,
+    robot: RobotSettings = RobotSettings(),
 ) -> dict[str, Any]:
     """Run one episode per seed, as many at a time as the world has rows, and return what happened.
 
-    rate: control steps per second in real time, 0 for as fast as possible; prefetch: ask for the next chunk this many
-    steps before the current one ends (the robot goes on meanwhile, the answer's first steps are then skipped).
-    Returns episodes, successes, steps, requests, wall_seconds, rate, prefetch, deadline_misses (control steps that
+    rate: control steps per second in real time, in which a robot without an action holds still; 0 for as fast as
+    possible, where the world stands still while the server answers. Returns episodes, successes, steps, requests,
+    wall_seconds, rate, prefetch, held, clipped and stale (see `Driver`), failures, deadline_misses (control steps that
     came more than a tenth of a period late) and latency_ms {p50, p90, p99, max} of the requests. Every request carries
     the history the policy wants, taken at the control rate. Raises SpecError, ConfigError, ServingError (world and
-    policy do not fit) and NonFiniteError (an action that must not reach a robot).
+    policy do not fit, or the server fails for longer than patience) and NonFiniteError (an action that must not reach a
+    robot).
     """
     seeds = np.asarray(seeds, dtype=np.int64)
-    _check(world, client.metadata, prefetch)
+    _check(world, client.metadata)
     clock = _Clock(rate)
-    robots = _Robots(world, client, prefetch, clock)
+    robots = _Robots(world, client, robot, clock)
     successes = steps = 0
     started = time.perf_counter()
     try:
@@ -61,7 +63,7 @@ def drive(
                 advance(len(part), f"{successes}/{first + len(part)} succeeded")
     finally:
         robots.close()
-    latency = np.array(robots.latencies) * 1e3
+    latency, counts = np.array(robots.requests.latencies) * 1e3, robots.counts
     return {
         "episodes": len(seeds),
         "successes": successes,
@@ -69,7 +71,8 @@ def drive(
         "requests": len(latency),
         "wall_seconds": time.perf_counter() - started,
         "rate": rate,
-        "prefetch": prefetch,
+        "prefetch": robot.prefetch,
+        **{name: counts[name] for name in ("held", "clipped", "stale", "failures")},
         "deadline_misses": clock.misses,
         "latency_ms": {
             **{f"p{level}": float(np.percentile(latency, level)) for level in (50, 90, 99)},
@@ -103,37 +106,36 @@ class _Clock:
         self._next += self.period
 
 
-@dataclass
-class _Plan:
-    """What one robot does next: actions [C, A] from `position` on, and the request under way.
-
-    frames: what the policy reads, key -> the last frames [1, H, *shape]; skipped: steps run since the request was made.
-    """
-
-    actions: np.ndarray
-    frames: dict[str, np.ndarray] = field(default_factory=dict)
-    position: int = 0
-    request: Future[np.ndarray] | None = None
-    skipped: int = 0
-
-
 class _Robots:
-    """The rows of a world and their plans, as an actor that asks the server for chunks and gives out single steps.
+    """The rows of a world, each with a driver, as an actor that gives out single control steps."""
 
-    Requests go through one thread, because a connection is one conversation.
-    """
-
-    def __init__(self, world: World, client: Server, prefetch: int, clock: _Clock):
-        self.world, self.client, self.prefetch, self.clock = world, client, prefetch, clock
-        self.history, self.keys = int(client.metadata["history"]), list(client.metadata["observation"])
-        self.latencies: list[float] = []
+    def __init__(self, world: World, client: Server, settings: RobotSettings, clock: _Clock):
+        self.world, self.clock, self.patience = world, clock, settings.patience
+        self.requests = Requests(client)
+        self.drivers = [
+            Driver(
+                client,
+                hold=_hold(settings.hold, world.spec.action.shape),
+                limits=settings.limits,
+                prefetch=settings.prefetch,
+                blend=settings.blend,
+                max_age=settings.max_age,
+                patience=settings.patience,
+                wait=clock.period == 0,
+                requests=self.requests,
+            )
+            for _ in range(world.batch_size)
+        ]
         self.player = Player(world, self)
-        self.reset()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="requests")
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Those of all drivers together."""
+        return sum((driver.counts for driver in self.drivers), Counter())
 
     def close(self) -> None:
-        """Wait for the request under way."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Ask no more."""
+        self.requests.close()
 
     def episodes(self, seeds: np.ndarray) -> tuple[int, int]:
         """Run one episode per seed [n <= B] until all have ended; returns how many succeeded and the steps run."""
@@ -147,67 +149,37 @@ class _Robots:
 
     def reset(self, rows: Rows = None) -> None:
         """Begin every robot anew, with nothing seen and nothing to do."""
-        nothing = np.zeros((0, *self.world.spec.action.shape), np.float32)
-        self.plans = [_Plan(nothing) for _ in range(self.world.batch_size)]
+        for driver in self.drivers:
+            driver.reset()
 
     def choose(self, observation: Observation) -> tuple[np.ndarray, None]:
-        """Return every robot's next control step [B, 1, A], zero where no episode runs, once it is due."""
+        """Return every robot's next control step [B, 1, A], zero where no episode runs, once it is due.
+
+        Raises what the server did wrong once it is hopeless, or away for longer than patience.
+        """
         actions = np.zeros((self.world.batch_size, 1, *self.world.spec.action.shape))
         running = self.player.running.nonzero()[0]
         for row in running:
-            self._look(self.plans[row], observation, row)
+            frames = {key: value[row] if key == TASK else value[row, -1] for key, value in observation.items()}
+            self.drivers[row].look(frames)
         for row in running:
-            actions[row, 0] = self._act(self.plans[row])
+            driver = self.drivers[row]
+            actions[row, 0] = driver.act()
+            if driver.error is not None and (driver.hopeless or driver.away > self.patience):
+                raise driver.error
         self.clock.wait()
         return actions, None
 
-    def _look(self, plan: _Plan, observation: Observation, row: int) -> None:
-        """Add the newest frame to the robot's history and ask ahead if it is time."""
-        for key in self.keys:
-            newest = observation[key][row : row + 1, -1:]
-            seen = plan.frames.get(key)
-            plan.frames[key] = begin(newest, self.history) if seen is None else move(seen, newest)
-        left = len(plan.actions) - plan.position
-        if plan.request is None and left <= self.prefetch:
-            plan.request, plan.skipped = self._thread.submit(self._ask, self._message(plan, observation, row)), 0
 
-    def _act(self, plan: _Plan) -> np.ndarray:
-        """Return the robot's next action, waiting for the server only when nothing is left to do."""
-        if plan.position >= len(plan.actions):
-            assert plan.request is not None
-            plan.actions, plan.position, plan.request = plan.request.result(), plan.skipped, None
-            if plan.position >= len(plan.actions):
-                raise ConfigError(f"prefetch={self.prefetch} leaves nothing of chunks of {len(plan.actions)} steps.")
-        action = plan.actions[plan.position]
-        plan.position += 1
-        if plan.request is not None:
-            plan.skipped += 1
-        return action
-
-    def _message(self, plan: _Plan, observation: Observation, row: int) -> dict[str, Any]:
-        message: dict[str, Any] = {key: frames[0] for key, frames in plan.frames.items()}
-        if TASK in observation:
-            message[TASK] = str(observation[TASK][row])
-        return message
-
-    def _ask(self, message: dict[str, Any]) -> np.ndarray:
-        started = time.perf_counter()
-        answer = self.client.infer(message)
-        self.latencies.append(time.perf_counter() - started)
-        actions = np.asarray(answer.get("actions"))
-        shape = tuple(self.world.spec.action.shape)
-        if actions.ndim != 1 + len(shape) or actions.shape[1:] != shape or not len(actions):
-            raise ServingError(f"The server answered actions of shape {list(actions.shape)}, not [C, *{list(shape)}].")
-        if not np.isfinite(actions).all():
-            raise NonFiniteError("The server answered with NaN or infinity; no action was executed.")
-        return actions
+def _hold(name: str, shape: tuple[int, ...]) -> Hold:
+    """Return what holds a robot still: no motion, or where it was told to be last."""
+    nothing = np.zeros(shape)
+    return lambda frames, last: nothing if name == "zero" or last is None else last
 
 
-def _check(world: World, metadata: Mapping[str, Any], prefetch: int) -> None:
+def _check(world: World, metadata: Mapping[str, Any]) -> None:
     """Raise unless the world shows what the policy behind the server reads."""
-    missing = {"observation", "history", "chunk", "action"} - set(metadata)
-    if missing:
-        raise ServingError(f"The server does not describe its policy ({', '.join(sorted(missing))}): not one of ours?")
+    policy = described_policy(metadata)
     for key, read in metadata["observation"].items():
         if key not in world.spec.observation:
             raise SpecError(
@@ -217,10 +189,8 @@ def _check(world: World, metadata: Mapping[str, Any], prefetch: int) -> None:
         shape = world.spec.observation[key].shape
         if tuple(read["shape"]) != tuple(shape):
             raise SpecError(f"The served policy needs '{key}' as {list(read['shape'])}, the world shows {list(shape)}.")
-    if tuple(metadata["action"]["shape"]) != tuple(world.spec.action.shape):
+    if policy.shape != tuple(world.spec.action.shape):
         raise SpecError(
-            f"The served policy's actions have shape {list(metadata['action']['shape'])}, '{world.spec.name}' takes "
+            f"The served policy's actions have shape {list(policy.shape)}, '{world.spec.name}' takes "
             f"{list(world.spec.action.shape)}: it was trained for another world."
         )
-    if not 0 <= prefetch < metadata["chunk"]:
-        raise ConfigError(f"prefetch is between 0 and {metadata['chunk'] - 1}, chunks have {metadata['chunk']} steps.")

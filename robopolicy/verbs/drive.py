@@ -8,7 +8,8 @@ from robopolicy.configuration import Config
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import output, publish
 from robopolicy.serving.client import PolicyClient
-from robopolicy.serving.drive import drive
+from robopolicy.serving.drive import RobotSettings, drive
+from robopolicy.serving.driver import ActionLimits
 from robopolicy.verbs.evaluate import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 
@@ -25,13 +26,22 @@ def run(config: Config) -> int:
     with PolicyClient(section.host, section.port, api_key=section.api_key or None) as client:
         world = build_world(config.world, batch_size=1, seed=config.run.seed)
         rate = world.spec.fps if section.rate == 0 else max(section.rate, 0.0)
-        result = drive(world, client, evaluation_seeds(config, section.episodes), rate=rate)
+        robot = RobotSettings(
+            prefetch=min(section.prefetch, int(client.metadata.get("chunk", 1)) - 1),
+            blend=section.blend,
+            max_age=section.max_age,
+            patience=section.patience,
+            hold=section.hold,
+            limits=ActionLimits(change=section.change),
+        )
+        result = drive(world, client, evaluation_seeds(config, section.episodes), rate=rate, robot=robot)
         world.close()
     low, high = wilson(result["successes"], result["episodes"])
     output.print(
         f"Success {result['successes']}/{result['episodes']} [{low:.0%}, {high:.0%}]; "
         f"latency p50 {result['latency_ms']['p50']:.1f} ms, p90 {result['latency_ms']['p90']:.1f} ms, "
-        f"p99 {result['latency_ms']['p99']:.1f} ms; {result['deadline_misses']} late of {result['steps']} steps"
+        f"p99 {result['latency_ms']['p99']:.1f} ms; {result['deadline_misses']} late, {result['held']} held still and "
+        f"{result['clipped']} clipped of {result['steps']} steps"
     )
     publish(config, {**result, "low": low, "high": high})
     return 0

@@ -1,0 +1,314 @@
+"""`Driver`: what stands between a robot and a policy server, and gives the robot an action at every control step.
+
+    with PolicyClient(host, api_key=KEY) as client, Driver(client, hold=np.zeros(7)) as driver:
+        driver.reset()                                  # at the beginning of every episode
+        while running:                                  # at driver.fps, by the robot's own clock
+            robot.send(driver.step(robot.observe()))    # {field: frame} -> action [A]
+
+The robot never waits for the network: chunks are asked for ahead, an answer is cut by the steps that have passed since
+its observation, and where no action is left that is young enough, the robot holds still. Whatever comes is clipped to
+the policy's bounds and to the robot's own, and counted. A server that fails is asked again, later and later; `error`
+and `away` say what is wrong and for how long. Axes: C chunk step, A action dimension (any shape).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError
+from robopolicy.core.history import begin, move
+from robopolicy.core.spec import TASK
+from robopolicy.serving.client import RefusedError
+
+BACK_OFF = 0.1, 5.0
+"""Seconds before a server that failed is asked again: at first, and at most; doubled in between."""
+
+type Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]
+
+LONGEST_HISTORY = 1000
+"""Frames; a server that asks for more describes no policy."""
+
+
+class Server(Protocol):
+    """What a driver needs of a client: `PolicyClient`, or a stand-in."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the server said of its policy when the connection was made."""
+        ...
+
+    def infer(self, observation: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return {"actions": [C, A], ...} for one robot's observation."""
+        ...
+
+
+@dataclass(frozen=True)
+class ActionLimits:
+    """What a robot is ready to do, in the units of its actions, numbers or arrays that broadcast to [A].
+
+    low, high: bounds of an action, within those of the policy; change: most by which it may differ from the one before
+    (where actions are positions: velocity / fps; where they are velocities: acceleration / fps); workspace: an action
+    [A] -> the nearest that keeps the robot where it may be.
+    """
+
+    low: np.ndarray | float | None = None
+    high: np.ndarray | float | None = None
+    change: np.ndarray | float | None = None
+    workspace: Callable[[np.ndarray], np.ndarray] | None = None
+
+
+class Requests:
+    """One conversation with a server, in a thread of its own: questions of one or several drivers in their order.
+
+    latencies: seconds of every question that was answered.
+    """
+
+    def __init__(self, client: Server):
+        self.client = client
+        self.latencies: list[float] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="requests")
+
+    def ask(self, message: Mapping[str, Any]) -> Future[np.ndarray]:
+        """Send an observation; the future has the actions [C, A], or what went wrong."""
+        return self._thread.submit(self._ask, message)
+
+    def _ask(self, message: Mapping[str, Any]) -> np.ndarray:
+        started = time.perf_counter()
+        answer = self.client.infer(message)
+        self.latencies.append(time.perf_counter() - started)
+        actions = np.asarray(answer.get("actions"))
+        if actions.dtype.kind not in "fiu" or actions.ndim < 2 or not len(actions):
+            raise ServingError(f"The server answered no chunk of actions but {str(answer.get('actions'))[:80]!r}.")
+        if not np.isfinite(actions).all():
+            raise NonFiniteError("The server answered with NaN or infinity; no action was executed.")
+        return actions
+
+    def close(self) -> None:
+        """Give up what has not been asked yet."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class Driver:
+    """The next action of one robot, at every control step; see the module.
+
+    hold: the action that keeps the robot still, [A], or a function (newest frames by field, last action or None) that
+    returns it (for robots that are told positions: `lambda frames, last: frames["observation.state"]`). limits: the
+    robot's own. prefetch: the next chunk is asked for when so many steps are left. blend: over so many steps a new
+    chunk takes over from the old one. max_age: seconds after which an observation is too old to act on (None: as long
+    as two chunks take). patience: seconds that an episode's first chunk is waited for. wait: wait for every chunk, in a
+    simulator that stands still meanwhile. requests: shared with other drivers of the same connection. counts: how many
+    steps were taken ("steps"), held ("held"), clipped ("clipped"), late answers thrown away ("stale"), failures
+    ("failures"). error: what the server did wrong last, None since it answered.
+    Raises ServingError where the server does not describe its policy, ConfigError on a prefetch beyond the chunk.
+    """
+
+    def __init__(
+        self,
+        client: Server,
+        *,
+        hold: np.ndarray | Hold,
+        limits: ActionLimits | None = None,
+        prefetch: int = 1,
+        blend: int = 0,
+        max_age: float | None = None,
+        patience: float = 5.0,
+        wait: bool = False,
+        requests: Requests | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        described = described_policy(client.metadata)
+        if not 0 <= prefetch < described.chunk:
+            raise ConfigError(f"prefetch is between 0 and {described.chunk - 1}, chunks have {described.chunk} steps.")
+        self.policy, self.hold, self.limits = described, hold, limits or ActionLimits()
+        self.prefetch, self.blend, self.wait, self.patience = prefetch, blend, wait, patience
+        self.max_age = 2 * described.chunk / described.fps if max_age is None else max_age
+        self.counts: Counter[str] = Counter()
+        self.error: Exception | None = None
+        self._requests, self._owned = requests or Requests(client), requests is None
+        self._clock = clock
+        self._answered, self._back_off, self._ask_after = clock(), BACK_OFF[0], 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an episode: nothing is remembered, and an answer under way is not used."""
+        self._frames: dict[str, np.ndarray] = {}
+        self._task: str | None = None
+        self._step, self._first = 0, True
+        self._chunk = np.zeros((0, *self.policy.shape))
+        self._begins, self._seen = 0, 0.0
+        self._request: Future[np.ndarray] | None = None
+        self._asked: tuple[int, float] = (0, 0.0)
+        self._last: np.ndarray | None = None
+
+    def close(self) -> None:
+        """Ask no more; the client stays open."""
+        if self._owned:
+            self._requests.close()
+
+    def __enter__(self) -> "Driver":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def fps(self) -> float:
+        """Control steps a second that the policy was trained for."""
+        return self.policy.fps
+
+    @property
+    def away(self) -> float:
+        """Seconds since the server answered last (or since the beginning), while it fails; 0 while it does not."""
+        return 0.0 if self.error is None else self._clock() - self._answered
+
+    def step(self, frames: Mapping[str, Any]) -> np.ndarray:
+        """Take what the robot sees now, and return its action [A]: `look`, then `act`."""
+        self.look(frames)
+        return self.act()
+
+    def look(self, frames: Mapping[str, Any]) -> None:
+        """Take what the robot sees now: field -> frame [*shape], and its instruction under `task`.
+
+        Asks ahead if it is time. Raises ServingError where a field is missing that the policy reads.
+        """
+        missing = [key for key in self.policy.fields if key not in frames]
+        if missing:
+            raise ServingError(f"The policy reads {', '.join(missing)}, and the robot does not show it.")
+        for key in self.policy.fields:
+            newest, seen = np.asarray(frames[key])[None, None], self._frames.get(key)
+            self._frames[key] = begin(newest, self.policy.history) if seen is None else move(seen, newest)
+        self._task = str(frames[TASK]) if TASK in frames else None
+        self._take_answer()
+        if self._begins + len(self._chunk) - self._step <= self.prefetch:
+            self._ask()
+
+    def act(self) -> np.ndarray:
+        """Return the action [A] of this control step, within all limits."""
+        action = self._planned()
+        if action is None and (self.wait or self._first):
+            action = self._waited()
+        self.counts["steps"] += 1
+        if action is None:
+            self.counts["held"] += 1
+            frames = {key: value[0, -1] for key, value in self._frames.items()}
+            action = self.hold(frames, self._last) if callable(self.hold) else self.hold
+        self._step, self._first = self._step + 1, False
+        self._last = self._limited(np.asarray(action, dtype=np.float64))
+        return self._last
+
+    def _ask(self) -> None:
+        if self._request is None and self._clock() >= self._ask_after:
+            message: dict[str, Any] = {key: value[0] for key, value in self._frames.items()}
+            if self._task is not None:
+                message[TASK] = self._task
+            self._request, self._asked = self._requests.ask(message), (self._step, self._clock())
+
+    def _take_answer(self) -> None:
+        """Put an answer that has come in the place of the chunk before."""
+        if self._request is None or not self._request.done():
+            return
+        request, self._request = self._request, None
+        begins, seen = self._asked
+        try:
+            chunk = request.result()
+            if chunk.shape[1:] != self.policy.shape:
+                raise ServingError(
+                    f"The server answered actions of shape {list(chunk.shape)}, not [C, *{list(self.policy.shape)}]."
+                )
+        except Exception as error:  # whatever it was: the robot must go on
+            self.counts["failures"] += 1
+            self.error = error
+            self._ask_after = self._clock() + self._back_off
+            self._back_off = min(2 * self._back_off, BACK_OFF[1])
+            return
+        self.error, self._answered, self._back_off = None, self._clock(), BACK_OFF[0]
+        if begins + len(chunk) <= self._step or self._too_old(seen):
+            self.counts["stale"] += 1
+            return
+        self._chunk, self._begins, self._seen = self._blended(chunk, begins), begins, seen
+
+    def _blended(self, chunk: np.ndarray, begins: int) -> np.ndarray:
+        """Return a new chunk whose first steps from now on lead over from those of the old one."""
+        chunk = chunk.astype(np.float64)
+        for index in range(self.blend):
+            new, old = self._step - begins + index, self._step - self._begins + index
+            if new < len(chunk) and old < len(self._chunk):
+                share = (index + 1) / (self.blend + 1)
+                chunk[new] = (1 - share) * self._chunk[old] + share * chunk[new]
+        return chunk
+
+    def _planned(self) -> np.ndarray | None:
+        """Return this step's action of the chunk at hand [A], None where there is none or it is too old."""
+        place = self._step - self._begins
+        return self._chunk[place] if place < len(self._chunk) and not self._too_old(self._seen) else None
+
+    def _too_old(self, seen: float) -> bool:
+        return not self.wait and self._clock() - seen > self.max_age
+
+    def _waited(self) -> np.ndarray | None:
+        """Return this step's action [A] as soon as it is there; None when patience ends, or asking again is no use."""
+        until = self._clock() + self.patience
+        while (action := self._planned()) is None and self._clock() < until and not self.hopeless:
+            self._ask()
+            if self._request is None:
+                time.sleep(0.01)
+            else:
+                wait_for([self._request], timeout=min(0.1, self.patience))
+            self._take_answer()
+        return action
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the server refuses what this robot sends, or answers what must not be executed."""
+        return isinstance(self.error, RefusedError | NonFiniteError)
+
+    def _limited(self, action: np.ndarray) -> np.ndarray:
+        limits, wanted = self.limits, action
+        low = self.policy.low if limits.low is None else np.maximum(self.policy.low, limits.low)
+        high = self.policy.high if limits.high is None else np.minimum(self.policy.high, limits.high)
+        if limits.change is not None and self._last is not None:
+            action = np.clip(action, self._last - limits.change, self._last + limits.change)
+        action = np.clip(action, low, high)
+        if limits.workspace is not None:
+            action = np.asarray(limits.workspace(action), dtype=np.float64)
+        self.counts["clipped"] += not np.allclose(action, wanted, rtol=1e-5, atol=1e-7)  # float32 rounds bounds
+        return action
+
+
+@dataclass(frozen=True)
+class DescribedPolicy:
+    """A served policy, as its server describes it. fields: what it reads; shape, low, high: of an action [A]."""
+
+    fields: tuple[str, ...]
+    history: int
+    chunk: int
+    fps: float
+    shape: tuple[int, ...]
+    low: np.ndarray
+    high: np.ndarray
+
+
+def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
+    """Return what a server's metadata says of its policy. Raises ServingError where that cannot be."""
+    missing = {"observation", "history", "chunk", "action"} - set(metadata)
+    if missing:
+        raise ServingError(f"The server does not describe its policy ({', '.join(sorted(missing))}): not one of ours?")
+    try:
+        action = metadata["action"]
+        shape = tuple(int(size) for size in action["shape"])
+        bounds = [
+            np.broadcast_to(np.asarray(default if action.get(name) is None else action[name], np.float64), shape)
+            for name, default in (("low", -np.inf), ("high", np.inf))
+        ]
+        history, chunk, fps = int(metadata["history"]), int(metadata["chunk"]), float(metadata.get("fps", 10.0))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ServingError(f"The server describes its policy in a form that makes no sense ({error}).") from error
+    if not (1 <= history <= LONGEST_HISTORY and 1 <= chunk <= LONGEST_HISTORY and 0 < fps < 1e4):
+        raise ServingError(f"The server describes no policy: history {history}, chunk {chunk}, {fps} steps a second.")
+    return DescribedPolicy(tuple(metadata["observation"]), history, chunk, fps, shape, bounds[0], bounds[1])
