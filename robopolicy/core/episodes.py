@@ -215,14 +215,16 @@ class Episodes:
         """Convert rollouts to episodes, so that a world model can learn from them or a dataset can be written.
 
         rollouts: whole episodes with their next observations; spec: of the world they were played in. Actions are
-        clipped to its range, as the world does. The frames within an action chunk are taken from the H frames of
-        history observed after it, and success is dated to its last step. Seeds are not known. Raises DataError on
-        streams (cut anywhere), without next observations, and where chunks ran more than H steps.
+        clipped to its range, as the world does. The frames within an action chunk are taken from the rollouts' trace,
+        if it was kept, else from the H frames of history observed after the chunk, as images always are; success is
+        dated to its last step. Seeds are not known. Raises DataError on streams (cut anywhere), and where fields that
+        are not traced lack next observations or were in chunks of more than H steps.
         """
-        _require_whole(rollouts)
+        traced = {} if rollouts.extras.trace is None else StateVector.of(spec).unpack(rollouts.extras.trace)
+        _require_whole(rollouts, [key for key in spec.observation if key not in traced])
         valid, duration = rollouts.valid, rollouts.duration
         row, decision, step = valid.nonzero(as_tuple=True)  # every control step, in order of time
-        after = {key: _frames_after(rollouts, key, duration) for key in spec.observation}
+        after = {key: _frames_after(rollouts, key, duration) for key in spec.observation if key not in traced}
         lengths = duration.sum(1)
         first = torch.zeros(len(row) + len(lengths), dtype=torch.bool, device=row.device)
         first[lengths.cumsum(0) - lengths + torch.arange(len(lengths), device=row.device)] = True
@@ -231,7 +233,10 @@ class Episodes:
             shown = tensor_of(rollouts.observation, key)
             found = shown.new_zeros((len(first), *shown.shape[3:]))
             found[first] = shown[:, 0, -1]
-            found[~first] = after[key][row, decision, shown.shape[2] - duration[row, decision] + step]
+            if key in traced:
+                found[~first] = traced[key][row, decision, step]
+            else:
+                found[~first] = after[key][row, decision, shown.shape[2] - duration[row, decision] + step]
             return found
 
         last = step == duration[row, decision] - 1
@@ -379,18 +384,21 @@ def _all_known(part: Episodes) -> Tensor:
     return torch.ones(len(part), dtype=torch.bool, device=part.device)
 
 
-def _require_whole(rollouts: Rollouts) -> None:
-    """Raise DataError unless `rollouts` are whole episodes that show every control step."""
+def _require_whole(rollouts: Rollouts, keys: Sequence[str]) -> None:
+    """Raise DataError unless `rollouts` are whole episodes whose observations show `keys` after every control step."""
     if not rollouts.whole:
         raise DataError("These rollouts are streams, cut anywhere: only whole episodes become a dataset.")
+    if not keys:
+        return
     if not rollouts.next_observation:
         raise DataError("These rollouts were kept without next observations, so frames are missing.")
     history = next(value.shape[2] for value in rollouts.next_observation.values() if isinstance(value, Tensor))
     longest = int(rollouts.duration.max())
     if longest > history:
         raise DataError(
-            f"Decisions ran {longest} control steps, of which observations show the last {history}: play in a world of "
-            f"history={longest}, or with a policy that decides every control step."
+            f"Decisions ran {longest} control steps, of which observations show '{keys[0]}' after the last {history}: "
+            f"play them with EpisodePlayer(trace=True), which keeps vector fields, or for images in a world of "
+            f"history={longest} or with a policy that decides every control step; `record` needs none of these."
         )
 
 

@@ -26,6 +26,7 @@ from robopolicy.core.policy import Policy, Resumes
 from robopolicy.core.progress import progress
 from robopolicy.core.rollouts import FinalImages, Rollouts
 from robopolicy.core.spec import require_fit
+from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Snapshot, Snapshots, World
 from robopolicy.rl.collect import column
 
@@ -101,17 +102,19 @@ class _Running:
 class EpisodePlayer:
     """Plays requests in the rows of a world; holds what is in flight between two calls of `play`.
 
-    branching: where episodes split, None for nowhere. Raises SpecError where the policy does not fit the world, and
+    branching: where episodes split, None for nowhere; trace: keep what every control step led to, so that `Episodes.of`
+    can be made of what a policy with chunks played. Raises SpecError where the policy does not fit the world, and
     ConfigError where rows are to split in a world that cannot save and restore them, or inside decisions of a policy
     that cannot go on from there, or at a step that a decision does not have.
     """
 
-    def __init__(self, world: World, policy: Policy, branching: Branching | None = None):
+    def __init__(self, world: World, policy: Policy, branching: Branching | None = None, *, trace: bool = False):
         require_fit(policy.spec, world.spec)
         if branching is not None and branching.at and not isinstance(world, Snapshots):
             raise ConfigError(f"The world '{world.spec.name}' cannot save its rows, so episodes cannot branch in it.")
         self.world, self.policy = world, policy
         self.branching = branching or Branching()
+        self.traced = StateVector.of(world.spec) if trace else None
         step = self.branching.step
         if step is not None and not isinstance(policy, Resumes):
             raise ConfigError(
@@ -156,8 +159,8 @@ class EpisodePlayer:
         """Play until `enough` episodes are done (default: all that are in flight or requested) and return those.
 
         Groups are numbered by the requests; rows of the result are in the order in which episodes were started.
-        extras: `episode_return` [B, T]. What is not done stays in flight, or waiting, for the next call. An episode
-        whose ancestor is still in flight waits for it.
+        extras: `episode_return` [B, T], and `trace` where it is kept. What is not done stays in flight, or waiting, for
+        the next call. An episode whose ancestor is still in flight waits for it.
         """
         self.waiting.extend(_Running(request, snapshot=request.state) for request in requests)
         actor = PolicyActor(self.policy, generator, deterministic=deterministic, scored=True)
@@ -170,6 +173,8 @@ class EpisodePlayer:
                 played = next(steps_played)
                 self.returns += played.step.reward.sum(-1)
                 found = column(played, self.world.spec.instructions, generator.device, version)
+                if self.traced is not None:
+                    found["extras"]["trace"] = torch.as_tensor(self.traced.pack(played.step.trace)).to(generator.device)
                 done, after = np.flatnonzero(played.ended), found.pop("images_after")
                 self._keep(found, generator.device)
                 for index in map(int, done):

@@ -41,12 +41,12 @@ class HeldExpert:
         pass
 
 
-def both(task: str, chunk: int, **options) -> tuple[Episodes, Episodes]:
+def both(task: str, chunk: int, *, trace: bool = False, **options) -> tuple[Episodes, Episodes]:
     """Return the same episodes, recorded and played by RL in fewer rows than there are episodes."""
     world = make_world(task, 3, **options)
     policy = HeldExpert(world, chunk)
     recorded = record(world, policy, SEEDS, generator=torch.Generator())
-    rollouts = EpisodePlayer(world, policy).play(groups_of(SEEDS, 1), torch.Generator())
+    rollouts = EpisodePlayer(world, policy, trace=trace).play(groups_of(SEEDS, 1), torch.Generator())
     return recorded, Episodes.of(rollouts, world.spec)
 
 
@@ -57,6 +57,9 @@ def both(task: str, chunk: int, **options) -> tuple[Episodes, Episodes]:
         ("reach_planar", 3, {"history": 4}),
         ("push_choice", 2, {"history": 2}),
         ("reach_planar", 2, {"history": 2, "cameras": ("top",), "image_size": 16}),
+        ("reach_planar", 3, {"trace": True}),
+        ("push_choice", 4, {"history": 2, "trace": True}),
+        ("reach_planar", 2, {"history": 2, "cameras": ("top",), "image_size": 16, "trace": True}),
     ],
 )
 def test_played_episodes_equal_recorded_ones(task, chunk, options):
@@ -93,8 +96,12 @@ def test_what_lacks_frames_is_refused():
     policy = HeldExpert(world, 3)
     generator = torch.Generator()
     rollouts = EpisodePlayer(world, policy).play(groups_of(SEEDS, 1), generator)
-    with pytest.raises(DataError, match="history=3"):
+    with pytest.raises(DataError, match=r"trace=True.*history=3"):
         Episodes.of(rollouts, world.spec)
+    seeing = make_world("reach_planar", 3, cameras=("top",), image_size=16)
+    traced = EpisodePlayer(seeing, HeldExpert(seeing, 3), trace=True).play(groups_of(SEEDS, 1), generator)
+    with pytest.raises(DataError, match="history=3"):  # frames are not rendered inside chunks
+        Episodes.of(traced, seeing.spec)
     with pytest.raises(DataError, match="without next observations"):
         Episodes.of(rollouts.without(following=True), world.spec)
     streams = play(world, policy, 2, generator, start_streams(world, policy, 0))
