@@ -5,15 +5,15 @@ actions: whatever noise a model draws, it derives from the seed and the step tha
 depend on rows or batches, and a copied latent branches exactly.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.modules import Module
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.regression import Staged
 from robopolicy.core.spec import Field, WorldSpec
@@ -145,31 +145,11 @@ def fields_read(model: WorldModel) -> Mapping[str, Field]:
 
 
 @runtime_checkable
-class LearnedModel(WorldModel, Staged, Protocol):
+class LearnedModel(WorldModel, Staged, Module, Protocol):
     """A world model with weights, an nn.Module: trained in stages, and able to describe itself for a checkpoint.
 
     `worldmodels.conformance.check_world_model` tests every promise of it.
     """
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """As in nn.Module."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in nn.Module: all that imagination depends on, statistics and thresholds included."""
-        ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """As in nn.Module."""
-        ...
-
-    def to(self, device: torch.device | str) -> Self:
-        """As in nn.Module."""
-        ...
-
-    def eval(self) -> Self:
-        """As in nn.Module."""
-        ...
 
     @property
     def uncertainty_quantiles(self) -> Tensor:

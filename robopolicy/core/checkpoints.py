@@ -6,13 +6,14 @@ Policies and world models are written and read here; which class a checkpoint ne
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.modules import Module, Weights
 from robopolicy.core.storage import read_json, storage_errors, write_folder_atomic, write_json
 from robopolicy.core.tensors import load_tensors
 
@@ -20,24 +21,8 @@ FORMAT = 2
 """Of checkpoints: a change that older versions cannot read takes the next number."""
 
 
-class HasWeights(Protocol):
-    """An nn.Module's part in a checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in nn.Module."""
-        ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """As in nn.Module."""
-        ...
-
-    def to(self, device: torch.device | str) -> Self:
-        """As in nn.Module."""
-        ...
-
-
 def write_checkpoint(
-    folder: Path, description: Mapping[str, Any], module: HasWeights, more: Callable[[Path], None] | None = None
+    folder: Path, description: Mapping[str, Any], module: Weights, more: Callable[[Path], None] | None = None
 ) -> None:
     """Write `description` and the weights of `module` to `folder`, atomically.
 
@@ -80,16 +65,16 @@ def restoring(folder: Path, what: str) -> Generator[None, None, None]:
         raise CheckpointError(f"{folder / 'config.json'} does not describe {what}: {error!r}.") from error
 
 
-def read_weights[Module: HasWeights](
-    module: Module, folder: Path, device: torch.device | str = "cpu", tensors: Mapping[str, Tensor] | None = None
-) -> Module:
+def read_weights[Trained: Module](
+    module: Trained, folder: Path, device: torch.device | str = "cpu", tensors: Mapping[str, Tensor] | None = None
+) -> Trained:
     """Return `module` on `device` with the weights in `folder`; tensors: where they are read already, name -> [...].
 
     Raises CheckpointError unless all of them fit.
     """
     path = Path(folder) / "model.safetensors"
     try:
-        module.load_state_dict(load_tensors(path) if tensors is None else tensors, strict=True)
+        module.load_state_dict(load_tensors(path) if tensors is None else tensors)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not match its config.json: {error}. Restore both from a copy.") from error
     return module.to(device)

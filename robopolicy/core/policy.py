@@ -8,7 +8,7 @@ tests whether a policy keeps what is promised here.
 """
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.modules import Module
 from robopolicy.core.spec import TASK, Observation, PolicySpec
 from robopolicy.core.world import Rows
 
@@ -105,28 +106,8 @@ class ScoredPolicy(Policy, Protocol):
 
 
 @runtime_checkable
-class Trainable(ScoredPolicy, Protocol):
-    """A `ScoredPolicy` and torch.nn.Module for pre-training and RL fine-tuning; methods of nn.Module come first."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """As in nn.Module."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in nn.Module: all that fine-tuning changes, so that runs resume exactly."""
-        ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
-        """As in nn.Module."""
-        ...
-
-    def train(self, mode: bool = True) -> Self:
-        """As in nn.Module; both modes act alike."""
-        ...
-
-    def eval(self) -> Self:
-        """As in nn.Module."""
-        ...
+class Trainable(Module, ScoredPolicy, Protocol):
+    """A `ScoredPolicy` and torch.nn.Module for pre-training and RL fine-tuning; it acts alike in both modes."""
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """As in nn.Module."""

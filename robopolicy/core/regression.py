@@ -4,33 +4,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.modules import Module
 
 
-class Regressor(Protocol):
+class Regressor(Module, Protocol):
     """Anything trained by regression: an nn.Module with a loss."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """As in nn.Module."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in nn.Module."""
-        ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
-        """As in nn.Module."""
-        ...
-
-    def train(self, mode: bool = True) -> Any:
-        """As in nn.Module."""
-        ...
-
-    def eval(self) -> Any:
-        """As in nn.Module."""
-        ...
 
     def loss(self, batch: Any, generator: torch.Generator) -> Mapping[str, Tensor]:
         """Return named losses, one value per row [N] (or [B, T]); the sum of their means is minimised."""
@@ -39,10 +20,6 @@ class Regressor(Protocol):
 
 class Regression(Regressor, Protocol):
     """What is fitted by regression on episodes: a model, or a part of one."""
-
-    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the parts of the loss by name, each [N]; the sum of their means is minimised."""
-        ...
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield training batches for ever; `generator` is all the state. Raises DataError on unfit episodes."""

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from robopolicy.core.checkpoints import (
-    HasWeights,
     read_description,
     read_weights,
     require_format,
@@ -21,6 +20,7 @@ from robopolicy.core.checkpoints import (
 )
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
+from robopolicy.core.modules import Weights
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.spec import Field, WorldSpec
 from robopolicy.core.storage import recover_folder
@@ -28,7 +28,7 @@ from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.policies.registry import POLICIES, SAVED_AS
 
 
-class Describes(HasWeights, Protocol):
+class Describes(Weights, Protocol):
     """A policy, an nn.Module, that keeps what it was made of, so that `save_policy` can write it down."""
 
     @property

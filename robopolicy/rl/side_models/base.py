@@ -6,32 +6,17 @@ and then adds what it has to say to their extras or rewards; `tree()` and `resto
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from robopolicy.core.modules import Weights
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.segments import Segments
 from robopolicy.nn.optimisers import optimiser_tree, restore_optimiser
 from robopolicy.rl.context import Context, Tools
 from robopolicy.rl.critic import StateFeatures
-
-
-class Weights(Protocol):
-    """What has weights to train and to keep: an nn.Module, or a policy that is one."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """As in nn.Module."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in nn.Module."""
-        ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
-        """As in nn.Module."""
-        ...
 
 
 class SideNetwork[N: Weights]:
