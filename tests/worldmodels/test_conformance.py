@@ -6,7 +6,6 @@ import dot_world
 import point_world
 import pytest
 import torch
-from latent_model import LatentModel
 
 from worldmodels.configuration import EnsembleConfig
 from worldmodels.conformance import check_world_model
@@ -18,6 +17,9 @@ from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.model import RssmModel
 from worldmodels.video.configuration import VideoConfig
 from worldmodels.video.model import VideoModel
+
+outside = pytest.importorskip("outside_robotics.model", reason="install it with: pip install -e tests/outside")
+LatentModel = outside.LatentModel
 
 READOUT = ReadoutConfig(batch_size=8, imagined_steps=16, members=2)
 KINDS = {
@@ -35,7 +37,7 @@ KINDS = {
         VideoConfig(size="tiny", memory=2, stride=2, chunk=3, view_batch_size=4, readout=READOUT, precision="float32"),
         dot_world,
     ),
-    "without a decoder": (LatentModel, None, point_world),
+    "without a decoder": (LatentModel, outside.LatentConfig(), point_world),
 }
 
 
@@ -133,4 +135,4 @@ BROKEN = {
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
 def test_a_broken_promise_is_named(kind):
     with pytest.raises(AssertionError, match=BROKEN[kind]):
-        check_world_model(kind, None, point_world.SPEC, point_world.recorded(12))
+        check_world_model(kind, outside.LatentConfig(), point_world.SPEC, point_world.recorded(12))

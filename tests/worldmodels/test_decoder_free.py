@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from latent_model import LatentModel
 from point_world import GAIN, SPEC, recorded
 from torch import nn
 
@@ -23,12 +22,14 @@ from worldmodels.env import ImaginedWorld
 from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import LATENT, Context, DecoderFree, fields_read
 
+outside = pytest.importorskip("outside_robotics.model", reason="install it with: pip install -e tests/outside")
+
 
 @pytest.fixture(scope="module")
 def learned():
     torch.set_num_threads(1)
     train, held = recorded().split(0.1, torch.Generator().manual_seed(0))
-    model = LatentModel.build(None, SPEC, train, seed=0)
+    model = outside.LatentModel.build(outside.LatentConfig(), SPEC, train, seed=0)
     fit_stages(model, train, FitConfig(steps=600, learning_rate=3e-3), Generators(0))
     model.calibrate(held)
     return model.eval(), train, held
@@ -137,7 +138,7 @@ def test_what_cannot_be_encoded_is_refused(learned):
     bare = {STATE: train.observation[STATE]}
     with pytest.raises(SpecError, match="environment_state"):
         encoded(model, replace(train, observation=bare, observation_fields={STATE: SPEC.observation[STATE]}))
-    broken = LatentModel.build(None, SPEC, train, seed=0)
+    broken = outside.LatentModel.build(outside.LatentConfig(), SPEC, train, seed=0)
     broken.show = lambda latent: {LATENT: latent["z"] * torch.nan}
     with pytest.raises(NonFiniteError, match="first observation"):
         ImaginedWorld(broken, starts, 2).reset(seeds=[0, 1])
