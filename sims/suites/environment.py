@@ -14,6 +14,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, require_extra
 from robopolicy.core.registry import add_working_folder
@@ -47,7 +48,7 @@ def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env
     return environment
 
 
-def registered(env_id: str) -> Any:
+def registered(env_id: str) -> EnvSpec:
     """Return the registered spec, importing the module named in the id, or Gymnasium-Robotics for its families.
 
     Raises ConfigError when there is no such module or environment, or the extra `robotics` is missing.

@@ -20,6 +20,7 @@ import numpy as np
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyError, SpecError
 from robopolicy.core.history import move
 from sims.suites.environment import Description, RowEnvironment
+from sims.suites.mujoco_state import MujocoState
 
 
 class WorkerError(RobopolicyError):
@@ -147,7 +148,7 @@ class EnvironmentRows:
             self._state(row).restore_physics(vector)
             self._state(row).restore_attributes(layers)
 
-    def _state(self, row: int) -> Any:
+    def _state(self, row: int) -> MujocoState:
         state = self._rows[row].state
         if state is None:
             raise ConfigError("This environment does not simulate with MuJoCo, so its state cannot be saved.")

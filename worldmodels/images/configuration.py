@@ -1,8 +1,10 @@
 """How vectors, reward and success are read off images, with the defaults."""
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Protocol
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.nn.configuration import EdmConfig
 
 
 @dataclass(frozen=True)
@@ -30,3 +32,24 @@ class ReadoutConfig:
         shares = self.positive_share, self.imagined_share
         if min(shares) < 0 or max(shares) > 1:
             raise ConfigError("positive_share and imagined_share are between 0 and 1.")
+
+
+class ImageConfig(Protocol):
+    """What the configurations of all models of images have, dataclasses each."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def success_head(self) -> str:
+        """What reads success, or module:Name."""
+        ...
+
+    @property
+    def readout(self) -> ReadoutConfig:
+        """How states, reward and success are read off frames."""
+        ...
+
+    @property
+    def edm(self) -> EdmConfig:
+        """How frames are diffused."""
+        ...

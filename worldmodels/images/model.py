@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from robopolicy.core.structured import to_plain
 from worldmodels.data.statistics import read_statistics
 from worldmodels.data.structure import StateStructure, structure_in
 from worldmodels.heads.registry import saved_configuration
+from worldmodels.images.configuration import ImageConfig
 from worldmodels.images.reader import FrameReader
 from worldmodels.protocol import Context, Latent
 
@@ -25,22 +26,24 @@ Batches = Callable[[Episodes, torch.Generator], Iterator[dict[str, Any]]]
 Losses = Callable[[Mapping[str, Any], torch.Generator], dict[str, Tensor]]
 
 
-class ImageModel(nn.Module, ABC):
+class ImageModel[Configuration: ImageConfig](nn.Module, ABC):
     """A `LearnedModel` whose `reader` reads everything but images off the frames that it imagines.
 
     Subclasses are made as cls(config, spec, structure, success_bonus, seed); users call `build` or `load_world_model`.
     """
 
-    configuration: ClassVar[type[Any]]
-    config: Any
+    configuration: type[Configuration]
+    config: Configuration
     reader: FrameReader
 
-    def __init__(self, config: Any, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0):
+    def __init__(
+        self, config: Configuration, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0
+    ):
         super().__init__()
         self.config = config
 
     @classmethod
-    def build(cls, config: Any, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
+    def build(cls, config: Configuration, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
         """Return a fresh model of the world of `spec`, its statistics read off `episodes`.
 
         Raises ConfigError where there is no image or cameras do not fit together, DataError where the data's fields

@@ -39,7 +39,7 @@ MEASURED = 2000
 """Changes of pixels are measured over so many steps at most."""
 
 
-class PixelDiffusionModel(ImageModel):
+class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
     """A `LearnedModel` of the fields of `spec`, images and vectors; make one with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").

@@ -42,7 +42,7 @@ BACKGROUND_FRAMES = 2000
 """Largest number of frames that a camera's mean image is averaged over."""
 
 
-class VideoModel(ImageModel):
+class VideoModel(ImageModel[VideoConfig]):
     """A `LearnedModel` of the fields of `spec`, images and vectors; make one with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
