@@ -7,6 +7,7 @@ final observation may be missing (None, or `final_known` False). Only `observati
 
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from robopolicy.core.errors import CheckpointError, DataError, did_you_mean
 from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.tensors import load_tree
+from robopolicy.data.lerobot_checks import check_frames, check_information, file_within
 
 SIDECAR = "meta/robopolicy"
 """Folder inside a dataset with what LeRobot's format has no place for."""
@@ -40,11 +42,12 @@ def read_dataset(folder: Path, episodes: Sequence[int] | None = None, cameras: S
     order = np.lexsort((table["frame_index"][rows], table["episode_index"][rows]))
     columns = {key: values[rows][order] for key, values in table.items()}
     lengths = np.unique_counts(columns["episode_index"]).counts
+    check_frames(folder, columns, lengths, information["fps"])
     for key in image_keys:
         if information["features"][key]["dtype"] == "video":
             columns[key] = _read_videos(folder, information, key, chosen, lengths)
         else:
-            columns[key] = np.stack([_decode_image(item) for item in columns[key]])
+            columns[key] = _decoded(folder, columns, key)
     sidecar = _read_sidecar(folder)
     selected = sorted(set(chosen.tolist()))
     return _assemble(folder, information, columns, lengths, sidecar, selected, image_keys)
@@ -61,12 +64,13 @@ def read_information(folder: Path) -> dict[str, Any]:
         information = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is damaged ({error}). Restore the dataset from a copy.") from error
-    version = str(information.get("codebase_version", "unknown"))
+    version = str(information.get("codebase_version", "unknown")) if isinstance(information, dict) else "unknown"
     if not version.startswith("v3."):
         raise DataError(
             f"{folder} has LeRobotDataset format {version}, this reads v3. Convert it with: "
             f"python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=..."
         )
+    check_information(information, path)
     if not information.get("total_episodes"):
         raise DataError(f"{folder} holds no finished episode: its recording stopped early. Record it again.")
     return information
@@ -87,11 +91,17 @@ def _read_table(folder: Path, information: Mapping[str, Any], image_keys: list[s
     if "action" not in wanted:
         raise DataError(f"{folder} has no 'action' column; it has: {', '.join(information['features'])}.")
     try:
+        for path in paths:
+            absent = set(wanted) - set(
+                pq.read_schema(file_within(folder, str(path.relative_to(folder)), "A data file")).names
+            )
+            if absent:
+                raise DataError(f"{path} lacks the column '{min(absent)}' that meta/info.json promises.")
         tables = [pq.read_table(path, columns=wanted) for path in paths]
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(
-            f"{folder} has a data file without its end ({error}): the recording was never finalised or the copy is "
-            f"incomplete. Record it again, or call finalize() in the program that wrote it."
+            f"{folder} has a data file without its end ({_line(error)}): the recording was never finalised or the copy "
+            f"is incomplete. Record it again, or call finalize() in the program that wrote it."
         ) from error
     table = pa.concat_tables(tables) if tables else None
     if table is None or table.num_rows != information["total_frames"]:
@@ -100,14 +110,14 @@ def _read_table(folder: Path, information: Mapping[str, Any], image_keys: list[s
             f"{folder} promises {information['total_frames']} frames but its data files hold {found}: the recording "
             f"was never finalised or the copy is incomplete."
         )
-    return {key: _column(table.column(key), key, information["features"][key]) for key in wanted}
+    return {key: _column(folder, table.column(key), key, information["features"][key]) for key in wanted}
 
 
 _NUMERIC = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
-_OWN = ("episode_index", "frame_index", "task_index", "episode_seed")
+_OWN = ("episode_index", "frame_index", "timestamp", "task_index", "episode_seed")
 
 
-def _column(column: Any, key: str, feature: Mapping[str, Any]) -> np.ndarray:
+def _column(folder: Path, column: Any, key: str, feature: Mapping[str, Any]) -> np.ndarray:
     if feature["dtype"] == "image":
         return column.to_numpy(zero_copy_only=False)
     array, count = column.combine_chunks(), len(column)
@@ -116,7 +126,13 @@ def _column(column: Any, key: str, feature: Mapping[str, Any]) -> np.ndarray:
     while hasattr(array.type, "value_type"):
         array = array.flatten()
     values = array.to_numpy(zero_copy_only=False)
-    return values.reshape(count) if key in _OWN else values.reshape(count, *feature["shape"])
+    shape = (count,) if key in _OWN else (count, *feature["shape"])
+    if values.size != math.prod(shape):
+        raise DataError(
+            f"{folder}: column '{key}' holds {values.size / max(count, 1):g} numbers a frame, and meta/info.json "
+            f"promises {feature['shape']}."
+        )
+    return values.reshape(shape)
 
 
 def _chosen_episodes(folder: Path, table: Mapping[str, np.ndarray], episodes: Sequence[int] | None) -> np.ndarray:
@@ -146,29 +162,54 @@ def _image_keys(information: Mapping[str, Any], cameras: Sequence[str] | None, f
     return [names[camera] for camera in cameras]
 
 
-def _decode_image(item: Mapping[str, Any]) -> np.ndarray:
+def _decoded(folder: Path, columns: Mapping[str, np.ndarray], key: str) -> np.ndarray:
+    """Decode the images of a column, uint8 [N, height, width, 3]; files are read inside of `folder` alone."""
     from PIL import Image
 
-    source = io.BytesIO(item["bytes"]) if item["bytes"] is not None else item["path"]
-    with Image.open(source) as image:
-        return np.asarray(image.convert("RGB"))
+    images: list[np.ndarray] = []
+    for row, item in enumerate(columns[key]):
+        what = f"'{key}', frame {columns['frame_index'][row]} of episode {columns['episode_index'][row]},"
+        data = item.get("bytes") if isinstance(item, Mapping) else None
+        source = io.BytesIO(data) if data is not None else file_within(folder, str((item or {}).get("path")), what)
+        try:
+            with Image.open(source) as image:
+                images.append(np.asarray(image.convert("RGB")))
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise DataError(f"{folder}: {what} is damaged ({error}). Restore the dataset from a copy.") from error
+        if images[-1].shape != images[0].shape:
+            raise DataError(f"{folder}: {what} is {list(images[-1].shape)}, the first is {list(images[0].shape)}.")
+    return np.stack(images)
 
 
 def _read_videos(
     folder: Path, information: Mapping[str, Any], key: str, chosen: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
     """Decode the frames of the chosen episodes, uint8 [n, height, width, 3], each video file once from its start."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     names = [f"videos/{key}/{name}" for name in ("chunk_index", "file_index", "from_timestamp")]
     paths = sorted((folder / "meta" / "episodes").glob("*/*.parquet"))
-    rows = [row for path in paths for row in pq.read_table(path, columns=["episode_index", *names]).to_pylist()]
+    try:
+        rows = [row for path in paths for row in pq.read_table(path, columns=["episode_index", *names]).to_pylist()]
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{folder}/meta/episodes does not say where '{key}' lies ({_line(error)}).") from error
     places = {row["episode_index"]: tuple(row[name] for name in names) for row in rows}
+    absent = sorted(set(chosen.tolist()) - set(places))
+    if absent:
+        raise DataError(
+            f"{folder}/meta/episodes does not say where the video '{key}' of episode {absent[0]} lies: the copy of the "
+            "dataset is incomplete."
+        )
     wanted: dict[Path, list[tuple[int, int, int]]] = {}
     offset = 0
     for episode, length in zip(chosen.tolist(), lengths.tolist(), strict=True):
         chunk, file, start = places[episode]
-        path = folder / information["video_path"].format(video_key=key, chunk_index=chunk, file_index=file)
+        try:
+            name = str(information["video_path"]).format(video_key=key, chunk_index=chunk, file_index=file)
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise DataError(f"{folder}/meta/info.json: video_path cannot be filled in ({error!r}).") from error
+        path = file_within(folder, name, f"The video '{key}' of episode {episode}")
         wanted.setdefault(path, []).append((round(start * information["fps"]), offset, length))
         offset += length
     frames: np.ndarray | None = None
@@ -305,4 +346,12 @@ def _tasks(folder: Path, index: np.ndarray) -> tuple[str, ...]:
     if texts is None:
         raise DataError(f"{path} has no column 'task'; it has: {', '.join(columns)}.")
     names = dict(zip(columns["task_index"], texts, strict=True))
+    unknown = sorted(set(index.tolist()) - set(names))
+    if unknown:
+        raise DataError(f"{path} does not name task {unknown[0]}, which an episode has.")
     return tuple(names[item] for item in index.tolist())
+
+
+def _line(error: Exception) -> str:
+    """Return the beginning of an error's text, in one line."""
+    return " ".join(str(error).split())[:120]

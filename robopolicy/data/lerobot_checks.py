@@ -1,0 +1,88 @@
+"""What a LeRobotDataset promises and must keep, checked before it is used: nothing shifts, nothing reaches outside.
+
+A frame that is missing or stands twice moves states against images, which no loss shows. Each check names the place.
+"""
+
+import math
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.errors import DataError
+
+TIMESTAMP_SLACK = 0.1
+"""Share of a frame's duration by which a timestamp may miss step / fps."""
+
+
+def check_information(information: Any, path: Path) -> None:
+    """Raise DataError unless `meta/info.json` at `path` holds a frame rate, totals and well-formed features."""
+    if not isinstance(information, dict):
+        raise DataError(f"{path} holds {type(information).__name__}, not a dictionary: restore it from a copy.")
+    fps = information.get("fps")
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not (0 < fps < math.inf):
+        raise DataError(f"{path}: fps is {fps!r}, not a number of frames per second: correct it.")
+    for name in ("total_episodes", "total_frames"):
+        if not isinstance(information.get(name, 0), int):
+            raise DataError(f"{path}: {name} is {information[name]!r}, not a whole number.")
+    features = information.get("features")
+    if not isinstance(features, dict) or not features:
+        raise DataError(f"{path}: features is {str(features)[:60]}, not a dictionary of columns.")
+    absent = [key for key in ("episode_index", "frame_index", "task_index") if key not in features]
+    if absent:
+        raise DataError(f"{path}: there is no feature {absent[0]}, by which frames find their episode.")
+    for key, feature in features.items():
+        shape = feature.get("shape") if isinstance(feature, dict) else None
+        sizes = isinstance(shape, list | tuple) and all(isinstance(size, int) and size >= 0 for size in shape)
+        if not (sizes and isinstance(feature.get("dtype"), str)):
+            raise DataError(f"{path}: feature '{key}' has no dtype and shape, but {str(feature)[:60]}.")
+
+
+def check_frames(folder: Path, columns: Mapping[str, np.ndarray], lengths: np.ndarray, fps: float) -> None:
+    """Raise DataError unless every episode's frames are numbered 0, 1, ... and lie 1 / fps apart.
+
+    columns: in order of episode and frame number, [N]; lengths: [E].
+    """
+    step = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    episode = columns["episode_index"]
+    wrong = np.flatnonzero(columns["frame_index"] != step)
+    if len(wrong):
+        chosen = episode == episode[wrong[0]]
+        numbers = ", ".join(map(str, columns["frame_index"][chosen][:12]))
+        raise DataError(
+            f"{folder}: episode {episode[wrong[0]]} has frame_index {numbers}{', ...' * bool(chosen.sum() > 12)}, not "
+            f"0 to {chosen.sum() - 1}: frames are missing or stand twice, so images and states would not belong "
+            "together. Leave that episode out, or record it again."
+        )
+    if "timestamp" not in columns:
+        return
+    late = np.abs(columns["timestamp"].reshape(-1) * fps - step)
+    wrong = np.flatnonzero(~(late <= TIMESTAMP_SLACK))
+    if len(wrong):
+        place = wrong[0]
+        raise DataError(
+            f"{folder}: episode {episode[place]} has frame {step[place]} at timestamp "
+            f"{float(columns['timestamp'].reshape(-1)[place]):g} s, which at fps {fps:g} is frame "
+            f"{float(columns['timestamp'].reshape(-1)[place] * fps):.2f}: correct fps in meta/info.json, or leave that "
+            "episode out."
+        )
+
+
+def file_within(folder: Path, path: str, what: str) -> Path:
+    """Return the regular file at `path`, relative to the dataset's `folder`.
+
+    Raises DataError where it lies outside (a dataset must not read the rest of the disk), or is no regular file (a pipe
+    would never end).
+    """
+    found = (folder / path).resolve()
+    if not found.is_relative_to(folder.resolve()):
+        raise DataError(f"{what} is said to lie at {path[:100]}, outside of {folder}: it is not read.")
+    try:
+        regular = stat.S_ISREG(found.stat().st_mode)
+    except OSError:
+        regular = False
+    if not regular:
+        raise DataError(f"{what} is said to lie at {path[:100]}, and there is no file in {folder}.")
+    return found
