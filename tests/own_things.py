@@ -1,9 +1,8 @@
-"""What a user brings along, found by dotted path: a world, a task, a policy, a controller and an advantage."""
+"""What a user brings along that no package has installed, nor the one beside this: it is found by dotted path alone."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -12,8 +11,6 @@ from robopolicy.core.policy import Decision, TensorObservation
 from robopolicy.core.spec import STATE, TASK, Field, PolicySpec, WorldSpec, validate_actions, validate_observation
 from robopolicy.core.world import Step
 from robopolicy.policies.checkpoint import save_policy
-from robopolicy.rl.registry import Slot, mechanism
-from sims.registry import load_task
 
 FIELDS = {STATE: Field((1,), names=("position",))}
 ACTION = Field((1,), low=-0.2, high=0.2, names=("velocity",))
@@ -67,32 +64,6 @@ class Towards:
         return np.clip(-observation[STATE][:, -1].astype(float), -0.2, 0.2)
 
 
-def cube():
-    """Push-cube under another name, with a model found beside nothing of ours."""
-    return load_task("push_cube")
-
-
-class Slide(gymnasium.Env):
-    """A gymnasium environment that nobody registered."""
-
-    metadata: ClassVar = {"render_fps": 10, "render_modes": []}
-    max_episode_steps = 5
-
-    def __init__(self, limit: float = 1.0):
-        self.observation_space = gymnasium.spaces.Box(-limit, limit, (1,))
-        self.action_space = gymnasium.spaces.Box(-0.2, 0.2, (1,))
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.x = self.np_random.uniform(-1, 1, 1)
-        return self.x.astype(np.float32), {}
-
-    def step(self, action):
-        self.x = np.clip(self.x + action, -1, 1)
-        won = bool(abs(self.x[0]) < 0.1)
-        return self.x.astype(np.float32), -abs(float(self.x[0])), won, False, {"is_success": won}
-
-
 @dataclass(frozen=True)
 class LinearConfig:
     """A linear policy."""
@@ -140,12 +111,6 @@ class Linear(nn.Module):
 
     def save(self, folder) -> None:
         save_policy(self, folder)
-
-
-@mechanism(Slot.ADVANTAGE, "own_signs", source="a user's own")
-def signs(rollouts, context, *, scale: float = 1.0):
-    """A = the sign of the return."""
-    return scale * torch.sign(rollouts.row_return)[:, None].expand(rollouts.shape)
 
 
 def plain(rollouts, context, *, scale: float = 1.0):

@@ -12,13 +12,16 @@ from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core import registry
 from robopolicy.core.errors import CheckpointError, ConfigError
-from robopolicy.core.registry import Registry, ask_for
+from robopolicy.core.registry import Registry, ask_for, load_dotted
 from robopolicy.policies import load_policy
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.registry import Slot, find
 from sims.registry import load_task, make_saved_world, make_world
 from worldmodels import load_world_model
+
+OUTSIDE = "outside_robotics"
+pytest.importorskip(OUTSIDE, reason="install it with: pip install -e tests/outside")
 
 
 @pytest.fixture
@@ -27,16 +30,20 @@ def nothing_named(monkeypatch):
     monkeypatch.setattr(registry, "_asked_for", set())
 
 
-def test_a_world_a_task_and_an_environment_by_dotted_path():
+def test_a_world_a_task_and_an_environment_by_dotted_path(monkeypatch):
     line = make_world("own_things:Line", 3, seed=0, history=2)
     assert line.spec.name == "line" and line.reset(seeds=np.arange(3))["observation.state"].shape == (3, 2, 1)
-    task = make_world("own_things:cube", 2, history=1)
-    assert task.spec.name == "own_things:cube" and task.spec.action == load_task("push_cube").action
+    task = make_world(f"{OUTSIDE}.reacher:task", 2, history=1)
+    assert task.spec.name == f"{OUTSIDE}.reacher:task" and task.spec.action.names == ("shoulder", "elbow")
     with pytest.raises(ConfigError, match="not a Task"):
         load_task("own_things:Line")
-    slide = make_world("own_things:Slide", 2, env_options={"limit": 2.0})
-    assert (slide.spec.horizon, slide.spec.instructions) == (5, ("slide",))
-    slide.close()
+    ball = f"{OUTSIDE}.ball:BallEnvironment"
+    monkeypatch.setattr(load_dotted(ball, "World"), "max_episode_steps", 5, raising=False)
+    rolling = make_world(ball, 2, env_options={"hole": 9.0})
+    assert (rolling.spec.horizon, rolling.spec.instructions) == (5, ("ball environment",))
+    rolling.reset(seeds=np.arange(2))
+    assert rolling.step(np.zeros((2, 1, 2))).success.all()
+    rolling.close()
 
 
 @pytest.mark.parametrize(
@@ -128,13 +135,15 @@ def test_settings_of_an_own_policy_are_checked():
 
 
 def test_own_advantage_decorated_and_plain():
-    config = AlgorithmConfig(algorithm="grpo", advantage="own_things:signs", options={"own_signs": {"scale": 2.0}})
+    ranks = f"{OUTSIDE}.mechanisms:ranks"
+    config = AlgorithmConfig(algorithm="grpo", advantage=ranks, options={"outside_ranks": {"scale": 2.0}})
     assert build_algorithm(config).advantage.keywords == {"scale": 2.0}
-    assert find(Slot.ADVANTAGE, "own_things:signs").source == "a user's own"
+    decorated = find(Slot.ADVANTAGE, ranks)
+    assert (decorated.name, decorated.source) == ("outside_ranks", "an outside package")
     plain = find(Slot.ADVANTAGE, "own_things:plain")
     assert (plain.name, plain.options, plain.needs) == ("plain", {"scale": 1.0}, frozenset())
     with pytest.raises(ConfigError, match="is a mechanism for advantage"):
-        find(Slot.CREDIT, "own_things:signs")
+        find(Slot.CREDIT, ranks)
     with pytest.raises(ConfigError, match="Did you mean 'plain'"):
         find(Slot.ADVANTAGE, "own_things:plane")
 
@@ -150,14 +159,11 @@ def test_installed_kinds_are_found_by_name_and_never_replace_ours(tmp_path):
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: somebody\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text(
         "[robopolicy.worlds]\nline = own_things:Line\npush_cube = own_things:Line\n"
-        "[robopolicy.mechanisms]\nown = own_things\n"
     )
     code = (
         "from sims.names import WORLDS; from sims.registry import make_world;"
-        "from robopolicy.rl.registry import mechanisms, Slot;"
         "assert make_world('line', 2).spec.name == 'line';"
-        "assert WORLDS.path('push_cube') == 'sims.tasks.push_cube:task';"
-        "assert 'own_signs' in [entry.name for entry in mechanisms(Slot.ADVANTAGE)]"
+        "assert WORLDS.path('push_cube') == 'sims.tasks.push_cube:task'"
     )
     paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(Path(__file__).parent)!r}];"
     subprocess.run([sys.executable, "-c", paths + code], check=True)
