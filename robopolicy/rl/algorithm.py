@@ -11,9 +11,13 @@ from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl.advantages import tree
 from robopolicy.rl.configuration import AlgorithmConfig
-from robopolicy.rl.context import Coefficients, Context, Scored
+from robopolicy.rl.context import Coefficients, Context, Scored, SideModel
 from robopolicy.rl.ratio_level import RatioLevel
 from robopolicy.rl.registry import Mechanism, Need, Slot, choose, find, require
+from robopolicy.rl.replay import Replay
+from robopolicy.rl.starts.allocation import Allocator
+from robopolicy.rl.starts.hints import Hints
+from robopolicy.rl.starts.samplers import TaskSampler
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Algorithm:
 
     rewards: (rollouts, context) -> rollouts; advantage: (rollouts, context) -> [B, T] or [B, T, K]; credit: (rollouts,
     A [B, T, K], context) -> A; selection: (rollouts, context) -> keep [B]; coefficient: scored -> (c, stats);
-    weight: (mask, rollouts) -> [b, t, K]; auxiliaries, controllers, models: by name, the latter two to be constructed.
+    weight: (mask, rollouts) -> [b, t, K]; auxiliaries, controllers, models: by name, the latter two to be constructed,
+    as are sampler, allocator, replay and hint.
     """
 
     advantage: Callable[..., Tensor | tuple[Tensor, Tensor]]
@@ -34,11 +39,11 @@ class Algorithm:
     selection: tuple[Callable[..., Tensor], ...]
     auxiliaries: Mapping[str, Callable[..., Tensor]]
     controllers: Mapping[str, Callable[..., Any]]
-    sampler: Callable[..., Any]
-    allocator: Callable[..., Any]
-    models: Mapping[str, Callable[..., Any]]
-    replay: Callable[..., Any] | None
-    hint: Callable[..., Any] | None
+    sampler: Callable[[], TaskSampler]
+    allocator: Callable[[], Allocator]
+    models: Mapping[str, Callable[..., SideModel]]
+    replay: Callable[[], Replay] | None
+    hint: Callable[[], Hints] | None
     entries: tuple[Mechanism, ...]
 
     @property
