@@ -8,7 +8,7 @@ all of them are elites.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -20,26 +20,26 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import PROGRESS, SUCCESS, success_bonus
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.structured import to_plain
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.members import Members
 from worldmodels.configuration import EnsembleConfig
 from worldmodels.data.statistics import Standardised, means_and_deviations, require_fields
-from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
+from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_of
 from worldmodels.data.transitions import recorded_transitions
+from worldmodels.described import Described
 from worldmodels.heads.calibration import quantiles_of
-from worldmodels.heads.registry import saved_configuration
 from worldmodels.heads.state import StepHeads, success_batch
 from worldmodels.protocol import Context, Imagined, Latent, draws_of
 
 
-class EnsembleModel(Standardised):
+class EnsembleModel(Described[EnsembleConfig], Standardised):
     """A `LearnedModel` of the non-image fields of `spec`; make one with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
 
+    configuration = EnsembleConfig
     context = 1
 
     delta_mean: Tensor
@@ -54,8 +54,7 @@ class EnsembleModel(Standardised):
         success_bonus: float,
         seed: int = 0,
     ):
-        super().__init__()
-        self.config, self.success_bonus = config, success_bonus
+        super().__init__(config, spec, structure, success_bonus)
         self.state_vector = StateVector.of(spec)
         fields = {key: field for key, field in spec.observation.items() if key in self.state_vector.fields}
         self._spec = replace(spec, observation=fields, rewards=(PROGRESS, SUCCESS), history=1)
@@ -83,20 +82,6 @@ class EnsembleModel(Standardised):
         model = cls(config, spec, structure, success_bonus(episodes), seed)
         model.fit_statistics(data)
         return model
-
-    def description(self) -> dict[str, Any]:
-        """Return what `restore` needs besides spec and weights."""
-        return {"config": to_plain(self.config), "success_bonus": self.success_bonus}
-
-    @classmethod
-    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return an ensemble into which `weights` can be loaded.
-
-        weights: name -> [...], as `state_dict` gives them; read for the structure alone. Raises as
-        `LearnedModel.restore` does.
-        """
-        config = saved_configuration(EnsembleConfig, description)
-        return cls(config, spec, structure_in(weights), description["success_bonus"])
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """Dynamics, reward and success are fitted at once."""

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
@@ -24,36 +24,35 @@ from robopolicy.core.regression import Regression
 from robopolicy.core.returns import success_bonus
 from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.structured import to_plain
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn import edm
 from robopolicy.nn.unet import UNetDenoiser
 from worldmodels.configuration import TrajectoryConfig
 from worldmodels.data.statistics import require_fields
-from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_in, structure_of
+from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_of
 from worldmodels.data.transitions import recorded_transitions
-from worldmodels.heads.registry import saved_configuration
+from worldmodels.described import Described
 from worldmodels.heads.state import StepHeads
 
 LogProb = Callable[[Tensor, Tensor], Tensor]
 """(states [N, S], actions [N, A] in the world's units) -> log-probability [N] under the target policy."""
 
 
-class TrajectoryDiffusion(nn.Module):
+class TrajectoryDiffusion(Described[TrajectoryConfig]):
     """A generator of subsequences of `length` steps; make one with `build` or `restore`.
 
     Channels of a step: standardised state [S] and its change [S], action [A].
     """
 
+    configuration = TrajectoryConfig
     mean: Tensor
     std: Tensor
 
     def __init__(
         self, config: TrajectoryConfig, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0
     ):
-        super().__init__()
-        self.config = config
+        super().__init__(config, spec, structure, success_bonus)
         self.state_vector = StateVector.of(spec)
         self.states, self.actions = self.state_vector.size, spec.action.size
         register_structure(self, structure)
@@ -85,20 +84,6 @@ class TrajectoryDiffusion(nn.Module):
             model.std.copy_(steps.std((0, 1), correction=0).clamp_min(1e-6))
         model.heads.fit_statistics(data)
         return model
-
-    def description(self) -> dict[str, Any]:
-        """Return what `restore` needs besides spec and weights."""
-        return {"config": to_plain(self.config), "success_bonus": self.heads.bonus}
-
-    @classmethod
-    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return a generator into which `weights` can be loaded.
-
-        weights: name -> [...], as `state_dict` gives them; read for the structure alone. Raises ConfigError, KeyError
-        or TypeError where description and weights do not make a generator.
-        """
-        config = saved_configuration(TrajectoryConfig, description)
-        return cls(config, spec, structure_in(weights), description["success_bonus"])
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """First the denoiser, then what is read off steps."""

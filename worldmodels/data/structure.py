@@ -111,11 +111,12 @@ def structure_of(model: nn.Module) -> StateStructure:
 
 
 def structure_in(weights: Mapping[str, Tensor]) -> StateStructure:
-    """Return the structure among saved `weights`.
+    """Return the structure among saved `weights`, of a model or of a part of one.
 
-    weights: name -> [...]; read are those whose names begin with BUFFER, of the shapes that `StateStructure` says.
+    weights: name -> [...]; read are those whose last names begin with BUFFER, of the shapes that `StateStructure` says.
     Raises TypeError when one of them is missing.
     """
+    last = {name.rpartition(".")[2]: value for name, value in weights.items()}
     return StateStructure(
-        **{name.removeprefix(BUFFER): value for name, value in weights.items() if name.startswith(BUFFER)}
+        **{name.removeprefix(BUFFER): value for name, value in last.items() if name.startswith(BUFFER)}
     )

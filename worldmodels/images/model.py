@@ -13,10 +13,8 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.returns import success_bonus
 from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.structured import to_plain
 from worldmodels.data.statistics import read_statistics
-from worldmodels.data.structure import StateStructure, structure_in
-from worldmodels.heads.registry import saved_configuration
+from worldmodels.described import Described
 from worldmodels.images.configuration import ImageConfig
 from worldmodels.images.reader import FrameReader
 from worldmodels.protocol import Context, Latent
@@ -26,21 +24,13 @@ Batches = Callable[[Episodes, torch.Generator], Iterator[dict[str, Any]]]
 Losses = Callable[[Mapping[str, Any], torch.Generator], dict[str, Tensor]]
 
 
-class ImageModel[Configuration: ImageConfig](nn.Module, ABC):
+class ImageModel[Configuration: ImageConfig](Described[Configuration], ABC):
     """A `LearnedModel` whose `reader` reads everything but images off the frames that it imagines.
 
     Subclasses are made as cls(config, spec, structure, success_bonus, seed); users call `build` or `load_world_model`.
     """
 
-    configuration: type[Configuration]
-    config: Configuration
     reader: FrameReader
-
-    def __init__(
-        self, config: Configuration, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0
-    ):
-        super().__init__()
-        self.config = config
 
     @classmethod
     def build(cls, config: Configuration, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
@@ -53,21 +43,6 @@ class ImageModel[Configuration: ImageConfig](nn.Module, ABC):
         model = cls(config, spec, structure, success_bonus(episodes), seed)
         model.reader.keep_statistics(statistics)
         return model
-
-    def description(self) -> dict[str, Any]:
-        """Return what `restore` needs besides spec and weights."""
-        return {"config": to_plain(self.config), "success_bonus": self.reader.success_bonus}
-
-    @classmethod
-    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return a model into which `weights` can be loaded.
-
-        weights: name -> [...], as `state_dict` gives them; read for the structure alone. Raises as
-        `LearnedModel.restore` does.
-        """
-        structure = structure_in({name.removeprefix("reader."): value for name, value in weights.items()})
-        config = saved_configuration(cls.configuration, description)
-        return cls(config, spec, structure, description["success_bonus"])
 
     @property
     def spec(self) -> WorldSpec:

@@ -31,13 +31,12 @@ from robopolicy.core.regression import Regression
 from robopolicy.core.returns import PROGRESS, SUCCESS, success_bonus
 from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
-from robopolicy.core.structured import to_plain
 from robopolicy.core.vectors import StateVector
 from worldmodels.data.statistics import BOUND, Standardised, read_statistics
-from worldmodels.data.structure import StateStructure, register_structure, structure_in, structure_of
+from worldmodels.data.structure import StateStructure, register_structure, structure_of
+from worldmodels.described import Described
 from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
 from worldmodels.heads.latent import THUMBNAIL, HeadStage, LatentHeads, LatentSteps
-from worldmodels.heads.registry import saved_configuration
 from worldmodels.protocol import Context, Imagined, Latent, draws_of
 from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.dynamics import LatentDynamics, Unrolled
@@ -47,12 +46,13 @@ HEAD_STEPS = 200_000
 """The heads are fitted again on the latents of at most so many steps."""
 
 
-class RssmModel(Standardised):
+class RssmModel(Described[RssmConfig], Standardised):
     """A `LearnedModel` of the fields of `spec`, vectors and images; make one with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
 
+    configuration = RssmConfig
     change_std: Tensor
     reward_mean: Tensor
     reward_std: Tensor
@@ -63,8 +63,7 @@ class RssmModel(Standardised):
     def __init__(
         self, config: RssmConfig, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0
     ):
-        super().__init__()
-        self.config, self.success_bonus = config, success_bonus
+        super().__init__(config, spec, structure, success_bonus)
         self._spec = replace(spec, rewards=(PROGRESS, SUCCESS), history=1)
         self.images = {key: item for key, item in spec.observation.items() if key.startswith(IMAGE_PREFIX)}
         self.state_vector = StateVector.of(spec)
@@ -95,20 +94,6 @@ class RssmModel(Standardised):
         model.spread.copy_(_spread(structure, model.state_std, model.change_std))
         model.heads.keep_scales(model.state_std / model.change_std, model.reward_mean / model.reward_std)
         return model
-
-    def description(self) -> dict[str, Any]:
-        """Return what `restore` needs besides spec and weights."""
-        return {"config": to_plain(self.config), "success_bonus": self.success_bonus}
-
-    @classmethod
-    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return a model into which `weights` can be loaded.
-
-        weights: name -> [...], as `state_dict` gives them; read for the structure alone. Raises as
-        `LearnedModel.restore` does.
-        """
-        config = saved_configuration(RssmConfig, description)
-        return cls(config, spec, structure_in(weights), description["success_bonus"])
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """First everything, then the heads alone on the latents found."""
