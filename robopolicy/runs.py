@@ -15,10 +15,11 @@ from rich.text import Text
 from robopolicy.configuration import Config, to_yaml
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.run import RunFolder
-from robopolicy.core.storage import read_json, recover_folder, storage_errors, write_json
+from robopolicy.core.storage import read_json, recover_folder, storage_errors, sweep, write_json
 from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.evaluation.report import report_for_run
 
-RESULT = "result.json"
+RESULT, REPORT = "result.json", "report.html"
 
 _claimed: dict[Path, FileLock] = {}
 
@@ -28,8 +29,10 @@ if not output.is_terminal:
 
 
 def run_name(config: Config) -> str:
-    """The run's name: `run.name`, else the world's (the simulator behind a world model)."""
+    """The run's name: `run.name`, else the world's (the simulator behind a world model). Raises ConfigError on ".."."""
     name = config.run.name or config.world.simulator or config.world.name
+    if name in (".", ".."):
+        raise ConfigError(f"run.name={name} leads out of the folder of the runs: choose a name.")
     return name.replace("/", "-").replace(":", "-")
 
 
@@ -64,13 +67,16 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
 
     A folder with the same configuration goes on where it stopped, be it an older version's that lacks settings which
     are at their defaults here. Raises ConfigError if it holds another configuration
-    (naming what differs), unless run.overwrite=true starts over.
+    (naming what differs), unless run.overwrite=true starts over. What a killed process left half-written is removed.
     """
     path = run_path(config, verb)
     claim(path)
     if config.run.overwrite and path.exists():
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link to {path.resolve()}, which run.overwrite does not remove.")
         shutil.rmtree(path)
     folder = RunFolder(path)
+    sweep(path)
     text = to_yaml(config, sections)
     written = path / "config.yaml"
     if written.exists() and _has_begun(path):
@@ -84,7 +90,7 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
         if changed:
             raise ConfigError(f"{path} holds a run with other settings ({'; '.join(changed[:4])}). {way_out}")
     else:
-        folder.describe(text, config.run.seed)
+        folder.describe(text, config.run.seed, config.run.threads)
     return folder
 
 
@@ -93,14 +99,18 @@ def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunF
     path = run_path(config, verb)
     claim(path)
     folder = RunFolder(path)
-    folder.describe(to_yaml(config, sections), config.run.seed)
+    folder.describe(to_yaml(config, sections), config.run.seed, config.run.threads)
     return folder
 
 
 def finished(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the result of a run that has already ended, else None."""
+    """Return the result of a run that has already ended, else None; a report that a kill prevented is made."""
     path = folder.path / RESULT
-    return read_json(path) if path.exists() else None
+    if not path.exists():
+        return None
+    if folder.checkpoint.exists() and not (folder.path / REPORT).exists():
+        report_for_run(folder.path)
+    return read_json(path)
 
 
 def finish(config: Config, folder: RunFolder, result: Mapping[str, Any]) -> None:

@@ -1,9 +1,11 @@
-"""A run folder belongs to one process at a time."""
+"""A run folder belongs to one process at a time, survives kills, and says what its numbers depend on."""
 
+import json
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from robopolicy.cli import main
 from robopolicy.configuration import compose
@@ -54,3 +56,57 @@ def test_a_run_of_another_kind_than_the_default_goes_on_and_a_changed_setting_of
     written.write_text(written.read_text() + "\n  unheard_of: 3\n")
     with pytest.raises(ConfigError, match=r"another version.*unheard_of"):
         opened()
+
+
+def test_a_recording_killed_before_its_result_goes_on(tmp_path):
+    """The dataset is in its place, result.json is not: the same command must not stumble over its own work."""
+    assert main([*COLLECT, f"run.root={tmp_path}"]) == 0
+    folder = tmp_path / "collect" / "reach_planar" / "0"
+    (folder / "result.json").unlink()
+    assert main([*COLLECT, f"run.root={tmp_path}"]) == 0
+    assert (folder / "result.json").exists()
+
+
+def test_what_a_kill_leaves_lying_is_swept_up(tmp_path):
+    folder = open_run(compose([f"run.root={tmp_path}", "run.name=x"]), "train", ("run",)).path
+    (folder / ".dataset.ab12_xyz").mkdir()
+    (folder / ".dataset.ab12_xyz" / "big").write_text("")
+    (folder / ".config.yaml.qwertyui").write_text("")
+    (folder / ".mine").write_text("kept")
+    (folder / "dataset").mkdir()
+    open_run(compose([f"run.root={tmp_path}", "run.name=x"]), "train", ("run",))
+    assert sorted(item.name for item in folder.iterdir()) == [".mine", "config.yaml", "dataset", "versions.json"]
+
+
+def test_a_report_that_a_kill_prevented_is_made_by_the_same_command(tmp_path):
+    settings = ["world=reach_planar", f"run.root={tmp_path}", "world.batch_size=4"]
+    small = ["policy.width=16", "policy.depth=1", "train.fit.steps=5", "train.evaluate_episodes=4"]
+    assert main(["collect", *settings, "collect.episodes=4"]) == 0
+    assert main(["train", *settings, *small]) == 0
+    report = tmp_path / "train" / "reach_planar" / "0" / "report.html"
+    report.unlink()
+    assert main(["train", *settings, *small]) == 0
+    assert report.exists()
+
+
+def test_results_stay_inside_their_root_and_links_are_not_followed(tmp_path):
+    for name in ("..", "."):
+        with pytest.raises(ConfigError, match=r"run\.name"):
+            open_run(compose([f"run.root={tmp_path}", f"run.name='{name}'"]), "train", ("run",))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "train" / "linked").mkdir(parents=True)
+    (tmp_path / "train" / "linked" / "0").symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="link"):
+        open_run(compose([f"run.root={tmp_path}", "run.name=linked", "run.overwrite=true"]), "train", ("run",))
+    assert elsewhere.exists()
+
+
+def test_versions_say_what_else_a_number_depends_on(tmp_path):
+    folder = open_run(compose([f"run.root={tmp_path}", "run.name=x"]), "train", ("run",)).path
+    found = json.loads((folder / "versions.json").read_text())
+    assert found["threads"] == torch.get_num_threads()
+    assert found["processor"]
+    assert found["instructions"] == torch.backends.cpu.get_cpu_capability()
+    with pytest.raises(ConfigError, match="threads"):
+        compose(["run.threads=-1"])

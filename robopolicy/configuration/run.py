@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from robopolicy.core.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class RunSection:
@@ -22,3 +24,7 @@ class RunSection:
     """Start over; otherwise the same command resumes the run that is there."""
     plugins: tuple[str, ...] = ()
     """Modules of your own, or dotted paths, imported because checkpoints may need them: [my_package.my_module]."""
+
+    def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ConfigError(f"threads={self.threads}: a number of CPU threads, or 0 for torch's own choice.")

@@ -33,10 +33,14 @@ class RunFolder:
         """Where the trainer keeps what it needs to go on after a kill."""
         return self.path / "resume"
 
-    def describe(self, config_yaml: str, seed: int) -> None:
-        """Write the composed config, the versions and the command that started the run."""
+    def describe(self, config_yaml: str, seed: int, threads: int = 0) -> None:
+        """Write the composed config, the versions and the command that started the run.
+
+        threads: of torch, 0 for as many as it has now.
+        """
         write_atomic(self.path / "config.yaml", config_yaml)
-        write_json(self.path / "versions.json", {"seed": seed, "command": sys.argv, **versions()})
+        found = versions() | ({"threads": threads} if threads else {})
+        write_json(self.path / "versions.json", {"seed": seed, "command": sys.argv, **found})
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one JSON line to metrics.jsonl; every value must be a JSON value."""
@@ -68,15 +72,37 @@ class RunFolder:
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions, machine and commit that a number depends on."""
+    """Return the versions, machine and commit that a number depends on.
+
+    threads: of torch; instructions: the processor's best that torch uses (both round sums in their own way), None where
+    torch is not loaded.
+    """
     found = {name: importlib.metadata.version(name) for name in _PACKAGES if _installed(name)}
     return {
         "packages": found,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "processor": _processor(),
         "processor_count": os.cpu_count(),
+        **_torch(),
         "commit": _commit(),
     }
+
+
+def _processor() -> str:
+    """Return the processor's name as the system knows it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _torch() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    threads = None if torch is None else torch.get_num_threads()
+    return {"threads": threads, "instructions": None if torch is None else torch.backends.cpu.get_cpu_capability()}
 
 
 def _installed(name: str) -> bool:

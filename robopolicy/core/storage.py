@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Generator
@@ -13,6 +14,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from robopolicy.core.errors import CheckpointError, StorageError
+
+_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
+"""Names that `tempfile` gives with a prefix ".NAME."."""
 
 
 @contextmanager
@@ -52,6 +56,16 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed `write_atomic` or `write_folder_atomic` left in `folder`; nobody else may write there."""
+    for item in folder.iterdir():
+        if _TEMPORARY.fullmatch(item.name):
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item, ignore_errors=True)
+            else:
+                item.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
