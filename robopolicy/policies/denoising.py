@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import Decision, Scores, TensorObservation, is_condition
-from robopolicy.core.spec import Field, PolicySpec, check_finite, validate_observation
+from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
+from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.fields import select_fields
 from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, reduce_logp
@@ -91,9 +92,7 @@ class DenoisingPolicy(nn.Module):
         self._train_encoder = True
         self._encoder_learns = any(weight.requires_grad for weight in network.encoder_parameters())
         self.record_means = False
-        for name, bound in (("action_low", action.low), ("action_high", action.high)):
-            limit = torch.tensor(bound, dtype=torch.float32).expand(action.shape).clone()
-            self.register_buffer(name, limit, persistent=False)
+        register_range(self, action)
         if values is not None:
             self.fit_normalizers(values)
 
@@ -206,15 +205,9 @@ class DenoisingPolicy(nn.Module):
         batch: "observation" (key -> [N, H, ...]), "actions" [N, P, A] in the world's units, "action_valid" [N, P] bool
         (padding is not learned). Raises SpecError on wrong shapes.
         """
-        observation, actions, valid = batch["observation"], batch["actions"], batch["action_valid"]
+        observation = batch["observation"]
         self._validate(observation)
-        expected = (self.config.prediction_steps, self.action.size)
-        if tuple(actions.shape[1:]) != expected or tuple(valid.shape) != tuple(actions.shape[:2]):
-            raise SpecError(
-                f"Actions {list(actions.shape)} with action_valid {list(valid.shape)}: the policy learns chunks "
-                f"[N, {expected[0]}, {expected[1]}] with action_valid [N, {expected[0]}]."
-            )
-        check_finite("actions", actions)
+        actions, valid = check_chunks(batch, self.config.prediction_steps, self.action.size)
         clean = self.action_normalizer(actions.float())
         level = self.schedule.levels(len(clean), generator).to(clean.device)
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean.device)
@@ -359,9 +352,7 @@ class DenoisingPolicy(nn.Module):
     def _actions(self, x: Tensor) -> Tensor:
         """Return what is executed of clean latents [N, P, A], in the world's units and bounds: [N, C, A]."""
         actions = self.action_normalizer.inverse(x[:, : self.config.chunk])
-        actions = torch.minimum(torch.maximum(actions, self.action_low), self.action_high)
-        check_finite("actions", actions)
-        return actions
+        return in_range(actions, self.action_low, self.action_high)
 
     def _condition(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Condition:
         """Return what was encoded when the latents were recorded, where that still holds, or encode the observation."""

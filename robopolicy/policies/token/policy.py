@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import Decision, Scores, TensorObservation
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, check_finite, validate_observation
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.action_tokens import make_action_tokenizer
 from robopolicy.nn.language import (
@@ -28,6 +28,7 @@ from robopolicy.nn.language import (
 )
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.nn.observation_tokens import ObservationTokens
+from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.fields import select_fields
 from robopolicy.policies.token.configuration import TokenPolicyConfig
 from robopolicy.policies.token.decoding import ActionLanguage, CausalDecoding, Prompt, make_decoding
@@ -99,9 +100,7 @@ class TokenPolicy(nn.Module):
                 self.language.add_lora(token.lora_rank, token.lora_alpha)
         self.adapters: dict[str, float] | None = None
         self.finetuning: dict[str, Any] | None = None
-        for name, bound in (("action_low", action.low), ("action_high", action.high)):
-            limit = torch.tensor(bound, dtype=torch.float32).expand(action.shape).clone()
-            self.register_buffer(name, limit, persistent=False)
+        register_range(self, action)
         if values is not None:
             self.fit_normalizers(values)
 
@@ -159,8 +158,7 @@ class TokenPolicy(nn.Module):
         """Turn tokens [B, K] into actions [B, C, A] within the world's bounds; a logp [B, K] that is no choice is 0."""
         chosen = latents["tokens"]
         actions = self.action_normalizer.inverse(self.action_tokens.decode(chosen))
-        actions = torch.minimum(torch.maximum(actions, self.action_low), self.action_high)
-        check_finite("actions", actions)
+        actions = in_range(actions, self.action_low, self.action_high)
         return Decision(actions, latents, torch.where(mask, logp, 0.0), mask)
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
@@ -196,19 +194,12 @@ class TokenPolicy(nn.Module):
         "action_valid" [N, C] bool (padding is not learned, except by frequencies, which say "hold the last action").
         Raises SpecError on other shapes, NonFiniteError on NaN or infinity.
         """
-        observation, actions, valid = batch["observation"], batch["actions"], batch["action_valid"]
-        expected = (self.config.chunk, self.action.size)
-        if tuple(actions.shape[1:]) != expected or tuple(valid.shape) != tuple(actions.shape[:2]):
-            raise SpecError(
-                f"Actions {list(actions.shape)} with action_valid {list(valid.shape)}: the policy learns chunks "
-                f"[N, {expected[0]}, {expected[1]}] with action_valid [N, {expected[0]}]."
-            )
-        check_finite("actions", actions)
+        actions, valid = check_chunks(batch, self.config.chunk, self.action.size)
         tokens = self.action_tokens.encode(self.action_normalizer(actions.float()))
         counted = torch.ones_like(tokens, dtype=torch.bool)
         if self.action_tokens.steps_per_action:
             counted = valid.repeat_interleave(self.action_tokens.steps_per_action, dim=1)
-        prompt = self._prompt(observation, generator)
+        prompt = self._prompt(batch["observation"], generator)
         return {"tokens": self.decoding.loss(self._action_language, prompt, tokens, counted, generator)}
 
     def normalizers(self) -> dict[str, Normalizer]:

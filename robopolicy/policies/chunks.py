@@ -1,0 +1,39 @@
+"""Action chunks as policies learn and return them: what a batch must hold, and the range that a world takes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.errors import SpecError
+from robopolicy.core.spec import Field, check_finite
+
+
+def check_chunks(batch: Mapping[str, Any], steps: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return "actions" [N, P, A] and "action_valid" [N, P] of a batch of `Trainable.loss`, P = `steps`, A = `size`.
+
+    Raises SpecError on other shapes, NonFiniteError on NaN or infinity.
+    """
+    actions, valid = batch["actions"], batch["action_valid"]
+    if tuple(actions.shape[1:]) != (steps, size) or tuple(valid.shape) != tuple(actions.shape[:2]):
+        raise SpecError(
+            f"Actions {list(actions.shape)} with action_valid {list(valid.shape)}: the policy learns chunks "
+            f"[N, {steps}, {size}] with action_valid [N, {steps}]."
+        )
+    check_finite("actions", actions)
+    return actions, valid
+
+
+def register_range(policy: nn.Module, action: Field) -> None:
+    """Keep the least and greatest actions [A] in buffers of `policy`, `action_low` and `action_high`, unsaved."""
+    for name, bound in (("action_low", action.low), ("action_high", action.high)):
+        limit = torch.tensor(bound, dtype=torch.float32).expand(action.shape).clone()
+        policy.register_buffer(name, limit, persistent=False)
+
+
+def in_range(actions: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Return `actions` [N, C, A], each at least `low` [A] and at most `high` [A]; raises NonFiniteError."""
+    actions = torch.minimum(torch.maximum(actions, low), high)
+    check_finite("actions", actions)
+    return actions
