@@ -7,7 +7,7 @@ other module names concrete worlds, policies and models.
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,24 +16,30 @@ from robopolicy.configuration.finetune import FinetuneSection
 from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec, cameras_of
+from robopolicy.core.storage import read_json, recover_folder, write_json
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
+from robopolicy.policies import load_policy as load_alone
 from robopolicy.rl.critic import Critic, state_critic
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
 from sims.recorded import DemonstratedWorld
 from sims.registry import make_expert, make_saved_world, make_world
-from worldmodels import load_world_model
+from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import PlanConfig
+from worldmodels.encoding import EncodedPolicy
 from worldmodels.env import ImaginedWorld, Truncation
 from worldmodels.planning import PlannedPolicy
-from worldmodels.protocol import Context, LearnedModel, Starts, WorldModel, fields_read
+from worldmodels.protocol import Context, DecoderFree, LearnedModel, Starts, WorldModel, fields_read
 from worldmodels.starts import keyframes, recorded_starts
+
+ENCODER = "encoder"
+"""Where a policy's checkpoint keeps the world model whose latent it reads, and the key of config.json that says so."""
 
 
 def choose_device(run: RunSection) -> torch.device:
@@ -189,6 +195,66 @@ def build_noisy_expert(
     except ValueError:
         noise = noise_level(level)
     return NoisyController(build_controller(section, spec, dotted_path), noise, seed, spec.action)
+
+
+def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Policy:
+    """Load any policy checkpoint; one that learned on a world model's latent acts behind the encoder that it holds.
+
+    Raises CheckpointError as `robopolicy.policies.load_policy` does, and where the encoder is missing.
+    """
+    policy = load_alone(folder, device)
+    folder = recover_folder(Path(folder))
+    description = read_json(folder / "config.json")
+    if "kind" not in description or ENCODER not in description:
+        return policy
+    place = folder / ENCODER
+    if not recover_folder(place).exists():
+        raise CheckpointError(
+            f"{place} does not exist: {folder} holds a policy of a world model's latent, and that world model beside "
+            "it. Restore it from a copy, or train again."
+        )
+    return EncodedPolicy(policy, load_encoder(place, device))
+
+
+def load_encoder(folder: Path, device: torch.device | str = "cpu") -> DecoderFree:
+    """Load a world model whose latent policies can read; ConfigError where it shows observations instead."""
+    model = load_world_model(folder, device)
+    if not isinstance(model, DecoderFree):
+        raise ConfigError(
+            f"{folder} holds a world model that shows observations ({', '.join(model.spec.observation)}), so policies "
+            "in it read those: only a model without a decoder is an encoder (worldmodels/README.md)."
+        )
+    return model
+
+
+def save_encoder(model: DecoderFree, folder: Path) -> None:
+    """Put `model` into the policy checkpoint in `folder`, which acts behind it from now on."""
+    save_world_model(cast(LearnedModel, model), folder / ENCODER)
+    write_json(folder / "config.json", {**read_json(folder / "config.json"), ENCODER: ENCODER})
+
+
+def behind(model: WorldModel, policy: Policy) -> Policy:
+    """Return `policy`, which acts inside `model`, as it acts in the real world: behind its encoder, if it needs one."""
+    needed = isinstance(model, DecoderFree) and not isinstance(policy, EncodedPolicy)
+    return EncodedPolicy(policy, cast(DecoderFree, model)) if needed else policy
+
+
+def as_seen_in(world: World, policy: Policy) -> Policy:
+    """Return what decides in `world`: inside the model whose latent a policy reads, that policy without its encoder.
+
+    Raises ConfigError where `world` is another model's imagination.
+    """
+    if not (isinstance(policy, EncodedPolicy) and isinstance(world, ImaginedWorld)):
+        return policy
+    if not isinstance(world.model, DecoderFree):
+        return policy
+    own, other = (cast(LearnedModel, each).state_dict() for each in (policy.model, world.model))
+    if own.keys() != other.keys() or any(not torch.equal(own[name], other[name].to(own[name].device)) for name in own):
+        raise ConfigError(
+            f"The policy reads the latent of another model than that of '{world.spec.name}': one that has been trained "
+            "anew or further shows other latents. Its own lies in its checkpoint, in the folder 'encoder'."
+        )
+    return policy.policy
 
 
 def with_planning(section: PlanSection, policy: Policy, device: torch.device | str = "cpu") -> Policy:

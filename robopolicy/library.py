@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from robopolicy.build import build_world, choose_device
+from robopolicy.build import load_policy as load_checkpoint
 from robopolicy.configuration import compose
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import WorldSection
@@ -20,7 +21,6 @@ from robopolicy.core.storage import read_json
 from robopolicy.core.world import Controller, World
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
-from robopolicy.policies import load_policy as load_checkpoint
 from robopolicy.runs import RESULT, run_path
 from robopolicy.verbs.verb import VERBS
 

@@ -1,6 +1,7 @@
 """What strangers bring works in every verb, by dotted path and by entry point, without a line of ours changed."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from torch import nn
 
 from robopolicy.cli import main
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.data.lerobot_format import read_dataset
 from worldmodels import load_world_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +41,8 @@ SMALL_DIFFUSION = ["policy.width=16", "policy.depth=1", "policy.sampling_steps=2
 
 def robopolicy(verb: str, *settings: str, root: Path, quick: bool = True) -> int:
     known = [each for each in QUICK if each.split(".")[0] in ("world", verb) or verb == "imagine"] if quick else []
-    return main([verb, *settings, *(known if verb not in ("algorithms", "check", "bench") else []), f"run.root={root}"])
+    known = known if verb not in ("algorithms", "check", "bench") else []
+    return main([verb, *settings[:1], *known, *settings[1:], f"run.root={root}"])
 
 
 def result(root: Path, verb: str, name: str) -> dict:
@@ -115,6 +119,79 @@ def test_a_success_head(tmp_path, kind, head, settings):
     assert f"run.plugins=[{PACKAGE}.success]" in stranger.stderr
     asking = f"from robopolicy.core.registry import ask_for; ask_for(['{PACKAGE}.success']); {program}"
     assert subprocess.run([sys.executable, "-c", asking], capture_output=True).returncode == 0
+
+
+def test_a_policy_that_learns_on_the_latent_of_a_model_acts_for_real(tmp_path, capsys):
+    """collect, worldmodel, train on its latent, imagine, and then all that is done with any other policy."""
+    world, kind = "world=reach_planar", f"worldmodel.kind={PACKAGE}.model:LatentModel"
+    assert robopolicy("collect", world, "collect.episodes=8", root=tmp_path) == 0
+    assert robopolicy("worldmodel", world, kind, *SMALL_MODEL, "worldmodel.fit.steps=20", root=tmp_path) == 0
+    model = tmp_path / "worldmodel" / "reach_planar" / "0" / "checkpoint"
+    learn = [world, *SMALL_DIFFUSION, f"train.encoder={model}"]
+    data = f"train.data={tmp_path / 'collect' / 'reach_planar' / '0' / 'dataset'}"
+    assert robopolicy("train", *learn, "train.evaluate_episodes=4", root=tmp_path) == 0
+    assert robopolicy("train", *learn, data, "run.seed=1", root=tmp_path) == 0
+    assert robopolicy("imagine", world, "imagine.watch=4", root=tmp_path) == 0
+    base, other = (tmp_path / "train" / "reach_planar" / seed / "checkpoint" for seed in "01")
+    tuned = tmp_path / "imagine" / "reach_planar" / "0" / "checkpoint"
+    assert (tuned / "encoder" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+    judged = result(tmp_path, "imagine", "reach_planar")
+    assert robopolicy("evaluate", str(tuned), world, root=tmp_path) == 0
+    for mode in ("deterministic", "stochastic"):  # the checkpoint decides what the policy decided when it was tuned
+        seen = result(tmp_path, "evaluate", "reach_planar")["policy"][mode]["per_episode"]
+        assert seen == judged["tuned"][mode]["per_episode"]
+    inside = ["world.name=worldmodel", f"world.model={model}", "run.name=inside"]
+    assert robopolicy("evaluate", str(tuned), *inside, root=tmp_path) == 0
+    seen = result(tmp_path, "evaluate", "inside")["policy"]["deterministic"]["per_episode"]
+    assert seen == judged["imagined"]["tuned, imagined"]["deterministic"]["per_episode"]
+
+    further = ["finetune.iterations=2", "finetune.checkpoint_every=1", "imagine.refresh_every=1"]
+    further += ["imagine.refresh_episodes=4", "imagine.refresh_steps=5", "imagine.watch=0", "run.name=refreshed"]
+    paths = [f"finetune.policy={base}", f"imagine.model={model}"]
+    assert robopolicy("imagine", world, *further, *paths, root=tmp_path) == 0
+    refreshed = tmp_path / "imagine" / "refreshed" / "0"
+    latest = (refreshed / "model" / "model.safetensors").read_bytes()
+    assert (refreshed / "checkpoint" / "encoder" / "model.safetensors").read_bytes() == latest
+    assert latest != (model / "model.safetensors").read_bytes()
+    assert robopolicy("evaluate", str(refreshed / "checkpoint"), world, "run.name=refreshed", root=tmp_path) == 0
+    seen = result(tmp_path, "evaluate", "refreshed")["policy"]["deterministic"]["per_episode"]
+    assert seen == result(tmp_path, "imagine", "refreshed")["tuned"]["deterministic"]["per_episode"]
+
+    chosen = [f"rank.policies=[{base},{other},{tuned}]", "rank.episodes=4"]
+    assert robopolicy("rank", world, *chosen, root=tmp_path) == 2
+    assert "rank.noise=[]" in capsys.readouterr().err
+    assert robopolicy("rank", world, *chosen, "rank.noise=[]", root=tmp_path) == 0
+    assert len(result(tmp_path, "rank", "reach_planar")["models"]["latent_mlp"]["policies"]) == 3
+    assert robopolicy("check", str(tuned), root=tmp_path) == 0
+    record = ["collect.episodes=2", f"collect.policy={tuned}", "run.name=played"]
+    assert robopolicy("collect", world, *record, root=tmp_path) == 0
+    assert set(read_dataset(tmp_path / "collect" / "played" / "0" / "dataset").observation) == {
+        STATE,
+        ENVIRONMENT_STATE,
+    }
+
+
+def test_an_encoder_that_is_missing_or_another_is_said(tmp_path, capsys):
+    world, kind = "world=reach_planar", "worldmodel.kind=latent_mlp"
+    assert robopolicy("collect", world, "collect.episodes=8", root=tmp_path) == 0
+    for name in ("reach_planar", "other"):
+        small = [*SMALL_MODEL, f"worldmodel.fit.steps={len(name)}", f"run.name={name}"]
+        data = f"worldmodel.data=[{tmp_path / 'collect' / 'reach_planar' / '0' / 'dataset'}]"
+        assert robopolicy("worldmodel", world, kind, *small, data, root=tmp_path) == 0
+    model, another = (tmp_path / "worldmodel" / name / "0" / "checkpoint" for name in ("reach_planar", "other"))
+    learn = ["train", world, *SMALL_DIFFUSION]
+    assert robopolicy(*learn, "train.encoder=nowhere", root=tmp_path) == 2
+    assert "nowhere does not exist: check train.encoder" in capsys.readouterr().err
+    assert robopolicy(*learn, f"train.encoder={model}", root=tmp_path) == 0
+    policy = tmp_path / "train" / "reach_planar" / "0" / "checkpoint"
+    assert robopolicy("imagine", world, f"imagine.model={another}", root=tmp_path) == 2
+    assert "latent of another model" in capsys.readouterr().err
+    assert robopolicy("finetune", world, root=tmp_path) == 2
+    assert f"robopolicy imagine {policy}" in capsys.readouterr().err
+    shutil.rmtree(policy / "encoder")
+    assert robopolicy("evaluate", str(policy), world, root=tmp_path) == 2
+    assert f"{policy / 'encoder'} does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("advantage", ["outside_ranks", f"{PACKAGE}.mechanisms:ranks"])

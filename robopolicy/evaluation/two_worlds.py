@@ -1,5 +1,7 @@
 """Imagined beside real success of a policy that learns in imagination, and whether they have parted."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -13,7 +15,8 @@ class TwoWorlds:
 
     seeds: episodes in imagination; watched: those of them that are also played for real, possibly none; gap: the two
     have parted when imagined success exceeds the real one by so much and their Wilson intervals do not touch; None:
-    never said. Imagined gain is not real gain: without regularisation DiWA imagines 85 % where 25 % are real.
+    never said; in_reality: a policy -> what acts in its place in the real world, itself behind an encoder say. Imagined
+    gain is not real gain: without regularisation DiWA imagines 85 % where 25 % are real.
     """
 
     def __init__(
@@ -24,9 +27,10 @@ class TwoWorlds:
         watched: np.ndarray,
         gap: float | None,
         device: torch.device | str = "cpu",
+        in_reality: Callable[[Policy], Policy] = lambda policy: policy,
     ):
         self.imagined, self.real, self.seeds, self.watched = imagined, real, seeds, watched
-        self.gap, self.device = gap, device
+        self.gap, self.device, self.in_reality = gap, device, in_reality
 
     def evaluate(self, policy: Policy, deterministic: bool) -> dict[str, float]:
         """Return success, low and high in imagination, real_success, real_low and real_high, gap and stop (0 or 1)."""
@@ -36,8 +40,9 @@ class TwoWorlds:
         figures = {"success": imagined.success_rate, "low": imagined.interval[0], "high": imagined.interval[1]}
         if not len(self.watched):
             return {**figures, "stop": 0.0}
+        acting = self.in_reality(policy)
         real = evaluate_policy(
-            self.real, policy, self.watched, deterministic=deterministic, device=self.device, label="real"
+            self.real, acting, self.watched, deterministic=deterministic, device=self.device, label="real"
         )
         gap = imagined.success_rate - real.success_rate
         parted = self.gap is not None and gap > self.gap and imagined.interval[0] > real.interval[1]

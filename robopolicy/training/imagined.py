@@ -3,7 +3,7 @@
 Sources: WoVR (refresh the model where the policy goes); Ctrl-World, arXiv:2510.10125 (synthesise, filter, imitate).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from robopolicy.core.errors import DataError
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import cameras_of
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
@@ -24,7 +25,7 @@ from robopolicy.training.finetune import Evaluate
 from robopolicy.training.pretrain import pretrain
 from robopolicy.training.stages import fit_stages
 from worldmodels import load_world_model, save_world_model
-from worldmodels.protocol import LearnedModel
+from worldmodels.protocol import LearnedModel, fields_read
 
 
 class ModelRefresh:
@@ -32,7 +33,8 @@ class ModelRefresh:
 
     models: the same model in every place where it is used (they stay equal); real: where it is recorded; data: the
     dataset that the model was trained on; run: keeps the recordings, the refreshed model and the list of refreshes, so
-    that a resumed run finds what a killed one had. After WoVR's co-evolution of world model and policy.
+    that a resumed run finds what a killed one had; in_reality: as in `TwoWorlds`. After WoVR's co-evolution of world
+    model and policy.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class ModelRefresh:
         episodes: int,
         steps: int,
         seed: int,
+        in_reality: Callable[[Policy], Policy] = lambda policy: policy,
     ):
         if not data.exists():
             raise DataError(f"Refreshing a model needs the data it was trained on: {data} is missing.")
         self.models, self.real, self.data, self.run = models, real, data, run
         self.every, self.episodes, self.steps, self.seed = every, episodes, steps, seed
+        self.in_reality = in_reality
         self.record_path = run.path / "refreshes.json"
         done = read_json(self.record_path) if self.record_path.exists() else {"iterations": [], "env_steps": 0}
         self.iterations, self.env_steps = list(done["iterations"]), int(done["env_steps"])
@@ -63,11 +67,11 @@ class ModelRefresh:
         model = self.models[0]
         generators = Generators(derive(self.seed, f"refresh/{iteration}"), next(model.parameters()).device)
         seeds = episode_seeds(self.seed, f"refresh/{iteration}", self.episodes)
-        fresh = record(self.real, policy, seeds, generator=generators["act"])
+        fresh = record(self.real, self.in_reality(policy), seeds, generator=generators["act"])
         folder = self.run.path / "recorded"
         write_dataset(fresh, folder / str(iteration), images="png", existing="replace")
         recorded = [read_dataset(folder / str(done)) for done in self.iterations]
-        cameras = model.spec.cameras
+        cameras = cameras_of(fields_read(model))
         everything = Episodes.concatenate([read_dataset(self.data, cameras=cameras), *recorded, fresh])
         training, held = everything.split(0.1, torch.Generator().manual_seed(derive(self.seed, "split")))
         fit_stages(model, training, FitConfig(steps=self.steps, learning_rate=1e-3, warmup=20), generators)

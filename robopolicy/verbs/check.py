@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.build import build_world, choose_device
+from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.core.conformance import check_world
 from robopolicy.core.episodes import Episodes
@@ -22,7 +22,7 @@ from robopolicy.core.registry import Kinds, is_dotted, load_dotted
 from robopolicy.core.spec import Observation, WorldSpec
 from robopolicy.core.world import Renders, Rows, Snapshots, World
 from robopolicy.data.record import record
-from robopolicy.policies.checkpoint import build_policy, load_policy
+from robopolicy.policies.checkpoint import build_policy
 from robopolicy.policies.registry import POLICIES
 from robopolicy.runs import output, publish
 from robopolicy.verbs.verb import Verb

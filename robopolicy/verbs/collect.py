@@ -5,7 +5,7 @@ Failures are kept, because world models need them; collect.successes_only=true d
 plan.model, a world model's, the policy looks ahead: plan.uncertainty above 0 leads it where the model has yet to learn.
 """
 
-from robopolicy.build import build_noisy_expert, build_world, choose_device, with_planning
+from robopolicy.build import build_noisy_expert, build_world, choose_device, load_policy, with_planning
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
@@ -13,7 +13,6 @@ from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.intervals import wilson
-from robopolicy.policies import load_policy
 from robopolicy.runs import finish, finished, open_run, output
 from robopolicy.verbs.verb import Verb
 

@@ -9,12 +9,11 @@ from dataclasses import replace
 from rich.markup import escape
 from rich.table import Table
 
-from robopolicy.build import build_world, choose_device
+from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.core.randomness import Generators
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.doctor import Finding, Health, examine
-from robopolicy.policies import load_policy
 from robopolicy.runs import default_path, output, publish, run_path
 from robopolicy.verbs.verb import Verb
 

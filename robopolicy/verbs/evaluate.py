@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from robopolicy.build import build_world, choose_device, with_planning
+from robopolicy.build import as_seen_in, build_world, choose_device, load_policy, with_planning
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
@@ -23,7 +23,6 @@ from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
 from robopolicy.evaluation.video import record_grid, write_video
-from robopolicy.policies import load_policy
 from robopolicy.runs import finish, open_fresh_run, output
 from robopolicy.verbs.verb import Verb
 
@@ -61,7 +60,7 @@ def judge(
         kind = "deterministic" if deterministic else "stochastic"
         return evaluate_policy(
             world,
-            policy,
+            as_seen_in(world, policy),
             seeds,
             deterministic=deterministic,
             generator_seed=generator_seed,
@@ -103,7 +102,7 @@ def run(config: Config) -> int:
         world = build_world(
             config.world, policy, episodes=config.evaluate.episodes, seed=config.run.seed, device=device
         )
-        policy = with_instruction(policy, section.instruction, world.spec.instructions)
+        policy = with_instruction(as_seen_in(world, policy), section.instruction, world.spec.instructions)
         verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
         if section.videos and isinstance(world, Renders):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from robopolicy.build import build_controller, build_critic, build_world, choose_device
+from robopolicy.build import as_seen_in, build_controller, build_critic, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
@@ -21,7 +21,6 @@ from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare, evaluate_policy
 from robopolicy.evaluation.video import beside, record_grid, write_video
-from robopolicy.policies import load_policy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.collection import start_pool
 from robopolicy.training.configuration import FinetuneConfig
@@ -30,6 +29,7 @@ from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.verb import Verb
+from worldmodels.encoding import EncodedPolicy
 
 VERB = Verb(
     summary="Fine-tune a policy with RL in its denoising chain or on its tokens",
@@ -47,7 +47,10 @@ def run(config: Config) -> int:
         return 0
     section, device = config.finetune, choose_device(config.run)
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
-    base, policy = load_policy(path, device), require_trainable(load_policy(path, device))
+    base = load_policy(path, device)
+    if isinstance(base, EncodedPolicy):
+        raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")
+    policy = require_trainable(load_policy(path, device))
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     if section.lora_rank:
         add_lora(policy, section.lora_rank)
@@ -118,7 +121,7 @@ def guidance_of(config: Config, world: World) -> Guidance:
     experts = Episodes.concatenate(recorded) if recorded else None
     if experts is not None and experts.success is not None:
         experts = experts.select(experts.success)
-    teacher = None if section.teacher is None else load_policy(section.teacher, device)
+    teacher = None if section.teacher is None else as_seen_in(world, load_policy(section.teacher, device))
     return Guidance(teacher, demonstrated(config, world), experts)
 
 

@@ -6,6 +6,8 @@ episodes are for watching, and, with imagine.refresh_every, for keeping the mode
 Methods: denoising PPO inside the model (DiWA, arXiv:2508.03645; finetune.auxiliaries=[bc] keeps it near its base), GRPO
 in it with keyframe starts and refreshes (WoVR: finetune.algorithm=grpo world.imagination.starts=keyframes), and
 imagine.method=sft, imitation of synthesised successes (Ctrl-World, arXiv:2510.10125).
+In a model without a decoder a policy reads the latent (train.encoder=CHECKPOINT trains one); for real, while it is
+watched and ever after, it acts behind the model's encoder, which its checkpoint holds.
 """
 
 import time
@@ -16,7 +18,16 @@ from typing import cast
 
 import torch
 
-from robopolicy.build import WORLD_MODEL, build_critic, build_world, choose_device
+from robopolicy.build import (
+    WORLD_MODEL,
+    as_seen_in,
+    behind,
+    build_critic,
+    build_world,
+    choose_device,
+    load_policy,
+    save_encoder,
+)
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import ImaginationSection
 from robopolicy.core.errors import ConfigError
@@ -27,7 +38,7 @@ from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Renders, World
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.two_worlds import TwoWorlds
-from robopolicy.policies import load_policy
+from robopolicy.policies import load_policy as load_alone
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import FinetuneResult, finetune
@@ -36,7 +47,7 @@ from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_ve
 from robopolicy.verbs.finetune import film, guidance_of, print_advice, summary
 from robopolicy.verbs.verb import Verb
 from worldmodels.env import ImaginedWorld
-from worldmodels.protocol import LearnedModel
+from worldmodels.protocol import DecoderFree, LearnedModel
 
 VERB = Verb(
     summary="Fine-tune inside a world model, with imagined and real success side by side",
@@ -53,6 +64,10 @@ class Worlds:
     training: ImaginedWorld
     imagined: ImaginedWorld
     real: World
+
+    def in_reality(self, policy: Policy) -> Policy:
+        """Return `policy` as it acts in the real world: behind the model's encoder, if the model has no decoder."""
+        return behind(self.imagined.model, policy)
 
     def close(self) -> None:
         """Close all three."""
@@ -74,20 +89,23 @@ def run(config: Config) -> int:
         )
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
     model = default_path(config, "worldmodel", "checkpoint", chosen.model, "imagine.model")
-    base, policy = load_policy(path, device), require_trainable(load_policy(path, device))
+    base, policy = load_policy(path, device), require_trainable(load_alone(path, device))
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     worlds = open_worlds(config, base, model, device)
+    inside = {"base": as_seen_in(worlds.imagined, base), "tuned": policy}
     refresh = refresh_of(config, worlds, model, folder) if chosen.refresh_every else None
     started = time.perf_counter()
     tuned = learn(config, policy, worlds, folder, refresh)
     seconds = time.perf_counter() - started
     if tuned.stopped:
         output.print(f"Stopped: imagined and real success parted by more than {chosen.gap} at {tuned.iterations}.")
-    candidates = {"base": base, "tuned": policy}
-    verdicts = judge_all(config, worlds.real, candidates)
-    imagined = judge_all(config, worlds.imagined, {f"{name}, imagined": each for name, each in candidates.items()})
+    if isinstance(worlds.imagined.model, DecoderFree):
+        save_encoder(worlds.imagined.model, folder.checkpoint)
+    outside = {"base": worlds.in_reality(base), "tuned": worlds.in_reality(policy)}
+    verdicts = judge_all(config, worlds.real, outside)
+    imagined = judge_all(config, worlds.imagined, {f"{name}, imagined": each for name, each in inside.items()})
     if section.videos and isinstance(worlds.real, Renders):
-        film(config, worlds.real, {"base": base, "tuned in imagination": policy}, folder)
+        film(config, worlds.real, {"base": outside["base"], "tuned in imagination": outside["tuned"]}, folder)
     worlds.close()
     print_verdicts({**verdicts, **imagined})
     print_advice(verdicts)
@@ -116,9 +134,9 @@ def open_worlds(config: Config, base: Policy, model: Path, device: torch.device)
     judged = replace(inside, imagination=uncut)
     imagined = build_world(judged, base, episodes=section.evaluate_episodes, device=device)
     episodes = max(config.imagine.watch, section.evaluate_episodes)
-    real = build_world(config.world, base, episodes=episodes, device=device)
     assert isinstance(training, ImaginedWorld)
     assert isinstance(imagined, ImaginedWorld)
+    real = build_world(config.world, behind(imagined.model, base), episodes=episodes, device=device)
     return Worlds(training, imagined, real)
 
 
@@ -134,6 +152,7 @@ def refresh_of(config: Config, worlds: Worlds, model: Path, folder: RunFolder) -
         chosen.refresh_episodes,
         chosen.refresh_steps,
         config.run.seed,
+        worlds.in_reality,
     )
 
 
@@ -143,7 +162,9 @@ def learn(
     """Fine-tune `policy` in the training world, watched in both others; it ends as the best that was believed."""
     section, chosen, device = config.finetune, config.imagine, choose_device(config.run)
     validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
-    watch = TwoWorlds(worlds.imagined, worlds.real, validation, validation[: chosen.watch], chosen.gap, device)
+    watch = TwoWorlds(
+        worlds.imagined, worlds.real, validation, validation[: chosen.watch], chosen.gap, device, worlds.in_reality
+    )
     if chosen.method == "sft":
         return imitate(config, policy, worlds.training, watch, folder)
     return finetune(

@@ -7,11 +7,11 @@ expert at graded noise is ranked beside them unless rank.noise=[]. rank.models=[
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from robopolicy.build import WORLD_MODEL, build_noisy_expert, build_world, choose_device
+from robopolicy.build import WORLD_MODEL, as_seen_in, build_noisy_expert, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import WorldSection
 from robopolicy.core.errors import ConfigError
@@ -21,11 +21,11 @@ from robopolicy.core.world import Controller
 from robopolicy.evaluation.ranking import RankingResult, rank
 from robopolicy.evaluation.report import agreement, report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
-from robopolicy.policies import load_policy
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
 from robopolicy.verbs.evaluate import evaluation_seeds
 from robopolicy.verbs.verb import Verb
-from worldmodels.checkpoint import kind_of
+from worldmodels.checkpoint import kind_of, load_world_model
+from worldmodels.protocol import DecoderFree
 
 VERB = Verb(
     summary="Compare policies in a world model and in the simulator",
@@ -44,6 +44,7 @@ def run(config: Config) -> int:
     )
     folder = open_fresh_run(config, "rank", VERB.sections)
     candidates = load_candidates(config)
+    require_seen_by_experts(models.values(), config.rank.noise)
     real = score(config, config.world, candidates, "simulator")
     rankings: dict[str, RankingResult] = {}
     for name, path in models.items():
@@ -114,6 +115,13 @@ def load_candidates(config: Config) -> dict[str, Policy | str]:
     return candidates
 
 
+def require_seen_by_experts(models: Iterable[Path], noise: Sequence[str]) -> None:
+    """Raise ConfigError if experts are to be ranked in a world model that shows a latent: they read the true state."""
+    for path in models if noise else ():
+        if isinstance(load_world_model(path), DecoderFree):
+            raise ConfigError(f"No expert can act in {path}, which shows only its latent: set rank.noise=[].")
+
+
 def score(
     config: Config, section: WorldSection, candidates: dict[str, Policy | str], label: str
 ) -> dict[str, EvaluationResult]:
@@ -127,7 +135,7 @@ def score(
             seed = derive(config.run.seed, f"rank/{name}")
             actor: Policy | Controller = build_noisy_expert(section, world.spec, candidate, seed)
         else:
-            actor = candidate
+            actor = as_seen_in(world, candidate)
         results[name] = evaluate_policy(
             world, actor, seeds, generator_seed=config.run.seed, device=device, label=f"{label}: {name}"
         )

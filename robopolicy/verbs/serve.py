@@ -8,10 +8,9 @@ server is.
 
 import os
 
-from robopolicy.build import choose_device, with_planning
+from robopolicy.build import choose_device, load_policy, with_planning
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
-from robopolicy.policies import load_policy
 from robopolicy.serving.server import ServerSettings, serve
 from robopolicy.verbs.verb import Verb
 

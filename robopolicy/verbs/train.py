@@ -2,6 +2,8 @@
 
 policy.kind=joint learns actions, what follows them and what that is worth, and plans with itself: it needs data with
 failures and rewards (collect.noise=[low,high]), and is judged with and without planning.
+train.encoder=CHECKPOINT, of a world model without a decoder, lets the policy read its latent, so that `imagine` can
+tune it there; the policy's checkpoint holds the encoder, and acts in the real world like any other.
 Killed? Run the same command again: it goes on and ends in the same place. train.evaluate_episodes=0 skips the judgement
 (for data of a robot that has no simulator here).
 """
@@ -10,10 +12,10 @@ from typing import Any
 
 import torch
 
-from robopolicy.build import build_world, choose_device
+from robopolicy.build import behind, build_world, choose_device, load_encoder, save_encoder
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.policy import PlansInternally, Trainable
+from robopolicy.core.policy import PlansInternally, Policy, Trainable
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import WorldSpec
@@ -28,6 +30,7 @@ from robopolicy.training.pretrain import pretrain
 from robopolicy.training.stages import Staged, fit_stages
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.verb import Verb
+from worldmodels.encoding import encoded
 
 VERB = Verb(
     summary="Pre-train a diffusion, flow or token policy on a dataset",
@@ -48,8 +51,15 @@ def run(config: Config) -> int:
     episodes = read_dataset(data)
     if config.train.episodes:
         episodes = episodes.select(range(min(config.train.episodes, len(episodes))))
+    encoder = None
+    if config.train.encoder is not None:
+        place = default_path(config, "worldmodel", "checkpoint", config.train.encoder, "train.encoder")
+        encoder = load_encoder(place, device)
+        episodes = encoded(encoder, episodes)
     policy = new_policy(config, episodes, device)
     fitted = learn(config, policy, episodes, folder)
+    if encoder is not None:
+        save_encoder(encoder, folder.checkpoint)
     result: dict[str, Any] = {
         "data": str(data),
         "episodes": len(episodes),
@@ -60,11 +70,13 @@ def run(config: Config) -> int:
     }
     if config.train.evaluate_episodes:
         count = config.train.evaluate_episodes
-        world = build_world(config.world, policy, episodes=count, seed=config.run.seed, device=device)
-        seeds = evaluation_seeds(config, count)
-        judged: dict[str, Any] = {"policy": policy}
+        judged: dict[str, Policy] = {"policy": policy}
         if isinstance(policy, PlansInternally) and (reactive := policy.without_planning()) is not None:
             judged = {UNPLANNED: reactive, **judged}
+        if encoder is not None:
+            judged = {name: behind(encoder, each) for name, each in judged.items()}
+        world = build_world(config.world, judged["policy"], episodes=count, seed=config.run.seed, device=device)
+        seeds = evaluation_seeds(config, count)
         verdicts = {name: judge(world, each, seeds, device, config.run.seed, name) for name, each in judged.items()}
         world.close()
         print_verdicts(verdicts)

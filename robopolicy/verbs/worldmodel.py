@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from robopolicy.build import build_noisy_expert, build_world, choose_device
+from robopolicy.build import build_noisy_expert, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
@@ -27,7 +27,6 @@ from robopolicy.evaluation.image_quality import unit_of
 from robopolicy.evaluation.report import IMAGINED, report_for_run
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow
-from robopolicy.policies import load_policy
 from robopolicy.runs import default_path, finish, finished, open_run, output, print_table
 from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.verb import Verb
