@@ -46,12 +46,56 @@ class ImageEncoder(nn.Module):
         return self.head((weights @ grid).flatten(1))
 
 
-class ObservationEncoder(nn.Module):
+class FieldReader(nn.Module):
+    """What reads observations field by field: vectors normalised per element and bounded, images as single frames.
+
+    fields: what is read, by key; bound: of normalised vectors, so that a state far from the data cannot blow up the
+    network; random_shift: pixels by which images are shifted in training losses, 0 for none. Raises ConfigError when
+    there is no field.
+    """
+
+    def __init__(self, fields: Mapping[str, Field], normalization: NormalizationMode, bound: float, random_shift: int):
+        super().__init__()
+        if not fields:
+            raise ConfigError("The policy reads nothing: name at least one observation key.")
+        self.keys = tuple(fields)
+        self.bound, self.random_shift = bound, random_shift
+        self.normalizers = nn.ModuleDict(
+            {
+                module_name(key): Normalizer(spec.shape, normalization)
+                for key, spec in fields.items()
+                if not key.startswith(IMAGE_PREFIX)
+            }
+        )
+
+    def normalizer(self, key: str) -> Normalizer:
+        """The normaliser of a vector field."""
+        module = self.normalizers[module_name(key)]
+        assert isinstance(module, Normalizer)
+        return module
+
+    def vector(self, key: str, value: Tensor) -> Tensor:
+        """Return a vector field's values [N, H, *shape] normalised, bounded and flat: [N, H * size]."""
+        return self.normalizer(key)(value.float()).clamp(-self.bound, self.bound).flatten(1)
+
+    def frames(self, key: str, value: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Return a camera's images [N, H, height, width, 3] as frames [N * H, height, width, 3].
+
+        A generator shifts them at random. Raises SpecError unless they are uint8.
+        """
+        if value.dtype != torch.uint8:
+            raise SpecError(f"'{key}' is {value.dtype}; images are uint8, [B, H, height, width, 3].")
+        frames = rearrange(value, "n t h w c -> (n t) h w c")
+        if generator is not None and self.random_shift:
+            return shift_images(frames, self.random_shift, generator)
+        return frames
+
+
+class ObservationEncoder(FieldReader):
     """Concatenates normalised vectors and encoded camera frames of H history frames into conditions [N, D].
 
-    fields: what is read, by key, in this order; vectors are normalised per element (fit `normalizers`) and bounded by
-    +-`bound` so that a state far from the data cannot blow up the network. Every camera frame is encoded once.
-    Raises ConfigError when there is no field.
+    fields: what is read, by key, in this order; vectors are normalised per element (fit `normalizers`). Every camera
+    frame is encoded once. Raises ConfigError when there is no field.
     """
 
     def __init__(
@@ -62,13 +106,9 @@ class ObservationEncoder(nn.Module):
         image: ImageEncoderConfig | None = None,
         bound: float = 10.0,
     ):
-        super().__init__()
         image = image or ImageEncoderConfig()
-        self.keys = tuple(fields)
-        self.bound = bound
-        self.random_shift = image.random_shift
+        super().__init__(fields, normalization, bound, image.random_shift)
         self.frozen_images = image.frozen
-        self.normalizers = nn.ModuleDict()
         self.cameras = nn.ModuleDict()
         self.dimension = 0
         for key, spec in fields.items():
@@ -76,16 +116,7 @@ class ObservationEncoder(nn.Module):
                 self.cameras[module_name(key)] = ImageEncoder(image).requires_grad_(not image.frozen)
                 self.dimension += history * image.features
             else:
-                self.normalizers[module_name(key)] = Normalizer(spec.shape, normalization)
                 self.dimension += history * spec.size
-        if not self.dimension:
-            raise ConfigError("The policy reads nothing: name at least one observation key.")
-
-    def normalizer(self, key: str) -> Normalizer:
-        """The normaliser of a vector field."""
-        module = self.normalizers[module_name(key)]
-        assert isinstance(module, Normalizer)
-        return module
 
     def forward(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Tensor:
         """Return conditions [N, D]; a generator turns on the random shift of images (training losses only).
@@ -96,20 +127,12 @@ class ObservationEncoder(nn.Module):
         for key in self.keys:
             value = observation[key]
             assert isinstance(value, Tensor)
-            name = module_name(key)
-            if name in self.normalizers:
-                normalized = self.normalizers[name](value.float())
-                parts.append(normalized.clamp(-self.bound, self.bound).flatten(1))
-            else:
-                parts.append(self._encode_camera(key, value, generator))
+            image = key.startswith(IMAGE_PREFIX)
+            parts.append(self._encode_camera(key, value, generator) if image else self.vector(key, value))
         return torch.cat(parts, -1)
 
     def _encode_camera(self, key: str, value: Tensor, generator: torch.Generator | None) -> Tensor:
-        if value.dtype != torch.uint8:
-            raise SpecError(f"'{key}' is {value.dtype}; images are uint8, [B, H, height, width, 3].")
-        frames = rearrange(value, "n t h w c -> (n t) h w c")
-        if generator is not None and self.random_shift:
-            frames = shift_images(frames, self.random_shift, generator)
+        frames = self.frames(key, value, generator)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen_images):
             features = self.cameras[module_name(key)](frames)
         return rearrange(features, "(n t) f -> n (t f)", n=value.shape[0])

@@ -6,15 +6,14 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.nn.configuration import NormalizationMode
-from robopolicy.nn.encoders import module_name, shift_images
-from robopolicy.nn.normalizer import Normalizer
+from robopolicy.nn.encoders import FieldReader, module_name
 
 
-class ObservationTokens(nn.Module):
+class ObservationTokens(FieldReader):
     """Embeds an observation [N, H, ...] as [N, S, width], fields in the order given.
 
     A vector with its history is normalised per element (fit `normalizer(key)`), bounded by +-`bound` and goes through a
@@ -33,16 +32,12 @@ class ObservationTokens(nn.Module):
         random_shift: int = 0,
         bound: float = 10.0,
     ):
-        super().__init__()
-        self.keys = tuple(fields)
-        self.bound, self.random_shift = bound, random_shift
-        self.normalizers = nn.ModuleDict()
+        super().__init__(fields, normalization, bound, random_shift)
         self.layers = nn.ModuleDict()
         self.positions = nn.ParameterDict()
         for key, spec in fields.items():
             name = module_name(key)
             if not key.startswith(IMAGE_PREFIX):
-                self.normalizers[name] = Normalizer(spec.shape, normalization)
                 self.layers[name] = nn.Sequential(
                     nn.Linear(history * spec.size, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)
                 )
@@ -53,14 +48,6 @@ class ObservationTokens(nn.Module):
             self.layers[name] = nn.Conv2d(3, width, patch, patch)
             count = history * (height // patch) * (breadth // patch)
             self.positions[name] = nn.Parameter(0.02 * torch.randn(count, width))
-        if not self.keys:
-            raise ConfigError("The policy reads nothing: name at least one observation key.")
-
-    def normalizer(self, key: str) -> Normalizer:
-        """The normaliser of a vector field."""
-        module = self.normalizers[module_name(key)]
-        assert isinstance(module, Normalizer)
-        return module
 
     def forward(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Tensor:
         """Return [N, S, width]; a generator turns on the random shift of images (training losses only).
@@ -72,14 +59,9 @@ class ObservationTokens(nn.Module):
     def _embed(self, key: str, value: Tensor | list[str], generator: torch.Generator | None) -> Tensor:
         assert isinstance(value, Tensor)
         name = module_name(key)
-        if name in self.normalizers:
-            normalized = self.normalizers[name](value.float()).clamp(-self.bound, self.bound)
-            return self.layers[name](normalized.flatten(1))[:, None]
-        if value.dtype != torch.uint8:
-            raise SpecError(f"'{key}' is {value.dtype}; images are uint8, [B, H, height, width, 3].")
-        frames = rearrange(value, "n t h w c -> (n t) h w c")
-        if generator is not None and self.random_shift:
-            frames = shift_images(frames, self.random_shift, generator)
+        if not key.startswith(IMAGE_PREFIX):
+            return self.layers[name](self.vector(key, value))[:, None]
+        frames = self.frames(key, value, generator)
         pixels = rearrange(frames, "n h w c -> n c h w").float() / 127.5 - 1
         patches = rearrange(self.layers[name](pixels), "(n t) d h w -> n (t h w) d", n=len(value))
         return patches + self.positions[name]
