@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from robopolicy import __version__
-from robopolicy.core.errors import ConfigError, RobopolicyError, did_you_mean
+from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, did_you_mean
 from robopolicy.core.registry import ask_for
 from robopolicy.verbs.verb import VERBS, Verb, declaration
 
@@ -35,6 +36,7 @@ SHARED = ("run", "world", "plan")
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; return the exit status: 0 done, 1 a failed check, 2 an error the user can mend, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    warnings.showwarning = _show
     output = Console(emoji=False)
     if not output.is_terminal:
         output = Console(emoji=False, width=WIDEST)
@@ -53,6 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         Console(stderr=True, emoji=False).print("\nInterrupted. Nothing is lost: run the same command again to go on.")
         return INTERRUPTED
+
+
+def _show(message: Warning | str, category: type[Warning], *_: object) -> None:
+    """Print a warning: one of ours as a sentence, a library's in short."""
+    text = str(message) if issubclass(category, RobopolicyWarning) else f"{category.__name__}: {message}"
+    Console(stderr=True, emoji=False).print(f"[bold yellow]Note:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 def run_verb(name: str, arguments: list[str], output: Console) -> int:

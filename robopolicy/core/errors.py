@@ -38,6 +38,10 @@ class ServingError(RobopolicyError):
     """A server could not start or a client could not reach it."""
 
 
+class RobopolicyWarning(UserWarning):
+    """Something that a figure's reader must know; the command line prints its text."""
+
+
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the nearest of `choices`, else the list of them."""
     known = sorted(str(choice) for choice in choices)

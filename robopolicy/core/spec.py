@@ -81,7 +81,8 @@ class WorldSpec:
     observation: fields by LeRobot key (one frame each); action: one control step [A]; fps: control steps per second;
     horizon: control steps until the time limit; history: H frames in every observation; rewards: names of the reward
     terms, already scaled, whose sum is the reward; instructions: the natural-language tasks it may set;
-    success: the success criterion in words; terminate_on_success: whether success ends the episode.
+    success: the success criterion in words; terminate_on_success: whether success ends the episode; reports_success:
+    False where nobody says whether an episode has succeeded, so that only returns can be compared.
     """
 
     name: str
@@ -94,6 +95,7 @@ class WorldSpec:
     instructions: tuple[str, ...] = ("",)
     success: str = ""
     terminate_on_success: bool = True
+    reports_success: bool = True
 
     @property
     def cameras(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ def run(config: Config) -> int:
         output.print(f"{folder.path} already holds {done['episodes']} episodes; run.overwrite=true records anew.")
         return 0
     episodes = collect(config)
-    write_dataset(episodes, folder.path / "dataset", images=config.collect.images)
+    write_dataset(episodes, folder.path / "dataset", images=config.collect.images, existing="replace")
     result = summary(episodes)
     finish(config, folder, result)
     output.print(

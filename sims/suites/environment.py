@@ -7,6 +7,8 @@ import contextlib
 import copy
 import importlib
 import io
+import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +19,7 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, require_extra
-from robopolicy.core.registry import add_working_folder
+from robopolicy.core.registry import add_working_folder, load_dotted
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from sims.suites.mujoco_state import MujocoCamera, MujocoState, has_mujoco_state
 
@@ -43,8 +45,11 @@ def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env
         if not has_mujoco_state(environment) and "rgb_array" in environment.metadata.get("render_modes", ()):
             environment.close()
             environment = gymnasium.make(spec, disable_env_checker=True, **{"render_mode": "rgb_array", **env_options})
-    except (TypeError, gymnasium.error.DependencyNotInstalled) as error:
-        raise ConfigError(f"'{env_id}' could not be made with options {dict(env_options)}: {error}") from error
+    except Exception as error:  # an environment is foreign code
+        text = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"'{env_id}' could not be made with options {dict(env_options)}: {type(error).__name__}: {text}"
+        ) from error
     return environment
 
 
@@ -59,7 +64,11 @@ def registered(env_id: str) -> EnvSpec:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise ConfigError(f"'{env_id}': module '{module}' needs another one: {error}. Install that.") from error
             raise ConfigError(f"'{env_id}': there is no module '{module}' to import ({error}).") from error
+        except Exception as error:
+            raise ConfigError(f"'{env_id}': importing '{module}' raised {type(error).__name__}: {error}") from error
     elif name not in gymnasium.registry and name.startswith(ROBOTICS_FAMILIES):
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             gymnasium.register_envs(require_extra("gymnasium_robotics", "robotics"))
@@ -144,26 +153,48 @@ def _is_image(box: spaces.Box) -> bool:
 
 @dataclass(frozen=True)
 class Description:
-    """What an environment says about itself; fps is None where it does not say."""
+    """What an environment says about itself; fps is None where it does not say.
+
+    reports_success: whether anybody says when an episode has succeeded; repeats: whether an episode begins the same way
+    again with the same seed.
+    """
 
     layout: Layout
     action: Field
     fps: float | None
     cameras: tuple[str, ...]
     is_goal_environment: bool
+    reports_success: bool
+    repeats: bool
+
+
+Success = Callable[[Mapping[str, np.ndarray]], Any]
+"""Observation arrays [n] by key -> whether the task is done."""
+
+THRESHOLD = re.compile(r"return\s*>=\s*(-?[\d.]+(?:e-?\d+)?)")
+"""Success as a threshold on the sum of the environment's own rewards so far."""
 
 
 class RowEnvironment:
     """An environment with vector observations, success flag, images and (for MuJoCo) its full state.
 
+    success: "package.module:function" that says it of an observation, or "return >= NUMBER"; None: `info` says it.
     success_key: entry of `info` that says whether the episode succeeded; None takes the first of SUCCESS_KEYS that
-    `info` has, and no success where there is none. Raises ConfigError unless actions are a one-dimensional Box, and
-    where `observation_layout` does.
+    `info` has, and no success where there is none. seed_globals: seed Python's and numpy's global generators as well,
+    for environments that draw from them. Raises ConfigError unless actions are a one-dimensional Box, on a bad
+    `success`, and where `observation_layout` does.
     """
 
     def __init__(
-        self, make: MakeEnvironment, state_keys: Sequence[str] | None = None, success_key: str | None = None
+        self,
+        make: MakeEnvironment,
+        state_keys: Sequence[str] | None = None,
+        success_key: str | None = None,
+        success: str | None = None,
+        seed_globals: bool = False,
     ) -> None:
+        self._judge, self._threshold = success_rule(success)
+        self._seed_globals, self._return = seed_globals, 0.0
         self.environment = make()
         self.layout = observation_layout(self.environment.observation_space, state_keys)
         space = self.environment.action_space
@@ -182,16 +213,42 @@ class RowEnvironment:
         inner: Any = environment.unwrapped
         step_time, rate = getattr(inner, "dt", None), environment.metadata.get("render_fps")
         cameras = self._camera.names if self._camera else (("default",) if environment.render_mode else ())
+        reports, repeats = self._tried()
         return Description(
             layout=self.layout,
             action=Field(tuple(space.low.shape), low=tuple(map(float, space.low)), high=tuple(map(float, space.high))),
             fps=float(1.0 / step_time) if self.state and step_time else (float(rate) if rate else None),
             cameras=(*self.layout.images, *cameras),
             is_goal_environment=set(GOAL_KEYS) <= {path[0] for path, _ in self.layout.parts if path},
+            reports_success=reports,
+            repeats=repeats,
         )
+
+    def _tried(self) -> tuple[bool, bool]:
+        """Begin an episode twice, and return whether success is reported, and whether both went alike."""
+        space, keys = self._action_space, {self._success_key, *SUCCESS_KEYS} - {None}
+        seen: list[np.ndarray] = []
+        known: set[str] = set()
+        judged = self._judge is not None or self._threshold is not None
+        try:
+            for _ in range(2):
+                out = np.zeros((2, self.layout.size), np.float32)
+                self.reset(0, out[0])
+                still = np.clip(np.zeros(space.shape), space.low, space.high).astype(self._action_dtype)
+                observation, *_, info = self.environment.step(still)
+                known |= set(info)
+                self.layout.write(observation, out[1])
+                seen.append(out)
+        except Exception:  # what is wrong shows again where the environment is used, with its own words
+            return True, True
+        return judged or bool(keys & known), bool(np.array_equal(*seen, equal_nan=True))
 
     def reset(self, seed: int, out: np.ndarray, options: dict | None = None) -> None:
         """Start the episode of `seed` and write its first observation into `out` [D]."""
+        if self._seed_globals:
+            random.seed(int(seed))
+            np.random.seed(int(seed) % 2**32)  # noqa: NPY002 (the environment draws from it)
+        self._return = 0.0
         observation, _ = self.environment.reset(seed=int(seed), options=options)
         self._take(observation, out)
 
@@ -202,7 +259,8 @@ class RowEnvironment:
         """
         observation, reward, terminated, truncated, info = self.environment.step(action.astype(self._action_dtype))
         self._take(observation, out)
-        return float(reward), bool(terminated), bool(truncated), self._success(info)
+        self._return += float(reward)
+        return float(reward), bool(terminated), bool(truncated), self._success(info, out)
 
     def _take(self, observation: Any, out: np.ndarray) -> None:
         self.layout.write(observation, out)
@@ -212,7 +270,14 @@ class RowEnvironment:
                 image = image[key]
             self._images[camera] = image
 
-    def _success(self, info: Mapping[str, Any]) -> bool:
+    def _success(self, info: Mapping[str, Any], vector: np.ndarray) -> bool:
+        if self._threshold is not None:
+            return self._return >= self._threshold
+        if self._judge is not None:
+            found = np.asarray(self._judge({key: vector[part] for key, part in self.layout.fields.items()}))
+            if found.shape != ():
+                raise SpecError(f"The success function returned shape {list(found.shape)}: it must return one truth.")
+            return bool(found)
         if self._success_key is not None:
             if self._success_key not in info:
                 raise SpecError(
@@ -243,6 +308,22 @@ class RowEnvironment:
         if self._camera is not None:
             self._camera.close()
         self.environment.close()
+
+
+def success_rule(success: str | None) -> tuple[Success | None, float | None]:
+    """Return the function that `success` names, or its threshold on the return; two None for None.
+
+    Raises ConfigError where it is neither "package.module:function" nor "return >= NUMBER".
+    """
+    if success is None:
+        return None, None
+    threshold = THRESHOLD.fullmatch(success.strip())
+    if threshold is not None:
+        return None, float(threshold[1])
+    found = load_dotted(success, "Success")
+    if not callable(found):
+        raise ConfigError(f"success={success} is {found!r}: name a function of the observation.")
+    return found, None
 
 
 def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.episode_rows import EpisodeRows, require_sizes
-from robopolicy.core.errors import ConfigError, NonFiniteError, did_you_mean
+from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, did_you_mean
 from robopolicy.core.history import places, select
 from robopolicy.core.randomness import numpy_generator
 from robopolicy.core.spec import IMAGE_PREFIX, Field, Observation, WorldSpec, validate_actions
@@ -34,10 +35,14 @@ class GymnasiumWorld:
     None for one per usable core; terminate_on_success: False lets an episode run on;
     fps: control steps per second, default what the environment says; reward: None or "progress" (environments with
     goals: decrease of the distance to the goal times reward_scale, plus 1 at success), "environment" (its own reward),
-    or "package.module:function", a potential (see `choose_reward`); success_key: entry of `info` (default is_success,
-    else success); state_keys: entries of a dictionary observation that are the robot's own.
-    `reset` options are handed to every started environment. Raises ConfigError on an unknown camera, reward or
-    state key, sizes below 1, and where nobody says how many control steps make a second.
+    or "package.module:function", a potential (see `choose_reward`); success: "package.module:function", observation
+    arrays [n] by key -> whether the task is done, or "return >= NUMBER", of the environment's own rewards; without it
+    success_key: entry of `info` (default is_success, else success); seed_globals: seed Python's and numpy's global
+    generators with every episode; state_keys: entries of a dictionary observation that are the robot's own.
+    repeats: whether an episode begins the same way again with the same seed; where nobody says when an episode has
+    succeeded, spec.reports_success is False. `reset` options are handed to every started environment. Raises ConfigError on an
+    unknown camera, reward, success or state key, sizes below 1, and where nobody says how many control steps make a
+    second.
     """
 
     def __init__(
@@ -57,13 +62,15 @@ class GymnasiumWorld:
         fps: float | None = None,
         reward: str | Reward | None = None,
         reward_scale: float = 10.0,
+        success: str | None = None,
         success_key: str | None = None,
         success_text: str = "the environment reports success",
+        seed_globals: bool = False,
         state_keys: Sequence[str] | None = None,
     ):
         require_sizes(batch_size=batch_size, history=history, horizon=horizon)
         self._batch_size, self._history = batch_size, history
-        row = partial(RowEnvironment, make_environment, state_keys, success_key)
+        row = partial(RowEnvironment, make_environment, state_keys, success_key, success, seed_globals)
         count = usable_threads() if workers is None else workers
         self.pool = Pool(name, row, batch_size, count, Images(tuple(cameras), image_size, history))
         try:
@@ -76,6 +83,15 @@ class GymnasiumWorld:
         except BaseException:
             self.pool.close()
             raise
+        if not description.repeats:
+            warnings.warn(
+                f"'{name}' begins otherwise when it is reset with the same seed again: episodes of two policies are "
+                "not the same, so paired comparisons say little. If it draws from Python's or numpy's global "
+                "generators, set world.options.seed_globals=true.",
+                RobopolicyWarning,
+                stacklevel=2,
+            )
+        self.repeats = description.repeats
         self._layout = description.layout
         self._spec = WorldSpec(
             name=name,
@@ -86,7 +102,8 @@ class GymnasiumWorld:
             history=history,
             rewards=self._reward.names,
             instructions=(instruction,),
-            success=success_text,
+            success=(success or success_text) if description.reports_success else "",
+            reports_success=description.reports_success,
             terminate_on_success=terminate_on_success,
         )
         generator = numpy_generator(seed, f"sims/{name}/episode_seeds")

@@ -107,7 +107,7 @@ def goal_potential(description: Description, scale: float) -> Potential:
 def _elements(description: Description, entry: str) -> tuple[str, np.ndarray]:
     """Return the field that holds an observation entry, and the entry's columns in it."""
     for key, names in description.layout.names.items():
-        columns = np.flatnonzero([name.startswith(entry + "[") for name in names])
+        columns = np.flatnonzero([name.startswith((f"{entry}[", f"{entry}.")) for name in names])  # or nested
         if len(columns):
             return key, columns
     raise ConfigError(f"The observation has no entry '{entry}'.")

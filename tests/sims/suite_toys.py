@@ -91,3 +91,53 @@ gymnasium.register("Point-v0", entry_point=PointEnvironment, max_episode_steps=1
 gymnasium.register("Press-v0", entry_point=PressEnvironment, max_episode_steps=12)
 gymnasium.register("Plain-v0", entry_point=PlainEnvironment, max_episode_steps=5)
 gymnasium.register("Endless-v0", entry_point=PointEnvironment)
+
+
+class SilentEnvironment(gymnasium.Env):
+    """Walks right and never says whether it has arrived; draws its start from numpy's global generator if asked to."""
+
+    metadata = {"render_modes": [], "render_fps": 10}  # noqa: RUF012
+    observation_space = spaces.Box(-np.inf, np.inf, (1,))
+    action_space = spaces.Box(-1, 1, (1,))
+
+    def __init__(self, unseeded=False):
+        self.unseeded = unseeded
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = np.random.uniform() if self.unseeded else self.np_random.uniform()  # noqa: NPY002
+        return np.array([self.place], np.float32), {}
+
+    def step(self, action):
+        self.place += float(action[0])
+        return np.array([self.place], np.float32), float(action[0]), False, False, {}
+
+
+class NestedGoals(SilentEnvironment):
+    """Goals in dictionaries, as Gymnasium-Robotics' FrankaKitchen has them."""
+
+    observation_space = spaces.Dict(
+        {
+            "observation": spaces.Box(-np.inf, np.inf, (1,)),
+            "achieved_goal": spaces.Dict({"kettle": spaces.Box(-9, 9, (2,)), "switch": spaces.Box(-9, 9, (1,))}),
+            "desired_goal": spaces.Dict({"kettle": spaces.Box(-9, 9, (2,)), "switch": spaces.Box(-9, 9, (1,))}),
+        }
+    )
+
+    def _seen(self):
+        here, there = np.full(3, self.place, np.float32), np.full(3, 2.0, np.float32)
+        goals = {"kettle": here[:2], "switch": here[2:]}, {"kettle": there[:2], "switch": there[2:]}
+        return {"observation": here[:1], "achieved_goal": goals[0], "desired_goal": goals[1]}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._seen(), {}
+
+    def step(self, action):
+        _, reward, *ends = super().step(action)
+        return self._seen(), reward, *ends
+
+
+def arrived(observation):
+    """Success of SilentEnvironment: [n] by key -> whether it is beyond 2."""
+    return observation["observation.state"][0] >= 2.0
