@@ -40,9 +40,9 @@ class GymnasiumWorld:
     success_key: entry of `info` (default is_success, else success); seed_globals: seed Python's and numpy's global
     generators with every episode; state_keys: entries of a dictionary observation that are the robot's own.
     repeats: whether an episode begins the same way again with the same seed; where nobody says when an episode has
-    succeeded, spec.reports_success is False. `reset` options are handed to every started environment. Raises ConfigError on an
-    unknown camera, reward, success or state key, sizes below 1, and where nobody says how many control steps make a
-    second.
+    succeeded, spec.reports_success is False. `reset` options are handed to every started environment. Raises
+    ConfigError on an unknown camera, reward, success or state key, sizes below 1, and where nobody says how many
+    control steps make a second.
     """
 
     def __init__(
