@@ -30,7 +30,7 @@ from worldmodels.data.transitions import recorded_transitions
 from worldmodels.described import Described
 from worldmodels.heads.calibration import quantiles_of
 from worldmodels.heads.state import StepHeads, success_batch
-from worldmodels.protocol import Context, Imagined, Latent, draws_of
+from worldmodels.protocol import Context, Imagined, Latent, counters, draws_of
 
 
 class EnsembleModel(Described[EnsembleConfig], Standardised):
@@ -166,11 +166,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         """
         present = {key: context.last(key) for key in self.state_vector.keys}
         state = torch.from_numpy(self.state_vector.pack(present)).to(self.state_mean.device)
-        return {
-            "state": state,
-            "seed": torch.from_numpy(np.asarray(seeds, dtype=np.int64)).to(state.device),
-            "step": torch.zeros(len(seeds), dtype=torch.int64, device=state.device),
-        }
+        return {"state": state, **counters(seeds, state.device)}
 
     @torch.no_grad()
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
@@ -23,6 +24,12 @@ Latent = dict[str, Tensor]
 
 LATENT = "observation.latent"
 """Key under which a model without a decoder shows its latent."""
+
+
+def counters(seeds: np.ndarray, device: torch.device | str) -> Latent:
+    """Return what `draws_of` reads of a latent: the episode's seed and the number of the next step, [R] int64 each."""
+    given = torch.from_numpy(np.asarray(seeds, dtype=np.int64)).to(device)
+    return {"seed": given, "step": torch.zeros_like(given)}
 
 
 def draws_of(latent: Latent, count: int) -> np.ndarray:

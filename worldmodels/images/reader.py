@@ -21,9 +21,9 @@ from robopolicy.core.returns import PROGRESS, SUCCESS, progress_reward
 from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, WorldSpec
 from robopolicy.core.vectors import StateVector
-from worldmodels.data.statistics import BOUND, Standardised
+from worldmodels.data.statistics import BOUND
 from worldmodels.data.structure import StateStructure, register_structure, structure_of
-from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
+from worldmodels.heads.judged import Judged
 from worldmodels.heads.latent import THUMBNAIL, LatentSteps
 from worldmodels.images.configuration import ReadoutConfig
 from worldmodels.images.readout import FrameReadout, to_pixels
@@ -44,19 +44,13 @@ Advance = Callable[[Latent, Tensor], tuple[Tensor, Tensor]]
 """Latent and actions [B, A] -> what the heads of reward and success read of the step, and the uncertainty [B]."""
 
 
-class FrameReader(Standardised):
+class FrameReader(Judged):
     """Fields, statistics and readout of a model of images.
 
     spec: the world that is imitated; images: its cameras' fields by key; state_vector: its vector fields; size: height
     and width of a frame, all cameras stacked in height. Raises ConfigError where there is no image, or cameras differ
     in width.
     """
-
-    change_std: Tensor
-    reward_mean: Tensor
-    reward_std: Tensor
-    success_threshold: Tensor
-    uncertainty_quantiles: Tensor
 
     def __init__(
         self,
@@ -81,8 +75,7 @@ class FrameReader(Standardised):
         shape = {"depth": depth, "hidden": hidden, "members": config.members}
         self.readout = FrameReadout(*self.size, **shape, **sizes, success_head=success_head)
         self.register_statistics(state=elements, action=actions, change=elements, reward=1)
-        self.register_buffer("success_threshold", torch.zeros(()))
-        self.register_buffer("uncertainty_quantiles", torch.zeros(101))
+        self.register_thresholds()
 
     def keep_statistics(self, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Take over means and deviations by name, see `read_statistics`.
@@ -90,7 +83,7 @@ class FrameReader(Standardised):
         Each is [V] for "state" and "change", [A] for "action", [1] for "reward", in the data's units.
         """
         super().keep_statistics(statistics)
-        self.readout.heads.keep_scales(self.state_std / self.change_std, self.reward_mean / self.reward_std)
+        self.keep_scales(self.readout.heads)
 
     @property
     def structure(self) -> StateStructure:
@@ -153,7 +146,7 @@ class FrameReader(Standardised):
             self.standard("state", after),
             self.standard("action", cut.actions[:, -1].to(device)),
             torch.cat([change, coarse], -1),
-            ((cut.reward[:, -1].to(device) - self.reward_mean) / self.reward_std),
+            self.standard_reward(cut.reward[:, -1].to(device)),
             cut.success[:, -1].to(device),
         )
         mending = ((after - given) / self.change_std)[:, free].clamp(-BOUND, BOUND)
@@ -201,11 +194,9 @@ class FrameReader(Standardised):
             inputs, uncertainty = advance(latent, episodes.actions[part].to(self.state_mean.device))
             read.append(inputs)
             found.append(uncertainty)
-        heads, inputs = self.readout.heads, torch.cat(read)
-        reward = progress_reward(episodes)[steps].to(inputs.device)
-        heads.choose_reward(inputs, (reward - self.reward_mean) / self.reward_std)
-        self.success_threshold.copy_(calibrated_threshold(heads.success(inputs), episodes.step_success[steps]))
-        self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(found)))
+        inputs, success = torch.cat(read), episodes.step_success[steps]
+        reward = self.standard_reward(progress_reward(episodes)[steps].to(inputs.device))
+        self.set_thresholds(self.readout.heads, inputs, reward, success, torch.cat(found))
 
     def begin(self, context: Context, past: int) -> tuple[dict[str, Tensor], Tensor, int]:
         """Return the last `past` frames of a context, key -> [R, past, *shape], the actions between them [R, past - 1,
@@ -223,12 +214,6 @@ class FrameReader(Standardised):
             actions[:, past - count :] = torch.from_numpy(between)
         first = torch.arange(count - past, count).clamp_min(0)
         return {key: value[:, first] for key, value in frames.items()}, actions, count
-
-    def counters(self, seeds: np.ndarray) -> Latent:
-        """Return what every latent carries: the episode's seed and the number of the next step, [R] int64 each."""
-        device = self.state_mean.device
-        given = torch.from_numpy(np.asarray(seeds, dtype=np.int64)).to(device)
-        return {"seed": given, "step": torch.zeros_like(given)}
 
     def noise(self, latent: Latent, shape: tuple[int, ...]) -> Tensor:
         """Return standard normal noise [B, *shape], a function of each row's seed and step alone."""
@@ -256,12 +241,7 @@ class FrameReader(Standardised):
         frame: uint8 [B, height, width, 3], all cameras stacked in height; after: [B, V], in the world's units; inputs,
         uncertainty: what `read` returns, [B, F + 2 V] and [B]. Rewards come out in the world's units.
         """
-        success = self.readout.heads.success(inputs) > self.success_threshold
-        rewards = {
-            PROGRESS: self.reward_mean + self.reward_std * self.readout.heads.rewards(inputs),
-            SUCCESS: self.success_bonus * success.to(after.dtype),
-        }
-        return Imagined(self._observation(after, frame), rewards, success, torch.zeros_like(success), uncertainty)
+        return self.judged(self.readout.heads, inputs, self._observation(after, frame), uncertainty)
 
     def stack(self, frames: Mapping[str, Tensor]) -> Tensor:
         """Return the cameras' frames, key -> [N, T, *shape], as one, stacked in height."""

@@ -33,7 +33,7 @@ from worldmodels.images.model import ImageModel, PartStage
 from worldmodels.images.reader import FrameReader
 from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 from worldmodels.pixel_diffusion.networks import PixelDenoiser
-from worldmodels.protocol import Context, Imagined, Latent
+from worldmodels.protocol import Context, Imagined, Latent, counters
 
 MEASURED = 2000
 """Changes of pixels are measured over so many steps at most."""
@@ -130,7 +130,7 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
             "frames": self.reader.stack(frames).to(device),
             "actions": actions.to(device),
             "state": self.reader.vector(frames, -1).to(device),
-            **self.reader.counters(seeds),
+            **counters(seeds, self.reader.state_mean.device),
         }
 
     @torch.no_grad()

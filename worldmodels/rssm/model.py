@@ -32,12 +32,12 @@ from robopolicy.core.returns import PROGRESS, SUCCESS, success_bonus
 from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.vectors import StateVector
-from worldmodels.data.statistics import BOUND, Standardised, read_statistics
+from worldmodels.data.statistics import BOUND, read_statistics
 from worldmodels.data.structure import StateStructure, register_structure, structure_of
 from worldmodels.described import Described
-from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
+from worldmodels.heads.judged import Judged
 from worldmodels.heads.latent import THUMBNAIL, HeadStage, LatentHeads, LatentSteps
-from worldmodels.protocol import Context, Imagined, Latent, draws_of
+from worldmodels.protocol import Context, Imagined, Latent, counters, draws_of
 from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.dynamics import LatentDynamics, Unrolled
 from worldmodels.rssm.networks import balanced_divergence, draw
@@ -46,19 +46,14 @@ HEAD_STEPS = 200_000
 """The heads are fitted again on the latents of at most so many steps."""
 
 
-class RssmModel(Described[RssmConfig], Standardised):
+class RssmModel(Described[RssmConfig], Judged):
     """A `LearnedModel` of the fields of `spec`, vectors and images; make one with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
 
     configuration = RssmConfig
-    change_std: Tensor
-    reward_mean: Tensor
-    reward_std: Tensor
     spread: Tensor
-    success_threshold: Tensor
-    uncertainty_quantiles: Tensor
 
     def __init__(
         self, config: RssmConfig, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0
@@ -79,8 +74,7 @@ class RssmModel(Described[RssmConfig], Standardised):
             self.heads = LatentHeads(*sizes, **about, success_head=config.success_head)
         self.register_statistics(state=elements, action=actions, change=elements, reward=1)
         self.register_buffer("spread", torch.zeros(free, elements))
-        self.register_buffer("success_threshold", torch.zeros(()))
-        self.register_buffer("uncertainty_quantiles", torch.zeros(101))
+        self.register_thresholds()
 
     @classmethod
     def build(cls, config: RssmConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
@@ -92,7 +86,7 @@ class RssmModel(Described[RssmConfig], Standardised):
         model = cls(config, spec, structure, success_bonus(episodes), seed)
         model.keep_statistics(statistics)
         model.spread.copy_(_spread(structure, model.state_std, model.change_std))
-        model.heads.keep_scales(model.state_std / model.change_std, model.reward_mean / model.reward_std)
+        model.keep_scales(model.heads)
         return model
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
@@ -165,7 +159,7 @@ class RssmModel(Described[RssmConfig], Standardised):
         # Heads read the state as imagination carries it, and must not bend it towards what is easy to judge.
         carried = latents.state.detach()
         inputs = self.heads.inputs(latents.summary[:, 1:], carried[:, :-1], carried[:, 1:])
-        heads = self.heads.losses(inputs, self._standard_reward(subsequence.reward), subsequence.success)
+        heads = self.heads.losses(inputs, self.standard_reward(subsequence.reward), subsequence.success)
         # Behind an unseen frame the prior guesses: which of several futures came true cannot be known.
         judged = subsequence.valid * seen[:, :-1]
         result = {
@@ -225,7 +219,7 @@ class RssmModel(Described[RssmConfig], Standardised):
                 state[:, 1:],
                 self.standard("action", subsequence.actions),
                 self._guessed(state, subsequence.frames),
-                self._standard_reward(subsequence.reward),
+                self.standard_reward(subsequence.reward),
                 subsequence.success,
             )
             found.append(steps.take(subsequence.valid))
@@ -248,10 +242,8 @@ class RssmModel(Described[RssmConfig], Standardised):
         """Set the threshold of success, the quantiles of the uncertainty and what is paid on held-out episodes."""
         steps = self.latent_steps(episodes)
         inputs = self.heads.inputs(steps.after, steps.state, steps.next_state)
-        self.heads.choose_reward(inputs, steps.reward)
-        logit = self.heads.success(inputs)
-        self.success_threshold.copy_(calibrated_threshold(logit, steps.success))
-        self.uncertainty_quantiles.copy_(quantiles_of(self.heads.disagreement(steps.before, steps.state, steps.action)))
+        uncertainty = self.heads.disagreement(steps.before, steps.state, steps.action)
+        self.set_thresholds(self.heads, inputs, steps.reward, steps.success, uncertainty)
 
     @torch.no_grad()
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
@@ -263,8 +255,7 @@ class RssmModel(Described[RssmConfig], Standardised):
         frames = {key: torch.from_numpy(value).to(device) for key, value in arrays.items()}
         latent = {
             "state": self.state_vector.pack({key: value[:, -1] for key, value in frames.items()}),
-            "seed": torch.from_numpy(np.asarray(seeds, dtype=np.int64)).to(device),
-            "step": torch.zeros(rows, dtype=torch.int64, device=device),
+            **counters(seeds, device),
         }
         state = self.vector(frames)
         count = state.shape[1]
@@ -296,12 +287,7 @@ class RssmModel(Described[RssmConfig], Standardised):
         after[:, free] = (self.state_mean + self.state_std * decoded)[:, free]
         after = self.structure.complete(after)
         inputs = self.heads.inputs(summary, state, self.standard("state", after))
-        success = self.heads.success(inputs) > self.success_threshold
-        rewards = {
-            PROGRESS: self.reward_mean + self.reward_std * self.heads.rewards(inputs),
-            SUCCESS: self.success_bonus * success.to(state.dtype),
-        }
-        imagined = Imagined(self._observation(after, summary), rewards, success, torch.zeros_like(success), uncertainty)
+        imagined = self.judged(self.heads, inputs, self._observation(after, summary), uncertainty)
         moved = {"deter": deter, "sample": chosen, "state": after, "seed": latent["seed"], "step": latent["step"] + 1}
         return moved, imagined
 
@@ -319,9 +305,6 @@ class RssmModel(Described[RssmConfig], Standardised):
         """Return uniforms [B, S], a function of each row's seed and step alone."""
         draws = draws_of(latent, self.config.networks.stochastic).astype(np.float32)
         return torch.from_numpy(draws).to(latent["seed"].device)
-
-    def _standard_reward(self, reward: Tensor) -> Tensor:
-        return (reward - self.reward_mean) / self.reward_std
 
 
 def _spread(structure: StateStructure, state_std: Tensor, change_std: Tensor) -> Tensor:

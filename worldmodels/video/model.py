@@ -33,7 +33,7 @@ from worldmodels.data.structure import StateStructure
 from worldmodels.images.model import ImageModel, PartStage
 from worldmodels.images.reader import PART, FrameReader
 from worldmodels.images.readout import to_frames, to_pixels
-from worldmodels.protocol import Context, Imagined, Latent, combined
+from worldmodels.protocol import Context, Imagined, Latent, combined, counters
 from worldmodels.video.configuration import VideoConfig
 from worldmodels.video.networks import VideoTransformer, ViewAutoencoder
 from worldmodels.video.training import DynamicsStage, LatentVideo
@@ -212,18 +212,18 @@ class VideoModel(ImageModel[VideoConfig]):
         latents = encoded.new_zeros(len(frames), length, *self.latent)
         latents[:, used] = encoded
         latents = latents if brief else latents[:, place]
-        states, actions, counters = states.to(device), actions.to(device), self.reader.counters(seeds)
+        states, actions, places = states.to(device), actions.to(device), counters(seeds, device)
         return {
             "latents": latents,
             "states": states,
             "actions": actions,
             "since": states.new_zeros(len(states), chunk, states.shape[2]),
             "moves": actions.new_zeros(len(actions), chunk, actions.shape[2]),
-            "phase": torch.zeros_like(counters["step"]),
+            "phase": torch.zeros_like(places["step"]),
             "state": states[:, -1],
             "frames": frames[:, -2:],
             "decoded": self._decode(latents[:, -1]),
-            **counters,
+            **places,
         }
 
     @torch.no_grad()
