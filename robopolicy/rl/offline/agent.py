@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class OfflineAgent(torch.nn.Module):
@@ -16,6 +17,14 @@ class OfflineAgent(torch.nn.Module):
     def discount(self) -> float:
         """What a reward is worth one step later."""
         return self.config.discount
+
+    def step(self, name: str, loss: Tensor) -> None:
+        """Take one step of an optimiser down the gradient of a scalar `loss`, which reaches no other weights."""
+        optimiser = self.optimisers[name]
+        optimiser.zero_grad()
+        own = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+        loss.backward(inputs=own)  # pyright: ignore[reportUnknownMemberType]
+        optimiser.step()
 
     def tree(self) -> dict[str, Any]:
         """Return a copy of weights and moments."""

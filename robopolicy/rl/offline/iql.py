@@ -75,9 +75,7 @@ class Iql(OfflineAgent):
         weight = (config.temperature * (recorded - value.detach())).exp().clamp(max=config.cap)
         actor_loss = -(weight * self.actor.log_prob(batch.state, batch.action)).mean()
         for name, loss in (("values", value_loss), ("critics", critic_loss), ("actor", actor_loss)):
-            self.optimisers[name].zero_grad()
-            loss.backward()  # pyright: ignore[reportUnknownMemberType]
-            self.optimisers[name].step()
+            self.step(name, loss)
         follow(self.slow, self.critics, config.tau)
         return {"critic_loss": critic_loss.detach(), "value": value.detach().mean(), "weight": weight.mean()}
 

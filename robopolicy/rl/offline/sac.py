@@ -89,13 +89,13 @@ class Sac(OfflineAgent):
         agreement = torch.zeros((), device=values.device)
         if self.config.diversity and self.config.critics > 1:
             agreement = gradient_agreement(self.critics, batch.state, batch.action)
-        self._step("critics", critic_loss + self.config.diversity * agreement)
+        self.step("critics", critic_loss + self.config.diversity * agreement)
 
         action, density = self.actor.sample(batch.state, generator)
         smallest = self.critics(batch.state, action).min(0).values
-        self._step("actor", (self.log_temperature.exp().detach() * density - smallest).mean())
+        self.step("actor", (self.log_temperature.exp().detach() * density - smallest).mean())
         if self.config.learn_temperature:
-            self._step("temperature", -(self.log_temperature.exp() * (density + self.target_entropy).detach()).mean())
+            self.step("temperature", -(self.log_temperature.exp() * (density + self.target_entropy).detach()).mean())
         follow(self.slow, self.critics, self.config.tau)
         return {
             "critic_loss": critic_loss.detach(),
@@ -116,13 +116,6 @@ class Sac(OfflineAgent):
     def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return actions [B, A], without noise where there is no generator."""
         return self.actor(state) if generator is None else self.actor.sample(state, generator)[0]
-
-    def _step(self, name: str, loss: Tensor) -> None:
-        optimiser = self.optimisers[name]
-        optimiser.zero_grad()
-        own = [parameter for group in optimiser.param_groups for parameter in group["params"]]
-        loss.backward(inputs=own)  # pyright: ignore[reportUnknownMemberType]
-        optimiser.step()
 
 
 def gradient_agreement(critics: Critics, state: Tensor, action: Tensor) -> Tensor:

@@ -88,18 +88,14 @@ class Td3Bc(OfflineAgent):
         """
         values = self.critics(batch.state, batch.action)
         critic_loss = (values - self.target(batch, generator)).square().mean(1).sum()
-        self.optimisers["critics"].zero_grad()
-        critic_loss.backward()
-        self.optimisers["critics"].step()
+        self.step("critics", critic_loss)
         self.updates += 1
         if self.updates % self.config.delay == 0:
             action = self.actor(batch.state)
             value = self.critics(batch.state, action)[0]
             scale = self.config.alpha / value.abs().mean().detach().clamp_min(1e-6)
             loss = -(scale * value).mean() + (action - batch.action).square().mean()
-            self.optimisers["actor"].zero_grad()
-            loss.backward(inputs=list(self.actor.parameters()))
-            self.optimisers["actor"].step()
+            self.step("actor", loss)
             follow(self.slow_actor, self.actor, self.config.tau)
             follow(self.slow_critics, self.critics, self.config.tau)
         return {"critic_loss": critic_loss.detach(), "value": values.detach().mean()}
