@@ -19,7 +19,7 @@ class OfflineAgent(torch.nn.Module):
         return self.config.discount
 
     def step(self, name: str, loss: Tensor) -> None:
-        """Take one step of an optimiser down the gradient of a scalar `loss`, which reaches no other weights."""
+        """Take one step of an optimiser down the gradient of `loss` [], a scalar; it reaches no other weights."""
         optimiser = self.optimisers[name]
         optimiser.zero_grad()
         own = [parameter for group in optimiser.param_groups for parameter in group["params"]]
