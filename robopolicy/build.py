@@ -5,6 +5,7 @@ other module names concrete worlds, policies and models.
 """
 
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ from robopolicy.configuration.finetune import FinetuneSection
 from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
-from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec, cameras_of
@@ -85,7 +86,16 @@ def build_world(
         options |= images_of(policy.spec.observation)
     elif section.cameras:
         options |= {"cameras": section.cameras, "image_size": section.image_size}
-    return make_world(section.name, rows, **options)
+    world = make_world(section.name, rows, **options)
+    if not world.spec.reports_success:
+        warnings.warn(
+            f"'{section.name}' does not say which episodes succeed, so returns are compared instead. Say it: "
+            "world.options.success=package.module:function, world.options.success='return >= NUMBER', or "
+            "world.options.success_key=NAME.",
+            RobopolicyWarning,
+            stacklevel=2,
+        )
+    return world
 
 
 def images_of(fields: Mapping[str, Field]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, recover_folder, storage_errors, sweep, write_json
 from robopolicy.core.structured import from_plain, to_plain
-from robopolicy.evaluation.report import report_for_run
 
 RESULT, REPORT = "result.json", "report.html"
 
@@ -109,6 +108,8 @@ def finished(folder: RunFolder) -> dict[str, Any] | None:
     if not path.exists():
         return None
     if folder.checkpoint.exists() and not (folder.path / REPORT).exists():
+        from robopolicy.evaluation.report import report_for_run  # draws plots, which most uses of a run folder do not
+
         report_for_run(folder.path)
     return read_json(path)
 

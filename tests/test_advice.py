@@ -9,7 +9,7 @@ from robopolicy.verbs.finetune import print_advice
 
 
 def judged(success_rate: float) -> Any:
-    return SimpleNamespace(deterministic=SimpleNamespace(success_rate=success_rate))
+    return SimpleNamespace(deterministic=SimpleNamespace(score=success_rate, reports_success=True))
 
 
 @pytest.mark.parametrize(("tuned", "said"), [(0.2, True), (0.4, True), (0.9, False)])

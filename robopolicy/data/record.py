@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import DataError
+from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.player import PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.progress import progress
@@ -32,7 +32,8 @@ def record(
     episodes: stop after this many (kept) episodes; the same ones are kept whatever the world's batch size. generator: a
     policy's noise (its device is where the policy computes); deterministic: a policy without exploration noise. Actions
     are stored as executed: clipped to the world's range. A policy's chunks run step by step where in-chunk images or
-    success times are wanted. Raises DataError (seeds used up, nothing kept) and SpecError (actor and world do not fit).
+    success times are wanted. Raises DataError (seeds used up, nothing kept), SpecError (actor and world do not fit) and
+    ConfigError (successes only, of a world that reports none).
     """
     spec = world.spec
     seeds = np.asarray(seeds, dtype=np.int64)
@@ -41,6 +42,8 @@ def record(
         raise DataError("Nothing to record: give at least one seed and ask for at least one episode.")
     if is_policy(actor) and generator is None:
         raise DataError("A policy draws noise: pass the generator it shall use.")
+    if successes_only and not spec.reports_success:
+        raise ConfigError(f"'{spec.name}' does not say which episodes succeed, so successes_only would keep none.")
     chosen = actor_of(actor, torch.Generator() if generator is None else generator, deterministic=deterministic)
     player = Player(world, chosen, stepwise=bool(spec.cameras) or not spec.terminate_on_success)
     takes = _Takes(player, seeds)
@@ -52,7 +55,7 @@ def record(
                 continue
             ended = takes.collect()
             kept = sum(item.success[-1] or not successes_only for item in ended)
-            advance(kept, f"{takes.successes}/{takes.finished} succeeded")
+            advance(kept, f"{takes.successes}/{takes.finished} succeeded" if spec.reports_success else "")
             pending = takes.successes if successes_only else takes.finished
             if exact or pending + player.running.sum() < wanted:
                 takes.start_next()
@@ -175,7 +178,7 @@ def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: 
         lengths=torch.tensor([len(item.success) for item in kept]),
         tasks=tuple(item.task for item in kept),
         rewards={name: joined([piece for item in kept for piece in item.rewards[name]]) for name in spec.rewards},
-        step_success=torch.tensor([value for item in kept for value in item.success]),
+        step_success=torch.tensor([value for item in kept for value in item.success]) if spec.reports_success else None,
         terminated=torch.tensor([item.terminated for item in kept]),
         seeds=torch.from_numpy(takes.seeds[[item.position for item in kept]]),
         final_known=torch.ones(len(kept), dtype=torch.bool),

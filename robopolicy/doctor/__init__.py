@@ -14,6 +14,7 @@ from robopolicy.doctor.findings import Finding, Health
 from robopolicy.doctor.images import check_cameras, check_images
 from robopolicy.doctor.policy import check_normalizers, check_policy_on_data
 from robopolicy.doctor.replay import check_replay
+from robopolicy.doctor.success import check_success
 
 __all__ = ["Finding", "Health", "examine", "examine_data", "examine_policy"]
 
@@ -22,7 +23,7 @@ def examine(
     episodes: Episodes, world: World, policy: Policy | None = None, generator: torch.Generator | None = None
 ) -> list[Finding]:
     """Return every finding about this combination of data, world and policy; generator: of the policy's noise."""
-    findings = examine_data(episodes, world)
+    findings = [*check_success(episodes, world.spec), *examine_data(episodes, world)]
     if policy is not None and not _fails(findings, "finite values"):
         findings += examine_policy(episodes, policy, generator or torch.Generator().manual_seed(0))
     return findings

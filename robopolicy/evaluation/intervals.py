@@ -81,6 +81,47 @@ def compare_paired(base: np.ndarray, tuned: np.ndarray, confidence: float = 0.95
     )
 
 
+@dataclass(frozen=True)
+class PairedReturns:
+    """Two policies on the same episodes, where nobody says which of them succeeded.
+
+    base, tuned: mean returns; difference: tuned - base, with its bootstrap interval (low, high) over episodes.
+    """
+
+    episodes: int
+    base: float
+    tuned: float
+    difference: float
+    low: float
+    high: float
+    confidence: float
+    of: str = "return"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return asdict(self)
+
+
+def compare_returns(base: np.ndarray, tuned: np.ndarray, confidence: float = 0.95) -> PairedReturns:
+    """Compare two vectors of returns [E] whose entries belong to the same seeds. Raises DataError unless they pair."""
+    base, tuned = np.asarray(base, dtype=np.float64), np.asarray(tuned, dtype=np.float64)
+    if base.ndim != 1 or base.shape != tuned.shape or base.size == 0:
+        raise DataError(
+            f"Returns of shape {base.shape} and {tuned.shape} do not pair: evaluate both on the same seeds."
+        )
+    difference = tuned - base
+    low, high = mean_interval(difference, confidence)
+    return PairedReturns(
+        len(base), float(base.mean()), float(tuned.mean()), float(difference.mean()), low, high, confidence
+    )
+
+
+def mean_interval(values: np.ndarray, confidence: float = 0.95, resamples: int = 2000) -> tuple[float, float]:
+    """Return the bootstrap interval (low, high) of the mean of `values` [E], by percentiles; the same at every call."""
+    draws = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))
+    return percentile_interval(np.asarray(values, dtype=np.float64)[draws].mean(1), confidence)
+
+
 def percentile_interval(replicates: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
     """Return the central `confidence` range (low, high) of bootstrap replicates [n], leaving out undefined ones.
 

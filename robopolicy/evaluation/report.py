@@ -92,11 +92,13 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> No
     rates = _rates(result)
     for rate in rates:
         report.cards.append(Card(rate.label, f"{rate.value:.0%}", f"{rate.low:.0%} to {rate.high:.0%}"))
+    report.cards += _return_cards(result)
     if "difference" in result:
         report.cards.append(_difference_card(result["difference"]))
     if "success_rate" in result and "steps" in result:
         report.cards.append(Card("episodes", str(result["episodes"]), f"{result['steps']} steps"))
-        report.cards.append(Card("success", f"{result['success_rate']:.0%}"))
+        rate = result["success_rate"]
+        report.cards.append(Card("success", "not reported" if rate is None else f"{rate:.0%}"))
     if "seconds" in result:
         report.cards.append(Card("time", f"{result['seconds']:.0f} s"))
     if rates:
@@ -225,7 +227,26 @@ def _rates(result: Mapping[str, Any]) -> list[Rate]:
         for name in ("base", UNPLANNED, "policy", "tuned")
         if isinstance(result.get(name), Mapping)
         for mode in ("deterministic", "stochastic")
-        if mode in result[name]
+        if mode in result[name] and result[name][mode].get("reports_success", True)
+    ]
+
+
+def _return_cards(result: Mapping[str, Any]) -> list[Card]:
+    """Return the mean returns of every policy that was judged in a world that reports no success, both modes."""
+    judged = {
+        f"{name}, {mode}": result[name][mode]
+        for name in ("base", UNPLANNED, "policy", "tuned")
+        if isinstance(result.get(name), Mapping)
+        for mode in ("deterministic", "stochastic")
+        if mode in result[name] and not result[name][mode].get("reports_success", True)
+    }
+    return [
+        Card(
+            f"{name}: return",
+            f"{each['return_mean']:.4g}",
+            f"{each['return_low']:.4g} to {each['return_high']:.4g}, no success reported",
+        )
+        for name, each in judged.items()
     ]
 
 
@@ -235,6 +256,8 @@ def _base_rate(result: Mapping[str, Any]) -> Rate | None:
 
 def _difference_card(difference: Mapping[str, Any]) -> Card:
     low, high = difference["low"], difference["high"]
+    if difference.get("of") == "return":
+        return Card("difference of returns", f"{difference['difference']:+.4g}", f"{low:+.4g} to {high:+.4g}")
     return Card("difference", f"{100 * difference['difference']:+.0f} points", f"{100 * low:+.0f} to {100 * high:+.0f}")
 
 

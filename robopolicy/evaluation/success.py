@@ -18,7 +18,14 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Policy
 from robopolicy.core.progress import progress
 from robopolicy.core.world import Controller, World
-from robopolicy.evaluation.intervals import PairedComparison, compare_paired, wilson
+from robopolicy.evaluation.intervals import (
+    PairedComparison,
+    PairedReturns,
+    compare_paired,
+    compare_returns,
+    mean_interval,
+    wilson,
+)
 from robopolicy.evaluation.waves import play_wave, waves
 
 
@@ -27,7 +34,8 @@ class EvaluationResult:
     """Outcomes of E episodes, in the caller's order of seeds.
 
     success [E] bool; returns [E] sums of reward; lengths [E] control steps; cut [E] bool: imagination was stopped
-    before the episode's end (a failure unless it had succeeded); seconds: wall time; steps: control steps executed.
+    before the episode's end (a failure unless it had succeeded); seconds: wall time; steps: control steps executed;
+    reports_success: False where the world does not say which episodes succeeded, so that only returns mean anything.
     """
 
     world: str
@@ -40,6 +48,7 @@ class EvaluationResult:
     seconds: float
     steps: int
     confidence: float = 0.95
+    reports_success: bool = True
 
     @property
     def episodes(self) -> int:
@@ -61,6 +70,30 @@ class EvaluationResult:
         """Wilson interval (low, high) of the success rate."""
         return wilson(self.successes, self.episodes, self.confidence)
 
+    @cached_property
+    def return_interval(self) -> tuple[float, float]:
+        """Bootstrap interval (low, high) of the mean return."""
+        return mean_interval(self.returns, self.confidence)
+
+    @property
+    def score(self) -> float:
+        """What policies are compared by: the success rate, or the mean return where there is none."""
+        return self.success_rate if self.reports_success else float(self.returns.mean())
+
+    def figures(self) -> dict[str, float]:
+        """Return what fine-tuning keeps of a validation: success and its interval, or the return that stands for it."""
+        low, high = self.interval if self.reports_success else self.return_interval
+        judged_by_return = {} if self.reports_success else {"return": self.score}
+        return {"success": self.success_rate, "low": low, "high": high, **judged_by_return}
+
+    @property
+    def text(self) -> str:
+        """The figure that this policy is judged by, with its interval: success, or the return where there is none."""
+        if self.reports_success:
+            return f"{self.success_rate:.1%} [{self.interval[0]:.1%}, {self.interval[1]:.1%}]"
+        low, high = self.return_interval
+        return f"return {self.returns.mean():.4g} [{low:.4g}, {high:.4g}]"
+
     def summary(self) -> dict[str, Any]:
         """Return the figures without the per-episode lists, for a metrics line."""
         low, high = self.interval
@@ -72,7 +105,10 @@ class EvaluationResult:
             "low": low,
             "high": high,
             "confidence": self.confidence,
+            "reports_success": self.reports_success,
             "return_mean": float(self.returns.mean()),
+            "return_low": self.return_interval[0],
+            "return_high": self.return_interval[1],
             "length_mean": float(self.lengths.mean()),
             "cut": int(self.cut.sum()),
             "deterministic": self.deterministic,
@@ -100,6 +136,7 @@ class EvaluationResult:
             seconds=data["seconds"],
             steps=data["steps"],
             confidence=data["confidence"],
+            reports_success=data.get("reports_success", True),
         )
 
 
@@ -145,12 +182,18 @@ def evaluate_policy(
         seconds=time.perf_counter() - start,
         steps=int(lengths.sum()),
         confidence=confidence,
+        reports_success=world.spec.reports_success,
     )
 
 
-def compare(base: EvaluationResult, tuned: EvaluationResult) -> PairedComparison:
-    """Compare two policies episode by episode, paired by seed; DataError unless both played the same seeds."""
+def compare(base: EvaluationResult, tuned: EvaluationResult) -> PairedComparison | PairedReturns:
+    """Compare two policies episode by episode, paired by seed: their success, or returns where there is none.
+
+    Raises DataError unless both played the same seeds.
+    """
     if not np.array_equal(np.sort(base.seeds), np.sort(tuned.seeds)):
         raise DataError("The two evaluations played different seeds: evaluate both with the same seed and episodes.")
     first, second = np.argsort(base.seeds), np.argsort(tuned.seeds)
+    if not (base.reports_success and tuned.reports_success):
+        return compare_returns(base.returns[first], tuned.returns[second], base.confidence)
     return compare_paired(base.success[first], tuned.success[second], base.confidence)

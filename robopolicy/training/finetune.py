@@ -51,7 +51,8 @@ from robopolicy.training.state import (
 from robopolicy.training.update import Learner
 
 Evaluate = Callable[[Policy, bool], Mapping[str, float]]
-"""(policy, deterministic) -> figures, among them `success` in [0, 1]; a function of the policy alone (own seeds).
+"""(policy, deterministic) -> figures, among them `success` in [0, 1], or where a world reports none `return`, by which
+policies are then chosen; a function of the policy alone (own seeds).
 
 A figure `stop` that is not 0 ends the run, because the others can no longer be believed: what was best stays best.
 """
@@ -309,9 +310,9 @@ class _Finetuning:
             for mode in ("deterministic", "stochastic")
             for name, value in self.evaluate(self.policy, mode == "deterministic").items()
         }
-        success = figures["deterministic_success"]
+        success, score = figures["deterministic_success"], _score(figures)
         self.stopped = bool(figures.get("deterministic_stop"))
-        better = not self.best_believed or success > self.best["deterministic_success"]
+        better = not self.best_believed or score > _score(self.best)
         if better and not (self.stopped and self.best_weights is not None):
             self.best, self.best_believed = {"iteration": self.iteration, **figures}, True
             self.best_weights = {name: value.clone() for name, value in self.policy.state_dict().items()}
@@ -372,3 +373,8 @@ class _Finetuning:
         self.return_scale.load_state_dict(tree["return_scale"])
         self.generators.restore(tree["generators"])
         self.run_folder.rewind("iteration", self.iteration)
+
+
+def _score(figures: Mapping[str, float]) -> float:
+    """Return what policies are chosen by: success without exploration noise, or the return where there is none."""
+    return figures.get("deterministic_return", figures["deterministic_success"])

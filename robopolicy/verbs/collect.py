@@ -5,6 +5,11 @@ Failures are kept, because world models need them; collect.successes_only=true d
 plan.model, a world model's, the policy looks ahead: plan.uncertainty above 0 leads it where the model has yet to learn.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
 from robopolicy.build import build_noisy_expert, build_world, choose_device, load_policy, with_planning
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
@@ -12,7 +17,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import record
-from robopolicy.evaluation.intervals import wilson
+from robopolicy.evaluation.intervals import mean_interval, wilson
 from robopolicy.runs import finish, finished, open_run, output
 from robopolicy.verbs.verb import Verb
 
@@ -34,7 +39,7 @@ def run(config: Config) -> int:
     result = summary(episodes)
     finish(config, folder, result)
     output.print(
-        f"Recorded {result['episodes']} episodes, {result['steps']} steps, success {result['success_rate']:.0%}"
+        f"Recorded {result['episodes']} episodes, {result['steps']} steps, {outcome(result)}"
         f" -> {folder.path / 'dataset'}"
     )
     return 0
@@ -65,9 +70,22 @@ def collect(config: Config) -> Episodes:
     return Episodes.concatenate(parts)
 
 
-def summary(episodes: Episodes) -> dict:
-    """Return the counts of a recording, with the success rate and its Wilson interval."""
-    successes = int(episodes.success.sum()) if episodes.success is not None else 0
+def summary(episodes: Episodes) -> dict[str, Any]:
+    """Return the counts of a recording, with the success rate and its Wilson interval, or the mean return and the
+    bootstrap interval of that, where the world reports no success.
+    """
+    counts = {"episodes": len(episodes), "steps": episodes.step_count}
+    if episodes.success is None:
+        totals = np.zeros(len(episodes)) if episodes.returns is None else episodes.returns.cpu().numpy()
+        low, high = mean_interval(totals)
+        return {**counts, "success_rate": None, "return_mean": float(totals.mean()), "low": low, "high": high}
+    successes = int(episodes.success.sum())
     low, high = wilson(successes, len(episodes))
-    rate = successes / len(episodes)
-    return {"episodes": len(episodes), "steps": episodes.step_count, "success_rate": rate, "low": low, "high": high}
+    return {**counts, "success_rate": successes / len(episodes), "low": low, "high": high}
+
+
+def outcome(result: Mapping[str, Any]) -> str:
+    """Return in words how well recorded episodes went."""
+    if result["success_rate"] is not None:
+        return f"success {result['success_rate']:.0%}"
+    return f"no success reported, return {result['return_mean']:.4g} [{result['low']:.4g}, {result['high']:.4g}]"

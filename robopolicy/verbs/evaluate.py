@@ -72,14 +72,13 @@ def judge(
 
 
 def print_verdicts(verdicts: dict[str, Verdict]) -> None:
-    """Print success rates with intervals, one row a policy."""
+    """Print success rates (returns, where there is no success) with intervals, one row a policy."""
     table = Table(box=None, padding=(0, 2))
     for column in ("", "world", "deterministic", "stochastic", "episodes"):
         table.add_column(column, justify="left" if column in ("", "world") else "right")
     for name, verdict in verdicts.items():
         modes = (verdict.deterministic, verdict.stochastic)
-        cells = [f"{mode.success_rate:.1%} [{mode.interval[0]:.1%}, {mode.interval[1]:.1%}]" for mode in modes]
-        table.add_row(name, modes[0].world, *cells, str(modes[0].episodes))
+        table.add_row(name, modes[0].world, *(mode.text for mode in modes), str(modes[0].episodes))
     output.print(table)
 
 

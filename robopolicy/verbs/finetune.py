@@ -56,13 +56,14 @@ def run(config: Config) -> int:
         add_lora(policy, section.lora_rank)
     world = build_world(config.world, base, batch_size=section.num_envs, device=device)
     judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
+    require_target(section.target_success, judging)
     validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
 
     def evaluate(candidate: Policy, deterministic: bool) -> dict[str, float]:
         found = evaluate_policy(
             judging, candidate, validation, deterministic=deterministic, device=device, label="validate"
         )
-        return {"success": found.success_rate, "low": found.interval[0], "high": found.interval[1]}
+        return found.figures()
 
     started = time.perf_counter()
     critic = build_critic(world, section, config.run.seed).to(device)
@@ -102,6 +103,15 @@ def run(config: Config) -> int:
     )
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
+
+
+def require_target(target: float | None, world: World) -> None:
+    """Raise ConfigError where a run should end at a rate of success that the world does not report."""
+    if target is not None and not world.spec.reports_success:
+        raise ConfigError(
+            f"finetune.target_success={target:g}, but '{world.spec.name}' does not say which episodes succeed: set "
+            "world.options.success=package.module:function (or 'return >= NUMBER'), or finetune.target_success=null."
+        )
 
 
 def film(config: Config, world: World, policies: Mapping[str, Policy], folder: RunFolder) -> None:
@@ -146,12 +156,12 @@ def add_lora(policy: Policy, rank: int) -> None:
 
 def print_advice(verdicts: Mapping[str, Verdict]) -> None:
     """Say what to try where the tuned policy is no better than its base."""
-    base, tuned = (verdicts[name].deterministic.success_rate for name in ("base", "tuned"))
-    if tuned <= base:
+    base, tuned = (verdicts[name].deterministic for name in ("base", "tuned"))
+    if tuned.score <= base.score:
         output.print(
-            "Fine-tuning did not raise success. Often steps are too large before the critic is ready: try "
-            "finetune.learning_rate=1e-4 finetune.critic_warmup=4 finetune.minibatch=256, or more finetune.num_envs. "
-            "`robopolicy doctor` looks for other causes."
+            f"Fine-tuning did not raise {'success' if base.reports_success else 'the return'}. Often steps are too "
+            "large before the critic is ready: try finetune.learning_rate=1e-4 finetune.critic_warmup=4 "
+            "finetune.minibatch=256, or more finetune.num_envs. `robopolicy doctor` looks for other causes."
         )
 
 
