@@ -11,7 +11,7 @@ import numpy as np
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import NonFiniteError, RobopolicyError, SpecError
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSpec, validate_observation
-from robopolicy.core.world import Renders, Snapshots, Step, World
+from robopolicy.core.world import Snapshots, Step, World, can_render
 
 MakeWorld = Callable[[int], World]
 """Batch size -> a new, not yet reset world."""
@@ -325,7 +325,7 @@ def check_render(make_world: MakeWorld, seeds: Array) -> None:
     seeds: [B], of the episodes. Raises AssertionError naming the broken promise.
     """
     world = make_world(len(seeds))
-    if not isinstance(world, Renders):
+    if not can_render(world):
         promise(world, False, "it has render (or pass renders=False)")
         return
     world.reset(seeds=seeds)

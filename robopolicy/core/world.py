@@ -6,12 +6,15 @@ dimension, H history frame, R selected rows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.spec import Observation, WorldSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 Rows = Array | Sequence[int] | None
 """Row indices [R]; None means every row."""
@@ -121,6 +124,11 @@ class Renders(Protocol):
     def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> Array:
         """Return uint8 images [R, height, width, 3]; camera None is the world's default view."""
         ...
+
+
+def can_render(world: object) -> "TypeIs[Renders]":
+    """Whether `world` can be looked at: it is a `Renders`, and does not say `draws = False` of itself."""
+    return isinstance(world, Renders) and getattr(world, "draws", True)
 
 
 @runtime_checkable

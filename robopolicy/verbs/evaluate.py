@@ -18,7 +18,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
-from robopolicy.core.world import Renders, World
+from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
@@ -104,7 +104,7 @@ def run(config: Config) -> int:
         policy = with_instruction(as_seen_in(world, policy), section.instruction, world.spec.instructions)
         verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
-        if section.videos and isinstance(world, Renders):
+        if section.videos and can_render(world):
             clip = record_grid(world, policy, seeds[: section.videos], label=name, device=device)
             write_video(clip, folder.path / f"{name.replace(' ', '_')}.mp4")
         world.close()

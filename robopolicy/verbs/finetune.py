@@ -16,7 +16,7 @@ from robopolicy.core.policy import Policy, TakesAdapters, require_trainable
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
-from robopolicy.core.world import Renders, World
+from robopolicy.core.world import World, can_render
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare, evaluate_policy
@@ -83,7 +83,7 @@ def run(config: Config) -> int:
         name: judge(judging, candidate, seeds, device, config.run.seed, name)
         for name, candidate in {"base": base, "tuned": policy}.items()
     }
-    if section.videos and isinstance(judging, Renders):
+    if section.videos and can_render(judging):
         film(config, judging, {"base": base, "fine-tuned": policy}, folder)
     for each in (world, judging):
         each.close()

@@ -35,7 +35,7 @@ from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
-from robopolicy.core.world import Renders, World
+from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.two_worlds import TwoWorlds
 from robopolicy.policies import load_policy as load_alone
@@ -104,7 +104,7 @@ def run(config: Config) -> int:
     outside = {"base": worlds.in_reality(base), "tuned": worlds.in_reality(policy)}
     verdicts = judge_all(config, worlds.real, outside)
     imagined = judge_all(config, worlds.imagined, {f"{name}, imagined": each for name, each in inside.items()})
-    if section.videos and isinstance(worlds.real, Renders):
+    if section.videos and can_render(worlds.real):
         film(config, worlds.real, {"base": outside["base"], "tuned in imagination": outside["tuned"]}, folder)
     worlds.close()
     print_verdicts({**verdicts, **imagined})

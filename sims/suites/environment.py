@@ -156,7 +156,7 @@ class Description:
     """What an environment says about itself; fps is None where it does not say.
 
     reports_success: whether anybody says when an episode has succeeded; repeats: whether an episode begins the same way
-    again with the same seed.
+    again with the same seed; draws: whether it can be looked at.
     """
 
     layout: Layout
@@ -166,6 +166,7 @@ class Description:
     is_goal_environment: bool
     reports_success: bool
     repeats: bool
+    draws: bool
 
 
 Success = Callable[[Mapping[str, np.ndarray]], Any]
@@ -222,6 +223,7 @@ class RowEnvironment:
             is_goal_environment=set(GOAL_KEYS) <= {path[0] for path, _ in self.layout.parts if path},
             reports_success=reports,
             repeats=repeats,
+            draws=self._camera is not None or bool(environment.render_mode) or bool(self.layout.images),
         )
 
     def _tried(self) -> tuple[bool, bool]:

@@ -39,10 +39,10 @@ class GymnasiumWorld:
     arrays [n] by key -> whether the task is done, or "return >= NUMBER", of the environment's own rewards; without it
     success_key: entry of `info` (default is_success, else success); seed_globals: seed Python's and numpy's global
     generators with every episode; state_keys: entries of a dictionary observation that are the robot's own.
-    repeats: whether an episode begins the same way again with the same seed; where nobody says when an episode has
-    succeeded, spec.reports_success is False. `reset` options are handed to every started environment. Raises
-    ConfigError on an unknown camera, reward, success or state key, sizes below 1, and where nobody says how many
-    control steps make a second.
+    repeats: whether an episode begins the same way again with the same seed; draws: whether it can be looked at; where
+    nobody says when an episode has succeeded, spec.reports_success is False. `reset` options are handed to every
+    started environment. Raises ConfigError on an unknown camera, reward, success or state key, sizes below 1, and where
+    nobody says how many control steps make a second.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class GymnasiumWorld:
                 RobopolicyWarning,
                 stacklevel=2,
             )
-        self.repeats = description.repeats
+        self.repeats, self.draws = description.repeats, description.draws
         self._layout = description.layout
         self._spec = WorldSpec(
             name=name,
