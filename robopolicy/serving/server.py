@@ -46,6 +46,9 @@ from robopolicy.serving.sessions import Sessions
 LARGE = 64 * 1024
 """Bytes of a message that is decoded off the event loop."""
 
+ACCEPTED = 8
+"""Connections that are accepted in one turn of the event loop; a hundred handshakes at once would hold up robots."""
+
 SHUTDOWN = 3.0
 """Seconds that a stopping server waits for its clients and for the pass in progress, together."""
 
@@ -164,6 +167,7 @@ class PolicyServer:
                 compression=None,
                 max_size=self.limits.message,
                 max_queue=4,
+                backlog=ACCEPTED,
                 process_request=self._process_request,
                 ping_interval=settings.keepalive,
                 ping_timeout=settings.keepalive,
