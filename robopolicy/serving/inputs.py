@@ -78,7 +78,7 @@ class Session:
         if found is not None:
             return self._shaped(key, found, _array(found, names[found]), field)
         if key == STATE and all(name in names for name in _PROPRIOCEPTION):
-            parts = [_array(name, names[name]).astype(np.float32) for name in _PROPRIOCEPTION]
+            parts = [_array(name, names[name]) for name in _PROPRIOCEPTION]
             if parts[0].ndim != parts[1].ndim or parts[0].shape[:-1] != parts[1].shape[:-1] or not parts[0].ndim:
                 raise SpecError(f"{' and '.join(_PROPRIOCEPTION)} have shapes {[list(each.shape) for each in parts]}.")
             return self._shaped(key, " + ".join(_PROPRIOCEPTION), np.concatenate(parts, axis=-1), field)
@@ -101,7 +101,7 @@ class Session:
             frames = self._images(frames, field)
         if frames.ndim != len(field.shape) + 1 or frames.shape[1:] != field.shape or not len(frames):
             raise SpecError(f"'{name}' has shape {list(array.shape)}; '{key}' needs {list(field.shape)}.")
-        return frames if is_image else frames.astype(np.float32)
+        return frames if is_image else _float32(frames)
 
     def _images(self, frames: np.ndarray, field: Field) -> np.ndarray:
         """Return images [n, h, w, 3] or [n, 3, h, w] as [n, height, width, 3] of `field`, where that can be done."""
@@ -135,6 +135,12 @@ def _array(name: str, value: Any) -> np.ndarray:
         return np.asarray(value)
     except (ValueError, OverflowError, TypeError) as error:
         raise SpecError(f"'{name}' is no array ({str(error)[:100]}).") from error
+
+
+def _float32(array: np.ndarray) -> np.ndarray:
+    """Return numbers as float32; those beyond its range become infinite, which is refused where they are used."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(np.float32)
 
 
 def _flat(message: Mapping[Any, Any], limits: Limits) -> dict[str, Any]:
