@@ -28,6 +28,8 @@ class ServeSection:
     """Seconds after which a policy that computes counts as hanging: /livez then answers 503."""
     session_expiry: float = 600.0
     """Seconds after which the history of a robot that asks for nothing is forgotten."""
+    with_parent: bool = False
+    """End when the process that started the server does, however that ends."""
     certificate: Path | None = None
     """PEM file of a TLS certificate: clients then connect to wss://."""
     certificate_key: Path | None = None

@@ -60,7 +60,8 @@ class ServerSettings:
     seconds after which a request is given up; stall: seconds after which a pass counts as hanging; keepalive: seconds
     between pings, and how long a silent client is kept; session_expiry: seconds after which an idle session is
     forgotten; rename: a client's names -> the policy's fields; origins: web pages that may connect; certificate, key:
-    PEM files for TLS; limits: None for those that follow from the policy.
+    PEM files for TLS; limits: None for those that follow from the policy; with_parent: end when the process that
+    started this one does, however that ends.
     """
 
     host: str = "127.0.0.1"
@@ -79,6 +80,7 @@ class ServerSettings:
     certificate: Path | None = None
     key: Path | None = None
     limits: Limits | None = None
+    with_parent: bool = False
 
 
 def serve(policy: Policy, settings: ServerSettings, on_ready: Callable[[int], None] = lambda port: None) -> None:
@@ -101,9 +103,20 @@ def serve(policy: Policy, settings: ServerSettings, on_ready: Callable[[int], No
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, signalled)
+        watching = asyncio.create_task(_stop_with_parent(stop)) if settings.with_parent else None
         await PolicyServer(policy, settings).run(stop, on_ready)
+        if watching is not None:
+            watching.cancel()
 
     asyncio.run(main())
+
+
+async def _stop_with_parent(stop: asyncio.Event) -> None:
+    """Set `stop` when this process is handed to another parent, as happens to orphans."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        await asyncio.sleep(0.5)
+    stop.set()
 
 
 def require_safe_address(settings: ServerSettings) -> None:

@@ -90,7 +90,9 @@ def serve_and_drive(stages: Config, root: Path) -> dict[str, Any]:
     """Serve the tuned policy and drive a simulated robot, each in a process of its own; return the robot's figures."""
     checkpoint, figures = run_path(stages, "finetune") / "checkpoint", root / "drive.json"
     command = [sys.executable, "-m", "robopolicy.cli"]
-    server = subprocess.Popen([*command, "serve", str(checkpoint), "serve.port=0"], stdout=subprocess.PIPE, text=True)
+    serve = [*command, "serve", str(checkpoint), "serve.port=0", "serve.with_parent=true"]
+    with open(root / "server.log", "w") as log:
+        server = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         port = announced_port(server)
         target = [f"world.name={stages.world.name}", f"drive.port={port}", "drive.episodes=5", f"json={figures}"]
@@ -109,7 +111,9 @@ def announced_port(server: subprocess.Popen[str]) -> int:
     for line in server.stdout:
         if (found := re.search(r"ws://[^:]+:(\d+)", line)) is not None:
             return int(found[1])
-    raise RobopolicyError(f"The policy server ended before it listened (exit status {server.wait()}).")
+    raise RobopolicyError(
+        f"The policy server ended before it listened (exit status {server.wait()}): see server.log."
+    )
 
 
 def next_steps(recipe: str, stages: Config) -> list[str]:

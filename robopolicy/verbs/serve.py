@@ -48,6 +48,7 @@ def run(config: Config) -> int:
         certificate=section.certificate,
         key=section.certificate_key,
         origins=section.origins,
+        with_parent=section.with_parent,
     )
     serve(policy, settings, announce)
     return 0

@@ -117,3 +117,8 @@ def run_serve(pipe, port: int) -> None:
 def run_one(pipe, policy: str, settings: dict) -> None:
     """Serve one policy until a signal comes."""
     serve(*made(policy, settings), pipe.send)
+
+
+def run_with_parent(pipe) -> None:
+    """Serve until the process that started this one ends."""
+    serve(Echo(), ServerSettings(port=0, with_parent=True), pipe.send)

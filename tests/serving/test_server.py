@@ -234,6 +234,31 @@ def test_serve_stops_in_order_and_clients_reconnect_after_a_restart():
     client.close()
 
 
+def test_a_server_ends_with_the_process_that_started_it_even_if_that_is_killed():
+    program = (
+        "import multiprocessing, sys, time; sys.path[:0] = sys.argv[1:2]; from served_policies import run_with_parent\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('spawn'); here, there = context.Pipe()\n"
+        "    process = context.Process(target=run_with_parent, args=(there,)); process.start()\n"
+        "    print(here.recv(), process.pid, flush=True); time.sleep(100)\n"
+    )
+    command = [sys.executable, "-c", program, os.path.dirname(__file__)]  # noqa: PTH120
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        port, server = map(int, parent.stdout.readline().split())
+        assert get(port, "/livez")[0] == 200
+        parent.kill()
+
+    def gone() -> bool:
+        try:
+            os.kill(server, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    wait_for(gone, 30)
+
+
 def test_taken_port_and_open_address_are_refused(ports):
     with pytest.raises(ServingError, match=r"Cannot listen on 127\.0\.0\.1:\d+.*serve\.port=PORT"):
         serve(Echo(), ServerSettings(port=ports["open"]))
