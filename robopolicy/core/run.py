@@ -51,6 +51,8 @@ class RunFolder:
 
     def rewind(self, key: str, last: int) -> None:
         """Drop metric lines whose `key` exceeds `last`: what a killed run logged after its last checkpoint."""
+        if not (self.path / "metrics.jsonl").exists():
+            return
         kept = [record for record in self.metrics() if record.get(key, last) <= last]
         write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
 

@@ -82,20 +82,19 @@ class _Fit:
         self.average = [parameter.detach().clone() for parameter in self.parameters]
         self.step = 0
         self.losses: dict[str, float] = {}
+        self.history: list[dict[str, Tensor]] = []
         self._resume()
 
     def run(self, batches: Iterator[Any], label: str, evaluate: Callable[[], Mapping[str, float]] | None) -> FitResult:
         started = time.perf_counter()
         self.model.train()
-        history: list[dict[str, Tensor]] = []
         with progress(label, self.config.steps) as advance:
             advance(self.step)
             for _ in range(self.step, self.config.steps):
-                history.append(self._update(next(batches)))
+                self.history.append(self._update(next(batches)))
                 done = self.step == self.config.steps
                 if self.step % self.config.log_every == 0 or done:
-                    self._log(history, evaluate)
-                    history = []
+                    self._log(evaluate)
                 advance(note=" ".join(f"{name} {value:.4g}" for name, value in self.losses.items()))
                 if self.step % self.config.checkpoint_every == 0 or done:
                     self._save()
@@ -122,8 +121,10 @@ class _Fit:
         self.step += 1
         return {name: value.detach() for name, value in means.items()}
 
-    def _log(self, history: list[dict[str, Tensor]], evaluate: Callable[[], Mapping[str, float]] | None) -> None:
-        self.losses = {name: float(torch.stack([row[name] for row in history]).mean()) for name in history[0]}
+    def _log(self, evaluate: Callable[[], Mapping[str, float]] | None) -> None:
+        """Log the mean losses of the steps since the last line."""
+        self.losses = {name: float(values.mean()) for name, values in self._history().items()}
+        self.history = []
         extra: dict[str, float] = {}
         if evaluate is not None:
             self._exchange()
@@ -150,6 +151,7 @@ class _Fit:
             "step": self.step,
             "config": to_plain(self.config),
             "losses": self.losses,
+            "history": self._history(),
             "model": self.model.state_dict(),
             "average": {str(number): value for number, value in enumerate(self.average)},
             "optimiser": optimiser_tree(self.optimiser),
@@ -157,9 +159,16 @@ class _Fit:
         }
         save_trainer(self.run_folder.resume_point, tree)
 
+    def _history(self) -> dict[str, Tensor]:
+        """Return the losses of the steps since the last line, name -> [n]."""
+        return {name: torch.stack([row[name].cpu() for row in self.history]) for name in (self.history or [{}])[0]}
+
     def _resume(self) -> None:
-        tree = None if self.run_folder is None else load_trainer(self.run_folder.resume_point)
-        if tree is None or self.run_folder is None:
+        if self.run_folder is None:
+            return
+        tree = load_trainer(self.run_folder.resume_point)
+        if tree is None:  # killed before its first checkpoint, a run begins anew, and so do its metrics
+            self.run_folder.rewind("step", 0)
             return
         require_same_config(tree["config"], to_plain(self.config), may_change=("log_every", "checkpoint_every"))
         self.step, self.losses = tree["step"], tree["losses"]
@@ -168,4 +177,6 @@ class _Fit:
             average.copy_(tree["average"][str(number)])
         restore_optimiser(self.optimiser, tree["optimiser"])
         self.generators.restore(tree["generators"])
+        rows = zip(*tree.get("history", {}).values(), strict=True)
+        self.history = [dict(zip(tree["history"], values, strict=True)) for values in rows]
         self.run_folder.rewind("step", self.step)

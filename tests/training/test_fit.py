@@ -1,5 +1,6 @@
 """The regression loop: what it learns, what it refuses, and that a kill changes nothing."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,19 @@ def test_a_killed_run_ends_bit_for_bit_where_an_unbroken_one_does(tmp_path: Path
         assert (tmp_path / "whole/resume" / file).read_bytes() == (tmp_path / "broken/resume" / file).read_bytes()
     assert RunFolder(tmp_path / "whole").metrics()[-1] == RunFolder(tmp_path / "broken").metrics()[-1]
     assert len(RunFolder(tmp_path / "broken").metrics()) == 6
+
+
+@pytest.mark.parametrize("killed_at", [12, 26, 38, 51])
+def test_what_a_killed_run_logged_is_what_an_unbroken_one_logs(tmp_path: Path, killed_at: int):
+    """Before the first checkpoint, and between a checkpoint and the log that covers it."""
+    config = replace(CONFIG, checkpoint_every=24)
+    _run(tmp_path / "whole", config=config)
+    with pytest.raises(KeyboardInterrupt):
+        _run(tmp_path / "broken", fail_at=killed_at, config=config)
+    _run(tmp_path / "broken", config=config)
+    files = ("metrics.jsonl", "resume/trainer.json", "resume/trainer.safetensors")
+    for file in files:
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "broken" / file).read_bytes(), file
 
 
 def test_a_finished_run_does_nothing_more(tmp_path: Path):
