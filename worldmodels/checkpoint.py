@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from robopolicy.core.checkpoints import (
+    load_weights,
     read_description,
     read_weights,
     require_format,
@@ -20,7 +21,6 @@ from robopolicy.core.checkpoints import (
 from robopolicy.core.errors import CheckpointError, did_you_mean
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import recover_folder
-from robopolicy.core.tensors import load_tensors
 from worldmodels.protocol import LearnedModel
 from worldmodels.registry import WORLD_MODELS
 
@@ -66,7 +66,7 @@ def load_world_model(folder: Path, device: torch.device | str = "cpu") -> Learne
     name, description = _described(folder)
     require_format(folder, description)
     made = WORLD_MODELS.saved(name, folder)
-    weights = load_tensors(folder / "model.safetensors", device)
+    weights = load_weights(folder, device)
     with restoring(folder, "a world model"):
         spec = WorldSpec.from_json(description["spec"])
         try:

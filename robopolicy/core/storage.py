@@ -84,7 +84,7 @@ def read_json(path: Path) -> Any:
             f"{Path(path).parent} is a file; a checkpoint is a folder with config.json and model.safetensors. Pickled "
             "files (.pt, .ckpt, .pkl) are never read: they can run any code."
         ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
 
 

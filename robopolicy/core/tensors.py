@@ -1,5 +1,6 @@
 """Nested tensors as files: safetensors for the numbers, JSON for the rest (no pickles)."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from robopolicy.core.storage import read_json, storage_errors, write_json
 
 Tree = Mapping[str, Any]
 """Nested mappings with string keys whose leaves are tensors or JSON values."""
+_HASH = "__sha256__"
+"""Key of the JSON file of a tree: the hash of the tensors beside it."""
 
 
 def save_tree(folder: Path, name: str, tree: Tree) -> None:
-    """Write `tree` into `folder` as `<name>.safetensors` and `<name>.json`."""
+    """Write `tree` into `folder` as `<name>.safetensors` and `<name>.json`, which holds the hash of the former."""
     tensors: dict[str, Tensor] = {}
 
     def split(node: Any, path: str) -> Any:
@@ -31,13 +34,19 @@ def save_tree(folder: Path, name: str, tree: Tree) -> None:
 
     skeleton = split(tree, "")
     with storage_errors(folder):
-        save_file(tensors, Path(folder) / f"{name}.safetensors")
-        write_json(Path(folder) / f"{name}.json", skeleton)
+        path = Path(folder) / f"{name}.safetensors"
+        save_file(tensors, path)
+        write_json(Path(folder) / f"{name}.json", {_HASH: file_hash(path), **skeleton})
 
 
 def load_tree(folder: Path, name: str, device: torch.device | str = "cpu") -> dict[str, Any]:
     """Read what `save_tree` wrote, or raise `CheckpointError` naming the file that is missing or corrupt."""
-    tensors = load_tensors(Path(folder) / f"{name}.safetensors", device)
+    path, described = Path(folder) / f"{name}.safetensors", Path(folder) / f"{name}.json"
+    skeleton = read_json(described)
+    if not is_mapping(skeleton):
+        raise CheckpointError(f"{described} is corrupt: it holds no mapping. Restore it from a copy or train again.")
+    require_hash(path, skeleton.get(_HASH), described.name)
+    tensors = load_tensors(path, device)
 
     def join(node: Any) -> Any:
         if is_mapping(node):
@@ -46,7 +55,7 @@ def load_tree(folder: Path, name: str, device: torch.device | str = "cpu") -> di
             return {key: join(value) for key, value in node.items()}
         return node
 
-    return join(read_json(Path(folder) / f"{name}.json"))
+    return join({key: value for key, value in skeleton.items() if key != _HASH})
 
 
 def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -57,3 +66,24 @@ def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
         return load_file(path, device=str(device))
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
+
+
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal; reading is nearly all the work (0.07 s for 100 MB)."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def require_hash(path: Path, expected: object, where: str) -> None:
+    """Raise CheckpointError, naming the file, where its hash is not the expected one, which stands in file `where`.
+
+    None is expected where a file was written before there were hashes; a missing file is for its reader to name.
+    """
+    if expected is None or not Path(path).is_file():
+        return
+    if file_hash(path) != expected:
+        raise CheckpointError(
+            f"{path} is not the file that {where} beside it was written with: its SHA-256 is another one. It was "
+            "damaged or replaced: restore both from a copy, or train again (whoever changed it on purpose removes the "
+            f"hash from {where})."
+        )

@@ -21,12 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from robopolicy.core.checkpoints import read_description
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, SpecError, did_you_mean
+from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.policy import Decision, TensorObservation
+from robopolicy.core.registry import asked_for
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, validate_observation
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
+from robopolicy.nn.language import offline
 
 if TYPE_CHECKING:
     from lerobot.configs.policies import PreTrainedConfig
@@ -39,6 +43,22 @@ PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
 CHUNK_KEYS = {"act": "n_action_steps", "diffusion": "n_action_steps", "multi_task_dit": "n_action_steps"}
 CHUNK_KEYS["vqbet"] = "action_chunk_size"
 """LeRobot's `type` -> the setting that says how many steps are executed between two predictions."""
+
+STEPS = (
+    "absolute_actions_processor",
+    "device_processor",
+    "image_crop_resize_processor",
+    "normalizer_processor",
+    "observation_processor",
+    "relative_actions_processor",
+    "rename_observations_processor",
+    "to_batch_processor",
+    "tokenizer_processor",
+    "unnormalizer_processor",
+)
+"""LeRobot's processing steps that a checkpoint may ask for. Others of LeRobot's load further models, may run code that
+lies beside those, or open devices.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,10 +91,10 @@ def load_lerobot_policy(
         path = folder / SETTINGS_FILE
         known = read_json(path) if path.is_file() else {}
         settings = from_plain(LeRobotSettings, known, SETTINGS_FILE)
-    for name in PROCESSORS:
-        _check_processor(folder, name)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with _nothing_downloaded(folder, kind), torch.random.fork_rng(devices=devices):
+        for name in PROCESSORS:
+            _check_processor(folder, name)
         config = _read_config(folder, torch.device(device))
         policy = _read_policy(folder, config)
         preprocess, postprocess = _read_processors(folder, config)
@@ -222,7 +242,7 @@ def _rows(observation: TensorObservation) -> int:
 
 
 def _checked_type(folder: Path) -> str:
-    description = read_json(folder / "config.json")
+    description = read_description(folder)
     kind = str(description.get("type"))
     if kind not in CHUNK_KEYS:
         raise CheckpointError(
@@ -249,28 +269,56 @@ def _check_processor(folder: Path, name: str) -> None:
             f"{path} does not exist: without it inputs and actions cannot be scaled. A checkpoint of an older LeRobot "
             "is converted by: python -m lerobot.processor.migrate_policy_normalization --pretrained-path FOLDER"
         )
-    steps = read_json(path).get("steps", [])
+    described = read_json(path)
+    steps = described.get("steps") if is_mapping(described) else None
+    if not is_sequence(steps) or not all(is_mapping(step) for step in steps):
+        raise CheckpointError(f"{path} is corrupt: it lists no steps. Restore it from a copy.")
     for step in steps:
-        if not str(step.get("class", "lerobot.")).startswith("lerobot."):
+        _check_step(path, step)
+        state = step.get("state_file")
+        if state is not None and not (isinstance(state, str) and Path(state).name == state):
+            raise CheckpointError(f"{path} names the file {state!r}, which is none beside it.")
+        if state is not None and not (folder / state).is_file():
+            raise CheckpointError(f"{folder / state} does not exist, which {name} needs.")
+
+
+def _check_step(path: Path, step: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a processor's step is one of `STEPS`, or the user has imported or named it."""
+    if "registry_name" in step:  # LeRobot then ignores "class"
+        name = str(step["registry_name"])
+        if name not in STEPS and not _registered_elsewhere(name):
             raise CheckpointError(
-                f"{path} asks for the class {step['class']}: a checkpoint does not choose what is imported. Register "
-                "the step with LeRobot's ProcessorStepRegistry and import it first."
+                f"{path} asks for the step '{name}', which is not among those that a checkpoint may choose: "
+                f"{', '.join(STEPS)}. Your own is registered with LeRobot's ProcessorStepRegistry in a module that you "
+                "name: run.plugins=[module]."
             )
-        if "state_file" in step and not (folder / step["state_file"]).is_file():
-            raise CheckpointError(f"{folder / step['state_file']} does not exist, which {name} needs.")
+        return
+    module, _, kind = str(step.get("class")).rpartition(".")
+    if not asked_for(f"{module}:{kind}"):
+        raise CheckpointError(
+            f"{path} asks for the class {step.get('class')}: a checkpoint does not choose what is imported. If you "
+            f"trust it, name its module: run.plugins=[{module}] (in Python: robopolicy.core.registry.ask_for)."
+        )
+
+
+def _registered_elsewhere(name: str) -> bool:
+    """Whether a step of this name is known to LeRobot from a module of somebody else, imported already."""
+    from lerobot.processor import ProcessorStepRegistry
+
+    return name in ProcessorStepRegistry.list() and not ProcessorStepRegistry.get(name).__module__.startswith(
+        "lerobot."
+    )
 
 
 @contextmanager
 def _nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
     """Keep the Hugging Face hub offline and quiet, and turn what LeRobot raises into one line."""
-    import huggingface_hub.constants as hub
-
-    offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
     chatter = logging.getLogger("transformers")
     level = chatter.level
     chatter.setLevel(logging.ERROR)
     try:
-        yield
+        with offline():
+            yield
     except RobopolicyError:
         raise
     except ImportError as error:
@@ -282,7 +330,6 @@ def _nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
         reason = _first_line(error.__cause__ or error) + _needed_models(folder, error)
         raise CheckpointError(f"{folder} cannot be loaded as LeRobot's '{kind}': {reason}") from error
     finally:
-        hub.HF_HUB_OFFLINE = offline
         chatter.setLevel(level)
 
 

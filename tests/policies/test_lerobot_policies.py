@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -325,13 +326,74 @@ def test_checkpoints_that_cannot_be_used_say_why(copy, changes, text):
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_does_not_choose_what_is_imported(copy):
-    path = copy / "policy_preprocessor.json"
+@pytest.mark.parametrize(
+    ("step", "complaint"),
+    [
+        ({"class": "antigravity.Step"}, r"asks for the class antigravity\.Step.*run\.plugins=\[antigravity\]"),
+        ({"class": "lerobot.processor.pipeline.hf_hub_download"}, r"asks for the class lerobot\.processor"),
+        ({"class": "lerobot.scripts.lerobot_train.subprocess"}, r"asks for the class lerobot\.scripts"),
+        ({"class": ["a"]}, "asks for the class"),
+        ({}, "asks for the class None"),
+        ({"registry_name": "reward_classifier_processor"}, "asks for the step 'reward_classifier_processor'"),
+        ({"registry_name": "nowhere"}, "asks for the step 'nowhere'"),
+        ({"registry_name": ["a"]}, "asks for the step"),
+        ({"registry_name": "normalizer_processor", "state_file": "../../x.safetensors"}, "none beside it"),
+        ({"registry_name": "normalizer_processor", "state_file": 3}, "none beside it"),
+    ],
+)
+@pytest.mark.parametrize("processor", ["policy_preprocessor.json", "policy_postprocessor.json"])
+def test_a_checkpoint_does_not_choose_what_is_imported(copy, processor, step, complaint):
+    path = copy / processor
     steps = json.loads(path.read_text())
-    steps["steps"].append({"class": "antigravity.Step", "config": {}})
+    steps["steps"].append({"config": {}, **step})
     path.write_text(json.dumps(steps))
-    with pytest.raises(CheckpointError, match=r"asks for the class antigravity.Step"):
+    with pytest.raises(CheckpointError, match=complaint) as caught:
         load_policy(copy)
+    assert "\n" not in str(caught.value)
+    assert "antigravity" not in sys.modules
+
+
+CODE = """from pathlib import Path
+Path(__file__).parent.joinpath("ran").touch()
+class Evil: pass
+"""
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch) -> Path:
+    """A tokenizer's folder that asks transformers to run the code beside it; whoever is asked says yes."""
+    folder = tiny_clip(tmp_path / "evil_clip")
+    path = folder / "tokenizer_config.json"
+    known = {
+        **json.loads(path.read_text()),
+        "tokenizer_class": "Evil",
+        "auto_map": {"AutoTokenizer": ["evil.Evil"] * 2},
+    }
+    path.write_text(json.dumps({**known, "processor_class": "Evil"}))
+    (folder / "processor_config.json").write_text(json.dumps({"auto_map": {"AutoProcessor": "evil.Evil"}}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}))
+    (folder / "evil.py").write_text(CODE.replace("Path(__file__).parent", f"Path({str(folder)!r})"))
+    monkeypatch.setattr("builtins.input", lambda *asked: (folder / "asked").touch() or "y")
+    return folder
+
+
+def test_a_tokenizer_that_brings_code_is_refused_without_asking(copy, evil):
+    steps = json.loads((copy / "policy_preprocessor.json").read_text())
+    tokenizer = {"registry_name": "tokenizer_processor", "config": {"tokenizer_name": str(evil)}}
+    (copy / "policy_preprocessor.json").write_text(json.dumps({**steps, "steps": [*steps["steps"], tokenizer]}))
+    with pytest.raises(CheckpointError, match="custom code"):
+        load_policy(copy)
+    assert not {"ran", "asked"} & {path.name for path in evil.iterdir()}
+
+
+def test_an_action_tokenizer_is_no_step_that_a_checkpoint_may_choose(copy, evil):
+    steps = json.loads((copy / "policy_preprocessor.json").read_text())
+    config = {"action_tokenizer_name": str(evil), "trust_remote_code": True, "paligemma_tokenizer_name": str(evil)}
+    tokenizer = {"registry_name": "action_tokenizer_processor", "config": config}
+    (copy / "policy_preprocessor.json").write_text(json.dumps({**steps, "steps": [*steps["steps"], tokenizer]}))
+    with pytest.raises(CheckpointError, match="action_tokenizer_processor"):
+        load_policy(copy)
+    assert not {"ran", "asked"} & {path.name for path in evil.iterdir()}
 
 
 def test_a_vqbet_without_codes_is_refused(tmp_path):

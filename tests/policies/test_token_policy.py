@@ -1,5 +1,7 @@
 """The token policy: exact scores, shared texts, adapters, Hugging Face checkpoints, and that it listens."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -283,6 +285,79 @@ def test_checkpoints_of_the_hub_load_by_name_and_are_not_needed_again(
         assert load_policy(tmp_path / "policy").spec == policy.spec
     finally:
         moved.rename(checkpoints[name])
+
+
+@pytest.fixture
+def saved(checkpoints, tmp_path: Path, monkeypatch) -> Path:
+    """A policy of a Hugging Face checkpoint, with code beside its tokenizer; whoever is asked says yes."""
+    make(token(model=str(checkpoints["causal"]))).save(tmp_path / "policy")
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\nclass Evil: pass\n"
+    (tmp_path / "policy/tokenizer/evil.py").write_text(code)
+    monkeypatch.setattr("builtins.input", lambda *asked: (tmp_path / "asked").touch() or "y")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.socket.connect", lambda *to: (tmp_path / "connected").touch())
+    return tmp_path / "policy"
+
+
+def change(path: Path, **entries: Any) -> None:
+    """Change entries of a JSON file."""
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**known, **entries}))
+
+
+AUTO_MAP = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"}
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json", "processor_config.json"])
+def test_a_tokenizer_that_brings_code_is_refused_without_asking(saved: Path, file: str):
+    change(saved / "tokenizer" / file, auto_map=AUTO_MAP, tokenizer_class="Evil", model_type="evil")
+    with pytest.raises(CheckpointError, match=r"config\.json brings code of its own") as caught:
+        load_policy(saved)
+    assert "\n" not in str(caught.value)
+    assert {path.name for path in saved.parent.iterdir()} == {"policy"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"auto_map": AUTO_MAP}, "brings code of its own"),
+        ({"attn_implementation": "evil/kernel"}, "could be code from a hub"),
+        ({"_attn_implementation": "evil/kernel:forward"}, "could be code from a hub"),
+        ({"attn_implementation": {"text_config": "evil/kernel"}}, "could be code from a hub"),
+        ({"attn_implementation": "flash_attention_2"}, "could be code from a hub"),
+        ({"experts_implementation": "evil/kernel"}, "could be code from a hub"),
+        ({"num_hidden_layers": 10**9}, "no size of a language model"),
+        ({"vocab_size": 10**15}, "no size of a language model"),
+        ({"vocab_size": 10**7}, "far more memory"),
+        ({"model_type": "evil"}, "evil"),
+        ({"model_type": "timm_backbone", "backbone": "resnet18", "use_pretrained_backbone": True}, "policy"),
+    ],
+)
+def test_a_backbone_that_is_not_of_transformers_is_refused(saved: Path, changes: dict, complaint: str):
+    described = json.loads((saved / "config.json").read_text())["backbone"]
+    change(saved / "config.json", backbone={**described, **changes})
+    with pytest.raises(CheckpointError, match=complaint) as caught:
+        load_policy(saved)
+    assert "\n" not in str(caught.value)
+    assert {path.name for path in saved.parent.iterdir()} == {"policy"}
+
+
+def test_a_missing_tokenizer_is_not_looked_for_elsewhere(saved: Path):
+    shutil.rmtree(saved / "tokenizer")
+    with pytest.raises(CheckpointError, match="tokenizer is missing"):
+        load_policy(saved)
+    assert {path.name for path in saved.parent.iterdir()} == {"policy"}
+
+
+def test_a_named_checkpoint_does_not_run_its_code_either(checkpoints, tmp_path: Path, monkeypatch):
+    folder = shutil.copytree(checkpoints["causal"], tmp_path / "hub")
+    monkeypatch.setattr("builtins.input", lambda *asked: (tmp_path / "asked").touch() or "y")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    change(folder / "config.json", auto_map=AUTO_MAP, model_type="evil")
+    with pytest.raises(ConfigError, match="could not be loaded") as caught:
+        make(token(model=str(folder)))
+    assert "\n" not in str(caught.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"hub"}
 
 
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path):

@@ -1,0 +1,118 @@
+"""What is kept of modules on disk: damage is seen and named, older files load, hashes cost little."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from robopolicy.core.checkpoints import HASH, WEIGHTS, read_description, read_weights, restoring, write_checkpoint
+from robopolicy.core.errors import CheckpointError
+from robopolicy.core.tensors import file_hash, load_tree, save_tree
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "checkpoint", {"kind": "line"}, nn.Linear(3, 2))
+    return tmp_path / "checkpoint"
+
+
+def flip(path: Path, place: int = -3) -> None:
+    """Flip one bit of a file."""
+    whole = bytearray(path.read_bytes())
+    whole[place] ^= 1
+    path.write_bytes(whole)
+
+
+def test_the_description_holds_the_hash_of_the_weights(folder: Path):
+    assert read_description(folder)[HASH] == file_hash(folder / WEIGHTS)
+    read_weights(nn.Linear(3, 2), folder)
+
+
+def test_a_flipped_bit_is_refused_by_name(folder: Path):
+    flip(folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not the file that config\.json"):
+        read_weights(nn.Linear(3, 2), folder)
+
+
+@pytest.mark.parametrize("wrong", [7, ["a"], "abc", {}, ""])
+def test_a_hash_that_is_none_is_refused(folder: Path, wrong: object):
+    description = {**read_description(folder), HASH: wrong}
+    (folder / "config.json").write_text(json.dumps(description))
+    with pytest.raises(CheckpointError, match="not the file"):
+        read_weights(nn.Linear(3, 2), folder)
+
+
+def test_older_checkpoints_have_no_hash(folder: Path):
+    description = {key: value for key, value in read_description(folder).items() if key != HASH}
+    (folder / "config.json").write_text(json.dumps(description))
+    flip(folder / WEIGHTS)
+    read_weights(nn.Linear(3, 2), folder)
+
+
+def test_weights_alone_decide_the_weights_file(tmp_path: Path):
+    line = nn.Linear(3, 2)
+    write_checkpoint(tmp_path / "a", {"kind": "line"}, line)
+    write_checkpoint(tmp_path / "b", {"kind": "other", "more": 1}, line)
+    assert (tmp_path / "a" / WEIGHTS).read_bytes() == (tmp_path / "b" / WEIGHTS).read_bytes()
+
+
+def test_a_flipped_bit_of_a_tree_is_refused_by_name(tmp_path: Path):
+    save_tree(tmp_path, "state", {"weight": torch.arange(4.0), "step": 3, "inner": {"more": torch.zeros(2)}})
+    loaded = load_tree(tmp_path, "state")
+    assert set(loaded) == {"weight", "step", "inner"}
+    flip(tmp_path / "state.safetensors")
+    with pytest.raises(CheckpointError, match=r"state\.safetensors is not the file that state\.json"):
+        load_tree(tmp_path, "state")
+
+
+def test_older_trees_have_no_hash(tmp_path: Path):
+    save_tree(tmp_path, "state", {"weight": torch.arange(4.0)})
+    (tmp_path / "state.json").write_text('{"weight": {"__tensor__": "weight"}}')
+    flip(tmp_path / "state.safetensors")
+    load_tree(tmp_path, "state")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(10**6, 10**6),
+        lambda: [nn.Linear(8, 8) for _ in range(10**9)],
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 1, 8), 10**9),
+        lambda: torch.linspace(0, 1, 10**12),
+        lambda: torch.zeros(10**5, 10**5),
+        lambda: nn.Embedding(10**12, 4),
+    ],
+)
+def test_a_description_cannot_ask_for_more_than_its_weights_fill(folder: Path, make):
+    with pytest.raises(CheckpointError, match=r"config\.json.* far more memory") as caught, restoring(folder, "a line"):
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_what_fits_is_made_as_ever(folder: Path):
+    torch.manual_seed(0)
+    free = nn.Linear(64, 64).weight, torch.randn(5), torch.randperm(9)
+    torch.manual_seed(0)
+    with restoring(folder, "a line"):
+        bound = nn.Linear(64, 64).weight, torch.randn(5), torch.randperm(9)
+    assert all(torch.equal(one, other) for one, other in zip(free, bound, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"kind": ["a"]}', "its kind is a list, not text"),
+        ("[" * 100_000 + "]" * 100_000, "corrupt"),
+        ('{"a": ' * 100_000 + "1" + "}" * 100_000, "corrupt"),
+        ('{"kind": ' + "1" * 10_000 + "}", "corrupt"),
+        ('{"kind": "\\', "corrupt"),
+    ],
+    ids=["list", "deep list", "deep map", "long number", "cut"],
+)
+def test_descriptions_that_are_none_are_refused_in_a_line(folder: Path, text: str, complaint: str):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=complaint) as caught:
+        read_description(folder)
+    assert "\n" not in str(caught.value)
