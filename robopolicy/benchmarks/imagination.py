@@ -1,7 +1,8 @@
 """Fine-tuning inside world models, judged in the simulator; and what happens when imagination fools a policy.
 
-The first arms learn from broad data. The others learn from 5,000 steps of near-perfect demonstrations, where imagined
-and real success part, with one remedy each; the last trains its model on while the policy is kept near its base.
+The first arm is what a recipe's own verbs do; others change its model, or how near the base it is kept. The rest learn
+from 5,000 steps of near-perfect demonstrations, where imagined and real success part, with one remedy each; the last
+trains its model on while the policy is kept near its base.
 """
 
 from collections.abc import Mapping
@@ -22,10 +23,9 @@ from robopolicy.verbs import imagine
 from robopolicy.verbs.bench import Benchmark, Table
 
 LONGER = ("finetune.target_success=0.98",)
-"""Tuned for longer: imagined steps are cheap, and some of what succeeds in imagination fails in the simulator."""
+"""Tuned for longer than the recipe would in the simulator."""
 
-NEAR = "finetune.auxiliaries=[bc]"
-CAREFUL = (*LONGER, NEAR)
+NEAR = "imagine.near_base=0.05"
 """Kept near the base, as DiWA does: slower, and worth it where the model errs about what the base never did."""
 
 FEWER = (
@@ -38,13 +38,15 @@ FEWER = (
 
 NARROW = ("worldmodel.noise=[0.2]", "worldmodel.transitions=5000")
 FOOLED = (
+    "imagine.keep=imagined",
+    "imagine.patience=0",
     "imagine.gap=null",
     "finetune.rewards=[success_only]",
     "finetune.target_success=null",
     "finetune.iterations=30",
     "finetune.checkpoint_every=5",
 )
-"""The success classifier alone pays (as in DiWA), and the run is not stopped when the two worlds part."""
+"""The success classifier alone pays (as in DiWA), and what is real neither ends the run nor chooses the policy."""
 
 EXPERTS = "finetune.auxiliaries=[experts]"
 """Imitates recorded successes on the side."""
@@ -55,12 +57,12 @@ class Arm:
     """A way to fine-tune in imagination.
 
     model: name of the world model; described: its settings; knows_base: whether it was trained on rollouts of the base
-    policy as well; settings: of fine-tuning in it.
+    policy as well, None: as the recipe says; settings: of fine-tuning in it.
     """
 
     model: str
     described: tuple[str, ...] = ()
-    knows_base: bool = True
+    knows_base: bool | None = True
     settings: tuple[str, ...] = ()
 
 
@@ -70,12 +72,12 @@ def narrow(*settings: str) -> Arm:
 
 
 ARMS: dict[str, Arm] = {
-    "ensemble": Arm("ensemble", settings=LONGER),
-    "ensemble, near its base": Arm("ensemble", settings=CAREFUL),
+    "ensemble": Arm("ensemble", knows_base=None),
+    "ensemble, near its base": Arm("ensemble", knows_base=None, settings=(NEAR,)),
     "rssm": Arm("rssm", ("worldmodel.kind=rssm",), settings=LONGER),
     "pixel_diffusion": Arm("pixel_diffusion", IMAGE_MODELS["pixel_diffusion"], settings=(*LONGER, *FEWER)),
     "narrow": narrow(),
-    "narrow, stopped": narrow("imagine.gap=0.2"),
+    "narrow, watched": narrow("imagine.keep=real", "imagine.patience=4", "imagine.gap=0.2"),
     "narrow, near its base": narrow(NEAR),
     "narrow, experts beside": narrow(EXPERTS),
     "narrow, uncertainty costs": narrow("world.imagination.penalty=0.3"),
@@ -116,12 +118,14 @@ def tuned_in_imagination(config: Config, root: Path, task: str, name: str, seed:
     folder = root / task / "imagine" / label / str(seed)
     if not (folder / "result.json").exists():
         base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
-        seen = (*arm.described, f"worldmodel.policies=[{base}]") if arm.knows_base else arm.described
+        shared = settings_of(config, root, task, seed)
+        knows_base = compose(shared).worldmodel.include_base if arm.knows_base is None else arm.knows_base
+        seen = (*arm.described, f"worldmodel.policies=[{base}]") if knows_base else arm.described
         model = modelled(config, root, task, arm.model, seed, seen) / "checkpoint"
         chosen = [f"finetune.policy={base}", f"imagine.model={model}"]
         if EXPERTS in arm.settings:
             chosen.append(f"finetune.experts=[{root / task / 'collect' / 'data' / str(seed) / 'dataset'}]")
-        run = [*settings_of(config, root, task, seed), f"run.name={label}", *chosen, *arm.settings]
+        run = [*shared, f"run.name={label}", *chosen, *arm.settings]
         imagine.run(compose(run))
     return folder
 

@@ -149,7 +149,8 @@ def modelled(config: Config, root: Path, task: str, label: str, seed: int, setti
         data = f"data_{label}" if filmed else "data"
         collect.run(compose([*shared, *filmed, f"run.name={data}"]))
         recordings = root / task / "collect" / data / str(seed) / "dataset"
-        worldmodel.run(compose([*shared, f"run.name={label}", f"worldmodel.data=[{recordings}]", *settings]))
+        chosen = [f"run.name={label}", f"worldmodel.data=[{recordings}]", "worldmodel.include_base=false"]
+        worldmodel.run(compose([*shared, *chosen, *settings]))
     return folder
 
 

@@ -18,9 +18,24 @@ class ImagineSection:
     succeed, imitate them.
     """
     watch: int = 200
-    """Real episodes of every evaluation, for watching alone, 0 for none."""
+    """Real episodes of every evaluation, 0 for none: nothing is learned from them."""
+    keep: Literal["real", "imagined"] = "real"
+    """By which success the best policy is chosen and finetune.target_success is judged: real (the lower bound of its
+    interval; imagined where imagine.watch is 0), or imagined, as if nobody had watched.
+    """
+    patience: int = 4
+    """Evaluations in a row in which real success has not risen that end the run, 0 for never."""
     gap: float | None = 0.2
-    """Stop once imagined success exceeds real success by so much and their intervals part, null for never."""
+    """The two worlds have parted once imagined success exceeds the real one by so much and their intervals do not
+    touch: then the policy is held nearer to its base, and the run ends if real success falls or patience does. Null for
+    never.
+    """
+    near_base: float = 0.0
+    """Weight of staying near the base policy from the start (bc, DiWA: 0.05), 0 for none until the two worlds part."""
+    tighten: float = 2.0
+    """Factor of that weight at every evaluation at which they have parted and come no nearer (from 0 it becomes 0.05),
+    1 for none.
+    """
     refresh_every: int = 0
     """Iterations after which the model is trained on with new real episodes of the policy, 0 for never."""
     refresh_episodes: int = 128
@@ -39,7 +54,12 @@ class ImagineSection:
     """Of sft: the learning rate."""
 
     def __post_init__(self):
+        if self.near_base < 0 or self.tighten < 1 or self.patience < 0:
+            raise ConfigError(
+                f"imagine.near_base={self.near_base} and imagine.patience={self.patience} are at least 0, "
+                f"imagine.tighten={self.tighten} at least 1."
+            )
         if self.gap is not None and self.gap <= 0:
-            raise ConfigError(f"imagine.gap is {self.gap}: use a share of episodes such as 0.2, or null never to stop.")
+            raise ConfigError(f"imagine.gap is {self.gap}: use a share of episodes such as 0.2, or null for never.")
         if min(self.watch, self.refresh_every) < 0 or min(self.refresh_episodes, self.rounds, self.synthetic) < 1:
             raise ConfigError("imagine: watch and refresh_every are at least 0, counts at least 1.")

@@ -27,6 +27,10 @@ class WorldModelSection(Tagged):
     """Folders of LeRobotDatasets (default: what collect wrote under the same name and seed)."""
     policies: tuple[Path, ...] = ()
     """Checkpoints of policies that collect further rollouts."""
+    include_base: bool = False
+    """Lets the policy that train wrote under the same name and seed be one of them: fine-tuning in imagination begins
+    where it goes.
+    """
     transitions: int = 100_000
     """Control steps of training data: what the datasets lack is collected in equal shares by the expert, at every level
     of noise, and by the policies.

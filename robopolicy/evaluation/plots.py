@@ -82,7 +82,7 @@ def imagined_and_real(records: Sequence[Mapping]) -> str:
             )
             low, high = ([row[f"{name}{end}"] for row in rows] for end in ("low", "high"))
             axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-        parted = [row for row in rows if row["deterministic_stop"]]
+        parted = [row for row in rows if row.get("deterministic_parted")]
         if parted:
             axes.axvline(parted[0]["env_steps"], color=MUTED, linestyle="--", linewidth=1)
             axes.annotate("parted", (parted[0]["env_steps"], 0.03), color=MUTED, ha="right")

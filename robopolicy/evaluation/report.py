@@ -146,7 +146,10 @@ def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate
     tuning = [record for record in records if "iteration" in record]
     fitting = [record for record in records if "step" in record]
     if any("deterministic_real_success" in record for record in tuning):
-        caption = "The same starts in both worlds, Wilson 95 % intervals. Nothing was learned from the real episodes."
+        caption = (
+            "The same starts in both worlds, Wilson 95 % intervals. Nothing was learned from the real episodes, but "
+            "unless imagine.keep=imagined the best policy was chosen by them."
+        )
         report.sections.append(Section("Imagined beside real", caption, svg=plots.imagined_and_real(tuning)))
     elif tuning:
         caption = "Validation on seeds that the final judgement does not use; bands are Wilson 95 % intervals."

@@ -7,16 +7,17 @@ import torch
 
 from robopolicy.core.policy import Policy
 from robopolicy.core.world import World
-from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
 
 
 class TwoWorlds:
-    """Measures success in the world model and, to watch, in the real world, on the same starts.
+    """Measures success in the world model and in the real world, on the same starts.
 
     seeds: episodes in imagination; watched: those of them that are also played for real, possibly none; gap: the two
     have parted when imagined success exceeds the real one by so much and their Wilson intervals do not touch; None:
-    never said; in_reality: a policy -> what acts in its place in the real world, itself behind an encoder say. Imagined
-    gain is not real gain: without regularisation DiWA imagines 85 % where 25 % are real.
+    never said; by_real: whether what is real, where it is watched, is what policies are chosen by and what counts
+    towards a target; in_reality: a policy -> what acts in its place in the real world, itself behind an encoder say.
+    Imagined gain is not real gain: without regularisation DiWA imagines 85 % where 25 % are real.
     """
 
     def __init__(
@@ -28,23 +29,37 @@ class TwoWorlds:
         gap: float | None,
         device: torch.device | str = "cpu",
         in_reality: Callable[[Policy], Policy] = lambda policy: policy,
+        by_real: bool = True,
     ):
         self.imagined, self.real, self.seeds, self.watched = imagined, real, seeds, watched
-        self.gap, self.device, self.in_reality = gap, device, in_reality
+        self.gap, self.device, self.in_reality, self.by_real = gap, device, in_reality, by_real
 
     def evaluate(self, policy: Policy, deterministic: bool) -> dict[str, float]:
-        """Return success, low and high in imagination, real_success, real_low and real_high, gap and stop (0 or 1)."""
+        """Return success, low and high in imagination (and return, where the world reports no success), and where the
+        policy is watched real_success, real_low, real_high, real_steps, gap and parted (0 or 1), and score and achieved
+        if `by_real`: the lower bound of what is real, and real success.
+
+        Where success is not reported, low and high bound the mean return, and the worlds are never said to part.
+        """
         imagined = evaluate_policy(
             self.imagined, policy, self.seeds, deterministic=deterministic, device=self.device, label="imagined"
         )
-        figures = {"success": imagined.success_rate, "low": imagined.interval[0], "high": imagined.interval[1]}
         if not len(self.watched):
-            return {**figures, "stop": 0.0}
-        acting = self.in_reality(policy)
+            return imagined.figures()
         real = evaluate_policy(
-            self.real, acting, self.watched, deterministic=deterministic, device=self.device, label="real"
+            self.real,
+            self.in_reality(policy),
+            self.watched,
+            deterministic=deterministic,
+            device=self.device,
+            label="real",
         )
-        gap = imagined.success_rate - real.success_rate
-        parted = self.gap is not None and gap > self.gap and imagined.interval[0] > real.interval[1]
-        seen = {"real_success": real.success_rate, "real_low": real.interval[0], "real_high": real.interval[1]}
-        return {**figures, **seen, "gap": gap, "stop": float(parted)}
+        measured = real.figures()
+        seen = {f"real_{name}": value for name, value in measured.items()} | {"real_steps": float(real.steps)}
+        chosen = {"score": measured["low"], "achieved": measured["success"]} if self.by_real else {}
+        return {**imagined.figures(), **seen, **self._gap(imagined, real), **chosen}
+
+    def _gap(self, imagined: EvaluationResult, real: EvaluationResult) -> dict[str, float]:
+        gap = imagined.score - real.score
+        beyond = real.reports_success and self.gap is not None and gap > self.gap
+        return {"gap": gap, "parted": float(beyond and imagined.interval[0] > real.interval[1])}

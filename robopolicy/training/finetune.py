@@ -32,6 +32,7 @@ from robopolicy.rl.registry import Need
 from robopolicy.rl.returns import ReturnScale
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.course import Course, Ended, Oversight, score
 from robopolicy.training.experience import (
     decisions_at,
     episode_metrics,
@@ -54,26 +55,34 @@ Evaluate = Callable[[Policy, bool], Mapping[str, float]]
 """(policy, deterministic) -> figures, among them `success` in [0, 1], or where a world reports none `return`, by which
 policies are then chosen; a function of the policy alone (own seeds).
 
-A figure `stop` that is not 0 ends the run, because the others can no longer be believed: what was best stays best.
+`score`, where it is given, is what policies are chosen by instead, and compares even where `after_checkpoint` changes
+the world; `achieved` is then the success that counts towards the target. Of a policy that is also watched in the real
+world, `real_low` and `real_high` bound what was measured, `gap` is what imagination adds, and `parted` (0 or 1) says
+that it adds too much; what follows from them stands in `Course`.
 """
 
 AfterCheckpoint = Callable[[int, Policy], bool]
-"""(iteration, policy) -> whether the world is another one now, so that earlier evaluations do not compare; called after
-every checkpoint but the last, and when a run is resumed; collecting begins anew after it."""
+"""(iteration, policy) -> whether the world is another one now, so that earlier evaluations do not compare (but `score`
+does); called after every checkpoint but the last, and when a run is resumed; collecting begins anew after it."""
 
 
 NO_GUIDANCE = Guidance()
+NO_OVERSIGHT = Oversight()
 
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """iterations and env_steps done; whether the target, or an evaluation's `stop`, ended it; the best evaluation."""
+    """iterations and env_steps done; why it ended; the best evaluation (with its iteration), empty without any."""
 
     iterations: int
     env_steps: int
-    reached_target: bool
+    ended: Ended
     best: Mapping[str, float]
-    stopped: bool = False
+
+    @property
+    def reached_target(self) -> bool:
+        """Whether success ended it."""
+        return self.ended is Ended.TARGET
 
 
 def finetune(
@@ -87,6 +96,7 @@ def finetune(
     seed: int = 0,
     guidance: Guidance = NO_GUIDANCE,
     after_checkpoint: AfterCheckpoint | None = None,
+    oversight: Oversight = NO_OVERSIGHT,
 ) -> FinetuneResult:
     """Improve `policy` in `world`, in place.
 
@@ -95,10 +105,13 @@ def finetune(
     `checkpoint/` (the best evaluated, the base among them, or the last without `evaluate`) and the resume point; the
     same call again after a kill goes on from there and ends, on a CPU, byte for byte in the same place. guidance: for
     mechanisms that need it. At the end `policy` holds what is in `checkpoint/`. seed: root of every random number
-    drawn. Raises ConfigError for a combination that cannot work, NonFiniteError naming the quantity
+    drawn. oversight: what a run that is watched for real is held to.
+
+    Raises ConfigError for a combination that cannot work, NonFiniteError naming the quantity
     and the iteration, and RuntimeError if the policy scores its decisions differently from when it acted.
     """
-    return _Finetuning(policy, critic, world, config, run, evaluate, seed, guidance).run(after_checkpoint)
+    course = Course(oversight, config.target_success)
+    return _Finetuning(policy, critic, world, config, run, evaluate, seed, guidance, course).run(after_checkpoint)
 
 
 class _Finetuning:
@@ -114,6 +127,7 @@ class _Finetuning:
         evaluate: Evaluate | None,
         seed: int,
         guidance: Guidance,
+        course: Course,
     ):
         self.policy, self.world, self.config, self.seed = policy.eval(), world, config, seed
         self.run_folder, self.evaluate, self.guidance, self.teacher = run, evaluate, guidance, guidance.teacher
@@ -138,10 +152,11 @@ class _Finetuning:
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
         self.history: tuple[float, ...] = ()
-        self.reached_target = self.stopped = False
+        self.course = course
         self.best: dict[str, float] = {}
         self.best_believed = False
         self.best_weights: dict[str, Tensor] | None = None
+        self._hold()
         self._resume()
 
     def _have(self, critic: Critic | None) -> frozenset[Need]:
@@ -173,10 +188,11 @@ class _Finetuning:
         try:
             with progress("Fine-tuning", self.config.iterations) as advance:
                 advance(self.iteration)
-                while self.iteration < self.config.iterations and not (self.reached_target or self.stopped):
+                while self.iteration < self.config.iterations and self.course.ended is None:
                     due = self.iteration > 0 and self._due(self.config.checkpoint_every, False)
                     if after_checkpoint is not None and due and after_checkpoint(self.iteration, self.policy):
-                        self.best_believed = False  # what follows is measured in another world
+                        # what follows is measured in another world, unless policies are chosen by what is real
+                        self.best_believed &= "deterministic_score" in self.best
                     metrics = self._iterate()
                     advance(note=f"success {metrics['success']:.2f}" if metrics["episodes"] else "")
         finally:
@@ -185,7 +201,7 @@ class _Finetuning:
             self.policy.load_state_dict(self.best_weights)
         if self.run_folder is not None:
             self.policy.save(self.run_folder.checkpoint)
-        return FinetuneResult(self.iteration, self.env_steps, self.reached_target, self.best, self.stopped)
+        return FinetuneResult(self.iteration, self.env_steps, self.course.ended or Ended.ITERATIONS, self.best)
 
     def _begin(self) -> None:
         """Keep the policy as it came, and measure it: where the learning curve starts, and the best until beaten."""
@@ -227,7 +243,7 @@ class _Finetuning:
         metrics["seconds_evaluate"] = time.perf_counter() - updated
         if self.run_folder is not None:
             self.run_folder.log({"iteration": self.iteration, "env_steps": self.env_steps, **metrics})
-        if self._due(self.config.checkpoint_every, last or self.reached_target or self.stopped):
+        if self._due(self.config.checkpoint_every, last or self.course.ended is not None):
             self._save()
             self.collector.restart()
         return metrics
@@ -303,24 +319,26 @@ class _Finetuning:
         return f"fine-tuning iteration {self.iteration + 1}"
 
     def _evaluate(self) -> dict[str, float]:
-        """Measure both modes, keep the weights if they are the best so far, and see whether the target is reached."""
+        """Measure both modes, keep the weights if they are the best so far, and see whether and how the run goes on."""
         assert self.evaluate is not None
         figures = {
             f"{mode}_{name}": float(value)
             for mode in ("deterministic", "stochastic")
             for name, value in self.evaluate(self.policy, mode == "deterministic").items()
         }
-        success, score = figures["deterministic_success"], _score(figures)
-        self.stopped = bool(figures.get("deterministic_stop"))
-        better = not self.best_believed or score > _score(self.best)
-        if better and not (self.stopped and self.best_weights is not None):
+        if not self.best_believed or score(figures) > score(self.best):
             self.best, self.best_believed = {"iteration": self.iteration, **figures}, True
             self.best_weights = {name: value.clone() for name, value in self.policy.state_dict().items()}
             if self.run_folder is not None:
                 self.policy.save(self.run_folder.checkpoint)
-        target = self.config.target_success
-        self.reached_target = target is not None and success >= target and not self.stopped
+        self.course.observe(figures)
+        self._hold()
         return figures
+
+    def _hold(self) -> None:
+        """Hold the policy as near to its base as the run's course says."""
+        if "bc" in self.algorithm.auxiliaries:
+            self.learner.knobs["bc_scale"] = self.course.leash
 
     def _save(self) -> None:
         if self.run_folder is None:
@@ -333,8 +351,7 @@ class _Finetuning:
             "iteration": self.iteration,
             "env_steps": self.env_steps,
             "history": list(self.history),
-            "reached_target": self.reached_target,
-            "stopped": self.stopped,
+            "course": self.course.tree(),
             "config": self._settings(),
             "best": self.best,
             "best_believed": self.best_believed,
@@ -358,7 +375,7 @@ class _Finetuning:
         require_same_parts(tree, self._tree(), self.run_folder.resume_point)
         require_same_config(tree["config"], self._settings(), may_change=("iterations", "target_success"))
         self.iteration, self.env_steps, self.best = tree["iteration"], tree["env_steps"], tree["best"]
-        self.reached_target, self.stopped = tree["reached_target"], tree["stopped"]
+        self.course.restore(tree["course"])
         self.best_believed = tree["best_believed"]
         self.history = tuple(tree["history"])
         self.best_weights = tree["best_weights"] or None
@@ -373,8 +390,3 @@ class _Finetuning:
         self.return_scale.load_state_dict(tree["return_scale"])
         self.generators.restore(tree["generators"])
         self.run_folder.rewind("iteration", self.iteration)
-
-
-def _score(figures: Mapping[str, float]) -> float:
-    """Return what policies are chosen by: success without exploration noise, or the return where there is none."""
-    return figures.get("deterministic_return", figures["deterministic_success"])

@@ -21,7 +21,8 @@ from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
 from robopolicy.training.configuration import FitConfig, PretrainConfig
-from robopolicy.training.finetune import Evaluate
+from robopolicy.training.course import Course, Ended, score
+from robopolicy.training.finetune import Evaluate, FinetuneResult
 from robopolicy.training.pretrain import pretrain
 from robopolicy.training.stages import fit_stages
 from worldmodels import load_world_model, save_world_model
@@ -100,15 +101,18 @@ def synthesise_and_imitate(
     learning_rate: float,
     seed: int,
     evaluate: Evaluate,
+    course: Course,
     run: RunFolder | None = None,
-) -> list[dict[str, Any]]:
+) -> FinetuneResult:
     """Improve `policy` by imitating its own imagined successes; at the end it holds the best round's weights.
 
     Every round plays `rollouts` noisy episodes in the imagined `world`, keeps those that the model believes to succeed
-    (of this round and of earlier ones), and fits the policy to them. Returns one record a round, the first before any.
+    (of this round and of earlier ones), and fits the policy to them. Before the first and after every round it is
+    evaluated, and `course` says whether it goes on. A round counts as an iteration.
     """
-    generators, kept, records, imagined = Generators(seed, next(policy.parameters()).device), [], [], 0
-    best: tuple[float, dict[str, Any]] | None = None
+    generators, kept, imagined, turn = Generators(seed, next(policy.parameters()).device), [], 0, 0
+    best: dict[str, Any] = {}
+    weights: dict[str, Tensor] = {}
     for turn in range(rounds + 1):
         figures: dict[str, Any] = {"iteration": turn, "env_steps": imagined}
         if turn:
@@ -124,17 +128,14 @@ def synthesise_and_imitate(
                 pretrain(policy, Episodes.concatenate(kept), config, seed=derive(seed, f"imitate/{turn}"))
         for mode, deterministic in (("deterministic", True), ("stochastic", False)):
             figures |= {f"{mode}_{name}": value for name, value in evaluate(policy, deterministic).items()}
-        records.append(figures)
         if run is not None:
             run.log(figures)
-        stopped = bool(figures["deterministic_stop"])
-        if not stopped and (best is None or figures["deterministic_success"] > best[0]):
-            weights = {name: value.clone() for name, value in policy.state_dict().items()}
-            best = (figures["deterministic_success"], weights)
-        if stopped:
+        if not best or score(figures) > score(best):
+            best, weights = figures, {name: value.clone() for name, value in policy.state_dict().items()}
+        course.observe(figures)
+        if course.ended is not None:
             break
-    if best is not None:
-        policy.load_state_dict(best[1])
+    policy.load_state_dict(weights)
     if run is not None:
         policy.save(run.checkpoint)
-    return records
+    return FinetuneResult(turn, imagined, course.ended or Ended.ITERATIONS, best)

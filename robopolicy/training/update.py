@@ -112,13 +112,21 @@ class Learner:
         stands for the images, unless an auxiliary loss asks a policy for fresh decisions.
         """
         unseen = self.critic is None or not self.critic.reads_images
-        images = not self.algorithm.auxiliaries and unseen and not reads_images(self.policy, rollouts)
+        images = not self._asked() and unseen and not reads_images(self.policy, rollouts)
         rollouts = rollouts.without(following=True, images=images)
         if self.by_episode:
             return rollouts
         flat = rollouts.flat()
         played = flat.played.squeeze(1)
         return flat if bool(played.all()) else flat.take(played.nonzero().squeeze(1))
+
+    def _scale(self, auxiliary: str) -> float:
+        """By what a knob multiplies an auxiliary loss."""
+        return self.knobs.get(f"{auxiliary}_scale", 1.0)
+
+    def _asked(self) -> list[str]:
+        """Name the auxiliary losses that no knob has switched off."""
+        return [name for name in self.algorithm.auxiliaries if self._scale(name)]
 
     def _minibatches(self, source: Rollouts, draws: torch.Generator) -> list[Tensor]:
         """Return the rows of each minibatch of an epoch: some rows of every size, or the episodes of some groups."""
@@ -185,7 +193,7 @@ class Learner:
             models=self.models,
             context=context,
         )
-        auxiliaries = {name: function(inputs) for name, function in self.algorithm.auxiliaries.items()}
+        auxiliaries = {name: self._scale(name) * self.algorithm.auxiliaries[name](inputs) for name in self._asked()}
         loss = policy_loss(logp, coefficient, weight, auxiliaries)
         require_finite("the policy loss", loss.detach(), where)
         self.optimiser.zero_grad(set_to_none=True)

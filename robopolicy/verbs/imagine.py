@@ -1,11 +1,13 @@
-"""Fine-tunes a policy inside a world model, without a step in the real one, and watches both worlds on the way.
+"""Fine-tunes a policy inside a world model, without learning from a step in the real one, and watches both worlds.
 
-At every evaluation imagined and real success are measured on the same starts and logged; when they part, the run stops
-and keeps what was best before (imagine.gap). Learning and the choice of a checkpoint see imagination alone; the real
-episodes are for watching, and, with imagine.refresh_every, for keeping the model true where the policy goes.
-Methods: denoising PPO inside the model (DiWA, arXiv:2508.03645; finetune.auxiliaries=[bc] keeps it near its base), GRPO
-in it with keyframe starts and refreshes (WoVR: finetune.algorithm=grpo world.imagination.starts=keyframes), and
-imagine.method=sft, imitation of synthesised successes (Ctrl-World, arXiv:2510.10125).
+At every evaluation imagined and real success are measured on the same starts and logged. Learning sees imagination
+alone; the policy that is kept is the best by what was measured for real (imagine.keep), and the run goes on while that
+rises. When the two worlds part (imagine.gap) it is held nearer to its base (imagine.near_base, imagine.tighten), and
+ends only once real success has fallen or stopped rising; the last lines and result.json say why it ended.
+imagine.refresh_every keeps the model true where the policy goes, for new real episodes.
+Methods: denoising PPO inside the model (DiWA, arXiv:2508.03645), GRPO in it with keyframe starts and refreshes (WoVR:
+finetune.algorithm=grpo world.imagination.starts=keyframes), and imagine.method=sft, imitation of synthesised successes
+(Ctrl-World, arXiv:2510.10125).
 In a model without a decoder a policy reads the latent (train.encoder=CHECKPOINT trains one); for real, while it is
 watched and ever after, it acts behind the model's encoder, which its checkpoint holds.
 """
@@ -29,6 +31,7 @@ from robopolicy.build import (
     save_encoder,
 )
 from robopolicy.configuration import Config
+from robopolicy.configuration.imagine import ImagineSection
 from robopolicy.configuration.world import ImaginationSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, Trainable, require_trainable
@@ -39,21 +42,46 @@ from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.two_worlds import TwoWorlds
 from robopolicy.policies import load_policy as load_alone
+from robopolicy.origins import origin_of_section
+from robopolicy.policies.checkpoint import origin_of, remember_origin
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.course import Course, Ended, Oversight
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
-from robopolicy.verbs.finetune import film, guidance_of, print_advice, summary
+from robopolicy.verbs.finetune import film, guidance_of, require_target, summary
 from robopolicy.verbs.verb import Verb
 from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import DecoderFree, LearnedModel
+
+NEARNESS, DIWA_WEIGHT = "bc", 0.05
+"""The loss that keeps a policy near its base, and its weight in DiWA."""
+
+WHERE = "in imagination", "for real"
+
+ADVICE = {
+    Ended.TARGET: "The target was no higher than what the base reaches: set finetune.target_success=0.99, or null.",
+    Ended.PARTED: "What the model pays for is not so: give it the policy's own episodes (imagine.refresh_every=10), "
+    "or more data (worldmodel.include_base=true, worldmodel.transitions), or hold the policy nearer to its base from "
+    "the start (imagine.near_base=0.05).",
+    Ended.PATIENCE: "The two worlds had not parted, but nothing more was gained: try finetune.learning_rate=1e-4 "
+    "finetune.critic_warmup=4, more finetune.num_envs, or imagine.patience=8.",
+    Ended.ITERATIONS: "Nothing but finetune.iterations ended the run: give it more, or take larger steps "
+    "(finetune.learning_rate).",
+}
+"""By why a run ended, of those whose target and best policy were measured for real."""
+UNWATCHED = (
+    "It was chosen by imagined success alone, which the model may be wrong about: imagine.watch=200 imagine.keep=real "
+    "chooses by what is real."
+)
 
 VERB = Verb(
     summary="Fine-tune inside a world model, with imagined and real success side by side",
     sections=("run", "world", "finetune", "imagine"),
     example="robopolicy imagine recipe=push_cube",
     target="finetune.policy",
+    world_from={"finetune.policy": "train/checkpoint"},
 )
 
 
@@ -91,14 +119,14 @@ def run(config: Config) -> int:
     model = default_path(config, "worldmodel", "checkpoint", chosen.model, "imagine.model")
     base, policy = load_policy(path, device), require_trainable(load_alone(path, device))
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
+    remember_origin(policy, origin_of_section(config.world) or origin_of(base))
     worlds = open_worlds(config, base, model, device)
+    require_target(section.target_success, worlds.real)
     inside = {"base": as_seen_in(worlds.imagined, base), "tuned": policy}
     refresh = refresh_of(config, worlds, model, folder) if chosen.refresh_every else None
     started = time.perf_counter()
     tuned = learn(config, policy, worlds, folder, refresh)
     seconds = time.perf_counter() - started
-    if tuned.stopped:
-        output.print(f"Stopped: imagined and real success parted by more than {chosen.gap} at {tuned.iterations}.")
     if isinstance(worlds.imagined.model, DecoderFree):
         save_encoder(worlds.imagined.model, folder.checkpoint)
     outside = {"base": worlds.in_reality(base), "tuned": worlds.in_reality(policy)}
@@ -108,7 +136,8 @@ def run(config: Config) -> int:
         film(config, worlds.real, {"base": outside["base"], "tuned in imagination": outside["tuned"]}, folder)
     worlds.close()
     print_verdicts({**verdicts, **imagined})
-    print_advice(verdicts)
+    output.print(said_at_the_end(tuned))
+    print_advice(tuned, verdicts)
     result = summary(verdicts) | {
         "imagined": {name: verdict.to_json() for name, verdict in imagined.items()},
         "base_checkpoint": str(path),
@@ -116,8 +145,10 @@ def run(config: Config) -> int:
         "iterations": tuned.iterations,
         "imagined_steps": tuned.env_steps,
         "env_steps": 0 if refresh is None else refresh.env_steps,
+        "watched_steps": watched_steps(folder),
+        "ended": tuned.ended.value,
         "reached_target": tuned.reached_target,
-        "parted": tuned.stopped,
+        "kept": dict(tuned.best),
         "seconds": seconds,
     }
     finish(config, folder, result)
@@ -159,25 +190,48 @@ def refresh_of(config: Config, worlds: Worlds, model: Path, folder: RunFolder) -
 def learn(
     config: Config, policy: Trainable, worlds: Worlds, folder: RunFolder, refresh: ModelRefresh | None
 ) -> FinetuneResult:
-    """Fine-tune `policy` in the training world, watched in both others; it ends as the best that was believed."""
+    """Fine-tune `policy` in the training world, watched in both others; it ends as the best of `imagine.keep`."""
     section, chosen, device = config.finetune, config.imagine, choose_device(config.run)
     validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
     watch = TwoWorlds(
-        worlds.imagined, worlds.real, validation, validation[: chosen.watch], chosen.gap, device, worlds.in_reality
+        worlds.imagined,
+        worlds.real,
+        validation,
+        validation[: chosen.watch],
+        chosen.gap,
+        device,
+        worlds.in_reality,
+        by_real=chosen.keep == "real",
     )
     if chosen.method == "sft":
         return imitate(config, policy, worlds.training, watch, folder)
+    tuning, leash = held_near(narrowed(FinetuneConfig, section), chosen)
     return finetune(
         policy,
         build_critic(worlds.training, section, config.run.seed).to(device),
         worlds.training,
-        narrowed(FinetuneConfig, section),
+        tuning,
         folder,
         evaluate=watch.evaluate,
         seed=config.run.seed,
         guidance=guidance_of(config, worlds.training),
         after_checkpoint=refresh,
+        oversight=Oversight(chosen.patience, leash, chosen.tighten),
     )
+
+
+def held_near(config: FinetuneConfig, chosen: ImagineSection) -> tuple[FinetuneConfig, float]:
+    """Return the settings with nearness to the base among the losses, and the factor that it begins with.
+
+    Where the user's own settings name `bc`, its weight there is what it begins with.
+    """
+    named = tuple(config.of("auxiliaries", ()))
+    if NEARNESS in named:
+        return config, 1.0
+    if not chosen.near_base and (chosen.tighten == 1 or chosen.gap is None or not chosen.watch):
+        return config, 1.0
+    options = {**config.options, NEARNESS: {"weight": chosen.near_base or DIWA_WEIGHT}}
+    return replace(config, auxiliaries=(*named, NEARNESS), options=options), float(chosen.near_base > 0)
 
 
 def judge_all(config: Config, world: World, policies: Mapping[str, Policy]) -> dict[str, Verdict]:
@@ -192,7 +246,7 @@ def imitate(
     """Run the rounds of synthesis, filter and imitation."""
     chosen = config.imagine
     policy.requires_grad_(True)
-    records = synthesise_and_imitate(
+    return synthesise_and_imitate(
         policy,
         training_world,
         rounds=chosen.rounds,
@@ -202,8 +256,40 @@ def imitate(
         learning_rate=chosen.imitate_learning_rate,
         seed=config.run.seed,
         evaluate=watch.evaluate,
+        course=Course(Oversight(chosen.patience), config.finetune.target_success),
         run=folder,
     )
-    last = records[-1]
-    best = max(records, key=lambda record: record["deterministic_success"])
-    return FinetuneResult(len(records) - 1, int(last["env_steps"]), False, best, bool(last["deterministic_stop"]))
+
+
+def watched_steps(folder: RunFolder) -> int:
+    """Return how many real steps were played to watch and to choose by; nothing was learned from them."""
+    names = "deterministic_real_steps", "stochastic_real_steps"
+    return int(sum(record.get(name, 0) for record in folder.metrics() for name in names))
+
+
+def said_at_the_end(tuned: FinetuneResult) -> str:
+    """Say in one line why the run ended, and with which policy."""
+    best = tuned.best
+    line = f"Ended after {tuned.iterations} iterations: {tuned.ended.value}."
+    if not best:
+        return f"{line} Nothing was evaluated on the way: the last policy is kept."
+    kept = f"{line} Kept is the policy of iteration {best['iteration']:g}"
+    if "deterministic_return" in best:
+        figures = {name: best.get(f"deterministic_{name}return") for name in ("", "real_")}
+        shown = zip(figures.values(), WHERE, strict=True)
+        return f"{kept}: {', '.join(f'return {value:.4g} {where}' for value, where in shown if value is not None)}."
+    imagined = f"{best['deterministic_success']:.1%} in imagination"
+    if "deterministic_real_success" not in best:
+        return f"{kept}: {imagined}, not watched for real."
+    real, low, high = (best[f"deterministic_real_{name}"] for name in ("success", "low", "high"))
+    gap = 100 * best["deterministic_gap"]
+    return f"{kept}: {real:.1%} [{low:.1%}, {high:.1%}] for real, {imagined} (gap {gap:+.1f} points)."
+
+
+def print_advice(result: FinetuneResult, verdicts: Mapping[str, Verdict]) -> None:
+    """Say what to try where the tuned policy is no better than its base, after why the run ended."""
+    base, tuned = (verdicts[name].deterministic for name in ("base", "tuned"))
+    if tuned.score <= base.score:
+        what = "success" if base.reports_success else "the return"
+        advice = ADVICE[result.ended] if "deterministic_score" in result.best else UNWATCHED
+        output.print(f"Judged on fresh starts, {what} did not rise. {advice}")

@@ -1,7 +1,7 @@
 """Trains a world model on recorded episodes plus fresh rollouts with failures in them, and examines it.
 
 Data: worldmodel.data (default: what collect wrote), then rollouts of the expert at every level of worldmodel.noise and
-of worldmodel.policies, until worldmodel.transitions control steps are there; all of it is kept beside the model. The
+of worldmodel.policies (with worldmodel.include_base the policy that train wrote is one), until worldmodel.transitions control steps are there; all of it is kept beside the model. The
 report has open-loop errors beside shuffled actions and copying, precision and recall of the learned success head, and
 for models of images a video of imagined below recorded episodes.
 """
@@ -86,7 +86,11 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
     paths = section.data or (default_path(config, "collect", "dataset", None, "worldmodel.data"),)
     parts = [read_dataset(path, cameras=config.world.cameras) for path in paths]
     missing = max(0, section.transitions - sum(part.step_count for part in parts))
-    actors: list[Any] = [load_policy(path, generator.device) for path in section.policies]
+    policies = section.policies
+    if section.include_base:
+        base = default_path(config, "train", "checkpoint", None, "worldmodel.include_base=false, or worldmodel.policies")
+        policies = tuple(dict.fromkeys((base, *policies)))
+    actors: list[Any] = [load_policy(path, generator.device) for path in policies]
     actors += [
         build_noisy_expert(config.world, world.spec, level, derive(seed, f"worldmodel/noise/{level}"))
         for level in section.noise

@@ -1,0 +1,97 @@
+"""Whether a run of fine-tuning goes on after an evaluation, how near its base it is held, and why it ended.
+
+Where success is imagined and watched for real, what is real decides: while it rises the run goes on, and when the two
+part the policy is held nearer to its base, about which the model knows most. Only a gap that real success does not
+follow ends it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Ended(StrEnum):
+    """Why a run ended."""
+
+    TARGET = "target reached"
+    PARTED = "gap with no real gain"
+    PATIENCE = "patience"
+    ITERATIONS = "iterations done"
+
+
+@dataclass(frozen=True)
+class Oversight:
+    """What a run that is watched for real is held to.
+
+    patience: evaluations in a row without a real gain that end it, 0 for never; leash: what the loss `bc`, nearness to
+    the base, is multiplied by at first, 0 for not at all; tighten: factor of that at every evaluation at which the gap
+    between the worlds has not narrowed, 1 for never.
+    """
+
+    patience: int = 0
+    leash: float = 1.0
+    tighten: float = 1.0
+
+
+class Course:
+    """Follows the evaluations of one run. target: success that ends it, None for none.
+
+    `leash` is the present factor of nearness to the base, `ended` why it is over, None while it goes on.
+    """
+
+    def __init__(self, oversight: Oversight, target: float | None = None):
+        self.oversight, self.target, self.leash = oversight, target, oversight.leash
+        self.best: float | None = None
+        self.gap = 0.0
+        self.stale = 0
+        self.ended: Ended | None = None
+
+    def observe(self, figures: Mapping[str, float]) -> None:
+        """Take in an evaluation: figures of `Evaluate`, each named with its mode before it."""
+        if self.target is not None and _achieved(figures) >= self.target:
+            self.ended = Ended.TARGET
+            return
+        low = figures.get("deterministic_real_low")
+        if low is None:
+            return
+        rising = self.best is None or low > self.best
+        fallen = self.best is not None and figures["deterministic_real_high"] < self.best
+        self.stale = 0 if rising else self.stale + 1
+        impatient = 0 < self.oversight.patience <= self.stale
+        gap, before = figures.get("deterministic_gap", 0.0), self.gap
+        self.gap = gap
+        if rising:
+            self.best = low
+        if not figures.get("deterministic_parted"):
+            self.ended = Ended.PATIENCE if impatient else None
+        elif fallen or impatient:
+            self.ended = Ended.PARTED
+        elif gap >= before:
+            self._tighten()
+
+    def _tighten(self) -> None:
+        if self.oversight.tighten > 1:
+            self.leash = self.leash * self.oversight.tighten if self.leash else 1.0
+
+    def tree(self) -> dict[str, Any]:
+        """Return everything that changes, for a checkpoint."""
+        ended = None if self.ended is None else self.ended.value
+        return {"best": self.best, "gap": self.gap, "stale": self.stale, "leash": self.leash, "ended": ended}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        self.best, self.gap, self.stale, self.leash = (tree[name] for name in ("best", "gap", "stale", "leash"))
+        self.ended = None if tree["ended"] is None else Ended(tree["ended"])
+
+
+def score(figures: Mapping[str, float]) -> float:
+    """Return what policies are chosen by: `score` where an evaluation says it, else the return where a world reports no
+    success, else success, always without exploration noise.
+    """
+    names = ("deterministic_score", "deterministic_return", "deterministic_success")
+    return next(figures[name] for name in names if name in figures)
+
+
+def _achieved(figures: Mapping[str, float]) -> float:
+    return figures.get("deterministic_achieved", figures["deterministic_success"])

@@ -1,0 +1,39 @@
+"""Imagined beside real success on the same starts: what is chosen by, what counts, and when the worlds have parted."""
+
+import numpy as np
+import pytest
+from evaluation_toys import LinePolicy, LineWorld
+
+from robopolicy.evaluation.intervals import wilson
+from robopolicy.evaluation.two_worlds import TwoWorlds
+
+SEEDS = np.arange(64)
+
+
+def worlds(gap: float | None = 0.2, watched: int = 64, by_real: bool = True) -> TwoWorlds:
+    """An imagination in which slow policies arrive, and a real world whose episodes end too early for that."""
+    return TwoWorlds(LineWorld(64, horizon=20), LineWorld(64, horizon=4), SEEDS, SEEDS[:watched], gap, by_real=by_real)
+
+
+def test_the_lower_bound_of_what_is_real_is_what_is_chosen_by():
+    figures = worlds().evaluate(LinePolicy(0.1), True)
+    assert figures["success"] == 1.0 and 0.2 < figures["real_success"] < 0.8
+    low, high = wilson(round(64 * figures["real_success"]), 64)
+    assert (figures["real_low"], figures["real_high"], figures["score"]) == (low, high, low)
+    assert figures["achieved"] == figures["real_success"] and figures["parted"] == 1.0
+    assert figures["gap"] == pytest.approx(1 - figures["real_success"]) and 0 < figures["real_steps"] <= 4 * 64
+
+
+def test_worlds_that_agree_have_not_parted():
+    figures = worlds().evaluate(LinePolicy(0.2), True)
+    assert figures["gap"] < 0.25 and worlds(gap=0.3).evaluate(LinePolicy(0.2), True)["parted"] == 0.0
+    assert worlds(gap=None).evaluate(LinePolicy(0.05), True)["parted"] == 0.0
+
+
+def test_by_imagination_alone_where_nobody_watches_or_it_is_asked_for():
+    unwatched, asked = (
+        worlds(watched=0).evaluate(LinePolicy(0.1), True),
+        worlds(by_real=False).evaluate(LinePolicy(0.1), True),
+    )
+    assert set(unwatched) == {"success", "low", "high"}
+    assert asked["real_success"] < asked["success"] and not {"score", "achieved"} & set(asked)

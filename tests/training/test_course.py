@@ -1,0 +1,125 @@
+"""A run that imagines goes on while real success rises, is held nearer to its base when the worlds part, and says truly
+why it ended."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from bandit_toys import FIELDS, BanditWorld, ChainPolicy
+
+from robopolicy.core.run import RunFolder
+from robopolicy.evaluation.intervals import wilson
+from robopolicy.rl.critic import state_critic
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.course import Course, Ended, Oversight
+from robopolicy.training.finetune import finetune
+
+CONFIG = FinetuneConfig(
+    rollout_length=3, epochs=2, minibatch=32, discount=0.9, evaluate_every=1, checkpoint_every=1, critic_warmup=0
+)
+HELD = replace(CONFIG, auxiliaries=("bc",), options={"bc": {"weight": 0.05}})
+WATCHED = Oversight(patience=2, leash=0.0, tighten=2.0)
+
+
+def seen(real: float, imagined: float, gap: float = 0.2, episodes: int = 200) -> dict[str, float]:
+    """What an evaluation in both worlds says."""
+    (real_low, real_high), (low, high) = (wilson(round(rate * episodes), episodes) for rate in (real, imagined))
+    parted = float(imagined - real > gap and low > real_high)
+    watched = {"real_success": real, "real_low": real_low, "real_high": real_high, "score": real_low, "achieved": real}
+    return {"success": imagined, "low": low, "high": high, "gap": imagined - real, "parted": parted, **watched}
+
+
+def follow(*pairs: tuple[float, float], oversight: Oversight = WATCHED, target: float | None = None) -> Course:
+    course = Course(oversight, target)
+    for real, imagined in pairs:
+        assert course.ended is None
+        course.observe({f"deterministic_{name}": value for name, value in seen(real, imagined).items()})
+    return course
+
+
+def tune(pairs, config=HELD, folder=None, oversight=WATCHED, crash_at: int | None = None):
+    """Fine-tune the bandit, told what `pairs` of real and imagined success say at iterations 0, 1, ..."""
+    policy, asked = ChainPolicy(), RunFolder(folder).metrics() if folder is not None and folder.exists() else []
+    turn = len([record for record in asked if "deterministic_success" in record])
+
+    def evaluate(candidate, deterministic: bool) -> dict[str, float]:
+        nonlocal turn
+        if not deterministic:
+            return {"success": 0.0}
+        if turn == crash_at:
+            raise KeyboardInterrupt
+        turn += 1
+        return seen(*pairs[turn - 1])
+
+    torch.manual_seed(0)
+    config = replace(config, iterations=len(pairs) - 1)
+    run, critic = None if folder is None else RunFolder(folder), state_critic(FIELDS, 1, width=8)
+    world = BanditWorld(16, horizon=5)
+    return policy, finetune(policy, critic, world, config, run, evaluate=evaluate, seed=4, oversight=oversight)
+
+
+def test_a_real_gain_is_kept_where_imagination_gains_more(tmp_path: Path):
+    _, result = tune([(0.415, 0.43), (0.695, 0.91), (0.64, 0.93), (0.6, 0.95), (0.9, 0.9)], folder=tmp_path)
+    assert result.best["iteration"] == 1 and result.best["deterministic_real_success"] == 0.695
+    assert result.best["deterministic_gap"] == pytest.approx(0.215)
+    assert result.ended is Ended.PARTED and result.iterations == 3
+
+
+def test_a_run_goes_on_beyond_a_gap_while_real_success_rises():
+    _, result = tune([(0.415, 0.43), (0.6, 0.91), (0.7, 0.93), (0.8, 0.95), (0.9, 0.96)])
+    assert result.ended is Ended.ITERATIONS and result.iterations == 4
+    assert result.best["deterministic_real_success"] == 0.9
+
+
+def test_what_is_imagined_alone_is_not_the_best_and_reaches_no_target():
+    config = replace(HELD, target_success=0.9)
+    _, result = tune([(0.5, 0.5), (0.6, 0.6), (0.4, 0.99)], config)
+    assert not result.reached_target and result.best["iteration"] == 1
+    _, result = tune([(0.5, 0.5), (0.95, 0.9), (0.4, 0.99)], config)
+    assert result.reached_target and result.ended is Ended.TARGET and result.iterations == 1
+
+
+def test_why_a_run_ended_is_told_apart():
+    assert follow((0.5, 0.5), (0.5, 0.55), (0.45, 0.5)).ended is Ended.PATIENCE
+    assert follow((0.5, 0.5), (0.5, 0.9)).ended is None
+    assert follow((0.5, 0.5), (0.5, 0.9), (0.45, 0.9)).ended is Ended.PARTED
+    assert follow((0.7, 0.7), (0.4, 0.9)).ended is Ended.PARTED, "a fall that parts is not waited for"
+    assert follow((0.7, 0.7), (0.4, 0.4)).ended is None, "both fell: the model knows it"
+    assert follow((0.5, 0.5), (0.97, 0.97), target=0.95).ended is Ended.TARGET
+    endless = Oversight(patience=0)
+    assert follow((0.5, 0.5), (0.5, 0.5), (0.5, 0.5), (0.5, 0.5), oversight=endless).ended is None
+
+
+def test_the_leash_is_tightened_where_the_gap_does_not_narrow():
+    assert follow((0.3, 0.3), (0.4, 0.4)).leash == 0
+    assert follow((0.3, 0.3), (0.4, 0.8)).leash == 1
+    assert follow((0.3, 0.3), (0.4, 0.8), (0.5, 0.95)).leash == 2
+    assert follow((0.3, 0.3), (0.4, 0.8), (0.6, 0.9)).leash == 1, "they came nearer by themselves"
+    assert follow((0.3, 0.3), (0.4, 0.8), oversight=Oversight(2, 0.0, 1.0)).leash == 0
+
+
+def test_nearness_that_is_switched_off_changes_nothing_until_the_worlds_part():
+    agreed = [(0.3, 0.3), (0.4, 0.4), (0.5, 0.5), (0.6, 0.6)]
+    free, never = tune(agreed, CONFIG)[0], tune(agreed)[0]
+    assert torch.equal(free.first.weight, never.first.weight)
+    parted = [(0.3, 0.3), (0.4, 0.8), (0.5, 0.9), (0.6, 0.95)]
+    strong = replace(HELD, options={"bc": {"weight": 10.0}})
+    free, held = (tune(parted, each)[0] for each in (CONFIG, strong))
+    start = ChainPolicy()
+    moved, kept = (float((each.first.weight - start.first.weight).norm().detach()) for each in (free, held))
+    assert kept < moved
+
+
+@pytest.mark.parametrize("crash_at", [2, 3, 4])
+def test_a_run_that_was_broken_off_while_it_was_held_ends_in_the_same_place(tmp_path: Path, crash_at: int):
+    pairs = [(0.3, 0.3), (0.4, 0.8), (0.5, 0.9), (0.45, 0.9), (0.5, 0.95)]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    told = tune(pairs, folder=whole)[1]
+    with pytest.raises(KeyboardInterrupt):
+        tune(pairs, folder=broken, crash_at=crash_at)
+    again = tune(pairs, folder=broken)[1]
+    assert (told.ended, told.best, told.iterations) == (again.ended, again.best, again.iterations)
+    assert told.ended is Ended.PARTED and told.iterations == 4
+    for file in ("checkpoint/model.safetensors", "last/model.safetensors", "resume/trainer.json"):
+        assert (whole / file).read_bytes() == (broken / file).read_bytes(), file
