@@ -67,14 +67,34 @@ class Odd(Echo):
         return decision
 
 
-POLICIES = {"echo": Echo, "odd": Odd, "noisy": lambda: Odd(noise=True), "slow": lambda: Echo(pause=1.5)}
+class Steady:
+    """A state of two numbers in, chunks of four two-dimensional actions out, all as large as can be."""
+
+    spec = PolicySpec({STATE: Field((2,))}, Field((2,), low=-1.0, high=1.0), 1, 4, 4, 1, 20.0)
+
+    def act(self, observation, generator, *, deterministic=False):
+        rows = len(observation[STATE])
+        actions = torch.ones(rows, 4, 2)
+        return Decision(actions, {}, torch.zeros(rows, 1), torch.ones(rows, 1, dtype=torch.bool))
+
+    def reset(self, rows=None): ...
+
+
+POLICIES = {
+    "steady": Steady,
+    "echo": Echo,
+    "odd": Odd,
+    "noisy": lambda: Odd(noise=True),
+    "slow": lambda: Echo(pause=1.5),
+}
 
 PLAIN = {
     "open": ("echo", {}),
     "locked": ("echo", {"api_key": KEY}),
     "slow": ("slow", {"keepalive": KEEPALIVE}),
+    "steady": ("steady", {}),
 }
-"""A quick policy, the same behind a key, and a slow one."""
+"""A quick policy, the same behind a key, a slow one, and one whose actions are known."""
 
 
 def run_servers(pipe, wanted: dict[str, tuple[str, dict]]) -> None:

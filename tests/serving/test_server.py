@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ import websockets.sync.client
 from served_policies import FRONT, KEEPALIVE, KEY, PLAIN, Echo, run_serve, run_servers
 from websockets.exceptions import ConnectionClosedError
 
+import robopolicy.serving
 from robopolicy.core.errors import ServingError
 from robopolicy.core.spec import STATE
 from robopolicy.serving.client import PolicyClient
@@ -264,6 +267,28 @@ def test_taken_port_and_open_address_are_refused(ports):
         serve(Echo(), ServerSettings(port=ports["open"]))
     with pytest.raises(ServingError, match="Set an API key"):
         serve(Echo(), ServerSettings(host="0.0.0.0", port=0))
+
+
+def test_the_driver_of_the_readme_drives(ports, capsys):
+    text = (Path(robopolicy.serving.__file__).parent / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+    class Robot:
+        sent: list[np.ndarray] = []  # noqa: RUF012
+
+        def observe(self):
+            return {STATE: np.zeros(2)}
+
+        def send(self, action):
+            self.sent.append(action)
+            time.sleep(0.05)
+
+    robot = Robot()
+    exec(code, {"port": ports["steady"], "robot": robot})  # noqa: S102
+    assert len(robot.sent) == 20
+    assert np.abs(np.diff(robot.sent, axis=0)).max() <= 0.1 + 1e-9
+    assert np.max(robot.sent, axis=0).tolist() == [0.5, 0.5]
+    assert "None" in capsys.readouterr().out
 
 
 def test_the_client_needs_no_torch():
