@@ -17,10 +17,10 @@ from robopolicy.configuration.finetune import FinetuneSection
 from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
-from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, RobopolicyWarning
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec, cameras_of
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec, cameras_of, require_fit
 from robopolicy.core.storage import read_json, recover_folder, write_json
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
@@ -73,8 +73,26 @@ def build_world(
 
     "worldmodel" needs `world.model`, a checkpoint. Unless the section says otherwise, its episodes begin in the initial
     states of the simulator it was trained on (`world.simulator`, default the one named in the checkpoint), so that the
-    same seed means the same initial state in both.
+    same seed means the same initial state in both. Raises SpecError where `policy` does not fit the world.
     """
+    world = _made_world(section, policy, batch_size, episodes, seed, device)
+    if policy is not None:
+        try:
+            require_fit(as_seen_in(world, policy).spec, world.spec)
+        except RobopolicyError:
+            world.close()
+            raise
+    return world
+
+
+def _made_world(
+    section: WorldSection,
+    policy: Policy | None,
+    batch_size: int | None,
+    episodes: int | None,
+    seed: int,
+    device: torch.device | str,
+) -> World:
     rows = min(batch_size or section.batch_size, episodes or sys.maxsize)
     history = 1 if policy is None else policy.spec.history
     if section.name == WORLD_MODEL:
@@ -93,7 +111,7 @@ def build_world(
             "world.options.success=package.module:function, world.options.success='return >= NUMBER', or "
             "world.options.success_key=NAME.",
             RobopolicyWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     return world
 

@@ -4,6 +4,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -77,9 +78,16 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
         sections = [argument for argument in after if "=" not in argument]
         print_help(name, verb, compose(overrides(name, verb, settings)), output, sections)
         return 0
-    config = compose(overrides(name, verb, arguments))
+    config = compose(overrides(name, verb, arguments), partial(_in_origin, verb) if verb.world_from else None)
     ask_for(config.run.plugins)
     return int(VERBS.load(name)(config) or 0)
+
+
+def _in_origin(verb: Verb, config: "Config") -> "Config":
+    """Return `config`, which names no world, with the one that what it gives to `verb` comes from."""
+    from robopolicy.origins import with_origin  # imports torch: only for verbs that need it
+
+    return with_origin(config, verb.world_from)
 
 
 def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:

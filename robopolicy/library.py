@@ -21,8 +21,9 @@ from robopolicy.core.storage import read_json
 from robopolicy.core.world import Controller, World
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
+from robopolicy.origins import with_origin
 from robopolicy.runs import RESULT, run_path
-from robopolicy.verbs.verb import VERBS
+from robopolicy.verbs.verb import VERBS, declaration
 
 
 def load_policy(path: Path | str, device: torch.device | str = "cpu") -> Policy:
@@ -117,7 +118,8 @@ def report(run: Path | str) -> Path:
 
 def _run(verb: str, settings: tuple[str, ...]) -> dict[str, Any]:
     """Run a verb and return its figures, with the run's folder as "run". Raises as the verb does (RobopolicyError)."""
-    config = compose(list(settings))
+    sources = declaration(verb).world_from
+    config = compose(list(settings), lambda config: with_origin(config, sources))
     ask_for(config.run.plugins)
     VERBS.load(verb)(config)
     folder = run_path(config, verb)

@@ -61,8 +61,15 @@ def make_world(name: str, batch_size: int, **options: Any) -> World:
 def make_saved_world(name: str, where: Path, batch_size: int, **options: Any) -> World:
     """Return the world that a checkpoint at `where` names.
 
-    A file does not choose what is imported: raises CheckpointError where the name leads to a module that neither ships
-    with us nor is installed under our entry points, unless the user has named it in this process.
+    A file does not choose what is imported: raises CheckpointError as `require_trusted` does.
+    """
+    require_trusted(name, where, f"world.simulator={name}")
+    return make_world(name, batch_size, **options)
+
+
+def require_trusted(name: str, where: Path, way_out: str) -> None:
+    """Raise CheckpointError where a world that the file `where` names leads to a module that neither ships with us nor
+    is installed under our entry points, unless the user has named it in this process; way_out: how to do that.
     """
     suite = suite_of(name)
     module = name.removeprefix(suite.prefix).rpartition(":")[0] if suite is not None else ""
@@ -70,9 +77,8 @@ def make_saved_world(name: str, where: Path, batch_size: int, **options: Any) ->
     if foreign and not asked_for(name) and not (module and asked_for(module)):
         raise CheckpointError(
             f"{where} comes from the world '{name}', which is not part of robopolicy. If you trust it, name it: "
-            f"world.simulator={name}."
+            f"{way_out}."
         )
-    return make_world(name, batch_size, **options)
 
 
 def make_expert(name: str, spec: WorldSpec) -> Controller | None:

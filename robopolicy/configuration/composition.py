@@ -1,7 +1,7 @@
 """Composes the configuration from defaults, a recipe, a world and `key=value` overrides, and writes it down."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,13 @@ RENAMED = {
 """Keys and sections of earlier versions, and what they are called now."""
 
 
-def compose(overrides: list[str]) -> Config:
+def compose(overrides: list[str], origin: Callable[[Config], Config] | None = None) -> Config:
     """Compose defaults, recipe, world and `key=value` overrides, in this order of growing weight.
 
     `recipe=path/to/mine.yaml` and `world=path/to/mine.yaml` read your own file. Where the command line chooses another
-    kind of policy or world model than the recipe, what the recipe says about its own kind alone is left out. Raises
-    ConfigError naming the key.
+    kind of policy or world model than the recipe, what the recipe says about its own kind alone is left out.
+    origin: is called where neither overrides nor recipe name a world, and returns the configuration with the one to
+    act in. Raises ConfigError naming the key.
     """
     defaults = to_plain(Config())
     for path, section in _tagged(Config):
@@ -68,7 +69,9 @@ def compose(overrides: list[str]) -> Config:
     for old, new in RENAMED.items():
         if _at(composed, tuple(old.split(".")), None) is not None:
             raise ConfigError(f"'{old}' is called '{new}' now.")
-    return from_plain(Config, composed)
+    config = from_plain(Config, composed)
+    named = any(_at(composed, ("world", key), None) is not None for key in ("name", "simulator"))
+    return config if named or origin is None else origin(config)
 
 
 def to_yaml(config: Config, sections: tuple[str, ...]) -> str:

@@ -40,7 +40,8 @@ class WorldSection:
 
     name: str = "push_cube"
     """One of those above, metaworld/<task>, gymnasium:<id>, worldmodel (set model), demonstrations (set data; followed
-    as far as the policy agrees with them), or your own by its dotted path, package.module:Name.
+    as far as the policy agrees with them), or your own by its dotted path, package.module:Name. Where none is named,
+    it is the world that the given policy or dataset comes from, with its options.
     """
     batch_size: int = 128
     """Rows that are simulated side by side."""

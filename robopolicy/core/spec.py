@@ -146,8 +146,17 @@ class PolicySpec:
 
 
 def require_fit(policy: PolicySpec, world: WorldSpec) -> None:
-    """Raise `SpecError` unless `policy` can act in `world`: all it reads is shown, and actions have one shape."""
-    for key, field in policy.observation.items():
+    """Raise `SpecError` unless `policy` can act in `world`: all it reads is shown, and actions have one shape.
+
+    Vectors whose elements both sides name must have the same names in the same order: equal shapes alone would let a
+    policy act on other quantities than it learned from.
+    """
+    require_fields(policy.observation, policy.action, world)
+
+
+def require_fields(observation: Mapping[str, Field], action: Field, world: WorldSpec) -> None:
+    """Raise `SpecError` as `require_fit` does, for one that reads `observation` (key -> field) and acts by `action`."""
+    for key, field in observation.items():
         if key not in world.observation:
             camera = key.startswith(IMAGE_PREFIX)
             what = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if camera else f"field '{key}'"
@@ -163,11 +172,26 @@ def require_fit(policy: PolicySpec, world: WorldSpec) -> None:
                 f"The policy reads '{key}' as {_describe(field)}, but the world '{world.name}' shows "
                 f"{_describe(shown)}. Is this the world it was trained for?"
             )
-    if policy.action.shape != world.action.shape:
+        _require_same_elements(f"'{key}'", field, shown, world.name)
+    if action.shape != world.action.shape:
         raise SpecError(
-            f"The policy's actions are {_describe(policy.action)}, those of the world '{world.name}' are "
+            f"The policy's actions are {_describe(action)}, those of the world '{world.name}' are "
             f"{_describe(world.action)}. Is this the world it was trained for?"
         )
+    _require_same_elements("the action", action, world.action, world.name)
+
+
+def _require_same_elements(what: str, own: Field, other: Field, world: str) -> None:
+    """Raise SpecError naming the first element that the two call differently; fields without names are not compared."""
+    if not own.names or not other.names:
+        return
+    for place, (mine, theirs) in enumerate(zip(own.names, other.names, strict=False)):
+        if mine != theirs:
+            raise SpecError(
+                f"Element {place} of {what} is '{mine}' to the policy, but '{theirs}' in the world '{world}'. Is this "
+                'the world it was trained for? If the two are one quantity in one unit, give it one name: "names" in '
+                "the checkpoint's config.json or, before training, in the dataset's meta/info.json and meta/robopolicy."
+            )
 
 
 def _describe(field: Field) -> str:

@@ -18,14 +18,18 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.errors import CheckpointError, ConfigError, DataError
+from robopolicy.core.origin import WorldOrigin
 from robopolicy.core.spec import IMAGE_PREFIX
-from robopolicy.core.storage import write_folder_atomic
+from robopolicy.core.storage import read_json, recover_folder, write_folder_atomic, write_json
 from robopolicy.core.tensors import save_tree
 from robopolicy.data.lerobot_reading import SIDECAR, read_dataset, read_information
 from robopolicy.data.lerobot_tables import write_tables
 
-__all__ = ["read_dataset", "write_dataset"]
+__all__ = ["read_dataset", "recorded_origin", "write_dataset"]
+
+ORIGIN = f"{SIDECAR}/world.json"
+"""File inside a dataset that says which world its episodes were recorded in."""
 
 
 def write_dataset(
@@ -34,13 +38,16 @@ def write_dataset(
     *,
     images: Literal["video", "png"] = "video",
     existing: Literal["refuse", "append", "replace"] = "refuse",
+    origin: WorldOrigin | None = None,
 ) -> None:
     """Write `episodes` to `folder` as LeRobotDataset v3; a crash leaves the old folder or the new one.
 
     images: "video" (H.264 4:4:4, mean error about 1 of 255 at 64 px, where LeRobot's default of AV1 with halved colour
     loses 3.5) or "png" (exact, about twice as large); existing: what to do with a dataset that is already there.
+    origin: the world that they were recorded in, None where it is not known or not the same for all.
     LeRobot keeps whole numbers of frames per second: a fractional rate is rounded there and exact in the side table.
-    Raises DataError (folder taken, other columns than the existing dataset's), StorageError (disk full, not writable).
+    Raises DataError (folder taken, other columns or another world than the existing dataset's) and StorageError (disk
+    full, not writable).
     """
     folder = Path(folder)
     if not len(episodes):
@@ -55,14 +62,38 @@ def write_dataset(
     if taken and existing == "append":
         _require_same_columns(folder, features, round(episodes.fps))
         before = read_dataset(folder, cameras=())
-    write_folder_atomic(folder, lambda target: _fill(target, episodes, features, folder if before else None))
+        _require_same_world(folder, origin)
+    write_folder_atomic(folder, lambda target: _fill(target, episodes, features, folder if before else None, origin))
 
 
-def _fill(target: Path, episodes: Episodes, features: dict[str, Any], before: Path | None) -> None:
+def recorded_origin(folder: Path) -> WorldOrigin | None:
+    """Return the world that a dataset says it was recorded in, None where it says nothing; DataError if damaged."""
+    path = recover_folder(Path(folder)) / ORIGIN
+    if not path.is_file():
+        return None
+    try:
+        return WorldOrigin.from_json(read_json(path), path)
+    except CheckpointError as error:
+        raise DataError(f"{error} Delete {path} to read the dataset as of no known world.") from error
+
+
+def _fill(
+    target: Path, episodes: Episodes, features: dict[str, Any], before: Path | None, origin: WorldOrigin | None
+) -> None:
     if before is not None:
         shutil.copytree(before, target, dirs_exist_ok=True)
     write_tables(target, episodes, features, existing=before is not None)
     _save_sidecar(target, episodes, before)
+    if before is None and origin is not None:
+        write_json(target / ORIGIN, origin.to_json())
+    elif origin is None:
+        (target / ORIGIN).unlink(missing_ok=True)  # some of the episodes are of an unknown world
+
+
+def _require_same_world(folder: Path, origin: WorldOrigin | None) -> None:
+    there = recorded_origin(folder)
+    if there is not None and origin is not None and there != origin:
+        raise DataError(f"{folder} was recorded in {there.to_json()}, the new episodes in {origin.to_json()}.")
 
 
 def _features(episodes: Episodes, images: str) -> dict[str, Any]:

@@ -21,11 +21,15 @@ from robopolicy.core.checkpoints import (
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
 from robopolicy.core.modules import Weights
+from robopolicy.core.origin import WorldOrigin
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.spec import Field, WorldSpec
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.policies.registry import POLICIES, SAVED_AS
+
+WORLD = "world"
+"""Where config.json says which world a policy was trained in."""
 
 
 class Describes(Weights, Protocol):
@@ -78,8 +82,34 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
         )
     made = POLICIES.saved(name, folder)
     if hasattr(made, "load"):
-        return made.load(folder, description, device)
-    return _constructed(made, POLICIES.configuration(name), folder, description, device)
+        policy: Policy = made.load(folder, description, device)
+    else:
+        policy = _constructed(made, POLICIES.configuration(name), folder, description, device)
+    remember_origin(policy, WorldOrigin.from_json(description.get(WORLD), folder / "config.json"))
+    return policy
+
+
+def remember_origin(policy: object, origin: WorldOrigin | None) -> None:
+    """Let every checkpoint that `save_policy` writes of `policy` from now on say which world it was trained in.
+
+    None: it is not known.
+    """
+    if origin is not None or origin_of(policy) is not None:
+        cast(Any, policy).trained_in = origin
+
+
+def origin_of(policy: object) -> WorldOrigin | None:
+    """Return the world that `policy` was trained in, None where it is not known (LeRobot's, older checkpoints)."""
+    return getattr(policy, "trained_in", None)
+
+
+def saved_origin(folder: Path) -> WorldOrigin | None:
+    """Return the world that a policy checkpoint says it was trained in, None where it says nothing.
+
+    Reads config.json alone. Raises CheckpointError where that is missing or damaged.
+    """
+    folder = recover_folder(Path(folder))
+    return WorldOrigin.from_json(read_description(folder).get(WORLD), folder / "config.json")
 
 
 def build_policy(
@@ -118,7 +148,9 @@ def save_policy(
         "instructions": list(policy.instructions),
     }
     kind = description.pop("kind", None) or POLICIES.name_of(type(policy))
-    whole = {"kind": kind, "config": to_plain(policy.config), "spec": spec, **description}
+    origin = origin_of(policy)
+    world = {} if origin is None else {WORLD: origin.to_json()}
+    whole = {"kind": kind, "config": to_plain(policy.config), "spec": spec, **world, **description}
     write_checkpoint(folder, whole, policy, more)
 
 

@@ -18,6 +18,7 @@ from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.intervals import mean_interval, wilson
+from robopolicy.origins import origin_of_section
 from robopolicy.runs import finish, finished, open_run, output
 from robopolicy.verbs.verb import Verb
 
@@ -25,6 +26,7 @@ VERB = Verb(
     summary="Record demonstrations as a LeRobotDataset",
     sections=("run", "world", "plan", "collect"),
     example="robopolicy collect recipe=push_cube collect.episodes=200",
+    world_from={"collect.policy": ""},
 )
 
 
@@ -35,7 +37,8 @@ def run(config: Config) -> int:
         output.print(f"{folder.path} already holds {done['episodes']} episodes; run.overwrite=true records anew.")
         return 0
     episodes = collect(config)
-    write_dataset(episodes, folder.path / "dataset", images=config.collect.images, existing="replace")
+    origin = origin_of_section(config.world)
+    write_dataset(episodes, folder.path / "dataset", images=config.collect.images, existing="replace", origin=origin)
     result = summary(episodes)
     finish(config, folder, result)
     output.print(

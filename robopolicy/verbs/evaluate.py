@@ -31,6 +31,7 @@ VERB = Verb(
     sections=("run", "world", "plan", "evaluate"),
     example="robopolicy evaluate runs/finetune/push_cube/0/checkpoint world=worldmodel",
     target="evaluate.policy",
+    world_from={"evaluate.policy": ""},
 )
 
 

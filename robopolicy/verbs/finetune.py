@@ -21,6 +21,8 @@ from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare, evaluate_policy
 from robopolicy.evaluation.video import beside, record_grid, write_video
+from robopolicy.origins import origin_of_section
+from robopolicy.policies.checkpoint import origin_of, remember_origin
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.collection import start_pool
 from robopolicy.training.configuration import FinetuneConfig
@@ -36,6 +38,7 @@ VERB = Verb(
     sections=("run", "world", "finetune"),
     example="robopolicy finetune recipe=push_cube run.seed=1",
     target="finetune.policy",
+    world_from={"finetune.policy": "train/checkpoint"},
 )
 
 
@@ -56,6 +59,7 @@ def run(config: Config) -> int:
         add_lora(policy, section.lora_rank)
     world = build_world(config.world, base, batch_size=section.num_envs, device=device)
     judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
+    remember_origin(policy, origin_of_section(config.world, world) or origin_of(base))
     require_target(section.target_success, judging)
     validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
 

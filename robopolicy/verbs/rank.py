@@ -31,6 +31,7 @@ VERB = Verb(
     summary="Compare policies in a world model and in the simulator",
     sections=("run", "world", "rank"),
     example="robopolicy rank recipe=push_cube",
+    world_from={"rank.policies": ""},
 )
 
 

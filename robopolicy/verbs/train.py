@@ -20,9 +20,11 @@ from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import narrowed
-from robopolicy.data.lerobot_format import read_dataset
+from robopolicy.core.world import World
+from robopolicy.data.lerobot_format import read_dataset, recorded_origin
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
-from robopolicy.policies.checkpoint import build_policy
+from robopolicy.origins import origin_of_section
+from robopolicy.policies.checkpoint import build_policy, remember_origin
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.fit import FitResult
@@ -37,6 +39,7 @@ VERB = Verb(
     sections=("run", "world", "policy", "train"),
     example="robopolicy train recipe=push_cube policy.kind=flow",
     target="train.data",
+    world_from={"train.data": "collect/dataset"},
 )
 
 
@@ -57,6 +60,13 @@ def run(config: Config) -> int:
         encoder = load_encoder(place, device)
         episodes = encoded(encoder, episodes)
     policy = new_policy(config, episodes, device)
+    count, recorded = config.train.evaluate_episodes, recorded_origin(data)
+    world: World | None = None
+    if count:  # before training, so that a policy that does not fit is refused before it costs anything
+        seen = behind(encoder, policy) if encoder is not None else policy
+        world = build_world(config.world, seen, episodes=count, seed=config.run.seed, device=device)
+    judged_in = None if world is None else origin_of_section(config.world, world)
+    remember_origin(policy, judged_in or recorded)
     fitted = learn(config, policy, episodes, folder)
     if encoder is not None:
         save_encoder(encoder, folder.checkpoint)
@@ -68,14 +78,12 @@ def run(config: Config) -> int:
         "seconds": fitted.seconds,
         "parameters": sum(parameter.numel() for parameter in policy.parameters()),
     }
-    if config.train.evaluate_episodes:
-        count = config.train.evaluate_episodes
+    if world is not None:
         judged: dict[str, Policy] = {"policy": policy}
         if isinstance(policy, PlansInternally) and (reactive := policy.without_planning()) is not None:
             judged = {UNPLANNED: reactive, **judged}
         if encoder is not None:
             judged = {name: behind(encoder, each) for name, each in judged.items()}
-        world = build_world(config.world, judged["policy"], episodes=count, seed=config.run.seed, device=device)
         seeds = evaluation_seeds(config, count)
         verdicts = {name: judge(world, each, seeds, device, config.run.seed, name) for name, each in judged.items()}
         world.close()

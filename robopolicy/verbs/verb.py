@@ -6,7 +6,8 @@ are read off the source, so that help on any verb imports neither torch nor anyt
 
 import ast
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ VERBS = Registry("verb", "robopolicy.verbs", {name: f"robopolicy.verbs.{name}:ru
 @dataclass(frozen=True)
 class Verb:
     """One job: a line for the table, the sections of the configuration it reads, an example, and what a bare word after
-    it sets. text: the docstring of its module.
+    it sets. text: the docstring of its module. world_from: keys of what says in which world the verb acts where none is
+    named -> "verb/part", where that lies by default ("" for nowhere).
     """
 
     summary: str
@@ -45,6 +47,7 @@ class Verb:
     example: str
     target: str | None = None
     text: str = ""
+    world_from: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def declaration(name: str) -> Verb:

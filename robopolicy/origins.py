@@ -1,0 +1,110 @@
+"""Which world a verb acts in where nobody names one: that of the policy, dataset or server that it is given.
+
+A file names a world, but never chooses what is imported: what neither ships with us nor is installed must be named by
+the user, as for every checkpoint.
+"""
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from robopolicy.configuration import Config
+from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, WorldSection
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
+from robopolicy.core.origin import WorldOrigin, texts
+from robopolicy.core.registry import ask_for, asked_for, is_dotted
+from robopolicy.core.storage import recover_folder
+from robopolicy.core.world import World
+from robopolicy.data.lerobot_format import recorded_origin
+from robopolicy.policies.checkpoint import saved_origin
+from robopolicy.runs import run_path
+from sims.registry import require_trusted
+
+
+def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
+    """Return `config`, in which no world is named, with the world of the first of `sources` that is there.
+
+    sources: configuration key of checkpoints or datasets -> "verb/part", where such a thing lies if the key is not set
+    ("" for nowhere), as a verb declares in `world_from`. Where there is one that does not say its world, a warning says
+    which is assumed. Raises CheckpointError or DataError where it is damaged or names a world that the user must name,
+    ConfigError where several come from different worlds.
+    """
+    paths = [path for key, default in sources.items() for path in _places(config, key, default) if path.exists()]
+    found = {path: _origin(path) for path in paths}
+    known = {path: origin for path, origin in found.items() if origin is not None}
+    if not known:
+        if found:
+            warnings.warn(
+                f"{paths[0]} does not say which world it comes from, and none is named: {config.world.name} is "
+                "assumed where one is needed. Name it: world=NAME.",
+                RobopolicyWarning,
+                stacklevel=2,
+            )
+        return config
+    (where, origin), *others = known.items()
+    for path, other in others:
+        if other != origin:
+            raise ConfigError(
+                f"{where} comes from {_described(origin)}, {path} from {_described(other)}: name one, world=NAME."
+            )
+    return dataclasses.replace(config, world=in_world(config.world, origin, where, config.run.plugins))
+
+
+def in_world(section: WorldSection, origin: WorldOrigin, where: Path, plugins: Iterable[str] = ()) -> WorldSection:
+    """Return `section` in the world that the file at `where` comes from; options that the user gave outweigh its own.
+
+    plugins: modules that the user trusts. Raises CheckpointError where the world or an option leads to others.
+    """
+    ask_for(plugins)
+    require_trusted(origin.name, where, f"world.name={origin.name}")
+    taken = {key: value for key, value in origin.options.items() if key not in section.options}
+    for key, value in taken.items():
+        for path in texts(value):
+            if is_dotted(path) and not asked_for(path):
+                raise CheckpointError(
+                    f"{where} comes from a world with {key}={path}, which is not part of robopolicy. If you trust it, "
+                    f"name it: world.options.{key}={path} or run.plugins=[{path.partition(':')[0]}]."
+                )
+    return dataclasses.replace(section, name=origin.name, options={**taken, **section.options})
+
+
+def origin_of_section(section: WorldSection, world: World | None = None) -> WorldOrigin | None:
+    """Return what a checkpoint or dataset made in `section`'s world remembers, None where that is not known.
+
+    Of imagination it is the simulator behind the model (world: the imagined one), of demonstrations what they say.
+    """
+    if section.name == DEMONSTRATIONS:
+        return None if section.data is None else recorded_origin(section.data)
+    if section.name != WORLD_MODEL:
+        return WorldOrigin(section.name, _plain(section.options))
+    model: Any = getattr(world, "model", None)
+    name = section.simulator or (model.spec.name if model is not None else "")
+    return WorldOrigin(name, _plain(section.options)) if name else None
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as JSON gives them back, so that written and read ones compare as equal."""
+    return json.loads(json.dumps(dict(options), default=str))
+
+
+def _origin(path: Path) -> WorldOrigin | None:
+    return saved_origin(path) if (path / "config.json").is_file() else recorded_origin(path)
+
+
+def _places(config: Config, key: str, default: str) -> list[Path]:
+    section, name = key.split(".")
+    given = getattr(getattr(config, section), name)
+    if isinstance(given, list | tuple):
+        return [recover_folder(Path(path)) for path in given]
+    if given is not None:
+        return [recover_folder(Path(given))]
+    verb, _, part = default.partition("/")
+    return [recover_folder(run_path(config, verb) / part)] if part else []
+
+
+def _described(origin: WorldOrigin) -> str:
+    options = ", ".join(f"{key}={value}" for key, value in origin.options.items())
+    return f"'{origin.name}'" + (f" with {options}" if options else "")

@@ -1,0 +1,232 @@
+"""Policies and recordings know the world they come from: it is the default, and another one is compared by names."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from robopolicy.cli import main
+from robopolicy.configuration import compose
+from robopolicy.core.errors import CheckpointError, DataError, RobopolicyWarning, SpecError
+from robopolicy.core.origin import WorldOrigin
+from robopolicy.core.spec import Field, PolicySpec, WorldSpec, require_fit
+from robopolicy.data.lerobot_format import read_dataset, recorded_origin, write_dataset
+from robopolicy.origins import with_origin
+from robopolicy.policies.checkpoint import load_policy, saved_origin
+
+pytestmark = pytest.mark.filterwarnings("always::robopolicy.core.errors.RobopolicyWarning")
+
+SMALL = {
+    "collect": ["collect.episodes=4"],
+    "train": ["policy.width=16", "policy.depth=1", "policy.sampling_steps=2", "train.fit.steps=5"],
+    "finetune": [
+        "finetune.iterations=1",
+        "finetune.num_envs=4",
+        "finetune.rollout_length=2",
+        "finetune.minibatch=8",
+        "finetune.evaluate_episodes=4",
+        "finetune.critic_width=8",
+        "finetune.videos=0",
+    ],
+    "evaluate": ["evaluate.episodes=4", "evaluate.videos=0"],
+    "rank": ["rank.episodes=4", "rank.noise=[none,random]"],
+}
+
+
+def run(verb, *settings, home):
+    return main([verb, *SMALL.get(verb, []), "world.batch_size=4", *settings, f"run.root={home}"])
+
+
+def said(capsys):
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.fixture(scope="module")
+def push_t(tmp_path_factory):
+    """A folder of runs in push_t, with another horizon than the default's."""
+    home = tmp_path_factory.mktemp("push_t")
+    for verb in ("collect", "train"):
+        judged = ["train.evaluate_episodes=4"] if verb == "train" else []
+        assert run(verb, *judged, "world=push_t", "world.options.threads=1", home=home) == 0
+    return home
+
+
+def dataset(home):
+    return home / "collect" / "push_t" / "0" / "dataset"
+
+
+def checkpoint(home, verb="train"):
+    return home / verb / "push_t" / "0" / "checkpoint"
+
+
+ORIGIN = WorldOrigin("push_t", {"threads": 1})
+
+
+def test_checkpoints_and_datasets_say_their_world_and_are_judged_in_it(push_t):
+    assert recorded_origin(dataset(push_t)) == ORIGIN
+    assert saved_origin(checkpoint(push_t)) == ORIGIN
+    assert run("evaluate", str(checkpoint(push_t)), home=push_t) == 0
+    result = json.loads((push_t / "evaluate" / "push_t" / "0" / "result.json").read_text())
+    assert result["policy"]["deterministic"]["world"] == "push_t"
+    assert "threads: 1" in (push_t / "evaluate" / "push_t" / "0" / "config.yaml").read_text()
+
+
+def test_what_is_made_of_them_stays_in_their_world(push_t, tmp_path):
+    made = checkpoint(push_t)
+    assert run("finetune", str(made), home=tmp_path) == 0
+    assert saved_origin(checkpoint(tmp_path, "finetune")) == ORIGIN
+    assert run("collect", f"collect.policy={made}", home=tmp_path) == 0
+    assert recorded_origin(dataset(tmp_path)) == ORIGIN
+    assert run("train", f"train.data={dataset(push_t)}", "train.evaluate_episodes=4", home=tmp_path) == 0
+    assert saved_origin(checkpoint(tmp_path)) == ORIGIN
+    unjudged = [f"train.data={dataset(push_t)}", "train.evaluate_episodes=0", "run.name=unjudged"]
+    assert run("train", *unjudged, home=tmp_path) == 0
+    assert saved_origin(tmp_path / "train" / "unjudged" / "0" / "checkpoint") == ORIGIN
+
+
+def test_a_run_is_found_by_its_name_alone(push_t, tmp_path):
+    shutil.copytree(push_t / "train" / "push_t", tmp_path / "train" / "mine")
+    assert run("finetune", "run.name=mine", home=tmp_path) == 0
+    assert saved_origin(tmp_path / "finetune" / "mine" / "0" / "checkpoint") == ORIGIN
+
+
+def test_another_world_of_the_same_shapes_is_refused_before_anything_starts(push_t, tmp_path, capsys):
+    jobs = {
+        "evaluate": [str(checkpoint(push_t))],
+        "finetune": [str(checkpoint(push_t))],
+        "collect": [f"collect.policy={checkpoint(push_t)}"],
+        "train": [f"train.data={dataset(push_t)}", "train.evaluate_episodes=4"],
+    }
+    for verb, settings in jobs.items():
+        capsys.readouterr()
+        assert run(verb, *settings, "world=push_cube", home=tmp_path) == 2, verb
+        error = said(capsys)
+        assert "'block_x' to the policy, but 'cube_x' in the world 'push_cube'" in error, error
+        assert "config.json" in error
+        assert not list((tmp_path / verb).glob("**/checkpoint")), verb
+
+
+def test_names_that_mean_the_same_are_made_the_same(push_t, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint(push_t), copy)
+    other = load_policy(checkpoint(push_t)).spec
+    file = copy / "config.json"
+    description = json.loads(file.read_text())
+    from sims.registry import make_world
+
+    world = make_world("push_cube", 1)
+    for key, field in world.spec.observation.items():
+        if key in description["spec"]["observation"]:
+            description["spec"]["observation"][key]["names"] = list(field.names)
+    description["spec"]["action"]["names"] = list(world.spec.action.names)
+    world.close()
+    file.write_text(json.dumps(description))
+    assert load_policy(copy).spec != other
+    assert run("evaluate", str(copy), "world=push_cube", home=tmp_path) == 0
+
+
+def test_policies_of_no_known_world_are_judged_as_before_and_it_is_said(push_t, tmp_path, capsys):
+    old = tmp_path / "old"
+    shutil.copytree(checkpoint(push_t), old)
+    description = json.loads((old / "config.json").read_text())
+    del description["world"]
+    (old / "config.json").write_text(json.dumps(description))
+    assert saved_origin(old) is None
+    assert run("evaluate", str(old), "world=push_t", home=tmp_path) == 0
+    assert "assumed" not in said(capsys)
+    with pytest.warns(RobopolicyWarning, match="push_cube is assumed where one is needed. Name it: world=NAME"):
+        config = compose([f"evaluate.policy={old}"], lambda config: with_origin(config, {"evaluate.policy": ""}))
+    assert config.world.name == "push_cube"
+
+
+def test_what_is_named_outweighs_what_a_file_says(push_t):
+    def chosen(*settings):
+        given = [f"evaluate.policy={checkpoint(push_t)}", *settings]
+        return compose(given, lambda config: with_origin(config, {"evaluate.policy": ""})).world
+
+    assert chosen("world=push_cube").options == {}
+    assert chosen("recipe=push_cube").name == "push_cube"
+    assert (chosen().name, chosen().options) == ("push_t", {"threads": 1})
+    assert chosen("world.options.threads=2").options == {"threads": 2}
+
+
+def planted(push_t, folder, world):
+    shutil.copytree(checkpoint(push_t), folder)
+    description = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**description, "world": world}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        {"name": "planted_world:Task", "options": {}},
+        {"name": "gymnasium:planted_world:Env-v0", "options": {}},
+        {"name": "push_t", "options": {"success": "planted_world:success"}},
+        {"name": "push_t", "options": {"deep": [{"inside": "planted_world:success"}]}},
+    ],
+)
+def test_a_checkpoint_does_not_choose_what_is_imported(push_t, tmp_path, monkeypatch, capsys, world):
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "planted_world.py").write_text("import pathlib\npathlib.Path('imported').touch()\n")
+    monkeypatch.chdir(home)
+    folder = planted(push_t, tmp_path / "planted", world)
+    assert run("evaluate", str(folder), home=home) == 2
+    assert "If you trust it, name it: world." in said(capsys)
+    assert not (home / "imported").exists()
+
+
+@pytest.mark.parametrize("world", ["push_t", {"name": 3, "options": {}}, {"name": "push_t"}, []])
+def test_a_damaged_world_is_an_error(push_t, tmp_path, world):
+    folder = planted(push_t, tmp_path / "planted", world)
+    for read in (saved_origin, load_policy):
+        with pytest.raises(CheckpointError, match="names its world as"):
+            read(folder)
+
+
+def test_episodes_of_several_worlds_have_none(push_t, tmp_path):
+    episodes = read_dataset(dataset(push_t))
+    write_dataset(episodes, tmp_path / "a", origin=ORIGIN)
+    write_dataset(episodes, tmp_path / "a", origin=ORIGIN, existing="append")
+    assert recorded_origin(tmp_path / "a") == ORIGIN
+    with pytest.raises(DataError, match="was recorded in"):
+        write_dataset(episodes, tmp_path / "a", origin=WorldOrigin("push_cube"), existing="append")
+    write_dataset(episodes, tmp_path / "a", existing="append")
+    assert recorded_origin(tmp_path / "a") is None
+    assert len(read_dataset(tmp_path / "a")) == 3 * len(episodes)
+
+
+def test_a_gymnasium_world_with_its_options_is_found_again(tmp_path):
+    pytest.importorskip("gymnasium")
+    world = ["world.name=gymnasium:Pendulum-v1", "world.options.reward=environment", "world.options.workers=0"]
+    controller = "gym_controller:Still"
+    (tmp_path / "gym_controller.py").write_text(
+        "import numpy as np\n\n\nclass Still:\n    def reset(self, rows=None): ...\n\n"
+        "    def act(self, observation):\n"
+        "        return np.zeros((len(observation['observation.state']), 1))\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert run("collect", *world, f"collect.controller={controller}", home=tmp_path) == 0
+    data = tmp_path / "collect" / "gymnasium-Pendulum-v1" / "0" / "dataset"
+    origin = WorldOrigin("gymnasium:Pendulum-v1", {"reward": "environment", "workers": 0})
+    assert recorded_origin(data) == origin
+    assert run("train", f"train.data={data}", "train.evaluate_episodes=4", home=tmp_path) == 0
+    made = tmp_path / "train" / "gymnasium-Pendulum-v1" / "0" / "checkpoint"
+    assert saved_origin(made) == origin
+    assert run("evaluate", str(made), home=tmp_path) == 0
+    assert (tmp_path / "evaluate" / "gymnasium-Pendulum-v1" / "0" / "result.json").exists()
+
+
+def test_fields_without_names_are_compared_by_shape_alone():
+    named, nameless = Field((2,), names=("x", "y")), Field((2,))
+    world = WorldSpec("w", {"observation.state": named}, named, 10.0, 5)
+    policy = PolicySpec({"observation.state": nameless}, nameless, 1, 1, 1, 0, 10.0)
+    require_fit(policy, world)
+    require_fit(replace(policy, observation={"observation.state": named}, action=named), world)
+    with pytest.raises(SpecError, match=r"Element 1 of 'observation.state' is 'z' to the policy, but 'y'"):
+        require_fit(replace(policy, observation={"observation.state": replace(named, names=("x", "z"))}), world)
+    with pytest.raises(SpecError, match="Element 0 of the action is 'y' to the policy, but 'x'"):
+        require_fit(replace(policy, action=replace(named, names=("y", "x"))), world)
