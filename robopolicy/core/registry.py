@@ -56,8 +56,7 @@ def load_dotted(path: str, what: str) -> Any:
         raise ConfigError(f"{what} '{path}': importing {module_name} raised {type(error).__name__}: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            members: Mapping[str, Any] = found.__dict__
-            public = [known for known in members if not known.startswith("_")]
+            public = [known for known in dir(found) if not known.startswith("_")]
             raise ConfigError(f"{what} '{path}': the module has no '{name}'.{did_you_mean(name, public)}")
         found = getattr(found, part)
     return found

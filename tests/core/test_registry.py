@@ -1,0 +1,33 @@
+"""Dotted paths: found, or refused in a sentence that names what is missing."""
+
+import pytest
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.registry import load_dotted
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    (tmp_path / "of_mine.py").write_text("NUMBER = 3\nclass Thing:\n    inner = 5\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_what_is_there_is_found():
+    assert load_dotted("of_mine:NUMBER", "Thing") == 3
+    assert load_dotted("of_mine:Thing.inner", "Thing") == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("of_mine:Thin", "Did you mean 'Thing'"),
+        ("of_mine:NUMBER.part", r"has no 'NUMBER\.part'"),
+        ("of_mine:Thing.iner", r"has no 'Thing\.iner'"),
+        ("of_min:Thing", "there is no module 'of_min'"),
+        ("of_mine", "not a dotted path"),
+        ("of mine:x", "not a dotted path"),
+    ],
+)
+def test_what_is_not_is_refused(path, text):
+    with pytest.raises(ConfigError, match=text):
+        load_dotted(path, "Thing")
