@@ -38,8 +38,8 @@ WATCHED = {
 def test_why_imagination_ended_is_said_with_what_was_kept():
     said = imagine.said_at_the_end(ended(Ended.PARTED, **WATCHED))
     assert said == (
-        "Ended after 20 iterations: gap with no real gain. Kept is the policy of iteration 10: 69.5% [62.8%, 75.5%] for "
-        "real, 91.0% in imagination (gap +21.5 points)."
+        "Ended after 20 iterations: gap with no real gain. Kept is the policy of iteration 10: 69.5% [62.8%, 75.5%] "
+        "for real, 91.0% in imagination (gap +21.5 points)."
     )
     assert "not watched for real" in imagine.said_at_the_end(ended(Ended.ITERATIONS, deterministic_success=0.9))
     returns = {"deterministic_success": 0.0, "deterministic_return": 0.0, "deterministic_real_return": -3.0}

@@ -10,7 +10,7 @@ from robopolicy.benchmarks import imagination, ranking, test_time_planning
 from robopolicy.benchmarks.runs import Changes
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
-from robopolicy.verbs import bench
+from robopolicy.verbs import bench, collect, imagine, train, worldmodel
 from robopolicy.verbs.rank import runs_of
 
 TINY = [
@@ -108,3 +108,29 @@ def test_imagined_and_real_success_stand_beside_each_other(tmp_path, monkeypatch
         assert row["env_steps"] == [0]
         assert row["base"]["episodes"] == row["tuned"]["episodes"] == row["imagined"]["episodes"] == 8
         assert [record["iteration"] for record in row["records"][0]] == [0, 1]
+
+
+@pytest.mark.parametrize("task", ["push_cube", "pick_place"])
+def test_the_first_arm_of_imagination_is_what_a_recipes_own_verbs_do(tmp_path, task):
+    assert benchmark(tmp_path, "bench.name=imagination", f"bench.tasks=[{task}]", "bench.only=[ensemble]") == 0
+    config = compose([f"recipe={task}", f"run.root={tmp_path / 'own'}", *TINY])
+    assert config.worldmodel.include_base
+    for verb in (collect, train, worldmodel, imagine):
+        assert verb.run(config) == 0
+    arm = tmp_path / "bench" / "imagination" / task / "imagine" / "ensemble" / "0"
+    own = tmp_path / "own" / "imagine" / task / "0"
+    for file in ("checkpoint/model.safetensors", "last/model.safetensors"):
+        assert (arm / file).read_bytes() == (own / file).read_bytes(), file
+    results = [json.loads((folder / "result.json").read_text()) for folder in (arm, own)]
+    assert results[0]["tuned"]["deterministic"]["per_episode"] == results[1]["tuned"]["deterministic"]["per_episode"]
+    assert results[0]["ended"] == results[1]["ended"] and results[0]["watched_steps"] > 0
+
+
+def test_recipes_whose_model_knows_the_base_say_so_where_there_is_none(tmp_path):
+    config = compose(["recipe=pick_place", f"run.root={tmp_path}", *TINY])
+    assert collect.run(config) == 0
+    with pytest.raises(ConfigError, match=r"'robopolicy train' makes it; or set worldmodel\.include_base=false"):
+        worldmodel.run(config)
+    assert config.imagine.near_base == 0.05
+    images = [compose([f"recipe={name}"]).worldmodel for name in ("push_cube_pixels", "push_cube_video")]
+    assert not any(section.include_base for section in images), "a base of states sees no images, nor the other way"

@@ -41,8 +41,8 @@ from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.two_worlds import TwoWorlds
-from robopolicy.policies import load_policy as load_alone
 from robopolicy.origins import origin_of_section
+from robopolicy.policies import load_policy as load_alone
 from robopolicy.policies.checkpoint import origin_of, remember_origin
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import FinetuneConfig

@@ -1,14 +1,16 @@
 """Trains a world model on recorded episodes plus fresh rollouts with failures in them, and examines it.
 
 Data: worldmodel.data (default: what collect wrote), then rollouts of the expert at every level of worldmodel.noise and
-of worldmodel.policies (with worldmodel.include_base the policy that train wrote is one), until worldmodel.transitions control steps are there; all of it is kept beside the model. The
-report has open-loop errors beside shuffled actions and copying, precision and recall of the learned success head, and
-for models of images a video of imagined below recorded episodes.
+of worldmodel.policies (with worldmodel.include_base what train wrote is one), until worldmodel.transitions control
+steps are there; all of it is kept beside the model. The report has open-loop errors beside shuffled actions and
+copying, precision and recall of the learned success head, and for models of images a video of imagined below recorded
+episodes.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ import torch
 from robopolicy.build import build_noisy_expert, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.core.storage import recover_folder
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record, record_until
@@ -27,7 +31,7 @@ from robopolicy.evaluation.image_quality import unit_of
 from robopolicy.evaluation.report import IMAGINED, report_for_run
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow
-from robopolicy.runs import default_path, finish, finished, open_run, output, print_table
+from robopolicy.runs import default_path, finish, finished, open_run, output, print_table, run_path
 from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.verb import Verb
 from worldmodels.checkpoint import save_world_model
@@ -88,8 +92,7 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
     missing = max(0, section.transitions - sum(part.step_count for part in parts))
     policies = section.policies
     if section.include_base:
-        base = default_path(config, "train", "checkpoint", None, "worldmodel.include_base=false, or worldmodel.policies")
-        policies = tuple(dict.fromkeys((base, *policies)))
+        policies = tuple(dict.fromkeys((base_of(config), *policies)))
     actors: list[Any] = [load_policy(path, generator.device) for path in policies]
     actors += [
         build_noisy_expert(config.world, world.spec, level, derive(seed, f"worldmodel/noise/{level}"))
@@ -103,6 +106,17 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
     share = missing // max(1, len(actors))
     parts += [record_until(share, partial(play, index=index)) for index in range(len(actors)) if share]
     return Episodes.concatenate(parts)
+
+
+def base_of(config: Config) -> Path:
+    """Return what train wrote under the same name and seed; ConfigError where there is none yet."""
+    path = run_path(config, "train") / "checkpoint"
+    if not recover_folder(path).exists():
+        raise ConfigError(
+            f"{path} does not exist, and worldmodel.include_base=true wants its rollouts among the data: 'robopolicy "
+            "train' makes it; or set worldmodel.include_base=false."
+        )
+    return path
 
 
 def in_other_styles(config: Config, episodes: Episodes) -> Episodes:
