@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 ELEMENTS = 2**23
 """What every description may ask for beside what its weights hold: tables, places, what is overwritten later."""
-TENSORS = 20_000
-"""How many tensors it may ask for, whatever they hold."""
+TENSORS = 4000
+"""The same, of tensors."""
 _FACTORIES = {
     torch.arange,
     torch.empty,
@@ -29,15 +29,16 @@ _NOT_ON_META = ("generator", "out", "pin_memory", "requires_grad")
 
 
 class Allowance(TorchFunctionMode):
-    """While it is entered, torch's factories and clones give at most so many elements, counted together.
+    """While it is entered, torch's factories and clones give at most so many elements and tensors, counted together.
 
-    elements: e.g. a few times what the weights file holds, since a description that asks for more cannot fit it.
+    elements, tensors: e.g. a few times what the weights file holds, since a description that asks for more cannot fit
+    it; `ELEMENTS` and `TENSORS` are added.
     Raises MemoryError before the memory is taken.
     """
 
-    def __init__(self, elements: int):
+    def __init__(self, elements: int, tensors: int):
         super().__init__()
-        self.elements, self.tensors = elements + ELEMENTS, TENSORS
+        self.elements, self.tensors = elements + ELEMENTS, tensors + TENSORS
 
     def __torch_function__(
         self,

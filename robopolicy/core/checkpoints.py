@@ -3,10 +3,11 @@
 Policies and world models are written and read here; which class a checkpoint needs is theirs to find.
 """
 
+import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
@@ -15,14 +16,36 @@ from torch import Tensor
 from robopolicy.core.allowance import Allowance
 from robopolicy.core.errors import CheckpointError, RobopolicyError
 from robopolicy.core.modules import Module, Weights
+from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.storage import read_json, storage_errors, write_folder_atomic, write_json
 from robopolicy.core.tensors import file_hash, load_tensors, require_hash
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 FORMAT = 2
 """Of checkpoints: a change that older versions cannot read takes the next number."""
 WEIGHTS = "model.safetensors"
 HASH = "sha256"
 """The key of config.json under which the hash of the weights file stands; older checkpoints lack it."""
+LARGEST_COUNT = 2**31
+"""Of elements of a field, and of steps."""
+LONGEST_NAME = 200
+INFINITE = ("inf", "-inf")
+DTYPES = (
+    "bool",
+    "float16",
+    "float32",
+    "float64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+)
 
 
 def write_checkpoint(
@@ -49,15 +72,21 @@ def write_checkpoint(
 def read_description(folder: Path) -> Mapping[str, Any]:
     """Return what config.json in `folder` says, {} where it is no JSON object.
 
-    Raises CheckpointError on what is no JSON, or where its kind is no text.
+    Raises CheckpointError on what is no JSON, where its kind is no text, or its spec holds what no world has.
     """
     path = Path(folder) / "config.json"
     found = read_json(path)
     if not isinstance(found, Mapping):
         return {}
     description = cast(Mapping[str, Any], found)
-    if not isinstance(description.get("kind", ""), str):
-        raise CheckpointError(f"{path} is corrupt: its kind is a {type(description['kind']).__name__}, not text.")
+    kind = description.get("kind", "")
+    if not isinstance(kind, str) or not kind.isprintable() or len(kind) > LONGEST_NAME:
+        what = f"text of {len(kind)} characters" if isinstance(kind, str) else f"a {type(kind).__name__}, not text"
+        raise CheckpointError(f"{path} is corrupt: its kind is {what}.")
+    if "spec" in description:
+        wrong = _wrong_in(description["spec"])
+        if wrong:
+            raise CheckpointError(f"{path} is corrupt: {wrong}.")
     return description
 
 
@@ -77,10 +106,10 @@ def restoring(folder: Path, what: str) -> Generator[None, None, None]:
     A description comes from outside: it may ask for little more memory than the weights beside it fill (`Allowance`).
     """
     weights = Path(folder) / WEIGHTS
-    # A float32 of the file is 4 bytes, so bytes are 4 times its elements: room for copies that are overwritten later
+    # A float32 is 4 bytes, so a file has 4 times as many bytes as elements: room for what is overwritten later
     size = weights.stat().st_size if weights.is_file() else 0
     try:
-        with Allowance(size):
+        with Allowance(elements=size, tensors=size // 1024):
             yield
     except CheckpointError:  # of a part, which says what it needs
         raise
@@ -115,6 +144,53 @@ def read_weights[Trained: Module](
             f"{Path(folder) / WEIGHTS} does not match its config.json: {_short(error, 1000)}. Restore both from a copy."
         ) from error
     return module.to(device)
+
+
+def _wrong_in(spec: object) -> str:
+    """Return what a policy's or world's spec holds that cannot be, "" for nothing; what it lacks is its reader's."""
+    if not is_mapping(spec):
+        return "its spec is no mapping"
+    rate, texts = spec.get("fps", 1.0), spec.get("instructions", ())
+    if not _is_number(rate) or not 0 < rate < math.inf:
+        return f"its fps is {_short(rate)}, not a positive number"
+    for key in ("horizon", "history"):
+        count = spec.get(key, 1)
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= LARGEST_COUNT:
+            return f"its {key} is {_short(count)}, not a count of steps"
+    if not is_sequence(texts) or not all(isinstance(text, str) for text in texts):
+        return "its instructions are no list of texts"
+    fields = spec.get("observation", {})
+    if not is_mapping(fields):
+        return "its observation is no mapping of fields"
+    named = {**fields, "action": spec["action"]} if "action" in spec else fields
+    return next(
+        (f"its field '{_short(key)}' has {wrong}" for key, field in named.items() if (wrong := _unlike(field))), ""
+    )
+
+
+def _unlike(field: object) -> str:
+    """Return what in the JSON of a `core.spec.Field` cannot be, "" for nothing."""
+    if not is_mapping(field):
+        return "no entries"
+    shape, names = field.get("shape", ()), field.get("names", ())
+    if not is_sequence(shape) or not all(isinstance(size, int) and 0 < size <= LARGEST_COUNT for size in shape):
+        return f"the shape {_short(shape)}"
+    if math.prod(shape) > LARGEST_COUNT:
+        return f"the shape {_short(shape)}"
+    if not is_sequence(names) or not all(isinstance(name, str) for name in names):
+        return f"the names {_short(names)}"
+    if not isinstance(field.get("unit", ""), str) or field.get("dtype", "float32") not in DTYPES:
+        return f"the unit {_short(field.get('unit', ''))} and dtype {_short(field.get('dtype'))}"
+    for key in ("low", "high"):
+        bound = field.get(key, 0.0)
+        bounds = bound if is_sequence(bound) else [bound]
+        if len(bounds) not in (1, math.prod(shape)) or not all(_is_number(each) or each in INFINITE for each in bounds):
+            return f"{key} {_short(bound)}"
+    return ""
+
+
+def _is_number(value: object) -> "TypeIs[int | float]":
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) < 1e300
 
 
 def _short(value: object, length: int = 300) -> str:

@@ -14,6 +14,9 @@ from robopolicy.nn.configuration import (
     Spacing,
 )
 
+MOST_STEPS = 100_000
+"""Of denoising: tables with a row for each are made."""
+
 
 class PolicyKind(Enum):
     """Diffusion (DDPM, DDIM) or rectified flow."""
@@ -130,6 +133,9 @@ class DenoisingPolicyConfig:
             raise ConfigError(f"noisy_steps is {self.noisy_steps}: choose 1 to sampling_steps, {self.sampling_steps}.")
         if self.matching_samples < 1:
             raise ConfigError(f"matching_samples is {self.matching_samples}; at least 1 noise level scores a decision.")
+        for name in ("denoising_steps", "sampling_steps", "matching_samples"):
+            if getattr(self, name) > MOST_STEPS:
+                raise ConfigError(f"{name} is {getattr(self, name)}: choose at most {MOST_STEPS}.")
         if self.history < 1:
             raise ConfigError(f"history is {self.history}: a policy reads at least one frame.")
         if min(self.min_sampling_std, self.min_logprob_std) < 0:

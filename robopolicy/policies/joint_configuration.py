@@ -6,6 +6,9 @@ from typing import ClassVar
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.configuration import AGGREGATES, EdmConfig
 
+MOST = 10_000
+"""Of candidates, of their futures, and of the values of each."""
+
 
 @dataclass(frozen=True)
 class JointConfig:
@@ -44,7 +47,9 @@ class JointConfig:
     def __post_init__(self):
         if min(self.chunk, self.width, self.depth, self.candidates, self.futures, self.values) < 1:
             raise ConfigError("A joint model needs sizes and counts of at least 1.")
-        if self.width % self.heads:
+        if max(self.candidates, self.futures, self.values) > MOST:
+            raise ConfigError(f"candidates, futures and values of a joint model are at most {MOST} each.")
+        if self.heads < 1 or self.width % self.heads:
             raise ConfigError(f"A joint model's width {self.width} must be a multiple of its heads, {self.heads}.")
         if not 0 < self.policy_share < 1:
             raise ConfigError(f"policy_share {self.policy_share} must be in (0, 1).")

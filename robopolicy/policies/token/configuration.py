@@ -7,6 +7,9 @@ from typing import ClassVar
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.configuration import ActionTokens, ImageEncoderConfig, NormalizationMode
 
+LONGEST = 10_000
+"""Steps of a chunk, and frames of a history."""
+
 
 class TokenDecoding(Enum):
     """causal: token by token from left to right; masked: discrete diffusion, several tokens at a time in any order."""
@@ -101,3 +104,5 @@ class TokenPolicyConfig:
     def __post_init__(self) -> None:
         if min(self.chunk, self.history) < 1:
             raise ConfigError(f"chunk is {self.chunk} and history {self.history}: both are at least 1.")
+        if max(self.chunk, self.history) > LONGEST:
+            raise ConfigError(f"chunk is {self.chunk} and history {self.history}: both are at most {LONGEST}.")
