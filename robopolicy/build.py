@@ -26,6 +26,7 @@ from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.policies import load_policy as load_alone
+from robopolicy.policies.checkpoint import origin_of, remember_origin
 from robopolicy.rl.critic import Critic, state_critic
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
@@ -241,7 +242,7 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
             f"{place} does not exist: {folder} holds a policy of a world model's latent, and that world model beside "
             "it. Restore it from a copy, or train again."
         )
-    return EncodedPolicy(policy, load_encoder(place, device))
+    return _of_the_same_origin(EncodedPolicy(policy, load_encoder(place, device)), policy)
 
 
 def load_encoder(folder: Path, device: torch.device | str = "cpu") -> DecoderFree:
@@ -289,7 +290,14 @@ def with_planning(section: PlanSection, policy: Policy, device: torch.device | s
     """Return `policy`, planning in a world model (best of N candidates) where the section names one."""
     if section.model is None:
         return policy
-    return PlannedPolicy(policy, load_world_model(section.model, device), narrowed(PlanConfig, section))
+    planned = PlannedPolicy(policy, load_world_model(section.model, device), narrowed(PlanConfig, section))
+    return _of_the_same_origin(planned, policy)
+
+
+def _of_the_same_origin[Wrapper: Policy](wrapper: Wrapper, policy: Policy) -> Wrapper:
+    """Return `wrapper`, which acts by `policy`, as one that was trained in the same world."""
+    remember_origin(wrapper, origin_of(policy))
+    return wrapper
 
 
 def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:

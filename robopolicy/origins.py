@@ -23,26 +23,25 @@ from robopolicy.policies.checkpoint import saved_origin
 from robopolicy.runs import run_path
 from sims.registry import require_trusted
 
+SERVER = "server"
+
 
 def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
     """Return `config`, in which no world is named, with the world of the first of `sources` that is there.
 
     sources: configuration key of checkpoints or datasets -> "verb/part", where such a thing lies if the key is not set
-    ("" for nowhere), as a verb declares in `world_from`. Where there is one that does not say its world, a warning says
-    which is assumed. Raises CheckpointError or DataError where it is damaged or names a world that the user must name,
-    ConfigError where several come from different worlds.
+    ("" for nowhere, "server" for the policy behind drive.port), as a verb declares in `world_from`. Where none of them
+    says its world, a warning says which is assumed. Raises CheckpointError or DataError where one is damaged or names a
+    world that the user must name, ConfigError where several come from different worlds.
     """
+    if SERVER in sources.values():
+        return _as_served(config)
     paths = [path for key, default in sources.items() for path in _places(config, key, default) if path.exists()]
     found = {path: _origin(path) for path in paths}
     known = {path: origin for path, origin in found.items() if origin is not None}
     if not known:
         if found:
-            warnings.warn(
-                f"{paths[0]} does not say which world it comes from, and none is named: {config.world.name} is "
-                "assumed where one is needed. Name it: world=NAME.",
-                RobopolicyWarning,
-                stacklevel=2,
-            )
+            _say_assumed(paths[0], config)
         return config
     (where, origin), *others = known.items()
     for path, other in others:
@@ -53,8 +52,32 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
     return dataclasses.replace(config, world=in_world(config.world, origin, where, config.run.plugins))
 
 
-def in_world(section: WorldSection, origin: WorldOrigin, where: Path, plugins: Iterable[str] = ()) -> WorldSection:
-    """Return `section` in the world that the file at `where` comes from; options that the user gave outweigh its own.
+def _as_served(config: Config) -> Config:
+    """Return `config` with the world that the policy server says its policy comes from; raises ServingError."""
+    from robopolicy.serving.client import PolicyClient  # imports websockets, which only this needs
+
+    section = config.drive
+    with PolicyClient(section.host, section.port, api_key=section.api_key or None) as client:
+        said = client.metadata.get("world")
+    where = f"The policy of the server at {section.host}:{section.port}"
+    origin = WorldOrigin.from_json(said, where)
+    if origin is None:
+        _say_assumed(where, config)
+        return config
+    return dataclasses.replace(config, world=in_world(config.world, origin, where, config.run.plugins))
+
+
+def _say_assumed(where: object, config: Config) -> None:
+    warnings.warn(
+        f"{where} does not say which world it comes from, and none is named: {config.world.name} is assumed where one "
+        "is needed. Name it: world=NAME.",
+        RobopolicyWarning,
+        stacklevel=3,
+    )
+
+
+def in_world(section: WorldSection, origin: WorldOrigin, where: object, plugins: Iterable[str] = ()) -> WorldSection:
+    """Return `section` in the world that `where` comes from; options that the user gave outweigh its own.
 
     plugins: modules that the user trusts. Raises CheckpointError where the world or an option leads to others.
     """

@@ -67,8 +67,8 @@ def make_saved_world(name: str, where: Path, batch_size: int, **options: Any) ->
     return make_world(name, batch_size, **options)
 
 
-def require_trusted(name: str, where: Path, way_out: str) -> None:
-    """Raise CheckpointError where a world that the file `where` names leads to a module that neither ships with us nor
+def require_trusted(name: str, where: object, way_out: str) -> None:
+    """Raise CheckpointError where a world that `where` names leads to a module that neither ships with us nor
     is installed under our entry points, unless the user has named it in this process; way_out: how to do that.
     """
     suite = suite_of(name)

@@ -1,19 +1,24 @@
 """Policies and recordings know the world they come from: it is the default, and another one is compared by names."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from robopolicy.cli import main
 from robopolicy.configuration import compose
-from robopolicy.core.errors import CheckpointError, DataError, RobopolicyWarning, SpecError
+from robopolicy.core.errors import CheckpointError, ConfigError, DataError, RobopolicyWarning, SpecError
 from robopolicy.core.origin import WorldOrigin
 from robopolicy.core.spec import Field, PolicySpec, WorldSpec, require_fit
 from robopolicy.data.lerobot_format import read_dataset, recorded_origin, write_dataset
 from robopolicy.origins import with_origin
 from robopolicy.policies.checkpoint import load_policy, saved_origin
+from robopolicy.serving.client import PolicyClient
+from robopolicy.verbs.verb import declaration
 
 pytestmark = pytest.mark.filterwarnings("always::robopolicy.core.errors.RobopolicyWarning")
 
@@ -218,6 +223,60 @@ def test_a_gymnasium_world_with_its_options_is_found_again(tmp_path):
     assert saved_origin(made) == origin
     assert run("evaluate", str(made), home=tmp_path) == 0
     assert (tmp_path / "evaluate" / "gymnasium-Pendulum-v1" / "0" / "result.json").exists()
+
+
+def test_a_robot_is_driven_in_the_world_of_the_served_policy(push_t, tmp_path, capsys):
+    command = [sys.executable, "-m", "robopolicy.cli", "serve", str(checkpoint(push_t)), "serve.port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = re.search(r"ws://[^:]+:(\d+)", server.stdout.readline())[1]
+            robot = [f"drive.port={port}", "drive.episodes=1", "drive.rate=-1"]
+            with PolicyClient("127.0.0.1", int(port)) as client:
+                assert client.metadata["world"] == ORIGIN.to_json()
+            config = compose(robot, lambda config: with_origin(config, declaration("drive").world_from))
+            assert (config.world.name, config.world.options) == (ORIGIN.name, ORIGIN.options)
+            assert main(["drive", *robot, f"json={tmp_path / 'figures.json'}"]) == 0
+            assert json.loads((tmp_path / "figures.json").read_text())["episodes"] == 1
+            capsys.readouterr()
+            assert main(["drive", *robot, "world=push_cube"]) == 2
+            assert "'block_x' to the policy, but 'cube_x' in the world 'push_cube'" in said(capsys)
+        finally:
+            server.terminate()
+
+
+def test_policies_of_different_worlds_are_ranked_in_none_of_them_unasked(push_t, tmp_path):
+    def ranked(*folders):
+        paths = ",".join(map(str, folders))
+        return compose([f"rank.policies=[{paths}]"], lambda config: with_origin(config, {"rank.policies": ""})).world
+
+    other = planted(push_t, tmp_path / "other", {"name": "push_cube", "options": {}})
+    assert ranked(checkpoint(push_t), checkpoint(push_t)).name == "push_t"
+    with pytest.raises(ConfigError, match=r"from 'push_t' with threads=1, .* from 'push_cube': name one, world=NAME"):
+        ranked(checkpoint(push_t), other)
+
+
+def test_a_policy_of_lerobot_knows_no_world(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"type": "act"}))
+    assert saved_origin(tmp_path) is None
+    with pytest.warns(RobopolicyWarning, match="push_cube is assumed"):
+        config = compose([f"evaluate.policy={tmp_path}"], lambda config: with_origin(config, {"evaluate.policy": ""}))
+    assert config.world.name == "push_cube"
+
+
+@pytest.mark.parametrize("kind", ["flow", "token", "joint"])
+def test_every_kind_of_policy_carries_its_world(push_t, tmp_path, kind):
+    small = {
+        "flow": ["policy.width=16", "policy.depth=1"],
+        "token": ["policy.token.width=16", "policy.token.depth=1"],
+        "joint": ["policy.width=16", "policy.candidates=2", "policy.edm.steps=2"],
+    }
+    settings = [f"policy.kind={kind}", *small[kind], "train.fit.steps=2", "train.evaluate_episodes=0"]
+    assert main(["train", *settings, f"train.data={dataset(push_t)}", f"run.root={tmp_path}"]) == 0
+    made = checkpoint(tmp_path)
+    assert saved_origin(made) == ORIGIN
+    load_policy(made).save(tmp_path / "again")
+    assert saved_origin(tmp_path / "again") == ORIGIN
 
 
 def test_fields_without_names_are_compared_by_shape_alone():

@@ -103,6 +103,12 @@ def origin_of(policy: object) -> WorldOrigin | None:
     return getattr(policy, "trained_in", None)
 
 
+def described_origin(policy: object) -> dict[str, Any]:
+    """Return the entries of config.json that say which world `policy` was trained in, none where it is not known."""
+    origin = origin_of(policy)
+    return {} if origin is None else {WORLD: origin.to_json()}
+
+
 def saved_origin(folder: Path) -> WorldOrigin | None:
     """Return the world that a policy checkpoint says it was trained in, None where it says nothing.
 
@@ -148,9 +154,7 @@ def save_policy(
         "instructions": list(policy.instructions),
     }
     kind = description.pop("kind", None) or POLICIES.name_of(type(policy))
-    origin = origin_of(policy)
-    world = {} if origin is None else {WORLD: origin.to_json()}
-    whole = {"kind": kind, "config": to_plain(policy.config), "spec": spec, **world, **description}
+    whole = {"kind": kind, "config": to_plain(policy.config), "spec": spec, **described_origin(policy), **description}
     write_checkpoint(folder, whole, policy, more)
 
 

@@ -32,6 +32,7 @@ from robopolicy.core.world import Rows
 from robopolicy.nn import edm
 from robopolicy.nn.aggregates import AGGREGATED
 from robopolicy.nn.denoisers import TimeEmbedding
+from robopolicy.policies.checkpoint import described_origin
 from robopolicy.policies.joint_configuration import JointConfig
 
 SAVED_KIND = "joint"
@@ -206,7 +207,7 @@ class JointModel(nn.Module):
     def save(self, folder: Path) -> None:
         """Write a checkpoint, atomically."""
         description = {"kind": SAVED_KIND, "spec": self.world.to_json(), "model": {"config": to_plain(self.config)}}
-        write_checkpoint(folder, description, self)
+        write_checkpoint(folder, {**description, **described_origin(self)}, self)
 
     @classmethod
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:

@@ -11,7 +11,7 @@ import numpy as np
 from robopolicy.core.errors import SpecError, did_you_mean
 from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
-from robopolicy.core.spec import TASK, Observation
+from robopolicy.core.spec import TASK, Field, Observation, require_fields
 from robopolicy.core.world import Rows, World
 from robopolicy.serving.driver import ActionLimits, Driver, Hold, Requests, Server, described_policy
 
@@ -194,3 +194,10 @@ def _check(world: World, metadata: Mapping[str, Any]) -> None:
             f"The served policy's actions have shape {list(policy.shape)}, '{world.spec.name}' takes "
             f"{list(world.spec.action.shape)}: it was trained for another world."
         )
+    fields = {key: _named(read) for key, read in metadata["observation"].items()}
+    require_fields(fields, _named(metadata["action"]), world.spec)
+
+
+def _named(described: Mapping[str, Any]) -> Field:
+    """Return shape and names of a field as a server describes it."""
+    return Field(tuple(described["shape"]), names=tuple(map(str, described.get("names") or ())))

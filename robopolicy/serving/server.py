@@ -35,6 +35,7 @@ from robopolicy.core.errors import NonFiniteError, RobopolicyError, ServingError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
+from robopolicy.policies.checkpoint import origin_of
 from robopolicy.serving.batching import Answer, BusyError, InferenceQueue
 from robopolicy.serving.connections import Door, LimitedConnection, address_of
 from robopolicy.serving.limits import Limits
@@ -266,8 +267,10 @@ class PolicyServer:
             await connection.close(code, f"{kind}; the text message before this says what")
 
     def metadata(self) -> dict[str, Any]:
-        """Return what a client learns on connecting: fields, history, chunk, rate, instructions, names it may use."""
-        spec = self.policy.spec
+        """Return what a client learns on connecting: fields, history, chunk, rate, instructions, names it may use, and
+        the world that the policy was trained in, None where it is not known.
+        """
+        spec, origin = self.policy.spec, origin_of(self.policy)
         return {
             "server": "robopolicy",
             "observation": {key: field.to_json() for key, field in spec.observation.items()},
@@ -277,6 +280,7 @@ class PolicyServer:
             "fps": spec.fps,
             "instructions": list(spec.instructions),
             "rename": dict(self.settings.rename),
+            "world": None if origin is None else origin.to_json(),
         }
 
     def _count_batch(self, size: int) -> None:

@@ -1,6 +1,7 @@
 """Drives a simulated robot, in its own process and in real time, against a policy server; prints success and latency.
 
-Start `robopolicy serve CHECKPOINT` first. drive.rate=-1 runs as fast as the server answers.
+Start `robopolicy serve CHECKPOINT` first; the world is the one that its policy comes from, unless you name one.
+drive.rate=-1 runs as fast as the server answers.
 """
 
 from robopolicy.build import build_world
@@ -16,7 +17,8 @@ from robopolicy.verbs.verb import Verb
 VERB = Verb(
     summary="Drive a simulated robot against a policy server",
     sections=("run", "world", "drive"),
-    example="robopolicy drive world=push_cube drive.port=8000",
+    example="robopolicy drive drive.port=8000",
+    world_from={"drive.port": "server"},
 )
 
 

@@ -39,7 +39,7 @@ VERBS = Registry("verb", "robopolicy.verbs", {name: f"robopolicy.verbs.{name}:ru
 class Verb:
     """One job: a line for the table, the sections of the configuration it reads, an example, and what a bare word after
     it sets. text: the docstring of its module. world_from: keys of what says in which world the verb acts where none is
-    named -> "verb/part", where that lies by default ("" for nowhere).
+    named -> "verb/part", where that lies by default ("" for nowhere, "server" for a server's).
     """
 
     summary: str
