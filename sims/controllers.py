@@ -37,4 +37,11 @@ def load_controller(dotted_path: str, spec: WorldSpec) -> Controller:
             f"Controller '{dotted_path}' made {type(controller).__name__}, which lacks {' and '.join(missing)}: a "
             "controller has reset(rows) and act(observation) -> actions [B, A]."
         )
+    beyond = [name for name, needed in list(fixed_arguments(controller.act).items())[1:] if needed]
+    if beyond:
+        what = "is a policy" if "generator" in beyond else "is no controller"
+        raise ConfigError(
+            f"'{dotted_path}' {what}: its act also needs {', '.join(beyond)}, and a controller is called as "
+            "act(observation) -> actions [B, A]."
+        )
     return controller

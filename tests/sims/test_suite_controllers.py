@@ -44,6 +44,16 @@ def not_a_controller():
     return 3
 
 
+class Decides:
+    """A policy, as far as a controller's place can tell."""
+
+    def reset(self, rows=None):
+        pass
+
+    def act(self, observation, generator, *, deterministic=False):
+        raise NotImplementedError
+
+
 number = 3
 
 
@@ -65,6 +75,7 @@ def test_classes_and_functions_with_or_without_the_spec_make_controllers(name):
         ("test_suite_controllers:needs_two", "needs spec, other"),
         ("test_suite_controllers:broken", "ArithmeticError: no luck"),
         ("test_suite_controllers:not_a_controller", "lacks reset and act"),
+        ("test_suite_controllers:Decides", r"a policy.*needs generator.*controller.*act\(observation\)"),
     ],
 )
 def test_bad_paths_say_what_is_wrong(path, text):
