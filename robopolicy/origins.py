@@ -120,9 +120,9 @@ def _origin(path: Path) -> WorldOrigin | None:
 def _places(config: Config, key: str, default: str) -> list[Path]:
     section, name = key.split(".")
     given = getattr(getattr(config, section), name)
-    if isinstance(given, list | tuple):
+    if given and isinstance(given, list | tuple):
         return [recover_folder(Path(path)) for path in given]
-    if given is not None:
+    if given:
         return [recover_folder(Path(given))]
     verb, _, part = default.partition("/")
     return [recover_folder(run_path(config, verb) / part)] if part else []

@@ -31,6 +31,7 @@ from robopolicy.evaluation.image_quality import unit_of
 from robopolicy.evaluation.report import IMAGINED, report_for_run
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow
+from robopolicy.origins import origin_of_section
 from robopolicy.runs import default_path, finish, finished, open_run, output, print_table, run_path
 from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.verb import Verb
@@ -43,6 +44,7 @@ VERB = Verb(
     sections=("run", "world", "worldmodel"),
     example="robopolicy worldmodel recipe=push_cube",
     target="worldmodel.data",
+    world_from={"worldmodel.data": "collect/dataset"},
 )
 
 FILMED = 6
@@ -59,7 +61,8 @@ def run(config: Config) -> int:
     generators = Generators(config.run.seed, device)
     world = build_world(config.world, seed=config.run.seed)
     episodes = gather(config, world, generators["rollouts"])
-    write_dataset(episodes, folder.path / "dataset", images="png", existing="replace")
+    origin = origin_of_section(config.world)
+    write_dataset(episodes, folder.path / "dataset", images="png", existing="replace", origin=origin)
     training, validation = episodes.split(0.1, torch.Generator().manual_seed(derive(config.run.seed, "split")))
     training = in_other_styles(config, training)
     seed = derive(config.run.seed, "world model weights")
