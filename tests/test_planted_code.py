@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from robopolicy.build import load_encoder, save_encoder
+from robopolicy.build import save_encoder
 from robopolicy.cli import main
 from robopolicy.core import registry
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.policies.joint import JointModel
 from robopolicy.policies.joint_configuration import JointConfig
 from sims.registry import make_world
-from worldmodels import save_world_model
+from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.rssm.configuration import RssmConfig
@@ -149,7 +149,8 @@ def test_a_policy_chooses_no_code(home, folder: str, change):
 
 @pytest.mark.parametrize("change", [in_kind(f"world_model/{PLACE}:Evil"), in_config(f"{PLACE}:Evil")])
 def test_an_encoder_chooses_no_code(root, home, capsys, change):
-    save_encoder(load_encoder(root / "rssm"), home / "policy")
+    model: Any = load_world_model(root / "rssm")  # decides nothing here, so that it may as well have a decoder
+    save_encoder(model, home / "policy")
     edit(home / "policy/encoder", change)
     assert main(["evaluate", "policy", *SMALL]) == 2
     assert "not part of robopolicy" in " ".join(capsys.readouterr().err.split())
