@@ -14,18 +14,27 @@ from robopolicy.doctor.findings import Finding, Health
 from robopolicy.doctor.images import check_cameras, check_images
 from robopolicy.doctor.policy import check_normalizers, check_policy_on_data
 from robopolicy.doctor.replay import check_replay
+from robopolicy.doctor.statistics import check_statistics
 from robopolicy.doctor.success import check_success
 
-__all__ = ["Finding", "Health", "examine", "examine_data", "examine_policy"]
+__all__ = ["Finding", "Health", "check_statistics", "examine", "examine_data", "examine_policy"]
 
 
 def examine(
-    episodes: Episodes, world: World, policy: Policy | None = None, generator: torch.Generator | None = None
+    episodes: Episodes,
+    world: World,
+    policy: Policy | None = None,
+    generator: torch.Generator | None = None,
+    *,
+    success: float | None = None,
 ) -> list[Finding]:
-    """Return every finding about this combination of data, world and policy; generator: of the policy's noise."""
+    """Return every finding about this combination of data, world and policy.
+
+    generator: of the policy's noise; success: the policy's rate after training on this data, None where not known.
+    """
     findings = [*check_success(episodes, world.spec), *examine_data(episodes, world)]
     if policy is not None and not _fails(findings, "finite values"):
-        findings += examine_policy(episodes, policy, generator or torch.Generator().manual_seed(0))
+        findings += examine_policy(episodes, policy, generator or torch.Generator().manual_seed(0), success)
     return findings
 
 
@@ -42,7 +51,9 @@ def examine_data(episodes: Episodes, world: World) -> list[Finding]:
     return findings
 
 
-def examine_policy(episodes: Episodes, policy: Policy, generator: torch.Generator) -> list[Finding]:
+def examine_policy(
+    episodes: Episodes, policy: Policy, generator: torch.Generator, success: float | None = None
+) -> list[Finding]:
     """Examine finite data against a policy: its fields, its normalisers, its decisions at recorded states."""
     spec = policy.spec
     findings = check_policy_fields(spec.observation, spec.action, spec.fps, episodes)
@@ -50,7 +61,7 @@ def examine_policy(episodes: Episodes, policy: Policy, generator: torch.Generato
     fits = all(key in recorded and recorded[key].shape == field.shape for key, field in spec.observation.items())
     if fits and episodes.action_field.shape == spec.action.shape:
         findings += check_normalizers(policy, episodes)
-        findings += check_policy_on_data(policy, episodes, generator)
+        findings += check_policy_on_data(policy, episodes, generator, success=success)
     return findings
 
 

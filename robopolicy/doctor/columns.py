@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from robopolicy.doctor.findings import Finding, Health, listed, name_factor
+from robopolicy.core.finite_values import listed
+from robopolicy.doctor.findings import Finding, Health, name_factor
 
 TOLERANCE = 0.01
 """Standard deviations within which two elements are the same."""

@@ -7,33 +7,15 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.finite_values import element_names, listed, nonfinite_columns
 from robopolicy.core.spec import IMAGE_PREFIX, Field, WorldSpec
-from robopolicy.doctor.findings import Finding, Health, element_names, listed
+from robopolicy.doctor.findings import Finding, Health
 
 
 def check_finite_values(episodes: Episodes) -> list[Finding]:
     """Look for NaN and infinity in actions, observations and rewards; say where the first ones are."""
-    rewards = {f"reward '{name}'": values for name, values in (episodes.rewards or {}).items()}
-    step_episode = episodes.episode_of_step
-    frame_episode = torch.repeat_interleave(torch.arange(len(episodes)), episodes.lengths.cpu() + 1)
-    findings = []
-    for name, values in {"action": episodes.actions, **episodes.observation, **rewards}.items():
-        if not values.is_floating_point():
-            continue
-        bad = ~values.isfinite().reshape(len(values), -1).cpu()
-        if not bad.any():
-            continue
-        rows = bad.any(1).nonzero().squeeze(1)
-        owner = (frame_episode if name in episodes.observation else step_episode.cpu())[rows]
-        field = episodes.action_field if name == "action" else episodes.observation_fields.get(name)
-        columns = bad.any(0).nonzero().squeeze(1).tolist()
-        names = element_names(field, name) if field is not None else ("value",) * bad.shape[1]
-        text = (
-            f"{name}: {len(rows)} of {len(values)} rows hold NaN or infinity "
-            f"({listed([names[column] for column in columns])}; episodes {listed(_texts(owner.unique()))})"
-        )
-        remedy = "Leave these episodes out, and look at the sensor or driver that wrote them."
-        findings.append(Finding("finite values", Health.BAD, text, remedy))
+    remedy = "Leave these episodes out, and look at the sensor or driver that wrote them."
+    findings = [Finding("finite values", Health.BAD, text, remedy) for text in nonfinite_columns(episodes)]
     return findings or [Finding("finite values", Health.GOOD, "every number is finite")]
 
 
@@ -139,7 +121,3 @@ def _compare(key: str, recorded: Field, wanted: Field, whose: str) -> Finding:
         text = f"dataset in '{recorded.unit}', {whose} in '{wanted.unit}'"
         return Finding(key, Health.WARNING, text, "Convert the dataset, or correct its label.")
     return Finding(key, Health.GOOD, f"shape {wanted.shape} on both sides")
-
-
-def _texts(values: Tensor) -> list[str]:
-    return [str(value) for value in values.tolist()]

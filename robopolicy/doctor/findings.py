@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from robopolicy.core.spec import Field
-
 
 class Health(Enum):
     """How a finding is to be read; UNKNOWN: the data does not allow this check, which is not a problem in itself."""
@@ -52,14 +50,3 @@ def name_factor(factor: float) -> str:
     reasons = [texts[small] for known, texts in FACTORS.items() if abs(shown / known - 1) < 0.01]
     text = f"{shown:.4g} times too {'small' if small else 'large'}"
     return f"{text} ({reasons[0]}?)" if reasons else text
-
-
-def element_names(field: Field, prefix: str = "") -> tuple[str, ...]:
-    """Return a name for each element of a vector field, its index where the field has no names."""
-    return field.names or tuple(f"{prefix}[{index}]" for index in range(field.size))
-
-
-def listed(items: list[str], limit: int = 4) -> str:
-    """Join names, at most `limit` of them."""
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.finite_values import listed
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE
 from robopolicy.core.world import World
-from robopolicy.doctor.findings import Finding, Health, listed
+from robopolicy.doctor.findings import Finding, Health
 
 BLACK, FLAT, FROZEN = 10, 3.0, 6
 """Brightest value of a black image; spread of a flat one; largest change of a pixel in a frozen episode (codecs)."""

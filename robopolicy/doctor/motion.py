@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from robopolicy.core.finite_values import element_names
 from robopolicy.core.spec import Field
-from robopolicy.doctor.findings import FACTORS, element_names, name_factor
+from robopolicy.doctor.findings import FACTORS, name_factor
 
 
 @dataclass(frozen=True)

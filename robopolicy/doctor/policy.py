@@ -8,9 +8,10 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.finite_values import element_names, listed
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX
-from robopolicy.doctor.findings import Finding, Health, element_names, listed, name_factor
+from robopolicy.doctor.findings import Finding, Health, name_factor
 from robopolicy.doctor.images import IMAGES_DIR, image_check
 from robopolicy.nn.configuration import NormalizationMode
 from robopolicy.nn.normalizer import ACTION, CONSTANT_SCALE, Normalizer, ShowsNormalizers
@@ -23,6 +24,8 @@ FOLLOWS, WIDER = 0.4, 5.0
 """Correlation from which a policy's action follows one of the data, and how many times wider it may be.
 
 A policy that has learned little stays near the mean, so that smaller factors are left to the replay."""
+SUCCEEDS = 0.8
+"""Rate of success from which a policy need not imitate closely: experts that differ leave an error that is sound."""
 SHARE, NARROW = 0.3, 3.0
 """Share of values outside that makes a normaliser stale, and how many times narrower than it most elements must be.
 
@@ -44,9 +47,17 @@ def check_normalizers(policy: Policy, episodes: Episodes) -> list[Finding]:
 
 
 def check_policy_on_data(
-    policy: Policy, episodes: Episodes, generator: torch.Generator, samples: int = 512
+    policy: Policy,
+    episodes: Episodes,
+    generator: torch.Generator,
+    samples: int = 512,
+    success: float | None = None,
 ) -> list[Finding]:
-    """Compare the policy's actions with the demonstrated ones at about `samples` recorded states, and explain."""
+    """Compare the policy's actions with the demonstrated ones at about `samples` recorded states, and explain.
+
+    success: its rate when it was judged after training on these episodes, None where it was not; a policy that succeeds
+    need not imitate closely.
+    """
     rows = _whole_episodes(episodes, samples, generator)
     part = episodes.select(rows)
     steps = torch.arange(part.step_count, device=part.device)
@@ -67,9 +78,7 @@ def check_policy_on_data(
         return float((((actions - wanted) / spread)[:, moving]).pow(2).mean()) if moving.any() else 0.0
 
     plain = error(decided)
-    health = Health.GOOD if plain < 0.5 else Health.WARNING if plain < 1.0 else Health.BAD
-    text = f"normalised squared error {plain:.2f} (1 is no better than the mean action)"
-    findings = [Finding("imitation", health, text, "" if health is Health.GOOD else "Train longer, or see below.")]
+    findings = [_imitation(plain, success)]
     findings += _compare_actions(decided, wanted, element_names(policy.spec.action, "action"))
     findings += _explain_images(observation, lambda changed: error(decide(changed)), plain)
     order = torch.randperm(len(wanted), generator=generator, device=generator.device)
@@ -83,6 +92,15 @@ def check_policy_on_data(
     text = f"decisions change by {change:.2f} when observations are shuffled (1: entirely, 0: not at all)"
     remedy = "" if health is Health.GOOD else "The policy ignores its input: check the normaliser and the keys."
     return [*findings, Finding("policy reads its input", health, text, remedy)]
+
+
+def _imitation(error: float, success: float | None) -> Finding:
+    """Judge the normalised squared error of a policy whose measured rate of success is known or None."""
+    text = f"normalised squared error {error:.2f} (1 is no better than the mean action)"
+    health = Health.GOOD if error < 0.5 else Health.WARNING if error < 1.0 else Health.BAD
+    if health is Health.GOOD or success is None or success < SUCCEEDS:
+        return Finding("imitation", health, text, "" if health is Health.GOOD else "Train longer, or see below.")
+    return Finding("imitation", Health.GOOD, f"{text}, but it succeeded in {success:.0%} of its episodes")
 
 
 def _check_normalizer(key: str, normalizer: Normalizer, values: Tensor, names: tuple[str, ...]) -> list[Finding]:

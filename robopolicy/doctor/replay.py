@@ -10,12 +10,13 @@ import numpy as np
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import NonFiniteError
+from robopolicy.core.finite_values import element_names, listed
 from robopolicy.core.progress import progress
 from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import World
 from robopolicy.doctor.columns import explain_columns
 from robopolicy.doctor.explain import Explanation, Score, explain_exactly, explain_nearly, report
-from robopolicy.doctor.findings import Finding, Health, element_names, listed, name_factor
+from robopolicy.doctor.findings import Finding, Health, name_factor
 from robopolicy.doctor.motion import (
     Hypothesis,
     Motion,
@@ -38,6 +39,11 @@ WINDOW = 30
 SHORT = 6
 """Steps on which approximate ones are judged, before small errors have grown."""
 REMEDY = "Same starts, other motion: control rate, substeps, action units or order differ from the recording."
+
+SEEDLESS = (
+    "The world ignores its seed (it draws from a global generator?): make reset(seed=) decide everything. Until then "
+    "nothing can be replayed, and paired comparisons are not paired."
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,12 @@ class Replayer:
         moved = np.abs(motion.frames - motion.frames[:, :1]) / self.scale
         size, total = ((np.minimum(part, 3.0)[motion.known]).sum() for part in (error, moved))
         return Score(float(size / max(total, 1e-9)), bool(follows.mean() >= FOLLOWING))
+
+    def repeats(self) -> bool:
+        """Whether the world begins twice alike with the same seeds."""
+        once = {key: np.copy(frames) for key, frames in self.world.reset(seeds=self.seeds).items() if key in self.keys}
+        again = self.world.reset(seeds=self.seeds)
+        return all(np.allclose(frames, again[key], rtol=0, atol=1e-6) for key, frames in once.items())
 
     def _run(self, actions: np.ndarray) -> Played:
         rows = len(actions)
@@ -170,6 +182,10 @@ def _check_columns(replayer: Replayer, error: np.ndarray) -> tuple[list[Finding]
         return [*([health] if health else []), *findings], replace(motion, frames=mend(motion.frames))
     if not off:
         return [_agreement("start of episodes", start)], motion
+    if not replayer.repeats():
+        finding = _agreement("start of episodes", start, SEEDLESS)
+        text = f"{finding.measured}, and the world begins otherwise each time with the same seeds"
+        return [replace(finding, measured=text)], None
     at_start = np.zeros_like(window.known)
     at_start[:, 0] = True
     partly = explain_columns(window.frames, played.frames, at_start, replayer.scale, replayer.names, replayer.groups)

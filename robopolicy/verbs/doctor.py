@@ -5,6 +5,7 @@ apart. Exit status 1 if a convention is off, so a script can check it.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
@@ -12,8 +13,9 @@ from rich.table import Table
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.core.randomness import Generators
+from robopolicy.core.storage import read_json
 from robopolicy.data.lerobot_format import read_dataset
-from robopolicy.doctor import Finding, Health, examine
+from robopolicy.doctor import Finding, Health, check_statistics, examine
 from robopolicy.runs import default_path, output, publish, run_path
 from robopolicy.verbs.verb import Verb
 
@@ -30,17 +32,32 @@ COLOURS = {Health.GOOD: "green", Health.UNKNOWN: "dim", Health.WARNING: "yellow"
 def run(config: Config) -> int:
     """Examine data and world, and the policy when there is one; print findings."""
     device = choose_device(config.run)
-    episodes = read_dataset(default_path(config, "collect", "dataset", config.doctor.data, "doctor.data"))
+    data = default_path(config, "collect", "dataset", config.doctor.data, "doctor.data")
+    episodes = read_dataset(data)
     trained = config.doctor.policy or run_path(config, "train") / "checkpoint"
     policy = load_policy(trained, device) if config.doctor.policy is not None or trained.exists() else None
     cameras = dict.fromkeys([*config.world.cameras, *(policy.spec.cameras if policy is not None else ())])
     section = replace(config.world, cameras=tuple(cameras))
     world = build_world(section, batch_size=min(config.doctor.episodes, len(episodes)), seed=config.run.seed)
-    findings = examine(episodes, world, policy, Generators(config.run.seed, device)["doctor"])
+    success = judged_success(Path(trained), data) if policy is not None else None
+    findings = examine(episodes, world, policy, Generators(config.run.seed, device)["doctor"], success=success)
+    findings += check_statistics(episodes, data)
     world.close()
     show(findings)
     publish(config, {"findings": [finding.to_json() for finding in findings]})
     return int(any(finding.health is Health.BAD for finding in findings))
+
+
+def judged_success(checkpoint: Path, data: Path) -> float | None:
+    """Return the rate of success that `train` measured of a checkpoint learned from `data`; None if it did not."""
+    path = checkpoint.parent / "result.json"
+    if not path.is_file():
+        return None
+    result = read_json(path)
+    judged = result.get("policy", {}).get("deterministic", {})
+    if "data" not in result or Path(result["data"]).resolve() != data.resolve() or not judged.get("reports_success"):
+        return None
+    return float(judged["success_rate"])
 
 
 def show(findings: list[Finding]) -> None:

@@ -1,0 +1,68 @@
+"""Where data holds NaN or infinity: columns, elements and episodes by name, for whoever reads about it."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import DataError
+from robopolicy.core.spec import Field
+
+
+def element_names(field: Field, prefix: str = "") -> tuple[str, ...]:
+    """Return a name for each element of a vector field, its index where the field has no names."""
+    return field.names or tuple(f"{prefix}[{index}]" for index in range(field.size))
+
+
+def listed(items: list[str], limit: int = 4) -> str:
+    """Join names, at most `limit` of them."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
+
+
+def nonfinite_columns(episodes: Episodes, keys: Collection[str] | None = None, rewards: bool = True) -> list[str]:
+    """Return a text for each column with NaN or infinity: rows, elements and episodes.
+
+    keys: of the observation, None for all; the actions are looked at always. Frames after the last action that the data
+    lacks do not count as rows.
+    """
+    observation = {key: value for key, value in episodes.observation.items() if keys is None or key in keys}
+    terms = {f"reward '{name}'": values for name, values in (episodes.rewards or {}).items()} if rewards else {}
+    texts: list[str] = []
+    for name, values in {"action": episodes.actions, **observation, **terms}.items():
+        if not values.is_floating_point() or bool(values.isfinite().all()):
+            continue
+        values, owner = _recorded(episodes, values) if name in observation else (values, episodes.episode_of_step)
+        bad = ~values.isfinite().reshape(len(values), -1).cpu()
+        rows = bad.any(1).nonzero().squeeze(1)
+        field = episodes.action_field if name == "action" else episodes.observation_fields.get(name)
+        names = element_names(field, name) if field is not None else ("value",) * bad.shape[1]
+        elements = [name for name, wrong in zip(names, bad.any(0), strict=True) if wrong]
+        within = [str(episode) for episode in sorted({int(episode) for episode in owner.cpu()[rows]})]
+        texts.append(
+            f"{name}: {len(rows)} of {len(values)} rows hold NaN or infinity "
+            f"({listed(elements)}; episodes {listed(within)})"
+        )
+    return texts
+
+
+def require_finite_columns(episodes: Episodes, keys: Collection[str] | None = None, rewards: bool = False) -> None:
+    """Raise DataError that names columns, elements and episodes where what is learned from holds NaN or infinity."""
+    texts = nonfinite_columns(episodes, keys, rewards)
+    if texts:
+        raise DataError(
+            f"The data cannot be learned from. {'; '.join(texts)}. Leave these episodes out, or mend them; "
+            "'robopolicy doctor' examines a dataset as a whole."
+        )
+
+
+def _recorded(episodes: Episodes, frames: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the frames [N, ...] that were recorded and the episodes [N] that they belong to."""
+    lengths = episodes.lengths.cpu()
+    owner = torch.repeat_interleave(torch.arange(len(episodes)), lengths + 1)
+    kept = torch.ones(len(owner), dtype=torch.bool)
+    if episodes.final_known is not None:
+        ends = episodes.frame_starts.cpu() + lengths
+        kept[ends[~episodes.final_known.cpu()]] = False
+    return frames.cpu()[kept], owner[kept]

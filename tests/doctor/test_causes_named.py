@@ -1,0 +1,100 @@
+"""Causes that are named: statistics that disagree with the data, a world that ignores its seed; no blame on success."""
+
+import json
+
+import numpy as np
+import pytest
+
+from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import STATE
+from robopolicy.core.storage import write_json
+from robopolicy.data.lerobot_format import write_dataset
+from robopolicy.data.record import record
+from robopolicy.doctor import Health, check_statistics, examine_data
+from robopolicy.doctor.policy import check_policy_on_data
+from robopolicy.verbs.doctor import judged_success
+from sims.registry import load_task, make_world
+
+
+@pytest.fixture(scope="module")
+def reach():
+    world = make_world("reach_planar", 6)
+    yield world, record(world, load_task("reach_planar").expert(), np.arange(6))
+    world.close()
+
+
+def test_statistics_that_disagree_with_the_data_are_named(reach, tmp_path):
+    _, episodes = reach
+    write_dataset(episodes, tmp_path / "data")
+    assert [finding.health for finding in check_statistics(episodes, tmp_path / "data")] == [Health.GOOD]
+    path = tmp_path / "data" / "meta" / "stats.json"
+    stored = json.loads(path.read_text())
+    stored[STATE]["mean"][1] += 40.0
+    del stored["action"]
+    path.write_text(json.dumps(stored))
+    first, second = check_statistics(episodes, tmp_path / "data")
+    assert (first.health, second.health) == (Health.BAD, Health.WARNING)
+    assert STATE in first.measured
+    assert f"mean of '{episodes.observation_fields[STATE].names[1]}' is" in first.measured
+    assert first.measured.count(" is ") == 1
+    assert "lacks 'action'" in second.measured
+    path.unlink()
+    assert "missing" in check_statistics(episodes, tmp_path / "data")[0].measured
+
+
+class Unseeded:
+    """Begins anew each time, whatever the seeds."""
+
+    def __init__(self, world):
+        self.world, self.calls = world, 0
+        self.spec, self.batch_size = world.spec, world.batch_size
+
+    def reset(self, rows=None, seeds=None, options=None):
+        self.calls += 1
+        return self.world.reset(rows, np.asarray(seeds) + 1000 * self.calls, options)
+
+    def step(self, actions):
+        return self.world.step(actions)
+
+    def close(self):
+        self.world.close()
+
+
+def test_a_world_that_ignores_its_seed_is_named_as_the_cause(reach):
+    world, episodes = reach
+    findings = [finding for finding in examine_data(episodes, Unseeded(world)) if finding.problem]
+    start = next(finding for finding in findings if finding.check == "start of episodes")
+    assert "begins otherwise each time with the same seeds" in start.measured
+    assert "ignores its seed" in start.remedy
+
+
+def test_success_on_the_same_data_frees_a_policy_from_training_longer(reach, tmp_path):
+    import torch
+
+    from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+
+    _, episodes = reach
+    config = DenoisingPolicyConfig(width=8, depth=1, sampling_steps=2)
+    policy = DenoisingPolicy(config, episodes.observation_fields, episodes.action_field, fps=episodes.fps)
+
+    def imitation(success):
+        found = check_policy_on_data(policy, episodes, torch.Generator().manual_seed(0), success=success)
+        return next(finding for finding in found if finding.check == "imitation")
+
+    assert imitation(None).problem
+    assert imitation(0.3).problem
+    assert "Train longer" in imitation(None).remedy
+    assert not imitation(0.95).problem
+    assert "95%" in imitation(0.95).measured
+
+
+def test_the_success_is_what_train_measured_on_this_data(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    judged = {"policy": {"deterministic": {"reports_success": True, "success_rate": 0.9}}}
+    assert judged_success(run.checkpoint, tmp_path / "data") is None
+    write_json(run.path / "result.json", {"data": str(tmp_path / "data"), **judged})
+    assert judged_success(run.checkpoint, tmp_path / "data") == 0.9
+    assert judged_success(run.checkpoint, tmp_path / "other") is None
+    judged["policy"]["deterministic"]["reports_success"] = False
+    write_json(run.path / "result.json", {"data": str(tmp_path / "data"), **judged})
+    assert judged_success(run.checkpoint, tmp_path / "data") is None
