@@ -123,6 +123,11 @@ class DenoisingPolicy(nn.Module):
         return self.config.likelihood is Likelihood.MATCHING
 
     @property
+    def reads_instructions(self) -> bool:
+        """Whether decisions depend on the instruction."""
+        return False
+
+    @property
     def first_step(self) -> int:
         """Index in the schedule of the first scored step, K - K'."""
         return self.schedule.steps - self.finetuned_steps

@@ -175,6 +175,11 @@ class JointModel(nn.Module):
     # -- Policy --------------------------------------------------------------------------------------------------
 
     @property
+    def reads_instructions(self) -> bool:
+        """Whether decisions follow the instruction."""
+        return False
+
+    @property
     def spec(self) -> PolicySpec:
         """It reads the world's vector fields and returns `chunk` actions, without log-probabilities."""
         chunk, world = self.config.chunk, self.world

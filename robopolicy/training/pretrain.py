@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.finite_values import require_finite_columns
 from robopolicy.core.policy import Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
@@ -21,7 +22,9 @@ def pretrain(
 
     A run that was killed goes on from its resume point and ends bit for bit in the same place. The policy ends in
     evaluation mode, with averaged weights. seed: root of the batches drawn and of the noise.
+    Raises DataError where what the policy learns from holds NaN or infinity.
     """
+    require_finite_columns(episodes, policy.spec.observation)
     generators = Generators(seed, next(policy.parameters()).device)
     batches = regression_batches(policy, episodes, config.batch_size, generators["batches"])
     result = fit(policy, batches, config.fit, generators, run=run, label="Behaviour cloning")

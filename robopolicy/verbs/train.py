@@ -11,10 +11,12 @@ Killed? Run the same command again: it goes on and ends in the same place. train
 from typing import Any
 
 import torch
+from rich.markup import escape
 
 from robopolicy.build import behind, build_world, choose_device, load_encoder, save_encoder
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.finite_values import require_finite_columns
 from robopolicy.core.policy import PlansInternally, Policy, Trainable
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.run import RunFolder
@@ -22,6 +24,7 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, recorded_origin
+from robopolicy.data.lerobot_reading import read_information
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.origins import origin_of_section
 from robopolicy.policies.checkpoint import build_policy, remember_origin
@@ -29,6 +32,7 @@ from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.fit import FitResult
 from robopolicy.training.pretrain import pretrain
+from robopolicy.training.reading import describe_reading
 from robopolicy.training.stages import Staged, fit_stages
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.verb import Verb
@@ -54,26 +58,34 @@ def run(config: Config) -> int:
     episodes = read_dataset(data)
     if config.train.episodes:
         episodes = episodes.select(range(min(config.train.episodes, len(episodes))))
-    encoder = None
+    require_finite_columns(episodes, getattr(config.policy.config, "observation_keys", ()) or None)
+    encoder, recorded_episodes = None, episodes
     if config.train.encoder is not None:
         place = default_path(config, "worldmodel", "checkpoint", config.train.encoder, "train.encoder")
         encoder = load_encoder(place, device)
         episodes = encoded(encoder, episodes)
     policy = new_policy(config, episodes, device)
+    seen = behind(encoder, policy) if encoder is not None else policy
+    features, reads_text = read_information(data)["features"], getattr(policy, "reads_instructions", None)
+    reading = describe_reading(data, features, recorded_episodes, seen.spec.observation, reads_text)
+    output.print(escape("\n".join(reading.lines())), soft_wrap=True)
     count, recorded = config.train.evaluate_episodes, recorded_origin(data)
     world: World | None = None
     if count:  # before training, so that a policy that does not fit is refused before it costs anything
-        seen = behind(encoder, policy) if encoder is not None else policy
         world = build_world(config.world, seen, episodes=count, seed=config.run.seed, device=device)
     judged_in = None if world is None else origin_of_section(config.world, world)
     remember_origin(policy, judged_in or recorded)
     fitted = learn(config, policy, episodes, folder)
     if encoder is not None:
         save_encoder(encoder, folder.checkpoint)
+    first = say_losses(folder, fitted)
     result: dict[str, Any] = {
         "data": str(data),
         "episodes": len(episodes),
         "steps": episodes.step_count,
+        "read": reading.to_json(),
+        "training_steps": fitted.steps,
+        "first_losses": first,
         "losses": dict(fitted.losses),
         "seconds": fitted.seconds,
         "parameters": sum(parameter.numel() for parameter in policy.parameters()),
@@ -94,10 +106,24 @@ def run(config: Config) -> int:
     return 0
 
 
+def say_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:
+    """Print the first and last logged mean of each loss; return the first ones."""
+    first: dict[str, float] = {}
+    for record in folder.metrics():
+        for name in fitted.losses:
+            if name in record:
+                first.setdefault(name, float(record[name]))
+    for name, last in fitted.losses.items():
+        output.print(escape(f"Loss '{name}': {first.get(name, last):.4g} at first, {last:.4g} at last"))
+    output.print(f"Training steps: {fitted.steps}")
+    return first
+
+
 def learn(config: Config, policy: Trainable, episodes: Episodes, folder: RunFolder) -> FitResult:
     """Fit the policy, save it, and return what came of it."""
     if not isinstance(policy, Staged):
         return pretrain(policy, episodes, narrowed(PretrainConfig, config.train), folder, seed=config.run.seed)
+    require_finite_columns(episodes, rewards=True)
     generators = Generators(config.run.seed, next(policy.parameters()).device)
     *_, fitted = fit_stages(policy, episodes, config.train.fit, generators, folder)
     policy.save(folder.checkpoint)

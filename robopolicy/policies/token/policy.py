@@ -105,6 +105,11 @@ class TokenPolicy(nn.Module):
             self.fit_normalizers(values)
 
     @property
+    def reads_instructions(self) -> bool:
+        """Whether decisions follow the instruction."""
+        return True
+
+    @property
     def spec(self) -> PolicySpec:
         """What it reads and writes; the scored steps are the K tokens of a chunk."""
         return PolicySpec(

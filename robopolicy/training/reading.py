@@ -1,0 +1,80 @@
+"""What training reads of a dataset, in words: columns used and skipped, episodes, frames, instructions."""
+
+import textwrap
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.finite_values import listed
+from robopolicy.core.spec import TASK
+
+_KEPT = ("episode_index", "frame_index", "timestamp", "task_index", "index", "episode_seed", "action")
+_READING = {
+    True: ": the policy reads them",
+    False: ": the policy reads no text, and learns all of them as one task",
+    None: "",
+}
+_OUTCOMES = ("next.reward", "next.success", "next.terminated", "next.done", "next.truncated")
+
+
+@dataclass(frozen=True)
+class DataRead:
+    """What was read: columns by name, skipped ones with the reason; reads_text: whether the policy sees instructions.
+
+    reads_text is None where a policy does not say.
+    """
+
+    data: str
+    episodes: int
+    frames: int
+    columns: tuple[str, ...]
+    skipped: Mapping[str, str]
+    instructions: tuple[str, ...]
+    reads_text: bool | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return {**asdict(self), "skipped": dict(self.skipped)}
+
+    def lines(self) -> list[str]:
+        """Return it for people, a line a fact."""
+        lines = [
+            f"Data: {self.data}, {self.episodes} episodes, {self.frames} frames",
+            f"Reads: {', '.join(self.columns)}",
+        ]
+        lines += [f"Skipped: {name} ({reason})" for name, reason in self.skipped.items()]
+        if len(self.instructions) > 1:
+            texts = listed([f"'{textwrap.shorten(text, 60)}'" for text in self.instructions])
+            lines.append(f"Instructions: {len(self.instructions)}, {texts}{_READING[self.reads_text]}")
+        return lines
+
+
+def describe_reading(
+    data: Path,
+    features: Mapping[str, Mapping[str, Any]],
+    episodes: Episodes,
+    used: Collection[str],
+    reads_text: bool | None = None,
+) -> DataRead:
+    """Say what is learned from of the dataset at `data`, whose columns `features` (meta/info.json) promises.
+
+    used: keys of observations that reach the policy; reads_text: whether instructions do, None where it is not known.
+    """
+    skipped = {
+        name: _reason(name, str(feature.get("dtype")), name in episodes.observation)
+        for name, feature in features.items()
+        if name not in used and name not in _KEPT and not name.startswith(_OUTCOMES)
+    }
+    instructions = tuple(sorted(set(episodes.tasks)))
+    seen = (*used, "action", *((TASK,) if reads_text and len(instructions) > 1 else ()))
+    return DataRead(str(data), len(episodes), episodes.step_count, seen, skipped, instructions, reads_text)
+
+
+def _reason(name: str, kind: str, was_read: bool) -> str:
+    if was_read:
+        return "the policy's observation_keys do not name it"
+    if not name.startswith("observation."):
+        return "only observation.* and action are read"
+    return f"its values are of type {kind}, neither numbers nor images"
