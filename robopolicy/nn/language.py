@@ -317,8 +317,10 @@ def load_pretrained_tokenizer(folder: Path) -> PretrainedTokenizer:
 @contextmanager
 def offline() -> Iterator[None]:
     """Let the Hugging Face hub be unreachable, and its libraries refuse code of a checkpoint instead of asking."""
-    changes = {("huggingface_hub.constants", "HF_HUB_OFFLINE"): True}
-    changes[("transformers.dynamic_module_utils", "TIME_OUT_REMOTE_CODE")] = 0  # seconds that it waits for an answer
+    changes: dict[tuple[str, str], bool | int] = {
+        ("huggingface_hub.constants", "HF_HUB_OFFLINE"): True,
+        ("transformers.dynamic_module_utils", "TIME_OUT_REMOTE_CODE"): 0,  # seconds that it waits for an answer
+    }
     before: list[tuple[ModuleType, str, Any]] = []
     for (name, setting), value in changes.items():
         if importlib.util.find_spec(name.partition(".")[0]) is not None:

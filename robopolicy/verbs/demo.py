@@ -111,9 +111,7 @@ def announced_port(server: subprocess.Popen[str]) -> int:
     for line in server.stdout:
         if (found := re.search(r"ws://[^:]+:(\d+)", line)) is not None:
             return int(found[1])
-    raise RobopolicyError(
-        f"The policy server ended before it listened (exit status {server.wait()}): see server.log."
-    )
+    raise RobopolicyError(f"The policy server ended before it listened (exit status {server.wait()}): see server.log.")
 
 
 def next_steps(recipe: str, stages: Config) -> list[str]:
