@@ -124,7 +124,7 @@ def test_corrupt_checkpoints(root, checkpoint, capsys):
     for data in (whole[:2000], b"not a tensor file", whole[:-1]):
         weights.write_bytes(data)
         said = complaint(capsys, "evaluate", checkpoint, f"run.root={root}")
-        assert "model.safetensors is corrupt" in said
+        assert "model.safetensors is not the file that config.json" in said
     weights.write_bytes(whole)
     (checkpoint / "config.json").write_text('{"kind": ')
     assert "config.json is corrupt" in complaint(capsys, "evaluate", checkpoint, f"run.root={root}")

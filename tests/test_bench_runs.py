@@ -66,6 +66,7 @@ def test_folders_of_others_are_named_by_the_end_of_their_path():
         runs_of([push, base, push])
 
 
+@pytest.mark.slow
 def test_models_of_several_kinds_rank_the_same_policies(tmp_path, monkeypatch, capsys):
     few = {"novice": ("novice", None), "base": ("diffusion", None), "tuned": ("diffusion", 0.9)}
     monkeypatch.setattr(ranking, "POLICIES", few)
@@ -110,7 +111,7 @@ def test_imagined_and_real_success_stand_beside_each_other(tmp_path, monkeypatch
         assert [record["iteration"] for record in row["records"][0]] == [0, 1]
 
 
-@pytest.mark.parametrize("task", ["push_cube", "pick_place"])
+@pytest.mark.parametrize("task", ["push_cube", pytest.param("pick_place", marks=pytest.mark.slow)])
 def test_the_first_arm_of_imagination_is_what_a_recipes_own_verbs_do(tmp_path, task):
     assert benchmark(tmp_path, "bench.name=imagination", f"bench.tasks=[{task}]", "bench.only=[ensemble]") == 0
     config = compose([f"recipe={task}", f"run.root={tmp_path / 'own'}", *TINY])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from robopolicy.benchmarks import joint, planning, styles, trajectories, video
+from robopolicy.benchmarks import coplanner, joint, styles, trajectories, video
 from robopolicy.benchmarks.replay import replay
 from robopolicy.nn.configuration import EdmConfig
 from worldmodels.configuration import TrajectoryConfig
@@ -52,20 +52,20 @@ def test_the_experiments_run():
     assert set(found["guidance"]) == {"0.0", "1.0"}
     assert len(found["agents"]) == 4
     assert len(whole(trajectories.tables({"seeds": {"0": found}}))) == 2
-    tiny = planning.Scale(
-        cautious=planning.Study("push_cube", 8, 4.0, 8, 0.4),
+    tiny = coplanner.Scale(
+        cautious=coplanner.Study("push_cube", 8, 4.0, 8, 0.4),
         imagined=16,
         steps=5,
-        curious=planning.Study("reach_planar", 8, 30.0, 2, 0.3),
+        curious=coplanner.Study("reach_planar", 8, 30.0, 2, 0.3),
         explored=40,
         rounds=1,
         held_out=8,
         fit=20,
         clone=20,
     )
-    figures = planning.measure(0, tiny)
+    figures = coplanner.measure(0, tiny)
     assert set(figures) == {"policy", "planned", "cautious", "curious", "before"}
-    assert len(whole(planning.tables({"seeds": {"0": figures}}))[0].lines) == 5
+    assert len(whole(coplanner.tables({"seeds": {"0": figures}}))[0].lines) == 5
     looks = styles.Scale(
         episodes=8,
         held_out=4,

@@ -96,7 +96,7 @@ def test_a_world_model_without_a_decoder(tmp_path, kind):
     ("kind", "head", "settings"),
     [
         ("ensemble", f"{PACKAGE}.success:FocalHead", ["width=32", "head_width=32"]),
-        ("rssm", "focal", ["size=tiny", "length=5", "batch_size=8"]),
+        pytest.param("rssm", "focal", ["size=tiny", "length=5", "batch_size=8"], marks=pytest.mark.slow),
     ],
 )
 def test_a_success_head(tmp_path, kind, head, settings):

@@ -172,12 +172,13 @@ def require_fields(observation: Mapping[str, Field], action: Field, world: World
                 f"The policy reads '{key}' as {_describe(field)}, but the world '{world.name}' shows "
                 f"{_describe(shown)}. Is this the world it was trained for?"
             )
-        _require_same_elements(f"'{key}'", field, shown, world.name)
     if action.shape != world.action.shape:
         raise SpecError(
             f"The policy's actions are {_describe(action)}, those of the world '{world.name}' are "
             f"{_describe(world.action)}. Is this the world it was trained for?"
         )
+    for key, field in observation.items():
+        _require_same_elements(f"'{key}'", field, world.observation[key], world.name)
     _require_same_elements("the action", action, world.action, world.name)
 
 

@@ -148,7 +148,7 @@ def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate
     if any("deterministic_real_success" in record for record in tuning):
         caption = (
             "The same starts in both worlds, Wilson 95 % intervals. Nothing was learned from the real episodes, but "
-            "unless imagine.keep=imagined the best policy was chosen by them."
+            "the best policy was chosen by them (unless keep=imagined)."
         )
         report.sections.append(Section("Imagined beside real", caption, svg=plots.imagined_and_real(tuning)))
     elif tuning:

@@ -220,18 +220,18 @@ def learn(
     )
 
 
-def held_near(config: FinetuneConfig, chosen: ImagineSection) -> tuple[FinetuneConfig, float]:
+def held_near(tuning: FinetuneConfig, chosen: ImagineSection) -> tuple[FinetuneConfig, float]:
     """Return the settings with nearness to the base among the losses, and the factor that it begins with.
 
     Where the user's own settings name `bc`, its weight there is what it begins with.
     """
-    named = tuple(config.of("auxiliaries", ()))
+    named = tuple(tuning.of("auxiliaries", ()))
     if NEARNESS in named:
-        return config, 1.0
+        return tuning, 1.0
     if not chosen.near_base and (chosen.tighten == 1 or chosen.gap is None or not chosen.watch):
-        return config, 1.0
-    options = {**config.options, NEARNESS: {"weight": chosen.near_base or DIWA_WEIGHT}}
-    return replace(config, auxiliaries=(*named, NEARNESS), options=options), float(chosen.near_base > 0)
+        return tuning, 1.0
+    options = {**tuning.options, NEARNESS: {"weight": chosen.near_base or DIWA_WEIGHT}}
+    return replace(tuning, auxiliaries=(*named, NEARNESS), options=options), float(chosen.near_base > 0)
 
 
 def judge_all(config: Config, world: World, policies: Mapping[str, Policy]) -> dict[str, Verdict]:

@@ -122,6 +122,7 @@ def test_spear_finds_the_way_back_to_rare_successes():
     assert imitating.mean() > plain.mean() + 0.05
 
 
+@pytest.mark.slow
 def test_bapo_survives_steps_on_stale_data_that_break_ppo():
     stale = {"lengths": (4,), "iterations": 60, "delay": 8, "epochs": 4, "learning_rate": 0.2}
     plain, _ = successes(**stale)

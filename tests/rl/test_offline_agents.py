@@ -101,6 +101,7 @@ def test_values_are_bounded_by_rewards():
     assert math.isclose(value_bound(torch.tensor([3.0]), 0.5)[0], 0.0)
 
 
+@pytest.mark.slow
 def test_short_rollouts_in_a_perfect_model_explode_and_both_cures_hold():
     found = {}
     for arm, epochs in (("base", 3), ("patched", 3), ("RAVL", 2)):

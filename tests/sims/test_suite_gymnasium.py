@@ -182,6 +182,7 @@ def test_fetch_push_keeps_every_promise(robotics):
     check_world(lambda batch: make_world("gymnasium:FetchPush-v4", batch, history=2, horizon=9), batch_size=3, chunk=4)
 
 
+@pytest.mark.slow
 def test_fetch_push_with_a_camera_keeps_every_promise(robotics):
     check_world(
         lambda batch: make_world(

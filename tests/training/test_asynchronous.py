@@ -167,6 +167,7 @@ def test_impossible_settings_are_told(changes):
         replace(CONFIG, **changes)
 
 
+@pytest.mark.slow
 def test_vcpo_survives_steps_on_stale_data_that_break_ppo():
     """Eight updates behind, with a learning rate far too large for that."""
     config = FinetuneConfig(

@@ -68,6 +68,7 @@ def test_presets_that_learn_from_outcomes_raise_a_low_success_rate(name: str):
     assert mean_reward(policy, False)["success"] > 0.5
 
 
+@pytest.mark.slow
 def test_imitating_the_best_by_action_values_raises_success():
     policy = ChainPolicy()
     config = replace(CONFIG, iterations=12, algorithm="grpo")

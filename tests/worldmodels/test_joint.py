@@ -43,6 +43,7 @@ def draws(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.slow
 def test_it_knows_what_follows_an_action(learned):
     model, episodes = learned
     state, action = states(episodes), episodes.actions[:300]
@@ -52,6 +53,7 @@ def test_it_knows_what_follows_an_action(learned):
     assert float(error) < 0.08 and float(other) > 1.5 * float(error)
 
 
+@pytest.mark.slow
 def test_it_acts_towards_the_goal_and_values_follow_returns(learned):
     model, episodes = learned
     state = states(episodes)
@@ -64,6 +66,7 @@ def test_it_acts_towards_the_goal_and_values_follow_returns(learned):
     assert float(torch.corrcoef(torch.stack([drawn[VALUE][:, 0], true]))[0, 1]) > 0.2
 
 
+@pytest.mark.slow
 def test_planning_takes_the_action_that_is_worth_most(learned):
     model, episodes = learned
     planner = model.planning(8)
@@ -79,6 +82,7 @@ def test_planning_takes_the_action_that_is_worth_most(learned):
     assert progress[1] > progress[0]
 
 
+@pytest.mark.slow
 def test_checkpoints_and_refusals(learned, tmp_path):
     model, episodes = learned
     model.save(tmp_path / "joint")

@@ -37,6 +37,7 @@ def learned():
     return model.eval(), held
 
 
+@pytest.mark.slow
 def test_it_imagines_the_image_and_depends_on_its_actions(learned):
     model, held = learned
     figures = examine(model, held, torch.Generator().manual_seed(0), rows=100, steps=400, horizons=(1, 2, 3, 4, 5))
@@ -49,6 +50,7 @@ def test_it_imagines_the_image_and_depends_on_its_actions(learned):
     assert figures["success"]["f1"] > 0.5
 
 
+@pytest.mark.slow
 def test_carried_states_follow_their_structure_and_the_images(learned):
     model, held = learned
     latent = model.initial(context_at(held, torch.arange(50)), np.arange(50))
@@ -72,6 +74,7 @@ def test_carried_states_follow_their_structure_and_the_images(learned):
     assert float(error) < 0.15, error
 
 
+@pytest.mark.slow
 def test_the_next_image_depends_on_the_pose(learned):
     model, held = learned
     latent = model.initial(context_at(held, torch.arange(50)), np.arange(50))
@@ -81,6 +84,7 @@ def test_the_next_image_depends_on_the_pose(learned):
     assert float((shown[0] - shown[1]).abs().amax()) > 0.05
 
 
+@pytest.mark.slow
 def test_uncertainty_grows_off_the_data(learned):
     model, held = learned
 
@@ -97,10 +101,12 @@ def test_uncertainty_grows_off_the_data(learned):
     assert quantiles[0] < usual < quantiles[-1] and (quantiles.diff() >= 0).all()
 
 
+@pytest.mark.slow
 def test_imagined_worlds_conform(learned):
     check_world(lambda rows: imagined_world(learned[0], rows), renders=False, tolerance=1e-4)
 
 
+@pytest.mark.slow
 def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
     model, held = learned
     latent = model.initial(context_at(held, torch.arange(4), model.context), np.arange(4))
@@ -115,6 +121,7 @@ def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
     assert not torch.equal(other.observation[IMAGE], seen.observation[IMAGE])
 
 
+@pytest.mark.slow
 def test_checkpoints_round_trip(learned, tmp_path):
     check_round_trip(learned[0], tmp_path / "model")
 

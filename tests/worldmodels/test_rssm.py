@@ -250,6 +250,7 @@ def dots(episodes=120, steps=8):
     )
 
 
+@pytest.mark.slow
 def test_it_imagines_images(tmp_path):
     spec, data = dots()
     config = RssmConfig(size="tiny", length=3, batch_size=32, burn_in=2, members=3)

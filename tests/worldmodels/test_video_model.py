@@ -33,7 +33,7 @@ TINY = VideoConfig(
     chunk=3,
     view_batch_size=32,
     autoencoder_share=1.0,
-    moving=1.0,
+    motion_weight=1.0,
     bootstrap_steps=100,
     readout=READOUT,
     precision="float32",
@@ -175,7 +175,7 @@ def test_history_is_spaced_in_rollouts_as_in_training(fresh, monkeypatch):
     """The frames, poses and actions that training gathers are those that a rollout over the same frames remembers."""
     model, data = fresh
     assert model.config.history_offsets == (5, 3, 1, 0) and model.config.history_span == 6
-    assert replace(TINY, memory=0).ages == (1, 0)
+    assert replace(TINY, memory=0).history_offsets == (1, 0)
     video = model.encode_episodes(data)
     long = int((data.lengths >= 8).nonzero()[0, 0])
     steps = data.starts[long] + torch.tensor([0, 2, 7])
