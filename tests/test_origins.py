@@ -90,6 +90,11 @@ def test_what_is_made_of_them_stays_in_their_world(push_t, tmp_path):
     assert saved_origin(tmp_path / "train" / "unjudged" / "0" / "checkpoint") == ORIGIN
 
 
+def test_the_doctor_examines_data_in_their_own_world(push_t, capsys):
+    assert run("doctor", str(dataset(push_t)), "run.name=examined", home=push_t) in (0, 1)
+    assert "good replay" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_run_is_found_by_its_name_alone(push_t, tmp_path):
     shutil.copytree(push_t / "train" / "push_t", tmp_path / "train" / "mine")
     assert run("finetune", "run.name=mine", home=tmp_path) == 0

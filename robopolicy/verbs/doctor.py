@@ -24,6 +24,7 @@ VERB = Verb(
     sections=("run", "world", "doctor"),
     example="robopolicy doctor recipe=push_cube",
     target="doctor.data",
+    world_from={"doctor.data": "collect/dataset", "doctor.policy": ""},
 )
 
 COLOURS = {Health.GOOD: "green", Health.UNKNOWN: "dim", Health.WARNING: "yellow", Health.BAD: "bold red"}
