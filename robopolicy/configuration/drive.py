@@ -18,8 +18,10 @@ class DriveSection:
     """How many are driven."""
     rate: float = 0.0
     """Control steps a second, 0 for the world's own, -1 for as fast as the server answers."""
-    prefetch: int = 1
-    """Ask for the next chunk when so many steps are left, so that the robot need not wait for it."""
+    prefetch: int = 0
+    """Ask for the next chunk when so many steps are left, where the server is slower than half a step: acting on what
+    was seen so many steps ago costs success.
+    """
     blend: int = 0
     """Over so many steps a new chunk takes over from the old one."""
     hold: Literal["zero", "last"] = "zero"

@@ -5,8 +5,9 @@
         while running:                                  # at driver.fps, by the robot's own clock
             robot.send(driver.step(robot.observe()))    # {field: frame} -> action [A]
 
-The robot never waits for the network: chunks are asked for ahead, an answer is cut by the steps that have passed since
-its observation, and where no action is left that is young enough, the robot holds still. Whatever comes is clipped to
+The robot never misses its next step for the network: it waits for an answer for half a control step at most, chunks may
+be asked for ahead, an answer is cut by the steps that have passed since its observation, and where no action is left
+that is young enough, the robot holds still. Whatever comes is clipped to
 the policy's bounds and to the robot's own, and counted. A server that fails is asked again, later and later; `error`
 and `away` say what is wrong and for how long. Axes: C chunk step, A action dimension (any shape).
 """
@@ -99,7 +100,9 @@ class Driver:
 
     hold: the action that keeps the robot still, [A], or a function (newest frames by field, last action or None) that
     returns it (for robots that are told positions: `lambda frames, last: frames["observation.state"]`). limits: the
-    robot's own. prefetch: the next chunk is asked for when so many steps are left. blend: over so many steps a new
+    robot's own. prefetch: the next chunk is asked for when so many steps are left (a policy then acts on what was seen
+    so many steps ago, which costs success: only where the server is slower than `grace`). grace: seconds that a step
+    may wait for its action, half a control step for None. blend: over so many steps a new
     chunk takes over from the old one. max_age: seconds after which an observation is too old to act on (None: as long
     as two chunks take). patience: seconds that an episode's first chunk is waited for. wait: wait for every chunk, in a
     simulator that stands still meanwhile. requests: shared with other drivers of the same connection. counts: how many
@@ -114,7 +117,8 @@ class Driver:
         *,
         hold: np.ndarray | Hold,
         limits: ActionLimits | None = None,
-        prefetch: int = 1,
+        prefetch: int = 0,
+        grace: float | None = None,
         blend: int = 0,
         max_age: float | None = None,
         patience: float = 5.0,
@@ -127,6 +131,7 @@ class Driver:
             raise ConfigError(f"prefetch is between 0 and {described.chunk - 1}, chunks have {described.chunk} steps.")
         self.policy, self.hold, self.limits = described, hold, limits or ActionLimits()
         self.prefetch, self.blend, self.wait, self.patience = prefetch, blend, wait, patience
+        self.grace = 0.5 / described.fps if grace is None else grace
         self.max_age = 2 * described.chunk / described.fps if max_age is None else max_age
         self.counts: Counter[str] = Counter()
         self.error: Exception | None = None
@@ -191,8 +196,8 @@ class Driver:
     def act(self) -> np.ndarray:
         """Return the action [A] of this control step, within all limits."""
         action = self._planned()
-        if action is None and (self.wait or self._first):
-            action = self._waited()
+        if action is None:
+            action = self._waited(self.patience if self.wait or self._first else self.grace)
         self.counts["steps"] += 1
         if action is None:
             self.counts["held"] += 1
@@ -251,15 +256,15 @@ class Driver:
     def _too_old(self, seen: float) -> bool:
         return not self.wait and self._clock() - seen > self.max_age
 
-    def _waited(self) -> np.ndarray | None:
-        """Return this step's action [A] as soon as it is there; None when patience ends, or asking again is no use."""
-        until = self._clock() + self.patience
+    def _waited(self, seconds: float) -> np.ndarray | None:
+        """Return this step's action [A] once it is there; None after `seconds`, or where asking again is no use."""
+        until = self._clock() + seconds
         while (action := self._planned()) is None and self._clock() < until and not self.hopeless:
             self._ask()
             if self._request is None:
                 time.sleep(0.01)
             else:
-                wait_for([self._request], timeout=min(0.1, self.patience))
+                wait_for([self._request], timeout=min(0.1, seconds))
             self._take_answer()
         return action
 

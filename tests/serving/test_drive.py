@@ -42,7 +42,7 @@ class Forecaster:
 
     def __init__(self, delay=0.0, bad=False):
         fields = {STATE: Field((1,)).to_json()}
-        self.metadata = {"observation": fields, "history": 3, "chunk": 5, "action": Field((1,)).to_json()}
+        self.metadata = {"observation": fields, "history": 3, "chunk": 5, "fps": 5.0, "action": Field((1,)).to_json()}
         self.delay, self.bad, self.seen = delay, bad, []
 
     def infer(self, observation):
@@ -73,6 +73,11 @@ def test_a_robot_that_asks_too_late_holds_still_and_one_that_asks_ahead_does_not
     assert ahead["held"] == 0
     assert ahead["successes"] == 1
     assert late["wall_seconds"] > 9 / 5
+
+
+def test_a_server_quicker_than_half_a_control_step_needs_no_asking_ahead():
+    result = drive(Counter(), Forecaster(delay=0.02), [1], rate=5.0, robot=RobotSettings())
+    assert (result["held"], result["successes"], result["requests"]) == (0, 1, 2)
 
 
 def test_what_does_not_fit_is_refused():

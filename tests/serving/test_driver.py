@@ -53,7 +53,9 @@ class Scripted:
 
 def make(server, **options):
     clock = Clock()
-    return Driver(server, **{"hold": STILL, "patience": 0.0, "clock": clock} | options), clock
+    return Driver(
+        server, **{"hold": STILL, "patience": 0.0, "grace": 0.0, "prefetch": 1, "clock": clock} | options
+    ), clock
 
 
 def see(value=0.0):
