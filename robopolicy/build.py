@@ -20,6 +20,7 @@ from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, Imaginat
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, RobopolicyWarning
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
+from robopolicy.core.registry import is_dotted
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec, cameras_of, require_fit
 from robopolicy.core.storage import read_json, recover_folder, write_json
 from robopolicy.core.structured import narrowed
@@ -229,8 +230,14 @@ def build_noisy_expert(
 def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Policy:
     """Load any policy checkpoint; one that learned on a world model's latent acts behind the encoder that it holds.
 
-    Raises CheckpointError as `robopolicy.policies.load_policy` does, and where the encoder is missing.
+    Raises CheckpointError as `robopolicy.policies.load_policy` does, and where the encoder is missing; ConfigError
+    where `folder` is a dotted path.
     """
+    if is_dotted(str(folder)) and not Path(folder).exists():
+        raise ConfigError(
+            f"'{folder}' names code, and a checkpoint is a folder: a policy of yours is trained with "
+            f"policy.kind={folder}, a controller records with collect.controller={folder}."
+        )
     policy = load_alone(folder, device)
     folder = recover_folder(Path(folder))
     description = read_json(folder / "config.json")

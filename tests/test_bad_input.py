@@ -92,6 +92,12 @@ def test_a_policy_of_another_world(root, checkpoint, capsys):
     assert "'push_cube' shows [13]" in said
 
 
+def test_code_in_the_place_of_a_checkpoint(root, capsys):
+    said = complaint(capsys, "evaluate", "my_package.policies:Mine", f"run.root={root}")
+    assert "policy.kind=my_package.policies:Mine" in said
+    assert "collect.controller=my_package.policies:Mine" in said
+
+
 def test_a_missing_camera(root, checkpoint, capsys):
     description = json.loads((checkpoint / "config.json").read_text())
     dataset = root / "collect" / "reach_planar" / "0" / "dataset"
