@@ -108,7 +108,7 @@ def serve(policy: Policy | Path | str, *, host: str = "127.0.0.1", port: int = 8
     from robopolicy.serving.server import serve as listen
 
     served = load_policy(policy) if isinstance(policy, (str, Path)) else policy
-    listen(served, ServerSettings(host=host, port=port, api_key=api_key or None))
+    listen(served, ServerSettings(host=host, port=port, api_key=api_key))
 
 
 def report(run: Path | str) -> Path:

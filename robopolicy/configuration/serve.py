@@ -1,38 +1,14 @@
 """A policy server."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+
+from robopolicy.serving.configuration import ServerConfig
 
 
 @dataclass(frozen=True)
-class ServeSection:
+class ServeSection(ServerConfig):
     """A policy server."""
 
     policy: Path | None = None
     """Checkpoint."""
-    host: str = "127.0.0.1"
-    """Address to listen on; beyond loopback it needs an api_key."""
-    port: int = 8000
-    """Port to listen on."""
-    api_key: str = ""
-    """What clients must show, or set the environment's ROBOPOLICY_API_KEY."""
-    rename: dict[str, str] = field(default_factory=dict)
-    """A client's names -> the policy's fields: {images/cam_high: observation.images.top}."""
-    maximum_batch: int = 16
-    """Most requests answered in one forward pass."""
-    maximum_waiting: int = 256
-    """Most requests that wait for it; more are told that the server is busy."""
-    deadline: float = 10.0
-    """Seconds after which a request is given up."""
-    stall: float = 10.0
-    """Seconds after which a policy that computes counts as hanging: /livez then answers 503."""
-    session_expiry: float = 600.0
-    """Seconds after which the history of a robot that asks for nothing is forgotten."""
-    with_parent: bool = False
-    """End when the process that started the server does, however that ends."""
-    certificate: Path | None = None
-    """PEM file of a TLS certificate: clients then connect to wss://."""
-    certificate_key: Path | None = None
-    """PEM file of its private key, where the certificate's file does not hold it."""
-    origins: tuple[str, ...] = ()
-    """Web pages that may connect from a browser, such as [https://console.example]; others are refused."""

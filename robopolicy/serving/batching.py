@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -187,7 +188,10 @@ class InferenceQueue:
 
 
 class _Thread:
-    """A thread that runs one call after the other and dies with the process, whatever hangs in it."""
+    """A thread that runs one call after the other and dies with the process, whatever hangs in it.
+
+    Threads of an executor are waited for when the process ends, and one that hangs would keep it from ending.
+    """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -203,37 +207,15 @@ class _Thread:
 
     async def call[Result](self, function: Callable[[], Result]) -> Result:
         """Return what `function` returns, or raise what it raises."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
+        future: Future[Result] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
-                result = function()
+                future.set_result(function())
             except BaseException as error:
-                _report(loop, future, error=error)
-            else:
-                _report(loop, future, result=result)
+                future.set_exception(error)
 
         self._calls.put(run)
-        return await future
-
-
-def _report[Result](
-    loop: asyncio.AbstractEventLoop,
-    future: asyncio.Future[Result],
-    *,
-    result: Result | None = None,
-    error: BaseException | None = None,
-) -> None:
-    """Hand a result to the event loop, unless it has ended or nobody waits."""
-
-    def settle() -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(settle)
+        return await asyncio.wrap_future(future)

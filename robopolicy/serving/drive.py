@@ -3,8 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -13,21 +12,10 @@ from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import TASK, Field, Observation, require_fields
 from robopolicy.core.world import Rows, World
+from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.driver import ActionLimits, Driver, Hold, Requests, Server, described_policy
 
-
-@dataclass(frozen=True)
-class RobotSettings:
-    """How a simulated robot is driven: prefetch, blend, max_age, limits and patience of its `Driver` (which also ends
-    the drive when the server has failed for so long); hold: the action where nothing is left to do, zero or the last.
-    """
-
-    prefetch: int = 0
-    blend: int = 0
-    max_age: float | None = None
-    patience: float = 5.0
-    hold: Literal["zero", "last"] = "zero"
-    limits: ActionLimits = field(default_factory=ActionLimits)
+STANDARD = RobotSettings()
 
 
 def drive(
@@ -36,16 +24,17 @@ def drive(
     seeds: Sequence[int] | np.ndarray,
     *,
     rate: float = 0.0,
-    robot: RobotSettings = RobotSettings(),
+    robot: RobotSettings = STANDARD,
 ) -> dict[str, Any]:
     """Run one episode per seed, as many at a time as the world has rows, and return what happened.
 
-    rate: control steps per second in real time, in which a robot without an action holds still; 0 for as fast as
-    possible, where the world stands still while the server answers. Returns episodes, successes, steps, requests,
-    wall_seconds, rate, prefetch, held, clipped and stale (see `Driver`), failures, deadline_misses (control steps that
-    came more than a tenth of a period late) and latency_ms {p50, p90, p99, max} of the requests. Every request carries
-    the history the policy wants, taken at the control rate. Raises SpecError, ConfigError, ServingError (world and
-    policy do not fit, or the server fails for longer than patience) and NonFiniteError (an action that must not reach a
+    robot: see `RobotSettings`, and `Driver` for what it means; rate: control steps per second in real time, in which a
+    robot without an action holds still; 0 for as fast as possible, where the world stands still while the server
+    answers. Returns episodes, successes, steps, requests, wall_seconds, rate, prefetch, held, clipped and stale (see
+    `Driver`), failures, deadline_misses (control steps that came more than a tenth of a period late) and latency_ms
+    {p50, p90, p99, max} of the requests. Every request carries the history the policy wants, taken at the control rate.
+    Raises SpecError, ConfigError, ServingError (world and policy do not fit, or the server fails for longer than
+    patience) and NonFiniteError (an action that must not reach a
     robot).
     """
     seeds = np.asarray(seeds, dtype=np.int64)
@@ -116,7 +105,7 @@ class _Robots:
             Driver(
                 client,
                 hold=_hold(settings.hold, world.spec.action.shape),
-                limits=settings.limits,
+                limits=ActionLimits(change=settings.change),
                 prefetch=settings.prefetch,
                 blend=settings.blend,
                 max_age=settings.max_age,

@@ -17,11 +17,10 @@ import signal
 import ssl
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -37,6 +36,7 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
 from robopolicy.policies.checkpoint import origin_of
 from robopolicy.serving.batching import Answer, BusyError, InferenceQueue
+from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.connections import Door, LimitedConnection, address_of
 from robopolicy.serving.limits import Limits
 from robopolicy.serving.log import Log, log_to_stderr
@@ -55,33 +55,15 @@ SHUTDOWN = 3.0
 
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """host, port (0: any free one); api_key: None for none; seed: of the policy's noise; deterministic: no exploration
-    noise; maximum_batch: most requests answered in one forward pass; maximum_waiting: most that wait for it; deadline:
-    seconds after which a request is given up; stall: seconds after which a pass counts as hanging; keepalive: seconds
-    between pings, and how long a silent client is kept; session_expiry: seconds after which an idle session is
-    forgotten; rename: a client's names -> the policy's fields; origins: web pages that may connect; certificate, key:
-    PEM files for TLS; limits: None for those that follow from the policy; with_parent: end when the process that
-    started this one does, however that ends.
+class ServerSettings(ServerConfig):
+    """What can be set about a server, with seed: of the policy's noise; deterministic: no exploration noise; keepalive:
+    seconds between pings, and how long a silent client is kept; limits: None for those that follow from the policy.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
     seed: int = 0
     deterministic: bool = True
-    maximum_batch: int = 16
-    maximum_waiting: int = 256
-    deadline: float = 10.0
-    stall: float = 10.0
     keepalive: float = 20.0
-    session_expiry: float = 600.0
-    rename: Mapping[str, str] = field(default_factory=dict)
-    origins: tuple[str, ...] = ()
-    certificate: Path | None = None
-    key: Path | None = None
     limits: Limits | None = None
-    with_parent: bool = False
 
 
 def serve(policy: Policy, settings: ServerSettings, on_ready: Callable[[int], None] = lambda port: None) -> None:
@@ -294,7 +276,7 @@ class _Conversation:
     def __init__(self, server: PolicyServer, connection: ServerConnection, number: int):
         self.server, self.connection, self.number = server, connection, number
         self.requests = 0
-        self._replies: asyncio.Queue[asyncio.Task[bytes]] = asyncio.Queue(server.limits.pipelined)
+        self._replies: asyncio.Queue[asyncio.Future[bytes]] = asyncio.Queue(server.limits.pipelined)
         self._previous: float | None = None
 
     async def hold(self) -> None:
@@ -326,10 +308,10 @@ class _Conversation:
         while True:
             await self.connection.send(await (await self._replies.get()))
 
-    def _under_way(self) -> list[asyncio.Task[bytes]]:
+    def _under_way(self) -> list[asyncio.Future[bytes]]:
         return [self._replies.get_nowait() for _ in range(self._replies.qsize())]
 
-    async def _begin(self, message: str | bytes) -> asyncio.Task[bytes]:
+    async def _begin(self, message: str | bytes) -> asyncio.Future[bytes]:
         """Take in a message, and return its reply under way; what is wrong with the message is the reply's error."""
         arrived = time.perf_counter()
         try:
@@ -343,12 +325,10 @@ class _Conversation:
             if request.pop(RESET, False):
                 session.reset()
                 if not request:
-                    return asyncio.create_task(_said(pack({RESET: True})))
+                    return _settled(pack({RESET: True}))
             observation = await asyncio.to_thread(session.observe, request) if large else session.observe(request)
         except Exception as error:
-            failed = asyncio.create_task(_raised(error))
-            await asyncio.wait([failed])
-            return failed
+            return _settled(error)
         return asyncio.create_task(self._answer(observation, session.generator, arrived))
 
     def _unpacked(self, message: bytes) -> dict[Any, Any]:
@@ -374,12 +354,14 @@ class _Conversation:
         )
 
 
-async def _said(reply: bytes) -> bytes:
+def _settled(outcome: bytes | Exception) -> asyncio.Future[bytes]:
+    """Return a reply that is there already, or an error in the place of one."""
+    reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    if isinstance(outcome, Exception):
+        reply.set_exception(outcome)
+    else:
+        reply.set_result(outcome)
     return reply
-
-
-async def _raised(error: Exception) -> bytes:
-    raise error
 
 
 def blank_observation(policy: Policy) -> Observation:
@@ -398,9 +380,9 @@ def _tls(settings: ServerSettings) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(settings.certificate, settings.key)
+        context.load_cert_chain(settings.certificate, settings.certificate_key)
     except (OSError, ssl.SSLError) as error:
-        named = f"{settings.certificate} (key {settings.key})"
+        named = f"{settings.certificate} (key {settings.certificate_key})"
         raise ServingError(f"The certificate {named} cannot be used: {error}") from error
     return context
 

@@ -4,13 +4,16 @@ Start `robopolicy serve CHECKPOINT` first; the world is the one that its policy 
 drive.rate=-1 runs as fast as the server answers.
 """
 
+from dataclasses import replace
+
 from robopolicy.build import build_world
 from robopolicy.configuration import Config
+from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import output, publish
 from robopolicy.serving.client import PolicyClient
-from robopolicy.serving.drive import RobotSettings, drive
-from robopolicy.serving.driver import ActionLimits
+from robopolicy.serving.configuration import RobotSettings
+from robopolicy.serving.drive import drive
 from robopolicy.verbs.evaluate import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 
@@ -28,14 +31,8 @@ def run(config: Config) -> int:
     with PolicyClient(section.host, section.port, api_key=section.api_key or None) as client:
         world = build_world(config.world, batch_size=1, seed=config.run.seed)
         rate = world.spec.fps if section.rate == 0 else max(section.rate, 0.0)
-        robot = RobotSettings(
-            prefetch=min(section.prefetch, int(client.metadata.get("chunk", 1)) - 1),
-            blend=section.blend,
-            max_age=section.max_age,
-            patience=section.patience,
-            hold=section.hold,
-            limits=ActionLimits(change=section.change),
-        )
+        chunk = int(client.metadata.get("chunk", 1))
+        robot = replace(narrowed(RobotSettings, section), prefetch=min(section.prefetch, chunk - 1))
         result = drive(world, client, evaluation_seeds(config, section.episodes), rate=rate, robot=robot)
         world.close()
     low, high = wilson(result["successes"], result["episodes"])

@@ -11,6 +11,8 @@ import os
 from robopolicy.build import choose_device, load_policy, with_planning
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.structured import narrowed
+from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.server import ServerSettings, serve
 from robopolicy.verbs.verb import Verb
 
@@ -34,21 +36,6 @@ def run(config: Config) -> int:
     def announce(port: int) -> None:
         print(f"Serving {section.policy} at ws://{section.host}:{port} (Ctrl-C stops)", flush=True)
 
-    settings = ServerSettings(
-        host=section.host,
-        port=section.port,
-        api_key=key or None,
-        seed=config.run.seed,
-        rename=section.rename,
-        maximum_batch=section.maximum_batch,
-        maximum_waiting=section.maximum_waiting,
-        deadline=section.deadline,
-        stall=section.stall,
-        session_expiry=section.session_expiry,
-        certificate=section.certificate,
-        key=section.certificate_key,
-        origins=section.origins,
-        with_parent=section.with_parent,
-    )
-    serve(policy, settings, announce)
+    given = vars(narrowed(ServerConfig, section)) | {"api_key": key, "seed": config.run.seed}
+    serve(policy, ServerSettings(**given), announce)
     return 0

@@ -8,7 +8,8 @@ import pytest
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
 from robopolicy.core.spec import STATE, TASK, Field, WorldSpec
 from robopolicy.core.world import Step
-from robopolicy.serving.drive import RobotSettings, drive
+from robopolicy.serving.configuration import RobotSettings
+from robopolicy.serving.drive import drive
 
 
 class Counter:

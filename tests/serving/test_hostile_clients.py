@@ -49,7 +49,7 @@ def ports(tmp_path_factory):
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
     subprocess.run([*make, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    servers = SERVERS | {"tls": ("echo", {"certificate": certificate, "key": key})}
+    servers = SERVERS | {"tls": ("echo", {"certificate": certificate, "certificate_key": key})}
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=run_servers, args=(there, servers), daemon=True)

@@ -1,0 +1,57 @@
+"""What can be set about a policy server and about a simulated robot, without importing either."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """A policy server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; beyond loopback it needs an api_key."""
+    port: int = 8000
+    """Port to listen on, 0 for any free one."""
+    api_key: str = ""
+    """What clients must show, or set the environment's ROBOPOLICY_API_KEY."""
+    rename: dict[str, str] = field(default_factory=dict)
+    """A client's names -> the policy's fields: {images/cam_high: observation.images.top}."""
+    maximum_batch: int = 16
+    """Most requests answered in one forward pass."""
+    maximum_waiting: int = 256
+    """Most requests that wait for it; more are told that the server is busy."""
+    deadline: float = 10.0
+    """Seconds after which a request is given up."""
+    stall: float = 10.0
+    """Seconds after which a policy that computes counts as hanging: /livez then answers 503."""
+    session_expiry: float = 600.0
+    """Seconds after which the history of a robot that asks for nothing is forgotten."""
+    with_parent: bool = False
+    """End when the process that started the server does, however that ends."""
+    certificate: Path | None = None
+    """PEM file of a TLS certificate: clients then connect to wss://."""
+    certificate_key: Path | None = None
+    """PEM file of its private key, where the certificate's file does not hold it."""
+    origins: tuple[str, ...] = ()
+    """Web pages that may connect from a browser, such as [https://console.example]; others are refused."""
+
+
+@dataclass(frozen=True)
+class RobotSettings:
+    """How a simulated robot is driven."""
+
+    prefetch: int = 0
+    """Ask for the next chunk when so many steps are left, where the server is slower than half a step: acting on what
+    was seen so many steps ago costs success.
+    """
+    blend: int = 0
+    """Over so many steps a new chunk takes over from the old one."""
+    hold: Literal["zero", "last"] = "zero"
+    """What a robot does that has nothing to do: nothing (velocities, differences), or the last action (positions)."""
+    max_age: float | None = None
+    """Seconds after which an observation is too old to act on; as long as two chunks take, unless set."""
+    change: float | None = None
+    """Most by which an action may differ from the one before, in the world's units."""
+    patience: float = 5.0
+    """Seconds that a server may fail before the drive ends; the robot holds still meanwhile."""
