@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
@@ -42,24 +43,32 @@ def load_dotted(path: str, what: str) -> Any:
     if not is_dotted(path):
         raise ConfigError(f"{what} '{path}' is not a dotted path: write package.module:name.")
     module_name, _, name = path.partition(":")
-    add_working_folder()
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise ConfigError(f"{what} '{path}': importing {module_name} failed: {error}.") from error
-        raise ConfigError(
-            f"{what} '{path}': there is no module '{error.name}'. It must be installed, or lie in the working folder "
-            f"({os.getcwd()})."  # noqa: PTH109
-        ) from error
-    except Exception as error:
-        raise ConfigError(f"{what} '{path}': importing {module_name} raised {type(error).__name__}: {error}") from error
+    found: Any = import_named(module_name, f"{what} '{path}'")
     for part in name.split("."):
         if not hasattr(found, part):
             public = [known for known in dir(found) if not known.startswith("_")]
             raise ConfigError(f"{what} '{path}': the module has no '{name}'.{did_you_mean(name, public)}")
         found = getattr(found, part)
     return found
+
+
+def import_named(module: str, named: str) -> ModuleType:
+    """Return a module that the user named, installed or in the working folder; `named` begins the errors.
+
+    Raises ConfigError where it is missing, needs another one that is, or raises.
+    """
+    add_working_folder()
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{named}: module '{module}' needs another one: {error}. Install that.") from error
+        raise ConfigError(
+            f"{named}: there is no module '{error.name}'. It must be installed, or lie in the working folder "
+            f"({os.getcwd()})."  # noqa: PTH109
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"{named}: importing '{module}' raised {type(error).__name__}: {error}") from error
 
 
 def fixed_arguments(make: Callable[..., Any]) -> dict[str, bool]:

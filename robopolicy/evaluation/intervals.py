@@ -26,12 +26,8 @@ def wilson(successes: int, episodes: int, confidence: float = 0.95) -> tuple[flo
 
 
 @dataclass(frozen=True)
-class PairedComparison:
-    """Two policies on the same episodes.
-
-    base, tuned: success rates; difference: tuned - base, with its interval (low, high); improved, worsened: episodes
-    that only the tuned or only the base policy solved; p_value: exact McNemar, two-sided.
-    """
+class Paired:
+    """Two policies on the same episodes: their means, and tuned - base with its interval (low, high)."""
 
     episodes: int
     base: float
@@ -39,14 +35,23 @@ class PairedComparison:
     difference: float
     low: float
     high: float
-    improved: int
-    worsened: int
-    p_value: float
     confidence: float
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class PairedComparison(Paired):
+    """The successes of two policies on the same episodes.
+
+    improved, worsened: episodes that only the tuned or only the base policy solved; p_value: exact McNemar, two-sided.
+    """
+
+    improved: int
+    worsened: int
+    p_value: float
 
 
 def compare_paired(base: np.ndarray, tuned: np.ndarray, confidence: float = 0.95) -> PairedComparison:
@@ -56,11 +61,7 @@ def compare_paired(base: np.ndarray, tuned: np.ndarray, confidence: float = 0.95
     interval for paired proportions (Newcombe 1998, Statistics in Medicine 17:2635, method 10), which never leaves
     [-1, 1] and stays sensible when one policy never fails. Raises DataError when the vectors do not pair.
     """
-    base, tuned = np.asarray(base, dtype=bool), np.asarray(tuned, dtype=bool)
-    if base.ndim != 1 or base.shape != tuned.shape or base.size == 0:
-        raise DataError(
-            f"Success vectors of shape {base.shape} and {tuned.shape} do not pair: evaluate both on the same seeds."
-        )
+    base, tuned = _pair(np.asarray(base, dtype=bool), np.asarray(tuned, dtype=bool), "Success vectors")
     both, neither = int((base & tuned).sum()), int((~base & ~tuned).sum())
     improved, worsened = int((~base & tuned).sum()), int((base & ~tuned).sum())
     episodes = base.size
@@ -82,33 +83,18 @@ def compare_paired(base: np.ndarray, tuned: np.ndarray, confidence: float = 0.95
 
 
 @dataclass(frozen=True)
-class PairedReturns:
-    """Two policies on the same episodes, where nobody says which of them succeeded.
+class PairedReturns(Paired):
+    """The returns of two policies on the same episodes, where nobody says which of them succeeded.
 
-    base, tuned: mean returns; difference: tuned - base, with its bootstrap interval (low, high) over episodes.
+    The interval is a bootstrap over episodes.
     """
 
-    episodes: int
-    base: float
-    tuned: float
-    difference: float
-    low: float
-    high: float
-    confidence: float
     of: str = "return"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary."""
-        return asdict(self)
 
 
 def compare_returns(base: np.ndarray, tuned: np.ndarray, confidence: float = 0.95) -> PairedReturns:
     """Compare two vectors of returns [E] whose entries belong to the same seeds. Raises DataError unless they pair."""
-    base, tuned = np.asarray(base, dtype=np.float64), np.asarray(tuned, dtype=np.float64)
-    if base.ndim != 1 or base.shape != tuned.shape or base.size == 0:
-        raise DataError(
-            f"Returns of shape {base.shape} and {tuned.shape} do not pair: evaluate both on the same seeds."
-        )
+    base, tuned = _pair(np.asarray(base, dtype=np.float64), np.asarray(tuned, dtype=np.float64), "Returns")
     difference = tuned - base
     low, high = mean_interval(difference, confidence)
     return PairedReturns(
@@ -135,6 +121,12 @@ def percentile_interval(replicates: np.ndarray, confidence: float = 0.95) -> tup
         )
     low, high = np.quantile(defined, [0.5 - confidence / 2, 0.5 + confidence / 2])
     return float(low), float(high)
+
+
+def _pair(base: np.ndarray, tuned: np.ndarray, what: str) -> tuple[np.ndarray, np.ndarray]:
+    if base.ndim != 1 or base.shape != tuned.shape or base.size == 0:
+        raise DataError(f"{what} of shape {base.shape} and {tuned.shape} do not pair: evaluate both on the same seeds.")
+    return base, tuned
 
 
 def _newcombe(both: int, improved: int, worsened: int, neither: int, confidence: float) -> tuple[float, float]:

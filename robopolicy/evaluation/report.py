@@ -224,32 +224,33 @@ def film(path: Path) -> list[Section]:
 def _rates(result: Mapping[str, Any]) -> list[Rate]:
     """Return the success rates of every policy that was judged, both modes."""
     return [
-        Rate(
-            f"{name}, {mode}", result[name][mode]["success_rate"], result[name][mode]["low"], result[name][mode]["high"]
-        )
-        for name in ("base", UNPLANNED, "policy", "tuned")
-        if isinstance(result.get(name), Mapping)
-        for mode in ("deterministic", "stochastic")
-        if mode in result[name] and result[name][mode].get("reports_success", True)
+        Rate(label, judged["success_rate"], judged["low"], judged["high"])
+        for label, judged in _judged(result)
+        if judged.get("reports_success", True)
     ]
 
 
 def _return_cards(result: Mapping[str, Any]) -> list[Card]:
     """Return the mean returns of every policy that was judged in a world that reports no success, both modes."""
-    judged = {
-        f"{name}, {mode}": result[name][mode]
+    return [
+        Card(
+            f"{label}: return",
+            f"{judged['return_mean']:.4g}",
+            f"{judged['return_low']:.4g} to {judged['return_high']:.4g}, no success reported",
+        )
+        for label, judged in _judged(result)
+        if not judged.get("reports_success", True)
+    ]
+
+
+def _judged(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return ("policy, mode", its figures) of every judgement in the result."""
+    return [
+        (f"{name}, {mode}", result[name][mode])
         for name in ("base", UNPLANNED, "policy", "tuned")
         if isinstance(result.get(name), Mapping)
         for mode in ("deterministic", "stochastic")
-        if mode in result[name] and not result[name][mode].get("reports_success", True)
-    }
-    return [
-        Card(
-            f"{name}: return",
-            f"{each['return_mean']:.4g}",
-            f"{each['return_low']:.4g} to {each['return_high']:.4g}, no success reported",
-        )
-        for name, each in judged.items()
+        if mode in result[name]
     ]
 
 

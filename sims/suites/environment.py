@@ -5,7 +5,6 @@ This module runs inside worker processes, so it imports neither torch nor anythi
 
 import contextlib
 import copy
-import importlib
 import io
 import random
 import re
@@ -19,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, require_extra
-from robopolicy.core.registry import add_working_folder, load_dotted
+from robopolicy.core.registry import import_named, load_dotted
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from sims.suites.mujoco_state import MujocoCamera, MujocoState, has_mujoco_state
 
@@ -60,15 +59,7 @@ def registered(env_id: str) -> EnvSpec:
     """
     module, _, name = env_id.rpartition(":")
     if module:
-        add_working_folder()
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise ConfigError(f"'{env_id}': module '{module}' needs another one: {error}. Install that.") from error
-            raise ConfigError(f"'{env_id}': there is no module '{module}' to import ({error}).") from error
-        except Exception as error:
-            raise ConfigError(f"'{env_id}': importing '{module}' raised {type(error).__name__}: {error}") from error
+        import_named(module, f"Environment '{env_id}'")
     elif name not in gymnasium.registry and name.startswith(ROBOTICS_FAMILIES):
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             gymnasium.register_envs(require_extra("gymnasium_robotics", "robotics"))

@@ -87,7 +87,7 @@ def test_a_module_in_the_working_folder_is_found(tmp_path, monkeypatch):
     (tmp_path / "my_own_controller.py").write_text("import no_such_dependency\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if path])
-    with pytest.raises(ConfigError, match=r"importing my_own_controller failed.*no_such_dependency"):
+    with pytest.raises(ConfigError, match=r"module 'my_own_controller' needs another one.*no_such_dependency"):
         load_controller("my_own_controller:Make", SPEC)
 
 
