@@ -8,6 +8,8 @@ from rich.console import Console
 
 from robopolicy.cli import INTERRUPTED, main, print_help
 from robopolicy.configuration import compose, described, groups
+from robopolicy.core.run import RunFolder
+from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.policies.registry import POLICIES
 from robopolicy.training import imagined
 from robopolicy.training.stages import fit_stages
@@ -54,6 +56,26 @@ def make(root, *verbs):
     """Run what is missing, so that a test needs no other before it (a run that is done is not done again)."""
     for verb in verbs:
         assert run(root, verb) == 0, verb
+
+
+def test_what_ends_a_run_what_is_chosen_and_what_is_judged_are_seen_on_different_seeds(root, monkeypatch):
+    make(root, "collect", "train")
+    played: dict[str, set[int]] = {}
+
+    def watched(world, policy, seeds, **rest):
+        played.setdefault(rest.get("label", "?"), set()).update(int(seed) for seed in seeds)
+        return evaluate_policy(world, policy, seeds, **rest)
+
+    for module in ("finetune", "evaluate"):
+        monkeypatch.setattr(f"robopolicy.verbs.{module}.evaluate_policy", watched)
+    own = "run.name=ended", explicit(root)[0], "finetune.target_success=0", "finetune.videos=0"
+    assert run(root, "finetune", *own) == 0
+    (first,) = RunFolder(root / "finetune" / "ended" / "0").metrics()
+    assert first["iteration"] == 0 and 0 <= first["confirmed_success"] <= 1
+    names = sorted(played)
+    assert {"validate", "confirm"} < set(names) and len(names) >= 3, names
+    judged = set().union(*(played[name] for name in names if name not in ("validate", "confirm")))
+    assert not played["validate"] & played["confirm"] and not judged & (played["validate"] | played["confirm"])
 
 
 def explicit(root):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.world import World
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
@@ -16,7 +17,8 @@ class TwoWorlds:
     seeds: episodes in imagination; watched: those of them that are also played for real, possibly none; gap: the two
     have parted when imagined success exceeds the real one by so much and their Wilson intervals do not touch; None:
     never said; by_real: whether what is real, where it is watched, is what policies are chosen by and what counts
-    towards a target; in_reality: a policy -> what acts in its place in the real world, itself behind an encoder say.
+    towards a target; in_reality: a policy -> what acts in its place in the real world, itself behind an encoder say;
+    confirming: (iteration, episodes) -> the seeds on which a reached target is confirmed.
     Imagined gain is not real gain: without regularisation DiWA imagines 85 % where 25 % are real.
     """
 
@@ -30,9 +32,11 @@ class TwoWorlds:
         device: torch.device | str = "cpu",
         in_reality: Callable[[Policy], Policy] = lambda policy: policy,
         by_real: bool = True,
+        confirming: Callable[[int, int], np.ndarray] | None = None,
     ):
         self.imagined, self.real, self.seeds, self.watched = imagined, real, seeds, watched
         self.gap, self.device, self.in_reality, self.by_real = gap, device, in_reality, by_real
+        self.confirming = confirming
 
     def evaluate(self, policy: Policy, deterministic: bool) -> dict[str, float]:
         """Return success, low and high in imagination (and return, where the world reports no success), and where the
@@ -58,6 +62,18 @@ class TwoWorlds:
         seen = {f"real_{name}": value for name, value in measured.items()} | {"real_steps": float(real.steps)}
         chosen = {"score": measured["low"], "achieved": measured["success"]} if self.by_real else {}
         return {**imagined.figures(), **seen, **self._gap(imagined, real), **chosen}
+
+    def confirm(self, policy: Policy, iteration: int) -> dict[str, float]:
+        """Return success, low and high on other episodes than `evaluate` plays, in the world whose success counts
+        towards a target, and real_steps where that is the real one. Raises ConfigError without `confirming`.
+        """
+        if self.confirming is None:
+            raise ConfigError("Nothing says on which seeds a target is confirmed: give `confirming`.")
+        real = self.by_real and len(self.watched) > 0
+        world, acting = (self.real, self.in_reality(policy)) if real else (self.imagined, policy)
+        seeds = self.confirming(iteration, len(self.watched if real else self.seeds))
+        found = evaluate_policy(world, acting, seeds, device=self.device, label="confirm")
+        return found.figures() | ({"real_steps": float(found.steps)} if real else {})
 
     def _gap(self, imagined: EvaluationResult, real: EvaluationResult) -> dict[str, float]:
         gap = imagined.score - real.score

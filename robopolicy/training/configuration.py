@@ -132,7 +132,7 @@ class FinetuneConfig(AlgorithmConfig):
     evaluate_every: int = 10
     """Iterations between evaluations (one comes before the first), 0 for none."""
     target_success: float | None = None
-    """Deterministic success that ends the run, null for none."""
+    """Deterministic success that ends the run, once as many fresh episodes confirm it; null for none."""
 
     def __post_init__(self):
         for name in ("iterations", "rollout_length", "groups", "group_size", "epochs", "minibatch", "checkpoint_every"):

@@ -37,6 +37,9 @@ class Oversight:
 class Course:
     """Follows the evaluations of one run. target: success that ends it, None for none.
 
+    The first evaluation above a target is the one that luck helped most: with `confirmed_success` among its figures,
+    measured on episodes that nothing was chosen by, both must reach it.
+
     `leash` is the present factor of nearness to the base, `ended` why it is over, None while it goes on.
     """
 
@@ -49,7 +52,7 @@ class Course:
 
     def observe(self, figures: Mapping[str, float]) -> None:
         """Take in an evaluation: figures of `Evaluate`, each named with its mode before it."""
-        if self.target is not None and _achieved(figures) >= self.target:
+        if self.reaches(figures):
             self.ended = Ended.TARGET
             return
         low = figures.get("deterministic_real_low")
@@ -69,6 +72,11 @@ class Course:
             self.ended = Ended.PARTED
         elif gap >= before:
             self._tighten()
+
+    def reaches(self, figures: Mapping[str, float]) -> bool:
+        """Whether this evaluation reaches the target, and so does what confirms it, if that has been measured."""
+        achieved = figures.get("deterministic_achieved", figures["deterministic_success"])
+        return self.target is not None and min(achieved, figures.get("confirmed_success", 1.0)) >= self.target
 
     def _tighten(self) -> None:
         if self.oversight.tighten > 1:
@@ -91,7 +99,3 @@ def score(figures: Mapping[str, float]) -> float:
     """
     names = ("deterministic_score", "deterministic_return", "deterministic_success")
     return next(figures[name] for name in names if name in figures)
-
-
-def _achieved(figures: Mapping[str, float]) -> float:
-    return figures.get("deterministic_achieved", figures["deterministic_success"])

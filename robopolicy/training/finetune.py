@@ -61,6 +61,10 @@ world, `real_low` and `real_high` bound what was measured, `gap` is what imagina
 that it adds too much; what follows from them stands in `Course`.
 """
 
+Confirm = Callable[[Policy, int], Mapping[str, float]]
+"""(policy, iteration) -> figures, among them `success` without exploration noise, of episodes that no evaluation before
+has played: asked where a target is reached, which ends a run only if this reaches it too."""
+
 AfterCheckpoint = Callable[[int, Policy], bool]
 """(iteration, policy) -> whether the world is another one now, so that earlier evaluations do not compare (but `score`
 does); called after every checkpoint but the last, and when a run is resumed; collecting begins anew after it."""
@@ -93,6 +97,7 @@ def finetune(
     run: RunFolder | None = None,
     *,
     evaluate: Evaluate | None = None,
+    confirm: Confirm | None = None,
     seed: int = 0,
     guidance: Guidance = NO_GUIDANCE,
     after_checkpoint: AfterCheckpoint | None = None,
@@ -102,16 +107,18 @@ def finetune(
 
     critic: maps an observation [N, H, ...] to values [N]; it is fitted to the scale of the first rollouts, and left out
     by algorithms that compare episodes instead. run: gets metrics.jsonl, `base/` (the policy as it came), `last/`,
-    `checkpoint/` (the best evaluated, the base among them, or the last without `evaluate`) and the resume point; the
-    same call again after a kill goes on from there and ends, on a CPU, byte for byte in the same place. guidance: for
-    mechanisms that need it. At the end `policy` holds what is in `checkpoint/`. seed: root of every random number
-    drawn. oversight: what a run that is watched for real is held to.
+    `checkpoint/` (the one that reached the target, else the best evaluated, the base among them, or the last without
+    `evaluate`) and the resume point; the same call again after a kill goes on from there and ends, on a CPU with as
+    many threads, byte for byte in the same place. guidance: for mechanisms that need it. At the end `policy` holds what
+    is in `checkpoint/`. seed: root of every random number drawn. oversight: what a run that is watched for real is held
+    to.
 
     Raises ConfigError for a combination that cannot work, NonFiniteError naming the quantity
     and the iteration, and RuntimeError if the policy scores its decisions differently from when it acted.
     """
     course = Course(oversight, config.target_success)
-    return _Finetuning(policy, critic, world, config, run, evaluate, seed, guidance, course).run(after_checkpoint)
+    judged = evaluate, confirm
+    return _Finetuning(policy, critic, world, config, run, judged, seed, guidance, course).run(after_checkpoint)
 
 
 class _Finetuning:
@@ -124,13 +131,14 @@ class _Finetuning:
         world: World,
         config: FinetuneConfig,
         run: RunFolder | None,
-        evaluate: Evaluate | None,
+        judged: tuple[Evaluate | None, Confirm | None],
         seed: int,
         guidance: Guidance,
         course: Course,
     ):
         self.policy, self.world, self.config, self.seed = policy.eval(), world, config, seed
-        self.run_folder, self.evaluate, self.guidance, self.teacher = run, evaluate, guidance, guidance.teacher
+        self.run_folder, self.guidance, self.teacher = run, guidance, guidance.teacher
+        self.evaluate, self.confirm = judged
         self.algorithm = build_algorithm(config)
         self.algorithm.check(self._have(critic))
         if Need.MEANS in self.algorithm.needs and isinstance(policy, RecordsMeans):
@@ -319,19 +327,23 @@ class _Finetuning:
         return f"fine-tuning iteration {self.iteration + 1}"
 
     def _evaluate(self) -> dict[str, float]:
-        """Measure both modes, keep the weights if they are the best so far, and see whether and how the run goes on."""
+        """Measure both modes, see whether and how the run goes on, and keep the weights if they are the best so far."""
         assert self.evaluate is not None
         figures = {
             f"{mode}_{name}": float(value)
             for mode in ("deterministic", "stochastic")
             for name, value in self.evaluate(self.policy, mode == "deterministic").items()
         }
-        if not self.best_believed or score(figures) > score(self.best):
+        if self.confirm is not None and self.course.reaches(figures):
+            confirmed = self.confirm(self.policy, self.iteration)
+            figures |= {f"confirmed_{name}": float(value) for name, value in confirmed.items()}
+        self.course.observe(figures)
+        reached = self.course.ended is Ended.TARGET
+        if reached or not self.best_believed or score(figures) > score(self.best):
             self.best, self.best_believed = {"iteration": self.iteration, **figures}, True
             self.best_weights = {name: value.clone() for name, value in self.policy.state_dict().items()}
             if self.run_folder is not None:
                 self.policy.save(self.run_folder.checkpoint)
-        self.course.observe(figures)
         self._hold()
         return figures
 

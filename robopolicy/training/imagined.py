@@ -22,7 +22,7 @@ from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
 from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.course import Course, Ended, score
-from robopolicy.training.finetune import Evaluate, FinetuneResult
+from robopolicy.training.finetune import Confirm, Evaluate, FinetuneResult
 from robopolicy.training.pretrain import pretrain
 from robopolicy.training.stages import fit_stages
 from worldmodels import load_world_model, save_world_model
@@ -101,6 +101,7 @@ def synthesise_and_imitate(
     learning_rate: float,
     seed: int,
     evaluate: Evaluate,
+    confirm: Confirm | None = None,
     course: Course,
     run: RunFolder | None = None,
 ) -> FinetuneResult:
@@ -128,11 +129,13 @@ def synthesise_and_imitate(
                 pretrain(policy, Episodes.concatenate(kept), config, seed=derive(seed, f"imitate/{turn}"))
         for mode, deterministic in (("deterministic", True), ("stochastic", False)):
             figures |= {f"{mode}_{name}": value for name, value in evaluate(policy, deterministic).items()}
+        if confirm is not None and course.reaches(figures):
+            figures |= {f"confirmed_{name}": value for name, value in confirm(policy, turn).items()}
+        course.observe(figures)
         if run is not None:
             run.log(figures)
-        if not best or score(figures) > score(best):
+        if course.ended is Ended.TARGET or not best or score(figures) > score(best):
             best, weights = figures, {name: value.clone() for name, value in policy.state_dict().items()}
-        course.observe(figures)
         if course.ended is not None:
             break
     policy.load_state_dict(weights)

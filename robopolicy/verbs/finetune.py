@@ -10,6 +10,7 @@ from typing import Any
 
 from robopolicy.build import as_seen_in, build_controller, build_critic, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
+from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, TakesAdapters, require_trainable
@@ -69,6 +70,10 @@ def run(config: Config) -> int:
         )
         return found.figures()
 
+    def confirm(candidate: Policy, iteration: int) -> dict[str, float]:
+        fresh = confirming_seeds(config, iteration, section.evaluate_episodes)
+        return evaluate_policy(judging, candidate, fresh, device=device, label="confirm").figures()
+
     started = time.perf_counter()
     critic = build_critic(world, section, config.run.seed).to(device)
     tuned = finetune(
@@ -78,6 +83,7 @@ def run(config: Config) -> int:
         narrowed(FinetuneConfig, section),
         folder,
         evaluate=evaluate,
+        confirm=confirm,
         seed=config.run.seed,
         guidance=guidance_of(config, world),
     )
@@ -107,6 +113,11 @@ def run(config: Config) -> int:
     )
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
+
+
+def confirming_seeds(config: Config, iteration: int, episodes: int) -> Array:
+    """Return the seeds [episodes] on which a target that was reached at `iteration` is confirmed."""
+    return episode_seeds(config.run.seed, f"confirm/{iteration}", episodes)
 
 
 def require_target(target: float | None, world: World) -> None:

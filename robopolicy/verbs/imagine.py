@@ -15,6 +15,7 @@ watched and ever after, it acts behind the model's encoder, which its checkpoint
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -50,7 +51,7 @@ from robopolicy.training.course import Course, Ended, Oversight
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
-from robopolicy.verbs.finetune import film, guidance_of, require_target, summary
+from robopolicy.verbs.finetune import confirming_seeds, film, guidance_of, require_target, summary
 from robopolicy.verbs.verb import Verb
 from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import DecoderFree, LearnedModel
@@ -202,6 +203,7 @@ def learn(
         device,
         worlds.in_reality,
         by_real=chosen.keep == "real",
+        confirming=partial(confirming_seeds, config),
     )
     if chosen.method == "sft":
         return imitate(config, policy, worlds.training, watch, folder)
@@ -213,6 +215,7 @@ def learn(
         tuning,
         folder,
         evaluate=watch.evaluate,
+        confirm=watch.confirm,
         seed=config.run.seed,
         guidance=guidance_of(config, worlds.training),
         after_checkpoint=refresh,
@@ -256,6 +259,7 @@ def imitate(
         learning_rate=chosen.imitate_learning_rate,
         seed=config.run.seed,
         evaluate=watch.evaluate,
+        confirm=watch.confirm,
         course=Course(Oversight(chosen.patience), config.finetune.target_success),
         run=folder,
     )
@@ -263,7 +267,7 @@ def imitate(
 
 def watched_steps(folder: RunFolder) -> int:
     """Return how many real steps were played to watch and to choose by; nothing was learned from them."""
-    names = "deterministic_real_steps", "stochastic_real_steps"
+    names = "deterministic_real_steps", "stochastic_real_steps", "confirmed_real_steps"
     return int(sum(record.get(name, 0) for record in folder.metrics() for name in names))
 
 

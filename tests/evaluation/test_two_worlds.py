@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from evaluation_toys import LinePolicy, LineWorld
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.two_worlds import TwoWorlds
 
@@ -37,3 +38,23 @@ def test_by_imagination_alone_where_nobody_watches_or_it_is_asked_for():
     )
     assert set(unwatched) == {"success", "low", "high"}
     assert asked["real_success"] < asked["success"] and not {"score", "achieved"} & set(asked)
+
+
+def test_a_target_is_confirmed_on_other_episodes_where_it_counts():
+    asked = []
+
+    def confirming(iteration: int, episodes: int) -> np.ndarray:
+        asked.append((iteration, episodes))
+        return 1000 + np.arange(episodes)
+
+    def confirmed(watched: int, by_real: bool) -> dict[str, float]:
+        imagined, real = LineWorld(64, horizon=20), LineWorld(64, horizon=4)
+        both = TwoWorlds(imagined, real, SEEDS, SEEDS[:watched], 0.2, by_real=by_real, confirming=confirming)
+        return both.confirm(LinePolicy(0.1), 7)
+
+    real, imagined = confirmed(32, True), confirmed(32, False)
+    assert asked == [(7, 32), (7, 64)]
+    assert real["success"] < 1.0 == imagined["success"] and 0 < real["real_steps"] <= 4 * 32
+    assert "real_steps" not in imagined and confirmed(0, True)["success"] == 1.0
+    with pytest.raises(ConfigError, match="on which seeds"):
+        worlds().confirm(LinePolicy(0.1), 7)

@@ -38,7 +38,7 @@ def follow(*pairs: tuple[float, float], oversight: Oversight = WATCHED, target: 
     return course
 
 
-def tune(pairs, config=HELD, folder=None, oversight=WATCHED, crash_at: int | None = None):
+def tune(pairs, config=HELD, folder=None, oversight=WATCHED, crash_at: int | None = None, confirm=None):
     """Fine-tune the bandit, told what `pairs` of real and imagined success say at iterations 0, 1, ..."""
     policy, asked = ChainPolicy(), RunFolder(folder).metrics() if folder is not None and folder.exists() else []
     turn = len([record for record in asked if "deterministic_success" in record])
@@ -56,7 +56,9 @@ def tune(pairs, config=HELD, folder=None, oversight=WATCHED, crash_at: int | Non
     config = replace(config, iterations=len(pairs) - 1)
     run, critic = None if folder is None else RunFolder(folder), state_critic(FIELDS, 1, width=8)
     world = BanditWorld(16, horizon=5)
-    return policy, finetune(policy, critic, world, config, run, evaluate=evaluate, seed=4, oversight=oversight)
+    return policy, finetune(
+        policy, critic, world, config, run, evaluate=evaluate, confirm=confirm, seed=4, oversight=oversight
+    )
 
 
 def test_a_real_gain_is_kept_where_imagination_gains_more(tmp_path: Path):
@@ -78,6 +80,22 @@ def test_what_is_imagined_alone_is_not_the_best_and_reaches_no_target():
     assert not result.reached_target and result.best["iteration"] == 1
     _, result = tune([(0.5, 0.5), (0.95, 0.9), (0.4, 0.99)], config)
     assert result.reached_target and result.ended is Ended.TARGET and result.iterations == 1
+
+
+def test_a_target_that_fresh_episodes_do_not_confirm_ends_nothing(tmp_path: Path):
+    """The first evaluation above a target may be the luckiest: what ended the run is then kept, not the luckiest."""
+    asked, fresh = [], iter([0.7, 0.92])
+
+    def confirm(policy, iteration: int) -> dict[str, float]:
+        asked.append(iteration)
+        return {"success": next(fresh)}
+
+    pairs = [(0.5, 0.5), (0.97, 0.97), (0.6, 0.6), (0.91, 0.91), (0.99, 0.99)]
+    _, result = tune(pairs, replace(HELD, target_success=0.9), tmp_path, confirm=confirm)
+    assert asked == [1, 3] and result.reached_target and result.iterations == 3
+    assert result.best["iteration"] == 3 and result.best["confirmed_success"] == 0.92
+    logged = {record["iteration"]: record for record in RunFolder(tmp_path).metrics()}
+    assert logged[1]["confirmed_success"] == 0.7 and "confirmed_success" not in logged[2]
 
 
 def test_why_a_run_ended_is_told_apart():
