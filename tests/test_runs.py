@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from robopolicy.build import choose_device
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
@@ -105,8 +106,21 @@ def test_results_stay_inside_their_root_and_links_are_not_followed(tmp_path):
 def test_versions_say_what_else_a_number_depends_on(tmp_path):
     folder = open_run(compose([f"run.root={tmp_path}", "run.name=x"]), "train", ("run",)).path
     found = json.loads((folder / "versions.json").read_text())
-    assert found["threads"] == torch.get_num_threads()
+    assert found["threads"] == 2
     assert found["processor"]
     assert found["instructions"] == torch.backends.cpu.get_cpu_capability()
     with pytest.raises(ConfigError, match="threads"):
         compose(["run.threads=-1"])
+
+
+@pytest.mark.parametrize("machine", [1, 3])
+def test_the_number_of_threads_does_not_depend_on_the_machine_unless_asked_to(machine: int):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(machine)
+        choose_device(compose(["run.threads=0"]).run)
+        assert torch.get_num_threads() == machine
+        choose_device(compose([]).run)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -15,11 +15,15 @@ class RunSection:
     name: str = ""
     """Name of the run; empty for the name of the world (environment)."""
     seed: int = 0
-    """Seed of every random number generator: on a CPU, the same seed repeats a run exactly."""
+    """Seed of every random number generator: on a CPU of the same kind, with as many threads and the same versions
+    (versions.json), it repeats a run exactly; elsewhere sums round otherwise, and single seeds differ by points.
+    """
     device: str = "auto"
     """cpu, cuda, cuda:1 and so on; auto takes CUDA where there is one."""
-    threads: int = 0
-    """CPU threads of torch, 0 for its own choice."""
+    threads: int = 2
+    """CPU threads of torch, on every machine the same because results depend on it; 0 for one a core, which is faster
+    for policies that see images.
+    """
     overwrite: bool = False
     """Start over; otherwise the same command resumes the run that is there."""
     plugins: tuple[str, ...] = ()
