@@ -1,5 +1,7 @@
 """A client for policy servers that speak openpi's protocol; needs numpy, msgpack and websockets, but no torch."""
 
+import itertools
+import secrets
 import ssl
 import time
 from collections.abc import Mapping
@@ -10,8 +12,8 @@ from typing import Any
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from robopolicy.core.errors import ServingError
-from robopolicy.serving.protocol import RESET, SESSION, pack, unpack
+from robopolicy.core.errors import ServingError, SpecError
+from robopolicy.serving.protocol import CHECK, REQUEST, RESET, SESSION, fingerprint, pack, unpack, unsealed
 
 MAXIMUM_ANSWER = 64 * 2**20
 """Bytes of the longest answer that is read."""
@@ -30,8 +32,9 @@ class PolicyClient:
     host: name, or a whole ws:// or wss:// address; timeout: seconds to wait for an answer; patience: seconds to keep
     trying while the server starts; session: name of this robot's history; certificate: PEM file of what a wss://
     address is checked against (None: the authorities that the system trusts). A connection that was lost between two
-    requests is opened again once, and the server's history then begins anew. Raises ServingError: nobody listens, wrong
-    API key, refused observation, no answer in time.
+    requests is opened again once, and the server's history then begins anew. A server of ours seals its answers: one
+    that is damaged, or belongs to another request, is not returned, and the connection is given up. Raises
+    ServingError: nobody listens, wrong API key, refused observation, no answer in time, one that cannot be trusted.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class PolicyClient:
             self._tls = ssl.create_default_context(cafile=None if certificate is None else str(certificate))
         self._connection: ClientConnection | None = None
         self._stack = ExitStack()
+        self._numbers = itertools.count(secrets.randbits(48))
+        self._sealed = False
         self.metadata: dict[str, Any] = {}
         self._open()
 
@@ -78,14 +83,20 @@ class PolicyClient:
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         if self.session is not None:
             message[SESSION] = self.session
-        data = pack(message)
         connection = self._connection if self._connection is not None else self._open()
+        if self._sealed:
+            message[REQUEST] = next(self._numbers)
+        data = pack(message)
         try:
             connection.send(data)
         except ConnectionClosed:
             connection = self._open()
             connection.send(data)
-        return self._receive(connection, "an answer")
+        answer = self._receive(connection, "an answer")
+        if self._sealed and answer.pop(REQUEST, None) != fingerprint(data):
+            self.close()
+            raise ServingError(f"{self.address} answered another request than the one it was sent; it is not used.")
+        return answer
 
     def _receive(self, connection: ClientConnection, what: str) -> dict[str, Any]:
         try:
@@ -103,7 +114,22 @@ class PolicyClient:
             busy = self._close_code(connection) == BUSY
             self.close()
             raise (ServingError if busy else RefusedError)(f"{self.address} refused the request: {message}")
-        return unpack(message)
+        try:
+            return self._read(message)
+        except SpecError as error:
+            self.close()
+            raise ServingError(f"What {self.address} sent cannot be read: {error}") from error
+
+    def _read(self, message: bytes) -> dict[str, Any]:
+        """Decode what a server sent; one of ours seals all of it, beginning with what it says of itself."""
+        if self._sealed:
+            return unsealed(message)
+        found = unpack(message)
+        if not isinstance(found, dict):
+            raise SpecError("it is no mapping.")
+        if CHECK in found or found.get("server") == "robopolicy":
+            found, self._sealed = unsealed(message), True
+        return found
 
     @staticmethod
     def _close_code(connection: ClientConnection) -> int | None:
@@ -116,6 +142,7 @@ class PolicyClient:
 
     def _open(self) -> ClientConnection:
         self.close()
+        self._sealed = False
         deadline = time.monotonic() + self.patience
         while True:
             try:
@@ -126,6 +153,7 @@ class PolicyClient:
                     max_size=MAXIMUM_ANSWER,
                     additional_headers=self._headers,
                     open_timeout=self.timeout,
+                    close_timeout=min(1.0, self.timeout),
                 )
                 self._connection = self._stack.enter_context(opening)
                 break

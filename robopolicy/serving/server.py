@@ -31,17 +31,17 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from robopolicy.core.errors import NonFiniteError, RobopolicyError, ServingError, SpecError
+from robopolicy.core.origin import origin_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
-from robopolicy.policies.checkpoint import origin_of
 from robopolicy.serving.batching import Answer, BusyError, InferenceQueue
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.connections import Door, LimitedConnection, address_of
 from robopolicy.serving.limits import Limits
 from robopolicy.serving.log import Log, log_to_stderr
 from robopolicy.serving.metrics import Metrics
-from robopolicy.serving.protocol import RESET, SEED, pack, unpack
+from robopolicy.serving.protocol import REQUEST, RESET, SEED, fingerprint, pack, sealed, unpack
 from robopolicy.serving.sessions import Sessions
 
 LARGE = 64 * 1024
@@ -219,7 +219,7 @@ class PolicyServer:
         self.metrics.connections += 1
         self.log("connected", connection=number, address=address)
         try:
-            await connection.send(pack(self.metadata()))
+            await connection.send(sealed(self.metadata()))
             await conversation.hold()
         except ConnectionClosed:
             pass  # the client went away; its sessions go with this call
@@ -320,24 +320,29 @@ class _Conversation:
             large = len(message) > LARGE
             request = await asyncio.to_thread(self._unpacked, message) if large else self._unpacked(message)
             session = self.server.sessions.take(self.number, request)
+            asked = request.pop(REQUEST, None)
             if SEED in request:
                 session.seed(request.pop(SEED), self.server.device)
             if request.pop(RESET, False):
                 session.reset()
                 if not request:
-                    return _settled(pack({RESET: True}))
+                    return _settled(_packed({RESET: True}, asked))
             observation = await asyncio.to_thread(session.observe, request) if large else session.observe(request)
         except Exception as error:
             return _settled(error)
-        return asyncio.create_task(self._answer(observation, session.generator, arrived))
+        return asyncio.create_task(self._answer(observation, session.generator, arrived, asked))
 
     def _unpacked(self, message: bytes) -> dict[Any, Any]:
         request = unpack(message, self.server.limits)
         if not isinstance(request, dict):
             raise SpecError(f"An observation is a mapping from names to arrays, not {type(request).__name__}.")
+        if REQUEST in request:
+            request[REQUEST] = fingerprint(message)
         return request
 
-    async def _answer(self, observation: Observation, generator: torch.Generator | None, arrived: float) -> bytes:
+    async def _answer(
+        self, observation: Observation, generator: torch.Generator | None, arrived: float, request: int | None
+    ) -> bytes:
         asked = time.perf_counter()
         answer: Answer = await self.server.queue.infer(observation, generator)
         timing: dict[str, float] = {"infer_ms": 1e3 * (time.perf_counter() - asked)}
@@ -345,13 +350,17 @@ class _Conversation:
             timing["prev_total_ms"] = 1e3 * self._previous
         self._previous = time.perf_counter() - arrived
         self.server.metrics.latency.observe(self._previous)
-        return pack(
-            {
-                "actions": answer.actions,
-                "policy_timing": {"infer_ms": 1e3 * answer.seconds},
-                "server_timing": timing,
-            }
-        )
+        found = {
+            "actions": answer.actions,
+            "policy_timing": {"infer_ms": 1e3 * answer.seconds},
+            "server_timing": timing,
+        }
+        return _packed(found, request)
+
+
+def _packed(answer: dict[str, Any], request: int | None) -> bytes:
+    """Encode an answer, sealed and with the fingerprint of its request where the client asked for that."""
+    return pack(answer) if request is None else sealed({**answer, REQUEST: request})
 
 
 def _settled(outcome: bytes | Exception) -> asyncio.Future[bytes]:
