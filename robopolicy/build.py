@@ -18,6 +18,7 @@ from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, RobopolicyWarning
+from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.registry import is_dotted
@@ -27,7 +28,6 @@ from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.policies import load_policy as load_alone
-from robopolicy.policies.checkpoint import origin_of, remember_origin
 from robopolicy.rl.critic import Critic, state_critic
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
@@ -176,12 +176,13 @@ def _imagined_world(
 
 def simulator_starts(section: WorldSection, model: WorldModel, rows: int) -> Starts:
     """Return a sampler of initial observations for a world model: seeds -> those of the simulator that it imitates."""
-    spec, fields = model.spec, fields_read(model)
+    fields = fields_read(model)
     options = {**section.options, **images_of(fields)}
     if section.simulator:
         simulator = make_world(section.simulator, rows, **options)
     else:
-        simulator = make_saved_world(spec.name, section.model or Path(), rows, **options)
+        origin = origin_of(model) or WorldOrigin(model.spec.name)
+        simulator = make_saved_world(origin, section.model or Path(), rows, **options)
 
     def starts(seeds: np.ndarray) -> Context:
         chosen = np.arange(len(seeds))

@@ -13,15 +13,15 @@ from typing import Any
 
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, WorldSection
-from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
-from robopolicy.core.origin import WorldOrigin, texts
-from robopolicy.core.registry import ask_for, asked_for, is_dotted
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.origin import WorldOrigin, origin_of
+from robopolicy.core.registry import ask_for
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import recorded_origin
 from robopolicy.policies.checkpoint import saved_origin
 from robopolicy.runs import run_path
-from sims.registry import require_trusted
+from sims.registry import require_trusted, trusted_options
 
 SERVER = "server"
 
@@ -83,14 +83,7 @@ def in_world(section: WorldSection, origin: WorldOrigin, where: object, plugins:
     """
     ask_for(plugins)
     require_trusted(origin.name, where, f"world.name={origin.name}")
-    taken = {key: value for key, value in origin.options.items() if key not in section.options}
-    for key, value in taken.items():
-        for path in texts(value):
-            if is_dotted(path) and not asked_for(path):
-                raise CheckpointError(
-                    f"{where} comes from a world with {key}={path}, which is not part of robopolicy. If you trust it, "
-                    f"name it: world.options.{key}={path} or run.plugins=[{path.partition(':')[0]}]."
-                )
+    taken = trusted_options(origin, where, section.options)
     return dataclasses.replace(section, name=origin.name, options={**taken, **section.options})
 
 
@@ -103,9 +96,13 @@ def origin_of_section(section: WorldSection, world: World | None = None) -> Worl
         return None if section.data is None else recorded_origin(section.data)
     if section.name != WORLD_MODEL:
         return WorldOrigin(section.name, _plain(section.options))
+    if section.simulator:
+        return WorldOrigin(section.simulator, _plain(section.options))
     model: Any = getattr(world, "model", None)
-    name = section.simulator or (model.spec.name if model is not None else "")
-    return WorldOrigin(name, _plain(section.options)) if name else None
+    if model is None:
+        return None
+    imitated = origin_of(model) or WorldOrigin(model.spec.name)
+    return WorldOrigin(imitated.name, {**imitated.options, **_plain(section.options)})
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:

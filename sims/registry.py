@@ -5,10 +5,12 @@ Nothing is imported before it is used. What a name may stand for: see `World` in
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, did_you_mean, require_extra
+from robopolicy.core.origin import WorldOrigin, texts
 from robopolicy.core.registry import asked_for, fixed_arguments, is_dotted, load_dotted, note
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.world import Controller, World
@@ -58,13 +60,29 @@ def make_world(name: str, batch_size: int, **options: Any) -> World:
     return _called(name, found, batch_size, options)
 
 
-def make_saved_world(name: str, where: Path, batch_size: int, **options: Any) -> World:
-    """Return the world that a checkpoint at `where` names.
+def make_saved_world(origin: WorldOrigin, where: Path, batch_size: int, **given: Any) -> World:
+    """Return the world that a checkpoint at `where` names; options that are given outweigh its own.
 
-    A file does not choose what is imported: raises CheckpointError as `require_trusted` does.
+    A file does not choose what is imported: raises CheckpointError as `require_trusted` and `trusted_options` do.
     """
-    require_trusted(name, where, f"world.simulator={name}")
-    return make_world(name, batch_size, **options)
+    require_trusted(origin.name, where, f"world.simulator={origin.name}")
+    return make_world(origin.name, batch_size, **{**trusted_options(origin, where, given), **given})
+
+
+def trusted_options(origin: WorldOrigin, where: object, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the world that `where` names, but for those that are given.
+
+    Raises CheckpointError where one leads to a module that the user has not named in this process.
+    """
+    taken = {key: value for key, value in origin.options.items() if key not in given}
+    for key, value in taken.items():
+        for path in texts(value):
+            if is_dotted(path) and not asked_for(path):
+                raise CheckpointError(
+                    f"{where} comes from a world with {key}={path}, which is not part of robopolicy. If you trust it, "
+                    f"name it: world.options.{key}={path} or run.plugins=[{path.partition(':')[0]}]."
+                )
+    return taken
 
 
 def require_trusted(name: str, where: object, way_out: str) -> None:

@@ -12,13 +12,14 @@ import pytest
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError, RobopolicyWarning, SpecError
-from robopolicy.core.origin import WorldOrigin
+from robopolicy.core.origin import WorldOrigin, origin_of
 from robopolicy.core.spec import Field, PolicySpec, WorldSpec, require_fit
 from robopolicy.data.lerobot_format import read_dataset, recorded_origin, write_dataset
 from robopolicy.origins import with_origin
 from robopolicy.policies.checkpoint import load_policy, saved_origin
 from robopolicy.serving.client import PolicyClient
 from robopolicy.verbs.verb import declaration
+from worldmodels.checkpoint import load_world_model, save_world_model
 
 pytestmark = pytest.mark.filterwarnings("always::robopolicy.core.errors.RobopolicyWarning")
 
@@ -259,6 +260,41 @@ def test_policies_of_different_worlds_are_ranked_in_none_of_them_unasked(push_t,
     assert ranked(checkpoint(push_t), checkpoint(push_t)).name == "push_t"
     with pytest.raises(ConfigError, match=r"from 'push_t' with threads=1, .* from 'push_cube': name one, world=NAME"):
         ranked(checkpoint(push_t), other)
+
+
+def test_a_world_model_carries_the_world_that_it_imitates(push_t, tmp_path, capsys):
+    small = ["worldmodel.transitions=40", "worldmodel.config.members=2", "worldmodel.config.width=8"]
+    small += ["worldmodel.fit.steps=2", "worldmodel.include_base=false", "worldmodel.validation_steps=1"]
+    assert run("worldmodel", *small, f"worldmodel.data=[{dataset(push_t)}]", home=tmp_path) == 0
+    model = checkpoint(tmp_path, "worldmodel")
+    assert saved_origin(model) == ORIGIN == origin_of(load_world_model(model))
+    save_world_model(load_world_model(model), tmp_path / "again")
+    assert saved_origin(tmp_path / "again") == ORIGIN
+
+    config = compose([f"rank.models=[{model}]"], lambda config: with_origin(config, declaration("rank").world_from))
+    assert (config.world.name, config.world.options) == (ORIGIN.name, ORIGIN.options)
+    inside = ["world=worldmodel", f"world.model={model}", f"evaluate.policy={checkpoint(push_t)}"]
+    assert run("evaluate", *inside, home=tmp_path) == 0
+
+    other = planted(push_t, tmp_path / "other", {"name": "push_cube", "options": {}})
+    unlike = [f"finetune.policy={other}", f"imagine.model={model}"]
+    assert main(["imagine", *unlike, f"run.root={tmp_path}"]) == 2
+    assert "'push_cube', " in said(capsys)
+
+    description = json.loads((model / "config.json").read_text())
+    description["world"] = {"name": "push_t", "options": {"success": "planted_world:success"}}
+    (model / "config.json").write_text(json.dumps(description))
+    assert run("evaluate", *inside, "run.overwrite=true", home=tmp_path) == 2
+    assert "If you trust it, name it: world.options.success=planted_world:success" in said(capsys)
+
+
+def test_a_policy_of_lerobot_may_be_given_a_world(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"type": "act"}))
+    (tmp_path / "robopolicy.json").write_text(json.dumps({"fps": 10, "world": ORIGIN.to_json()}))
+    assert saved_origin(tmp_path) == ORIGIN
+    (tmp_path / "robopolicy.json").write_text(json.dumps({"world": "push_t"}))
+    with pytest.raises(CheckpointError, match=r"robopolicy\.json names its world as"):
+        saved_origin(tmp_path)
 
 
 def test_a_policy_of_lerobot_knows_no_world(tmp_path):

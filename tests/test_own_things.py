@@ -12,6 +12,7 @@ from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core import registry
 from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.origin import WorldOrigin
 from robopolicy.core.registry import Registry, ask_for, load_dotted
 from robopolicy.policies import load_policy
 from robopolicy.rl.algorithm import build_algorithm
@@ -90,7 +91,7 @@ def test_a_file_does_not_choose_what_is_imported(tmp_path, monkeypatch, nothing_
     (tmp_path / "planted_module.py").write_text("raise SystemExit('imported')\n")
     for name in ("gymnasium:planted_module:Any-v0", "planted_module:World"):
         with pytest.raises(CheckpointError, match=r"world\.simulator="):
-            make_saved_world(name, tmp_path, 2)
+            make_saved_world(WorldOrigin(name), tmp_path, 2)
     (tmp_path / "checkpoint").mkdir()
     needs = {load_policy: "planted_module:Policy", load_world_model: "world_model/planted_module:Model"}
     for load, kind in needs.items():
@@ -102,9 +103,9 @@ def test_a_file_does_not_choose_what_is_imported(tmp_path, monkeypatch, nothing_
 
 def test_a_saved_world_that_the_user_has_named_is_made(nothing_named):
     with pytest.raises(CheckpointError):
-        make_saved_world("own_things:Line", Path("checkpoint"), 2)
+        make_saved_world(WorldOrigin("own_things:Line"), Path("checkpoint"), 2)
     make_world("own_things:Line", 2)
-    assert make_saved_world("own_things:Line", Path("checkpoint"), 2).batch_size == 2
+    assert make_saved_world(WorldOrigin("own_things:Line"), Path("checkpoint"), 2).batch_size == 2
 
 
 def test_own_policy_from_training_to_judgement_and_its_checkpoint(tmp_path, capsys, nothing_named):

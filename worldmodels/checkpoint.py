@@ -19,6 +19,7 @@ from robopolicy.core.checkpoints import (
     write_checkpoint,
 )
 from robopolicy.core.errors import CheckpointError, did_you_mean
+from robopolicy.core.origin import WORLD, WorldOrigin, described_origin, remember_origin
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import recover_folder
 from worldmodels.protocol import LearnedModel
@@ -28,9 +29,10 @@ PREFIX = "world_model/"
 
 
 def save_world_model(model: LearnedModel, folder: Path) -> None:
-    """Write a world model, an nn.Module, to `folder`, atomically."""
+    """Write a world model, an nn.Module, to `folder`, atomically, with the world that it remembers to imitate."""
     kind = PREFIX + WORLD_MODELS.name_of(type(model))
-    write_checkpoint(folder, {"kind": kind, "spec": model.spec.to_json(), "model": model.description()}, model)
+    description = {"kind": kind, "spec": model.spec.to_json(), "model": model.description(), **described_origin(model)}
+    write_checkpoint(folder, description, model)
 
 
 def kind_of(folder: Path) -> str:
@@ -73,4 +75,5 @@ def load_world_model(folder: Path, device: torch.device | str = "cpu") -> Learne
             model: LearnedModel = made.restore(description["model"], spec, weights)
         except CheckpointError as error:  # of a part that the description names
             raise CheckpointError(f"{folder}: {error}") from error
+    remember_origin(model, WorldOrigin.from_json(description.get(WORLD), folder / "config.json"))
     return read_weights(model, folder, device, weights).eval()

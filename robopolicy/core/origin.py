@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from robopolicy.core.errors import CheckpointError
 from robopolicy.core.narrowing import is_mapping, is_sequence
+
+WORLD = "world"
+"""Where config.json says which world a policy or world model was trained in."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,26 @@ class WorldOrigin:
         if not isinstance(name, str) or not name:
             raise CheckpointError(f"{where} names its world as {str(data)[:80]!r}: expected a name and options.")
         return WorldOrigin(name, options)
+
+
+def remember_origin(trained: object, origin: WorldOrigin | None) -> None:
+    """Let every checkpoint that is written of a policy or world model from now on say which world it was trained in.
+
+    None: it is not known.
+    """
+    if origin is not None or origin_of(trained) is not None:
+        cast(Any, trained).trained_in = origin
+
+
+def origin_of(trained: object) -> WorldOrigin | None:
+    """Return the world that a policy or world model was trained in, None where it is not known (LeRobot's, older)."""
+    return getattr(trained, "trained_in", None)
+
+
+def described_origin(trained: object) -> dict[str, Any]:
+    """Return the entries of config.json that say which world it was trained in, none where that is not known."""
+    origin = origin_of(trained)
+    return {} if origin is None else {WORLD: origin.to_json()}
 
 
 def texts(value: Any) -> Iterator[str]:

@@ -21,15 +21,15 @@ from robopolicy.core.checkpoints import (
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
 from robopolicy.core.modules import Weights
-from robopolicy.core.origin import WorldOrigin
+from robopolicy.core.origin import WORLD, WorldOrigin, described_origin, remember_origin
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.spec import Field, WorldSpec
-from robopolicy.core.storage import recover_folder
+from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.policies.registry import POLICIES, SAVED_AS
 
-WORLD = "world"
-"""Where config.json says which world a policy was trained in."""
+SETTINGS_FILE = "robopolicy.json"
+"""What lies beside the config.json of a LeRobot checkpoint, and says what its format does not."""
 
 
 class Describes(Weights, Protocol):
@@ -89,33 +89,18 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
     return policy
 
 
-def remember_origin(policy: object, origin: WorldOrigin | None) -> None:
-    """Let every checkpoint that `save_policy` writes of `policy` from now on say which world it was trained in.
-
-    None: it is not known.
-    """
-    if origin is not None or origin_of(policy) is not None:
-        cast(Any, policy).trained_in = origin
-
-
-def origin_of(policy: object) -> WorldOrigin | None:
-    """Return the world that `policy` was trained in, None where it is not known (LeRobot's, older checkpoints)."""
-    return getattr(policy, "trained_in", None)
-
-
-def described_origin(policy: object) -> dict[str, Any]:
-    """Return the entries of config.json that say which world `policy` was trained in, none where it is not known."""
-    origin = origin_of(policy)
-    return {} if origin is None else {WORLD: origin.to_json()}
-
-
 def saved_origin(folder: Path) -> WorldOrigin | None:
-    """Return the world that a policy checkpoint says it was trained in, None where it says nothing.
+    """Return the world that a checkpoint of a policy or world model says it was trained in, None where it says nothing.
 
-    Reads config.json alone. Raises CheckpointError where that is missing or damaged.
+    Reads config.json alone (of a LeRobot policy robopolicy.json). Raises CheckpointError where that is missing or
+    damaged.
     """
     folder = recover_folder(Path(folder))
-    return WorldOrigin.from_json(read_description(folder).get(WORLD), folder / "config.json")
+    description, file = read_description(folder), "config.json"
+    if "kind" not in description and "type" in description:
+        file = SETTINGS_FILE
+        description = read_json(folder / file) if (folder / file).is_file() else {}
+    return WorldOrigin.from_json(description.get(WORLD), folder / file)
 
 
 def build_policy(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from robopolicy.core.checkpoints import read_weights, require_format, restoring, write_checkpoint
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.origin import described_origin
 from robopolicy.core.policy import Decision, TensorObservation
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import returns_to_go
@@ -32,7 +33,6 @@ from robopolicy.core.world import Rows
 from robopolicy.nn import edm
 from robopolicy.nn.aggregates import AGGREGATED
 from robopolicy.nn.denoisers import TimeEmbedding
-from robopolicy.policies.checkpoint import described_origin
 from robopolicy.policies.joint_configuration import JointConfig
 
 SAVED_KIND = "joint"

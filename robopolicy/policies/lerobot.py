@@ -24,6 +24,7 @@ from torch.nn.functional import interpolate
 from robopolicy.core.checkpoints import read_description
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, SpecError, did_you_mean
 from robopolicy.core.narrowing import is_mapping, is_sequence
+from robopolicy.core.origin import WorldOrigin, remember_origin
 from robopolicy.core.policy import Decision, TensorObservation
 from robopolicy.core.registry import asked_for
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, validate_observation
@@ -31,13 +32,13 @@ from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
 from robopolicy.nn.language import offline
+from robopolicy.policies.checkpoint import SETTINGS_FILE
 
 if TYPE_CHECKING:
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.pretrained import PreTrainedPolicy
     from lerobot.processor import PolicyProcessorPipeline
 
-SETTINGS_FILE = "robopolicy.json"
 PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
 
 CHUNK_KEYS = {"act": "n_action_steps", "diffusion": "n_action_steps", "multi_task_dit": "n_action_steps"}
@@ -68,13 +69,14 @@ class LeRobotSettings:
     features: LeRobot's feature -> our observation key, where the two differ (`{"observation.images.top":
     "observation.images.front"}`); image_sizes: LeRobot's feature -> [height, width] of the world's images, which are
     then resized to what the policy was trained on; fps: control rate it was trained at, 0 for unknown; instructions:
-    texts it was trained with.
+    texts it was trained with; world: {name: push_t, options: {}}, the world that it is meant for, where none is named.
     """
 
     features: Mapping[str, str] = field(default_factory=dict)
     image_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     fps: float = 0.0
     instructions: tuple[str, ...] = ("",)
+    world: Mapping[str, Any] | None = None
 
 
 def load_lerobot_policy(
@@ -98,7 +100,9 @@ def load_lerobot_policy(
         config = _read_config(folder, torch.device(device))
         policy = _read_policy(folder, config)
         preprocess, postprocess = _read_processors(folder, config)
-    return LeRobotPolicy(policy.eval(), preprocess, postprocess, settings)
+    made = LeRobotPolicy(policy.eval(), preprocess, postprocess, settings)
+    remember_origin(made, WorldOrigin.from_json(settings.world, folder / SETTINGS_FILE))
+    return made
 
 
 class LeRobotPolicy:

@@ -13,6 +13,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy, TakesAdapters, require_trainable
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
@@ -23,7 +24,6 @@ from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare, evaluate_policy
 from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.origins import origin_of_section
-from robopolicy.policies.checkpoint import origin_of, remember_origin
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.collection import start_pool
 from robopolicy.training.configuration import FinetuneConfig

@@ -35,6 +35,7 @@ from robopolicy.configuration import Config
 from robopolicy.configuration.imagine import ImagineSection
 from robopolicy.configuration.world import ImaginationSection
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
@@ -44,7 +45,6 @@ from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.two_worlds import TwoWorlds
 from robopolicy.origins import origin_of_section
 from robopolicy.policies import load_policy as load_alone
-from robopolicy.policies.checkpoint import origin_of, remember_origin
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.course import Course, Ended, Oversight
@@ -82,7 +82,7 @@ VERB = Verb(
     sections=("run", "world", "finetune", "imagine"),
     example="robopolicy imagine recipe=push_cube",
     target="finetune.policy",
-    world_from={"finetune.policy": "train/checkpoint"},
+    world_from={"finetune.policy": "train/checkpoint", "imagine.model": "worldmodel/checkpoint"},
 )
 
 

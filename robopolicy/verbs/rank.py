@@ -31,7 +31,7 @@ VERB = Verb(
     summary="Compare policies in a world model and in the simulator",
     sections=("run", "world", "rank"),
     example="robopolicy rank recipe=push_cube",
-    world_from={"rank.policies": ""},
+    world_from={"rank.policies": "", "rank.models": "worldmodel/checkpoint"},
 )
 
 

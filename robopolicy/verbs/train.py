@@ -17,6 +17,7 @@ from robopolicy.build import behind, build_world, choose_device, load_encoder, s
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.finite_values import require_finite_columns
+from robopolicy.core.origin import remember_origin
 from robopolicy.core.policy import PlansInternally, Policy, Trainable
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.run import RunFolder
@@ -27,7 +28,7 @@ from robopolicy.data.lerobot_format import read_dataset, recorded_origin
 from robopolicy.data.lerobot_reading import read_information
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.origins import origin_of_section
-from robopolicy.policies.checkpoint import build_policy, remember_origin
+from robopolicy.policies.checkpoint import build_policy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.fit import FitResult

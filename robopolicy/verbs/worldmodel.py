@@ -19,6 +19,7 @@ from robopolicy.build import build_noisy_expert, build_world, choose_device, loa
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.origin import remember_origin
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX
@@ -67,6 +68,7 @@ def run(config: Config) -> int:
     training = in_other_styles(config, training)
     seed = derive(config.run.seed, "world model weights")
     model = WORLD_MODELS.builds(section.kind).build(section.config, world.spec, training, seed).to(device)
+    remember_origin(model, origin)
     world.close()
     fitted = fit_stages(model, training, section.fit, generators, folder)
     model.calibrate(validation)
