@@ -264,7 +264,7 @@ def test_policies_of_different_worlds_are_ranked_in_none_of_them_unasked(push_t,
 
 def test_a_world_model_carries_the_world_that_it_imitates(push_t, tmp_path, capsys):
     small = ["worldmodel.transitions=40", "worldmodel.config.members=2", "worldmodel.config.width=8"]
-    small += ["worldmodel.fit.steps=2", "worldmodel.include_base=false", "worldmodel.validation_steps=1"]
+    small += ["worldmodel.fit.steps=2", "worldmodel.include_base=false", "worldmodel.validation_steps=4"]
     assert run("worldmodel", *small, f"worldmodel.data=[{dataset(push_t)}]", home=tmp_path) == 0
     model = checkpoint(tmp_path, "worldmodel")
     assert saved_origin(model) == ORIGIN == origin_of(load_world_model(model))
