@@ -74,6 +74,12 @@ def learned():
     return trained(TINY, SPEC, recorded(), 300)
 
 
+@pytest.fixture(scope="module")
+def begun():
+    """A model that has hardly learned: for what holds of any weights."""
+    return trained(TINY, SPEC, recorded(), 20)
+
+
 def world(model, rows, **options):
     def starts(seeds):
         draws = (2 * uniforms(np.asarray(seeds), 4) - 1).astype(np.float32)[:, None]
@@ -143,6 +149,7 @@ def test_training_stretches_begin_anywhere_and_at_the_start_of_their_episodes():
         assert value.shape == (64,) and torch.allclose(value, losses[name])
 
 
+@pytest.mark.slow
 def test_it_learns_and_remembers_what_no_frame_shows(learned):
     model, held = learned
     figures = examine(model, held, torch.Generator().manual_seed(0), horizons=(1, 4, 8))
@@ -160,8 +167,8 @@ def test_it_learns_and_remembers_what_no_frame_shows(learned):
     assert errors[1] < 0.65 * errors[0]
 
 
-def test_goals_are_copied_and_offsets_recomputed(learned):
-    model, held = learned
+def test_goals_are_copied_and_offsets_recomputed(begun):
+    model, held = begun
     latent = model.initial(context_at(held, torch.arange(50)), np.arange(50))
     for step in range(5):
         latent, seen = model.imagine(latent, held.actions[step : step + 50])
@@ -171,6 +178,7 @@ def test_goals_are_copied_and_offsets_recomputed(learned):
     assert torch.allclose(environment[:, 2:], environment[:, :2] - seen.observation[STATE], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_disagreement_grows_off_the_data(learned):
     model, held = learned
 
@@ -184,12 +192,12 @@ def test_disagreement_grows_off_the_data(learned):
     assert quantiles[0] < uncertainty(0.0) < quantiles[-1] and (quantiles.diff() >= 0).all()
 
 
-def test_imagined_worlds_conform(learned):
-    check_world(lambda rows: world(learned[0], rows), renders=False, tolerance=1e-5)
+def test_imagined_worlds_conform(begun):
+    check_world(lambda rows: world(begun[0], rows), renders=False, tolerance=1e-5)
 
 
-def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
-    model, held = learned
+def test_an_episode_depends_on_its_seed_and_actions_alone(begun):
+    model, held = begun
     actions = np.random.default_rng(0).uniform(-1, 1, (4, 6, 2))
     for make in (lambda rows: world(model, rows), lambda rows: ImaginedWorld(model, recorded_starts(held, 3), rows)):
         first, second = make(4), make(2)
@@ -207,8 +215,8 @@ def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
     assert np.array_equal(first.step(actions).trace[STATE], other.step(actions).trace[STATE])
 
 
-def test_checkpoints_round_trip(learned, tmp_path):
-    model = learned[0]
+def test_checkpoints_round_trip(begun, tmp_path):
+    model = begun[0]
     save_world_model(model, tmp_path / "model")
     loaded = load_world_model(tmp_path / "model")
     worlds = [world(each, 3) for each in (model, loaded)]

@@ -17,11 +17,21 @@ CONFIG = TrajectoryConfig(length=8, width=32, depth=2, edm=EdmConfig(sigma_data=
 
 @pytest.fixture(scope="module")
 def learned():
+    return trained(700)
+
+
+@pytest.fixture(scope="module")
+def begun():
+    """A model that has hardly learned: for what holds of any weights."""
+    return trained(20)
+
+
+def trained(steps: int):
     torch.set_num_threads(1)
     episodes = recorded(400)
     model = TrajectoryDiffusion.build(CONFIG, SPEC, episodes, 0)
     generators = Generators(0)
-    fit_stages(model, episodes, FitConfig(steps=700, learning_rate=2e-3, warmup=20), generators)
+    fit_stages(model, episodes, FitConfig(steps=steps, learning_rate=2e-3, warmup=min(20, steps // 2)), generators)
     model.calibrate(episodes)
     return model, episodes
 
@@ -30,6 +40,7 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.slow
 def test_generated_steps_obey_the_dynamics(learned):
     model, _ = learned
     data = model.transitions(model.generate(200, generator()))
@@ -43,6 +54,7 @@ def test_generated_steps_obey_the_dynamics(learned):
     assert float(offset.abs().max()) < 1e-3
 
 
+@pytest.mark.slow
 def test_guidance_climbs_the_policy_and_keeps_the_dynamics(learned):
     model, _ = learned
 
@@ -68,8 +80,8 @@ def test_the_weight_of_the_guidance_is_that_of_the_paper():
 
 
 @pytest.mark.parametrize("steepness", [1.0, 1000.0])
-def test_the_push_is_as_long_as_its_weight_however_steep_the_policy(learned, steepness):
-    model, _ = learned
+def test_the_push_is_as_long_as_its_weight_however_steep_the_policy(begun, steepness):
+    model, _ = begun
 
     def target(state, action):
         return -0.5 * steepness * (action - 5.0).square().sum(-1)
@@ -82,6 +94,7 @@ def test_the_push_is_as_long_as_its_weight_however_steep_the_policy(learned, ste
         assert not bool(shift[..., : 2 * model.states].any())  # actions alone are pushed
 
 
+@pytest.mark.slow
 def test_nothing_follows_an_end(learned):
     model, episodes = learned
     goal = torch.tensor([0.5, 0.5]).expand(4, 2)
@@ -96,7 +109,7 @@ def test_nothing_follows_an_end(learned):
     assert bool(((left >= 10) | episodes.terminated[episodes.episode_of_step[long]]).all())
 
 
-def test_bad_settings_are_refused(learned):
+def test_bad_settings_are_refused(begun):
     with pytest.raises(ConfigError, match="multiple"):
         TrajectoryConfig(length=9)
     episodes = recorded(5)
