@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from robopolicy.configuration import Config, to_yaml
-from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, recover_folder, storage_errors, sweep, write_json
 from robopolicy.core.structured import from_plain, to_plain
@@ -88,6 +89,8 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
         changed = _differences(old, new)
         if changed:
             raise ConfigError(f"{path} holds a run with other settings ({'; '.join(changed[:4])}). {way_out}")
+        if not (path / RESULT).exists():
+            _say_other_ground(folder, config.run.threads)
     else:
         folder.describe(text, config.run.seed, config.run.threads)
     return folder
@@ -100,6 +103,17 @@ def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunF
     folder = RunFolder(path)
     folder.describe(to_yaml(config, sections), config.run.seed, config.run.threads)
     return folder
+
+
+def _say_other_ground(folder: RunFolder, threads: int) -> None:
+    changed = folder.describe_resumption(threads)
+    if changed:
+        warnings.warn(
+            f"{folder.path} goes on, but not to where it would have ended unbroken: {'; '.join(changed)}. It is noted "
+            "in versions.json; for figures that repeat, start over with run.overwrite=true.",
+            RobopolicyWarning,
+            stacklevel=3,
+        )
 
 
 def finished(folder: RunFolder) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import torch
 from robopolicy.build import choose_device
 from robopolicy.cli import main
 from robopolicy.configuration import compose
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.runs import claim, open_run
 
 HOLD = """
@@ -124,3 +124,22 @@ def test_the_number_of_threads_does_not_depend_on_the_machine_unless_asked_to(ma
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_run_that_goes_on_with_other_threads_says_so(tmp_path):
+    def opened(threads: int):
+        arguments = [f"run.root={tmp_path}", "run.name=x", f"run.threads={threads}"]
+        return open_run(compose(arguments), "train", ("run",)).path
+
+    folder = opened(1)
+    (folder / "metrics.jsonl").write_text("")
+    before = (folder / "versions.json").read_bytes()
+    opened(1)
+    assert (folder / "versions.json").read_bytes() == before
+    for _ in range(2):
+        with pytest.warns(RobopolicyWarning, match="threads was 1, now 2"):
+            opened(2)
+    found = json.loads((folder / "versions.json").read_text())
+    assert found["threads"] == 1 and found["resumed_with"] == [{"threads": 2}]
+    (folder / "result.json").write_text("{}")
+    opened(2)

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from robopolicy.core.errors import DataError
-from robopolicy.core.storage import storage_errors, write_atomic, write_json
+from robopolicy.core.storage import read_json, storage_errors, write_atomic, write_json
+
+GROUNDS = ("threads", "processor", "instructions", "torch", "numpy", "mujoco")
+"""What the last digits of a computation depend on, of what versions.json says."""
 
 _PACKAGES = ("robopolicy", "torch", "numpy", "mujoco", "diffusers", "gymnasium", "lerobot", "hydra-core")
 
@@ -41,6 +44,21 @@ class RunFolder:
         write_atomic(self.path / "config.yaml", config_yaml)
         found = versions() | ({"threads": threads} if threads else {})
         write_json(self.path / "versions.json", {"seed": seed, "command": sys.argv, **found})
+
+    def describe_resumption(self, threads: int = 0) -> list[str]:
+        """Return what numbers depend on and has changed since the run began, "name was A, now B", and add it to
+        versions.json; threads: as in `describe`.
+        """
+        path = self.path / "versions.json"
+        began: dict[str, Any] = read_json(path) if path.exists() else {}
+        now = versions() | ({"threads": threads} if threads else {})
+        before: dict[str, Any] = {**began, **began.get("packages", {})}
+        after: dict[str, Any] = {**now, **now["packages"]}
+        known = [name for name in GROUNDS if before.get(name) is not None and after.get(name) is not None]
+        changed = {name: after[name] for name in known if before[name] != after[name]}
+        if changed and changed not in began.get("resumed_with", []):
+            write_json(path, {**began, "resumed_with": [*began.get("resumed_with", []), changed]})
+        return [f"{name} was {before[name]}, now {value}" for name, value in changed.items()]
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one JSON line to metrics.jsonl; every value must be a JSON value."""
