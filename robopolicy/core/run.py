@@ -51,9 +51,9 @@ class RunFolder:
         """
         path = self.path / "versions.json"
         began: dict[str, Any] = read_json(path) if path.exists() else {}
-        now = versions() | ({"threads": threads} if threads else {})
-        before: dict[str, Any] = {**began, **began.get("packages", {})}
-        after: dict[str, Any] = {**now, **now["packages"]}
+        now: dict[str, Any] = versions() | ({"threads": threads} if threads else {})
+        before: dict[str, Any] = began | began.get("packages", {})
+        after: dict[str, Any] = now | now["packages"]
         known = [name for name in GROUNDS if before.get(name) is not None and after.get(name) is not None]
         changed = {name: after[name] for name in known if before[name] != after[name]}
         if changed and changed not in began.get("resumed_with", []):
