@@ -18,6 +18,7 @@ from robopolicy.core.world import Step
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.lerobot_reading import read_dataset
 from sims.engine import MujocoWorld
+from sims.registry import make_world
 
 SMALL = [
     "world=reach_planar",
@@ -90,6 +91,22 @@ def test_a_policy_of_another_world(root, checkpoint, capsys):
     said = complaint(capsys, "evaluate", checkpoint, "world=push_cube", f"run.root={root}")
     assert "'observation.environment_state' as [6]" in said
     assert "'push_cube' shows [13]" in said
+
+
+def test_a_policy_that_does_not_fit_is_named_before_others_are_ranked(root, checkpoint, capsys, monkeypatch):
+    spec = make_world("reach_planar", 1).spec
+    small = ["worldmodel.transitions=100", "worldmodel.config.members=2", "worldmodel.config.width=8"]
+    small += ["worldmodel.fit.steps=2", "worldmodel.include_base=false", "worldmodel.validation_steps=2"]
+    assert main(["worldmodel", *SMALL, *small, f"run.root={root}"]) == 0
+    other = root / "other"
+    shutil.copytree(checkpoint, other, dirs_exist_ok=True)
+    description = json.loads((other / "config.json").read_text())
+    description["spec"]["action"]["names"] = ["left", *spec.action.names[1:]]
+    (other / "config.json").write_text(json.dumps(description))
+    played: list[object] = []
+    monkeypatch.setattr("robopolicy.verbs.rank.score", lambda *given: played.append(given))
+    said = complaint(capsys, "rank", f"rank.policies=[{checkpoint},{other}]", f"run.root={root}", "rank.noise=[none]")
+    assert "is 'left' to the policy" in said and not played
 
 
 def test_code_in_the_place_of_a_checkpoint(root, capsys):

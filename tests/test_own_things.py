@@ -182,7 +182,16 @@ def test_a_registry_names_the_nearest(nothing_named):
 @pytest.mark.parametrize(
     ("target", "status", "texts"),
     [
-        ("own_things:Linear", 0, ["a policy that keeps its contract", "acts: yes", "scores: no, it lacks log_prob"]),
+        (
+            "own_things:Linear",
+            0,
+            [
+                "a policy that keeps its contract",
+                "acts: yes",
+                "scores: no, it lacks log_prob",
+                "in own_things:Line; for another one: world=NAME",
+            ],
+        ),
         ("reach_planar", 0, ["a world that keeps its contract", "Snapshots: yes"]),
     ],
 )

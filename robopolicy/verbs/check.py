@@ -104,14 +104,20 @@ def kind_checker(config: Config, kinds: Kinds, target: str) -> tuple[str, Callab
     def policy() -> list[str]:
         spec, episodes = played(config)
         built = build_policy(target, choice, spec, episodes, config.run.seed, device)
-        return check_policy(built, partial(load_policy, device=device), device=device).lines()
+        lines = check_policy(built, partial(load_policy, device=device), device=device).lines()
+        return [*lines, tried_in(config)]
 
     def model() -> list[str]:
         spec, episodes = played(config)
         check_world_model(kinds.builds(target), choice, spec, episodes)
-        return [f"You can {MODEL_ALLOWS}."]
+        return [f"You can {MODEL_ALLOWS}.", tried_in(config)]
 
     return ("a policy", policy) if kinds is POLICIES else ("a world model", model)
+
+
+def tried_in(config: Config) -> str:
+    """Say in which world something was tried that needs one."""
+    return f"Tried in {config.world.name}; for another one: world=NAME."
 
 
 class RandomActions:

@@ -46,11 +46,15 @@ def run(config: Config) -> int:
     folder = open_fresh_run(config, "rank", VERB.sections)
     candidates = load_candidates(config)
     require_seen_by_experts(models.values(), config.rank.noise)
+    imagined = {
+        name: dataclasses.replace(config.world, name=WORLD_MODEL, model=path, simulator=config.world.name)
+        for name, path in models.items()
+    }
+    require_fitting(config, (config.world, *imagined.values()), candidates)
     real = score(config, config.world, candidates, "simulator")
     rankings: dict[str, RankingResult] = {}
-    for name, path in models.items():
-        imagined = dataclasses.replace(config.world, name=WORLD_MODEL, model=path, simulator=config.world.name)
-        found = score(config, imagined, candidates, name)
+    for name, section in imagined.items():
+        found = score(config, section, candidates, name)
         rankings[name] = rank(real=real, model=found, generator=numpy_generator(config.run.seed, "rank/bootstrap"))
     show(rankings)
     figures = {name: {"path": str(models[name]), **ranking.to_json()} for name, ranking in rankings.items()}
@@ -121,6 +125,16 @@ def require_seen_by_experts(models: Iterable[Path], noise: Sequence[str]) -> Non
     for path in models if noise else ():
         if isinstance(load_world_model(path), DecoderFree):
             raise ConfigError(f"No expert can act in {path}, which shows only its latent: set rank.noise=[].")
+
+
+def require_fitting(config: Config, sections: Iterable[WorldSection], candidates: Mapping[str, Policy | str]) -> None:
+    """Raise, before any is played, where a policy does not fit one of the worlds; as `build_world` does."""
+    device = choose_device(config.run)
+    policies = [each for each in candidates.values() if not isinstance(each, str)]
+    unlike = {repr((each.spec.observation, each.spec.action, each.spec.history)): each for each in policies}
+    for section in sections:
+        for policy in unlike.values():
+            build_world(section, policy, batch_size=1, seed=config.run.seed, device=device).close()
 
 
 def score(
