@@ -37,6 +37,13 @@ SUITES = (
         "sims.suites.metaworld_suite:metaworld_expert",
         ("metaworld", "metaworld"),
     ),
+    Suite(
+        "robosuite/",
+        "robosuite/<task>",
+        "sims.suites.robosuite_suite:make_robosuite_world",
+        "sims.suites.robosuite_suite:robosuite_expert",
+        ("robosuite", "robosuite"),
+    ),
     Suite("gymnasium:", "gymnasium:<id>", "sims.suites.gymnasium_suite:make_gymnasium_world"),
 )
 """Every outside suite; the next one is one entry."""

@@ -3,13 +3,12 @@
 This module runs inside worker processes, so it imports neither torch nor anything that does.
 """
 
-import contextlib
 import copy
-import io
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -17,16 +16,16 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
-from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, require_extra
+from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.registry import import_named, load_dotted
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
+from sims.suites.families import FamilyMember, family_of
 from sims.suites.mujoco_state import MujocoCamera, MujocoState, has_mujoco_state
 
 ROBOT_KEYS = ("observation", "agent_pos", "state", "robot_state", "proprio")
 """Entries of a dictionary observation that are the robot's own: they become `observation.state`."""
 GOAL_KEYS = ("achieved_goal", "desired_goal")
 SUCCESS_KEYS = ("is_success", "success")
-ROBOTICS_FAMILIES = ("Fetch", "Hand", "Adroit", "Franka", "PointMaze", "AntMaze")
 
 MakeEnvironment = Callable[[], gymnasium.Env]
 
@@ -37,6 +36,8 @@ def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env
     env_id: gymnasium's id, or "module:id" to import `module` first so that it can register; env_options: keyword
     arguments of the environment. Raises ConfigError on an unknown id or option.
     """
+    family = family_of(env_id)
+    env_options = {**family.env_options, **env_options} if family else env_options
     spec = copy.deepcopy(registered(env_id))
     spec.max_episode_steps, spec.order_enforce = None, False
     try:
@@ -49,20 +50,19 @@ def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env
         raise ConfigError(
             f"'{env_id}' could not be made with options {dict(env_options)}: {type(error).__name__}: {text}"
         ) from error
-    return environment
+    return FamilyMember(environment, family) if family else environment
 
 
 def registered(env_id: str) -> EnvSpec:
-    """Return the registered spec, importing the module named in the id, or Gymnasium-Robotics for its families.
+    """Return the registered spec, importing the module named in the id, or the package of the id's family.
 
-    Raises ConfigError when there is no such module or environment, or the extra `robotics` is missing.
+    Raises ConfigError when there is no such module or environment, or the family's extra is missing.
     """
     module, _, name = env_id.rpartition(":")
     if module:
         import_named(module, f"Environment '{env_id}'")
-    elif name not in gymnasium.registry and name.startswith(ROBOTICS_FAMILIES):
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            gymnasium.register_envs(require_extra("gymnasium_robotics", "robotics"))
+    elif name not in gymnasium.registry and (family := family_of(name)) is not None:
+        family.register()
     if name not in gymnasium.registry:
         raise ConfigError(
             f"Gymnasium knows no environment '{name}'.{did_you_mean(name, gymnasium.registry)} If a package registers "
@@ -94,8 +94,11 @@ class Layout:
             out[place] = value if np.ndim(value) == 1 else np.ravel(value)
 
 
-def observation_layout(space: spaces.Space, state_keys: Sequence[str] | None = None) -> Layout:
-    """Lay out an observation space; state_keys: which entries are the robot's own (default ROBOT_KEYS).
+def observation_layout(
+    space: spaces.Space, state_keys: Sequence[str] | None = None, element_names: Sequence[str] = ()
+) -> Layout:
+    """Lay out an observation space; state_keys: which entries are the robot's own (default ROBOT_KEYS); element_names:
+    of a flat observation's numbers, () for none.
 
     Box -> observation.state. Dict: the robot's entries -> observation.state, every other vector (goals, objects) ->
     observation.environment_state in the space's order, uint8 images -> cameras named after their key. Raises
@@ -120,7 +123,8 @@ def observation_layout(space: spaces.Space, state_keys: Sequence[str] | None = N
         for path in paths:
             size = int(np.prod(vectors[path].shape))
             parts.append((path, slice(start, start + size)))
-            elements += [f"{'.'.join(path) or 'observation'}[{index}]" for index in range(size)]
+            numbered = [f"{'.'.join(path) or 'observation'}[{index}]" for index in range(size)]
+            elements += element_names if not path and len(element_names) == size else numbered
             start += size
         if elements:
             fields[key], names[key] = slice(begin, start), tuple(elements)
@@ -173,8 +177,10 @@ class RowEnvironment:
     success: "package.module:function" that says it of an observation, or "return >= NUMBER"; None: `info` says it.
     success_key: entry of `info` that says whether the episode succeeded; None takes the first of SUCCESS_KEYS that
     `info` has, and no success where there is none. seed_globals: seed Python's and numpy's global generators as well,
-    for environments that draw from them. Raises ConfigError unless actions are a one-dimensional Box, on a bad
-    `success`, and where `observation_layout` does.
+    for environments that draw from them. increase: `step` returns the increase of the environment's reward since the
+    step before, 0 in the first, for rewards that say how far the task has come. An environment may have attributes
+    `state_keys` and `element_names` (see `observation_layout`), which count where no state_keys are given. Raises
+    ConfigError unless actions are a one-dimensional Box, on a bad `success`, and where `observation_layout` does.
     """
 
     def __init__(
@@ -184,11 +190,15 @@ class RowEnvironment:
         success_key: str | None = None,
         success: str | None = None,
         seed_globals: bool = False,
+        increase: bool = False,
     ) -> None:
         self._judge, self._threshold = success_rule(success)
-        self._seed_globals, self._return = seed_globals, 0.0
+        self._seed_globals, self._increase = seed_globals, increase
+        # Sum of the rewards of this episode, and the last of them: part of a snapshot.
+        self._paid = SimpleNamespace(total=0.0, last=None)
         self.environment = make()
-        self.layout = observation_layout(self.environment.observation_space, state_keys)
+        own_keys, names = (_attribute(self.environment, name) for name in ("state_keys", "element_names"))
+        self.layout = observation_layout(self.environment.observation_space, state_keys or own_keys or None, names)
         space = self.environment.action_space
         if not isinstance(space, spaces.Box) or len(space.shape) != 1:
             raise ConfigError(f"A world needs a one-dimensional Box of continuous actions; this one has {space}.")
@@ -196,7 +206,7 @@ class RowEnvironment:
         self._action_dtype = space.dtype
         self._success_key = success_key
         self._images: dict[str, np.ndarray] = {}
-        self.state = MujocoState(self.environment) if has_mujoco_state(self.environment) else None
+        self.state = MujocoState(self.environment, (self._paid,)) if has_mujoco_state(self.environment) else None
         self._camera = MujocoCamera(self.environment, self.state) if self.state else None
 
     def describe(self) -> Description:
@@ -241,7 +251,7 @@ class RowEnvironment:
         if self._seed_globals:
             random.seed(int(seed))
             np.random.seed(int(seed) % 2**32)  # noqa: NPY002 (the environment draws from it)
-        self._return = 0.0
+        self._paid.total, self._paid.last = 0.0, None
         observation, _ = self.environment.reset(seed=int(seed), options=options)
         self._take(observation, out)
 
@@ -252,8 +262,11 @@ class RowEnvironment:
         """
         observation, reward, terminated, truncated, info = self.environment.step(action.astype(self._action_dtype))
         self._take(observation, out)
-        self._return += float(reward)
-        return float(reward), bool(terminated), bool(truncated), self._success(info, out)
+        paid, self._paid.total = float(reward), self._paid.total + float(reward)
+        if self._increase:
+            last, self._paid.last = self._paid.last, paid
+            paid = 0.0 if last is None else paid - last
+        return paid, bool(terminated), bool(truncated), self._success(info, out)
 
     def _take(self, observation: Any, out: np.ndarray) -> None:
         self.layout.write(observation, out)
@@ -265,7 +278,7 @@ class RowEnvironment:
 
     def _success(self, info: Mapping[str, Any], vector: np.ndarray) -> bool:
         if self._threshold is not None:
-            return self._return >= self._threshold
+            return self._paid.total >= self._threshold
         if self._judge is not None:
             found = np.asarray(self._judge({key: vector[part] for key, part in self.layout.fields.items()}))
             if found.shape != ():
@@ -301,6 +314,11 @@ class RowEnvironment:
         if self._camera is not None:
             self._camera.close()
         self.environment.close()
+
+
+def _attribute(environment: gymnasium.Env, name: str) -> Sequence[str]:
+    """Return what an environment, or a wrapper of it, says under `name`, () where it says nothing."""
+    return environment.get_wrapper_attr(name) if environment.has_wrapper_attr(name) else ()
 
 
 def success_rule(success: str | None) -> tuple[Success | None, float | None]:

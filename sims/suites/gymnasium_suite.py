@@ -17,7 +17,8 @@ from robopolicy.core.spec import IMAGE_PREFIX, Field, Observation, WorldSpec, va
 from robopolicy.core.world import Rows, Snapshot, Step
 from sims.engine import usable_threads
 from sims.suites.environment import Description, MakeEnvironment, RowEnvironment, open_gymnasium, registered
-from sims.suites.rewards import Reward, choose_reward
+from sims.suites.families import family_of
+from sims.suites.rewards import INCREASE, Reward, choose_reward
 from sims.suites.vector import Images, Played, Pool
 
 SEED_LIMIT = 2**31
@@ -35,10 +36,11 @@ class GymnasiumWorld:
     None for one per usable core; terminate_on_success: False lets an episode run on;
     fps: control steps per second, default what the environment says; reward: None or "progress" (environments with
     goals: decrease of the distance to the goal times reward_scale, plus 1 at success), "environment" (its own reward),
-    or "package.module:function", a potential (see `choose_reward`); success: "package.module:function", observation
-    arrays [n] by key -> whether the task is done, or "return >= NUMBER", of the environment's own rewards; without it
-    success_key: entry of `info` (default is_success, else success); seed_globals: seed Python's and numpy's global
-    generators with every episode; state_keys: entries of a dictionary observation that are the robot's own.
+    "increase" (the increase of its own reward times reward_scale, plus 1 at success), or "package.module:function", a
+    potential (see `choose_reward`); success: "package.module:function", observation arrays [n] by key -> whether the
+    task is done, or "return >= NUMBER", of the environment's own rewards; without it success_key: entry of `info`
+    (default is_success, else success); seed_globals: seed Python's and numpy's global generators with every episode;
+    state_keys: entries of a dictionary observation that are the robot's own.
     repeats: whether an episode begins the same way again with the same seed; draws: whether it can be looked at; where
     nobody says when an episode has succeeded, spec.reports_success is False. `reset` options are handed to every
     started environment. Raises ConfigError on an unknown camera, reward, success or state key, sizes below 1, and where
@@ -70,7 +72,8 @@ class GymnasiumWorld:
     ):
         require_sizes(batch_size=batch_size, history=history, horizon=horizon)
         self._batch_size, self._history = batch_size, history
-        row = partial(RowEnvironment, make_environment, state_keys, success_key, success, seed_globals)
+        increase = reward == INCREASE
+        row = partial(RowEnvironment, make_environment, state_keys, success_key, success, seed_globals, increase)
         count = usable_threads() if workers is None else workers
         self.pool = Pool(name, row, batch_size, count, Images(tuple(cameras), image_size, history))
         try:
@@ -251,9 +254,13 @@ def make_gymnasium_world(
     """Return the registered environment `env_id` ("FetchPush-v4", or "package:Id-v0" to import its package first).
 
     horizon: default the registered time limit; instruction: default the words of the id; env_options: keyword arguments
-    of the environment; options: of `GymnasiumWorld`. Raises ConfigError on an unknown id, camera or option.
+    of the environment; options: of `GymnasiumWorld`, by default those of the id's family (see `FAMILIES`). Raises
+    ConfigError on an unknown id, camera or option.
     """
     check_options(options)
+    family = family_of(env_id)
+    given = {} if instruction is None else {"instruction": instruction}
+    settings = {"instruction": words(env_id), **(family.options if family else {}), **given, **options}
     limit = horizon if horizon is not None else registered(env_id).max_episode_steps
     if limit is None:
         raise ConfigError(f"'{env_id}' is registered without a time limit: give horizon=NUMBER of control steps.")
@@ -262,8 +269,7 @@ def make_gymnasium_world(
         partial(open_gymnasium, env_id, dict(env_options or {})),
         batch_size,
         horizon=limit,
-        instruction=words(env_id) if instruction is None else instruction,
-        **options,
+        **settings,
     )
 
 

@@ -11,6 +11,7 @@ import atexit
 import copy
 import types
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -57,12 +58,12 @@ def has_mujoco_state(environment: gymnasium.Env) -> bool:
 
 
 class MujocoState:
-    """Reads and writes everything that an environment's future depends on."""
+    """Reads and writes everything that an environment's future depends on; more: other objects with a part of it."""
 
-    def __init__(self, environment: gymnasium.Env):
-        self._layers = [environment]
-        while isinstance(self._layers[-1], gymnasium.Wrapper):
-            self._layers.append(self._layers[-1].env)
+    def __init__(self, environment: gymnasium.Env, more: Sequence[Any] = ()):
+        self._wrappers, self._more = [environment], tuple(more)
+        while isinstance(self._wrappers[-1], gymnasium.Wrapper):
+            self._wrappers.append(self._wrappers[-1].env)
         inner: Any = environment.unwrapped
         self.model: mujoco.MjModel = inner.model
         self.data: mujoco.MjData = inner.data
@@ -71,6 +72,10 @@ class MujocoState:
         names = [name for name in dir(fresh) if not name.startswith(("_", *_VARIABLE))]
         sizes = {name: getattr(fresh, name) for name in names}
         self._names = [name for name, value in sizes.items() if isinstance(value, np.ndarray) and value.size]
+
+    def _layers(self) -> list[Any]:
+        """Return what holds state in attributes; an environment may list more of it in `state_holders`."""
+        return [*self._wrappers, *getattr(self._wrappers[-1], "state_holders", ()), *self._more]
 
     def physics(self) -> np.ndarray:
         """Return time, data and model arrays as one float64 vector [N]; N depends on the model alone."""
@@ -90,16 +95,16 @@ class MujocoState:
         ]
 
     def attributes(self) -> list[dict[str, Any]]:
-        """Return a copy of the plain Python attributes and random generators, one dictionary per wrapper layer."""
+        """Return a copy of the plain Python attributes and random generators, one dictionary per layer or object."""
         layers = []
-        for layer in self._layers:
+        for layer in self._layers():
             saved = {name: _copied(value) for name, value in vars(layer).items() if name not in _IGNORED}
             layers.append({name: value for name, value in saved.items() if value is not _UNSAVED})
         return layers
 
     def restore_attributes(self, layers: list[dict[str, Any]]) -> None:
         """Write what `attributes` returned."""
-        for layer, saved in zip(self._layers, layers, strict=True):
+        for layer, saved in zip(self._layers(), layers, strict=True):
             vars(layer).update(copy.deepcopy(saved))
 
 
@@ -135,6 +140,7 @@ class MujocoCamera:
         self.names = ("default", *(model.camera(index).name for index in range(model.ncam) if model.camera(index).name))
         self._renderers: dict[tuple[int, int], mujoco.Renderer] = {}
         # Gymnasium's convention: draw the goal marker (a site in the model) just before rendering.
+        self._looks = getattr(environment.unwrapped, "scene_option", None)
         callback = getattr(environment.unwrapped, "_render_callback", None)
         self._mark_goal = callback if isinstance(callback, types.MethodType) else None
 
@@ -150,7 +156,8 @@ class MujocoCamera:
         before = self._state.physics() if self._mark_goal else None
         if self._mark_goal:
             self._mark_goal()
-        renderer.update_scene(self._state.data, self._free_view() if camera == "default" else camera)
+        view = self._free_view() if camera == "default" else camera
+        renderer.update_scene(self._state.data, view, scene_option=self._looks)
         renderer.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
         renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
         frame = renderer.render()

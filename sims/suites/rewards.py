@@ -9,7 +9,7 @@ from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
 from robopolicy.core.registry import load_dotted
 from sims.suites.environment import GOAL_KEYS, Description
 
-ENVIRONMENT, PROGRESS = "environment", "progress"
+ENVIRONMENT, PROGRESS, INCREASE = "environment", "progress", "increase"
 Potential = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 """Observation arrays [..., n] by key -> [...]."""
 
@@ -64,7 +64,8 @@ def choose_reward(choice: str | Reward | None, scale: float, description: Descri
     """Return the reward that a configuration names.
 
     "progress": decrease of the distance from achieved to desired goal times `scale`, plus 1 at success; needs an
-    environment with goals. "environment": its own number. "package.module:function": a potential, called with a
+    environment with goals. "environment": its own number. "increase": the increase of its own number, which the rows
+    report in its place, times `scale`, plus 1 at success. "package.module:function": a potential, called with a
     dictionary of observation arrays [..., n] and returning [...]; the reward is its increase times `scale`, plus 1 at
     success. None: "progress" where there are goals, else "environment". Raises ConfigError when the function cannot be
     imported or called, and on "progress" without goals.
@@ -75,6 +76,8 @@ def choose_reward(choice: str | Reward | None, scale: float, description: Descri
         choice = PROGRESS if description.is_goal_environment else ENVIRONMENT
     if choice == ENVIRONMENT:
         return Reward("reward")
+    if choice == INCREASE:
+        return Reward("progress", bonus=1.0, scale=scale)
     if choice == PROGRESS:
         return Reward("progress", goal_potential(description, scale), 1.0)
     function = load_dotted(choice, "Reward function")

@@ -1,0 +1,95 @@
+"""Gymnasium packages whose ids are known here: what to import for an id, and options that suit its worlds.
+
+This module runs inside worker processes, so it imports neither torch nor anything that does.
+"""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from robopolicy.core.errors import require_extra
+
+
+@dataclass(frozen=True)
+class Family:
+    """Environments that one package registers.
+
+    prefixes: how their ids begin; module: what to import so that it registers them; extra: what brings it; options:
+    of the world, where the user gives none; env_options: the same for the environment's keyword arguments; names:
+    elements of a flat observation; reward_digits: decimal places at which the environment's reward is rounded.
+    """
+
+    prefixes: tuple[str, ...]
+    module: str
+    extra: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    env_options: Mapping[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    reward_digits: int | None = None
+
+    def register(self) -> None:
+        """Import the package. Raises ConfigError that names the extra where it is missing."""
+        with (
+            contextlib.redirect_stderr(io.StringIO()),
+            contextlib.redirect_stdout(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # of the package's own imports
+            gymnasium.register_envs(require_extra(self.module, self.extra))
+
+
+FAMILIES = (
+    Family(("Fetch", "Hand", "Adroit", "Franka", "PointMaze", "AntMaze"), "gymnasium_robotics", "robotics"),
+    # The coverage of the outline comes from a geometry library whose last bit is not repeatable: hence the rounding.
+    Family(
+        ("gym_pusht/",),
+        "gym_pusht",
+        "pusht",
+        options={
+            "reward": "increase",
+            "reward_scale": 2.0,
+            "instruction": "push the T onto its outline",
+            "success_text": "The T covers at least 95 % of its outline.",
+        },
+        names=("agent_x", "agent_y", "block_x", "block_y", "block_angle"),
+        reward_digits=9,
+    ),
+    # Where the objects lie is seen in images alone; the robot's joints are not part of the package's own default.
+    Family(
+        ("gym_aloha/",),
+        "gym_aloha",
+        "aloha",
+        options={"reward": "increase", "reward_scale": 0.5},
+        env_options={"obs_type": "pixels_agent_pos"},
+    ),
+    Family(("dm_control/",), "shimmy", "dmcontrol"),
+)
+"""The next package is one entry; ids of others are written with the package before them, PACKAGE:ID."""
+
+
+class FamilyMember(gymnasium.Wrapper):
+    """An environment with what its family knows of it: `element_names`, and rewards that repeat to the last bit."""
+
+    def __init__(self, environment: gymnasium.Env, family: Family):
+        super().__init__(environment)
+        flat = environment.observation_space.shape
+        self.element_names = family.names if flat == (len(family.names),) else ()
+        self._digits = family.reward_digits
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict]:
+        """Act; action: [A] -> observation, rounded reward, terminated, truncated, info."""
+        observation, reward, *ends, info = self.env.step(action)
+        reward = float(reward) if self._digits is None else round(float(reward), self._digits)
+        return observation, reward, ends[0], ends[1], info
+
+
+def family_of(env_id: str) -> Family | None:
+    """Return the family of an id, or None; env_id: gymnasium's id, or "module:id"."""
+    name = env_id.rpartition(":")[2]
+    return next((family for family in FAMILIES if name.startswith(family.prefixes)), None)

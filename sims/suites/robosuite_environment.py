@@ -1,0 +1,246 @@
+"""One robosuite task as a gymnasium environment whose episodes depend on their seed alone.
+
+robosuite draws its starts from numpy's global generator; here every environment has a generator of its own, which
+stands in for the global one while robosuite runs. Runs inside worker processes: no torch.
+"""
+# pyright: reportAttributeAccessIssue=false
+# (MuJoCo's compiled classes have no type stubs.)
+
+import contextlib
+import importlib.metadata
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium
+import mujoco
+import numpy as np
+from gymnasium import spaces
+
+from robopolicy.core.errors import ConfigError, RobopolicyError, did_you_mean, require_extra
+
+VERSIONS = (
+    "robosuite 1.5.1 with mujoco 3.3 is known to work: pip install 'robopolicy[robosuite]', in an environment of its "
+    "own where another package needs a newer mujoco"
+)
+CAMERA = "agentview"
+"""The default view."""
+HOLDERS = (
+    "robosuite.controllers",
+    "robosuite.environments",
+    "robosuite.models.grippers",
+    "robosuite.robots",
+    "robosuite.utils.buffers",
+    "robosuite.utils.observables",
+)
+"""Modules whose objects change while an episode runs: goals of controllers, positions of grippers, buffers."""
+
+
+def robosuite_tasks() -> list[str]:
+    """Return the names of robosuite's tasks. Raises ConfigError where the extra is missing or does not work."""
+    return list(_imported().ALL_ENVIRONMENTS)
+
+
+def _imported() -> Any:
+    """Import robosuite without its notes on what else could be installed."""
+    log = logging.getLogger("robosuite_logs")
+    if _only_errors not in log.filters:
+        log.addFilter(_only_errors)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return require_extra("robosuite", "robosuite")
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({VERSIONS}).") from error
+    except Exception as error:
+        raise ConfigError(f"robosuite cannot be imported: {_told(error)}. {VERSIONS}.") from error
+
+
+def _only_errors(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def _told(error: Exception) -> str:
+    installed = [f"{name} {importlib.metadata.version(name)}" for name in ("robosuite", "mujoco", "numpy")]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({', '.join(installed)} are installed)"
+
+
+def open_robosuite(task: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
+    """Make one environment of `task`, such as "Lift"; env_options: of `RobosuiteEnvironment`.
+
+    Raises ConfigError on an unknown task, option, robot or controller, and where robosuite does not work.
+    """
+    tasks = robosuite_tasks()
+    if task not in tasks:
+        raise ConfigError(f"robosuite has no task '{task}'.{did_you_mean(task, tasks)}")
+    try:
+        return RobosuiteEnvironment(task, **env_options)
+    except RobopolicyError:
+        raise
+    except Exception as error:  # foreign code
+        raise ConfigError(
+            f"robosuite's '{task}' could not be made with options {dict(env_options)}: {_told(error)}. {VERSIONS}."
+        ) from error
+
+
+class RobosuiteEnvironment(gymnasium.Env):
+    """robosuite.make(task) with seeds, success and named observations.
+
+    robots: one name or several, default "Panda", two for the TwoArm tasks; controller: None for the robot's own, the
+    name of a controller of its arms (OSC_POSE, OSC_POSITION, JOINT_POSITION, JOINT_VELOCITY, ...), or a JSON file of a
+    whole robot's; keys: entries of robosuite's observation to show, default all but its concatenations; options: other
+    arguments of robosuite.make. `info["success"]` is the task's own `_check_success`; the reward is robosuite's, shaped
+    unless reward_shaping=False. Sizes of objects that robosuite draws when it builds a scene are the same in every
+    environment, because scenes are built once. Raises ConfigError on an unknown key or controller.
+    """
+
+    metadata = {"render_modes": []}  # noqa: RUF012 (gymnasium's own convention)
+
+    def __init__(
+        self,
+        task: str,
+        robots: str | Sequence[str] | None = None,
+        controller: str | None = None,
+        keys: Sequence[str] | None = None,
+        **options: Any,
+    ):
+        fixed = {"hard_reset", "ignore_done", "has_renderer", "has_offscreen_renderer", "use_camera_obs", "horizon"}
+        for name in fixed & set(options):
+            raise ConfigError(
+                f"'{name}' of robosuite is fixed here: scenes are built once, time limits are world.options.horizon, "
+                "and images are world.cameras."
+            )
+        suite = _imported()
+        chosen = robots if robots is not None else (["Panda", "Panda"] if task.startswith("TwoArm") else "Panda")
+        chosen = chosen if isinstance(chosen, str) else list(chosen)
+        if controller is not None:
+            options["controller_configs"] = controller_configuration(suite, controller, chosen)
+        self._draws: Any = np.random.RandomState(0).get_state()
+        with self._own_generator():
+            self._inner = suite.make(
+                task,
+                robots=chosen,
+                has_renderer=False,
+                has_offscreen_renderer=False,
+                use_camera_obs=False,
+                hard_reset=False,
+                ignore_done=True,
+                **{"reward_shaping": True, **options},
+            )
+            first = self._inner.reset()
+        self._keys = observation_keys(first, keys)
+        robot_entries = {f"robot{index}_" for index in range(len(self._inner.robots))}
+        self.state_keys = tuple(key for key in self._keys if key.startswith(tuple(robot_entries)))
+        shown = self._shown(first)
+        self.observation_space = spaces.Dict({key: spaces.Box(-np.inf, np.inf, shown[key].shape) for key in shown})
+        low, high = self._inner.action_spec
+        self.action_space = spaces.Box(low, high, dtype=np.float64)
+        self.dt = 1.0 / self._inner.control_freq
+        self.model, self.data = self._inner.sim.model._model, self._inner.sim.data._data
+        self.scene_option = mujoco.MjvOption()
+        self.scene_option.geomgroup[0] = 0  # shapes for collisions
+        self.mujoco_renderer = SimpleNamespace(default_cam_config=default_view(self.model))
+
+    @property
+    def state_holders(self) -> tuple[Any, ...]:
+        """Objects that hold a part of the state; some are made anew by every reset."""
+        return state_holders(self._inner)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
+        """Start the episode of `seed`; options are not used. Returns entries [n] by name, info."""
+        super().reset(seed=seed)
+        if seed is not None:
+            self._draws = np.random.RandomState(seed).get_state()
+            self._inner.rng = np.random.default_rng(seed)
+        with self._own_generator():
+            return self._shown(self._inner.reset()), {"success": False}
+
+    def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
+        """Act.
+
+        action: [A], as the robot's controller reads it -> entries [n] by name, reward, terminated, truncated, info.
+        """
+        with self._own_generator():
+            observation, reward, _, info = self._inner.step(action)
+            success = bool(self._inner._check_success())
+        return self._shown(observation), float(reward), False, False, {**info, "success": success}
+
+    def close(self) -> None:
+        """Free the simulation."""
+        self._inner.close()
+
+    def _shown(self, observation: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        return {key: np.atleast_1d(np.asarray(observation[key], dtype=np.float32)) for key in self._keys}
+
+    @contextlib.contextmanager
+    def _own_generator(self) -> Iterator[None]:
+        """Let this environment's generator stand in for numpy's global one, which is as before afterwards."""
+        theirs = np.random.get_state()  # noqa: NPY002
+        np.random.set_state(self._draws)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            self._draws = np.random.get_state()  # noqa: NPY002
+            np.random.set_state(theirs)  # noqa: NPY002
+
+
+def observation_keys(observation: Mapping[str, Any], keys: Sequence[str] | None) -> tuple[str, ...]:
+    """Return which entries of robosuite's observation are shown: `keys`, or all but the concatenations "...-state".
+
+    observation: entries [n] by name, in robosuite's order. Raises ConfigError on a key that it lacks.
+    """
+    if keys is None:
+        return tuple(key for key in observation if not key.endswith("-state"))
+    for key in keys:
+        if key not in observation:
+            raise ConfigError(f"robosuite's observation has no '{key}' (keys).{did_you_mean(key, observation)}")
+    return tuple(keys)
+
+
+def controller_configuration(suite: Any, controller: str, robots: str | list[str]) -> Any:
+    """Return robosuite's configuration of every robot, with `controller` for the arms; a JSON file is of a whole robot.
+
+    Raises ConfigError on an unknown controller.
+    """
+    parts = suite.controllers
+    if controller.endswith(".json"):
+        return parts.load_composite_controller_config(controller=controller)
+    known = sorted(parts.ALL_PART_CONTROLLERS)
+    if controller not in known:
+        raise ConfigError(
+            f"robosuite has no arm controller '{controller}'.{did_you_mean(controller, known)} A whole robot's is "
+            "given by its JSON file."
+        )
+    found = []
+    for robot in [robots] if isinstance(robots, str) else robots:
+        whole = parts.load_composite_controller_config(robot=robot)
+        for arm in {"right", "left"} & set(whole["body_parts"]):
+            gripper = whole["body_parts"][arm].get("gripper", {"type": "GRIP"})
+            arm_settings = parts.load_part_controller_config(default_controller=controller)
+            whole["body_parts"][arm] = {**arm_settings, "gripper": gripper}
+        found.append(whole)
+    return found[0] if isinstance(robots, str) else found
+
+
+def state_holders(inner: Any) -> tuple[Any, ...]:
+    """Return the objects of an environment that change while an episode runs, itself first, each once."""
+    found: list[Any] = [inner]
+    known = {id(inner)}
+    for holder in found:  # grows while it is walked
+        for value in list(vars(holder).values()):
+            items = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+            )
+            for item in items:
+                if id(item) not in known and hasattr(item, "__dict__") and type(item).__module__.startswith(HOLDERS):
+                    known.add(id(item))
+                    found.append(item)
+    return tuple(found)
+
+
+def default_view(model: mujoco.MjModel) -> dict[str, Any]:
+    """Return the settings of MuJoCo's camera that is looked through where none is named; {} for the free one."""
+    camera = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, CAMERA)
+    return {} if camera < 0 else {"type": int(mujoco.mjtCamera.mjCAMERA_FIXED), "fixedcamid": camera}
