@@ -1,10 +1,12 @@
 """The command line: one verb per job, `robopolicy VERB [TARGET] [section.key=value ...] [json=PATH]`."""
 
+import string
 import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 HELP = ("-h", "--help")
+
+PLAIN = frozenset(string.ascii_letters + string.digits + "_-./~@%+")
+"""Characters that a value may have without quotes."""
 
 WIDEST = 120
 """Columns that help uses at most, and those it has where it is not shown on a terminal."""
@@ -94,7 +99,7 @@ def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
     """Turn a bare word into the verb's target key; leave `key=value` alone."""
     result = []
     for argument in arguments:
-        if "=" in argument:
+        if "=" in argument and not (verb.target and Path(argument).exists()):
             result.append(argument)
         elif argument.startswith("-"):
             raise ConfigError(
@@ -103,8 +108,13 @@ def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
         elif verb.target is None:
             raise ConfigError(f"'{name}' takes no bare word ('{argument}'): settings are written key=value.")
         else:
-            result.append(f"{verb.target}={argument}")
+            result.append(f"{verb.target}={_quoted(argument) if Path(argument).exists() else argument}")
     return result
+
+
+def _quoted(path: str) -> str:
+    """Return a path as a value that is read back as it is, whatever characters it has."""
+    return path if set(path) <= PLAIN else "'" + path.replace("'", "\\'") + "'"
 
 
 def print_overview(output: Console) -> None:

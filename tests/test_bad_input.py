@@ -68,6 +68,8 @@ def complaint(capsys, verb, *arguments) -> str:
         (["finetune", "finetune.finetuned_steps=99", "run.name=f"], ["99", "chain of 2"]),
         (["serve", "serve.host=0.0.0.0"], ["0.0.0.0", "API key"]),
         (["bench", "simz"], ["simz", "'sims'"]),
+        (["train", "train.data=[a"], ["train.data=[a cannot be read", "KEY='a=b'"]),
+        (["evaluate", "evaluate.policy=a=b"], ["evaluate.policy=a=b cannot be read"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
@@ -91,6 +93,14 @@ def test_a_policy_of_another_world(root, checkpoint, capsys):
     said = complaint(capsys, "evaluate", checkpoint, "world=push_cube", f"run.root={root}")
     assert "'observation.environment_state' as [6]" in said
     assert "'push_cube' shows [13]" in said
+
+
+def test_a_path_of_any_characters_is_a_target(root, checkpoint, tmp_path):
+    folder = tmp_path / "rate=3e-4, {it's} [run 1]" / "checkpoint"
+    folder.parent.mkdir()
+    shutil.copytree(checkpoint, folder)
+    assert main(["evaluate", *SMALL, str(folder), f"run.root={tmp_path}", f"json={tmp_path / 'figures.json'}"]) == 0
+    assert (tmp_path / "figures.json").exists()
 
 
 def test_a_policy_that_does_not_fit_is_named_before_others_are_ranked(root, checkpoint, capsys, monkeypatch):

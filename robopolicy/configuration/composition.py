@@ -8,7 +8,7 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 
 from robopolicy.configuration.config import Config
@@ -90,6 +90,11 @@ def _hydra(overrides: list[str]) -> dict[str, Any]:
     try:
         with initialize_config_dir(str(resource("configs")), version_base="1.3", job_name="robopolicy"):
             composed = OmegaConf.to_container(hydra_compose("robopolicy", overrides=overrides), resolve=True)
+    except OverrideParseException as error:
+        raise ConfigError(
+            f"{error.override.lstrip('+')} cannot be read: a list is [a,b], a mapping {{a: 1}}, and text with one of "
+            f"= , : [ ] {{ }} ' \" in it stands in quotes within those of the shell, \"KEY='a=b'\"."
+        ) from error
     except HydraException as error:
         hint = " A recipe names its world as 'world: {name: push_t}'." if "override 'world'" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
