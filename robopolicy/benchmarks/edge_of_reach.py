@@ -235,14 +235,28 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 def table_of(problem: str, arms: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return the table of a problem, values and returns of each seed."""
-    header = ["arm", "mean value", "times beyond what rewards allow", "return in the real world"]
+    """Return the table of a problem: over seeds, how values and returns spread, and how often values are impossible."""
+    header = [
+        "arm",
+        "seeds",
+        "mean value",
+        "times beyond what rewards allow",
+        "seeds beyond it",
+        "return in the real world",
+    ]
     lines = []
     for arm, seeds in arms.items():
         runs: Sequence[Mapping[str, Any]] = list(seeds.values())
-        cells = [", ".join(number(run[key]) for run in runs) for key in ("value", "beyond_bound")]
-        lines.append([arm, *cells, ", ".join(f"{run['return']:.2f}" for run in runs)])
-    return Table(f"{problem}: each seed, after learning", header, lines)
+        value, beyond, paid = (median_of([run[key] for run in runs]) for key in ("value", "beyond_bound", "return"))
+        impossible = sum(run["beyond_bound"] > 0 for run in runs)
+        lines.append([arm, str(len(runs)), value, beyond, f"{impossible} of {len(runs)}", paid])
+    return Table(f"{problem}: median over seeds (lowest to highest), after learning", header, lines)
+
+
+def median_of(values: Sequence[float]) -> str:
+    """Return the median with the range that it lies in."""
+    low, high = min(values), max(values)
+    return f"{number(float(np.median(values)))} ({number(low)} to {number(high)})"
 
 
 def number(value: float) -> str:

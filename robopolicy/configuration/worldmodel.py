@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.structured import Tagged
 from robopolicy.training.configuration import FitConfig
@@ -50,7 +51,9 @@ class WorldModelSection(Tagged):
     """
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where the success head is not there, before data is collected for it."""
+        """Raise ConfigError for an empty validation, or a success head that is not there, before data is collected."""
+        if self.validation_episodes < 1 or self.validation_steps < 2:
+            raise ConfigError("validation_episodes must be at least 1, and validation_steps 2.")
         head = str(getattr(self.config, SETTING, ""))
         if is_dotted(head):
             SUCCESS_HEADS.load(head)
