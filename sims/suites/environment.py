@@ -213,13 +213,14 @@ class RowEnvironment:
         """Return the description, from which the parent process builds its spec."""
         environment, space = self.environment, self._action_space
         inner: Any = environment.unwrapped
-        step_time, rate = getattr(inner, "dt", None), environment.metadata.get("render_fps")
+        rate = environment.metadata.get("render_fps")
+        step_time = getattr(inner, "dt", None) if self.state else _dm_control_step(inner)
         cameras = self._camera.names if self._camera else (("default",) if environment.render_mode else ())
         reports, repeats = self._tried()
         return Description(
             layout=self.layout,
             action=Field(tuple(space.low.shape), low=tuple(map(float, space.low)), high=tuple(map(float, space.high))),
-            fps=float(1.0 / step_time) if self.state and step_time else (float(rate) if rate else None),
+            fps=float(1.0 / step_time) if step_time else (float(rate) if rate else None),
             cameras=(*self.layout.images, *cameras),
             is_goal_environment=set(GOAL_KEYS) <= {path[0] for path, _ in self.layout.parts if path},
             reports_success=reports,
@@ -314,6 +315,12 @@ class RowEnvironment:
         if self._camera is not None:
             self._camera.close()
         self.environment.close()
+
+
+def _dm_control_step(environment: Any) -> float | None:
+    """Return the seconds of a control step where an environment wraps one of dm_control's; None where it does not."""
+    timestep = getattr(getattr(environment, "_env", None), "control_timestep", None)
+    return float(timestep()) if callable(timestep) else None  # pyright: ignore[reportArgumentType]
 
 
 def _attribute(environment: gymnasium.Env, name: str) -> Sequence[str]:

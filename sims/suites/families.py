@@ -60,15 +60,16 @@ FAMILIES = (
         names=("agent_x", "agent_y", "block_x", "block_y", "block_angle"),
         reward_digits=9,
     ),
-    # Where the objects lie is seen in images alone; the robot's joints are not part of the package's own default.
+    # Where the objects lie is seen in images alone, and the robot's joints are not part of the package's own default.
     Family(
         ("gym_aloha/",),
         "gym_aloha",
         "aloha",
-        options={"reward": "increase", "reward_scale": 0.5},
+        options={"reward": "increase", "reward_scale": 0.5, "cameras": ("top",)},
         env_options={"obs_type": "pixels_agent_pos"},
     ),
-    Family(("dm_control/",), "shimmy", "dmcontrol"),
+    # Its time limit, 1,000 control steps for all but a few tasks, is not registered.
+    Family(("dm_control/",), "shimmy", "dmcontrol", options={"horizon": 1000}),
 )
 """The next package is one entry; ids of others are written with the package before them, PACKAGE:ID."""
 

@@ -259,17 +259,18 @@ def make_gymnasium_world(
     """
     check_options(options)
     family = family_of(env_id)
-    given = {} if instruction is None else {"instruction": instruction}
-    settings = {"instruction": words(env_id), **(family.options if family else {}), **given, **options}
-    limit = horizon if horizon is not None else registered(env_id).max_episode_steps
-    if limit is None:
+    given = {"horizon": horizon, "instruction": instruction}
+    settings = {
+        "horizon": registered(env_id).max_episode_steps,
+        "instruction": words(env_id),
+        **(family.options if family else {}),
+        **{name: value for name, value in given.items() if value is not None},
+        **options,
+    }
+    if settings["horizon"] is None:
         raise ConfigError(f"'{env_id}' is registered without a time limit: give horizon=NUMBER of control steps.")
     return GymnasiumWorld(
-        f"gymnasium:{env_id}",
-        partial(open_gymnasium, env_id, dict(env_options or {})),
-        batch_size,
-        horizon=limit,
-        **settings,
+        f"gymnasium:{env_id}", partial(open_gymnasium, env_id, dict(env_options or {})), batch_size, **settings
     )
 
 

@@ -63,8 +63,11 @@ def _only_errors(record: logging.LogRecord) -> bool:
 
 
 def _told(error: Exception) -> str:
-    installed = [f"{name} {importlib.metadata.version(name)}" for name in ("robosuite", "mujoco", "numpy")]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({', '.join(installed)} are installed)"
+    installed = []
+    for name in ("robosuite", "mujoco", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed.append(f"{name} {importlib.metadata.version(name)}")
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (installed: {', '.join(installed)})"
 
 
 def open_robosuite(task: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
@@ -134,7 +137,10 @@ class RobosuiteEnvironment(gymnasium.Env):
         robot_entries = {f"robot{index}_" for index in range(len(self._inner.robots))}
         self.state_keys = tuple(key for key in self._keys if key.startswith(tuple(robot_entries)))
         shown = self._shown(first)
-        self.observation_space = spaces.Dict({key: spaces.Box(-np.inf, np.inf, shown[key].shape) for key in shown})
+        # Pairs, because gymnasium sorts the keys of a dictionary.
+        self.observation_space = spaces.Dict(
+            [(key, spaces.Box(-np.inf, np.inf, value.shape)) for key, value in shown.items()]
+        )
         low, high = self._inner.action_spec
         self.action_space = spaces.Box(low, high, dtype=np.float64)
         self.dt = 1.0 / self._inner.control_freq

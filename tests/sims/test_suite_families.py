@@ -1,0 +1,132 @@
+"""Packages whose ids are known: their extras, names and rewards, on stand-ins and on the packages where installed."""
+
+import sys
+import types
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from suite_toys import PointEnvironment
+
+from robopolicy.core.conformance import check_world
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import STATE
+from sims.registry import make_world, require_trusted
+from sims.suites.gymnasium_suite import GymnasiumWorld, make_gymnasium_world
+
+
+class Covering(gymnasium.Env):
+    """As gym-pusht: five numbers, a reward that is a level, its last bits from outside the simulation."""
+
+    metadata = {"render_modes": [], "render_fps": 10}  # noqa: RUF012
+    observation_space = spaces.Box(-np.inf, np.inf, (5,))
+    action_space = spaces.Box(0, 512, (2,))
+    last_bits = np.random.default_rng(0)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.level = float(self.np_random.uniform(0, 0.2))
+        return np.full(5, self.level, np.float32), {"is_success": False}
+
+    def step(self, action):
+        self.level = min(1.0, self.level + float(action[0]) / 512 / 10)
+        noisy = self.level + 1e-15 * self.last_bits.integers(-3, 4)
+        done = self.level >= 0.95
+        return np.full(5, self.level, np.float32), noisy, done, False, {"is_success": done}
+
+
+@pytest.fixture
+def pusht(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gym_pusht", types.ModuleType("gym_pusht"))
+    monkeypatch.setitem(gymnasium.registry, "gym_pusht/PushT-v0", None)
+    gymnasium.registry.pop("gym_pusht/PushT-v0")
+    gymnasium.register("gym_pusht/PushT-v0", entry_point=Covering, max_episode_steps=12)
+
+
+def test_push_t_has_names_a_criterion_and_rewards_that_repeat(pusht):
+    name = "gymnasium:gym_pusht/PushT-v0"
+    check_world(lambda batch: make_world(name, batch), chunk=3, snapshots=False, renders=False)
+    spec = make_world(name, 1).spec
+    assert spec.observation[STATE].names == ("agent_x", "agent_y", "block_x", "block_y", "block_angle")
+    assert "95 %" in spec.success and spec.rewards == ("progress", "success") and spec.horizon == 12
+    own = make_world(name, 1, reward="environment", horizon=7, instruction="go", success_text="so").spec
+    assert (own.rewards, own.horizon, own.instructions, own.success) == (("reward",), 7, ("go",), "so")
+
+
+def test_the_increase_of_a_level_never_pays_for_waiting(pusht):
+    world = make_world("gymnasium:gym_pusht/PushT-v0", 2, reward_scale=3.0)
+    world.reset(seeds=[0, 1])
+    begun = world.step(np.full((2, 4, 2), 512.0))
+    waited = world.step(np.zeros((2, 3, 2)))
+    ended = world.step(np.full((2, 5, 2), 512.0))
+    assert np.allclose(begun.rewards["progress"], [[0.0, 0.3, 0.3, 0.3]] * 2, atol=1e-8)
+    assert (waited.rewards["progress"] == 0).all()
+    assert np.allclose(ended.rewards["progress"][:, 0], 0.3, atol=1e-8)
+    world.reset(seeds=[0, 1])
+    assert (world.step(np.full((2, 1, 2), 512.0)).rewards["progress"] == 0).all()  # nothing of the episode before
+
+
+def test_a_family_without_its_package_names_the_extra_and_is_no_foreign_code(monkeypatch):
+    for package, extra, env_id in (
+        ("gym_pusht", "pusht", "gym_pusht/PushT-v0"),
+        ("gym_aloha", "aloha", "gym_aloha/AlohaInsertion-v0"),
+        ("shimmy", "dmcontrol", "dm_control/reacher-easy-v0"),
+    ):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.setitem(gymnasium.registry, env_id, None)
+        gymnasium.registry.pop(env_id)
+        with pytest.raises(ConfigError, match=rf"pip install 'robopolicy\[{extra}\]'"):
+            make_world(f"gymnasium:{env_id}", 1)
+        require_trusted(f"gymnasium:{env_id}", "a checkpoint", "")  # no error: its module is named here
+
+
+def test_the_return_that_decides_success_is_part_of_a_snapshot():
+    world = make_gymnasium_world("InvertedPendulum-v5", 1, success="return >= 5", reward="environment")
+    world.reset(seeds=[0])
+    world.step(np.zeros((1, 3, 1)))
+    saved = world.snapshot()
+    world.reset(seeds=[1])
+    world.restore(saved)
+    assert not world.step(np.zeros((1, 1, 1))).success[0]
+    assert world.step(np.zeros((1, 1, 1))).success[0]
+    world.close()
+
+
+class Named(PointEnvironment):
+    state_keys = ("desired_goal",)
+
+
+class Timed(PointEnvironment):
+    """As dm_control in shimmy's clothes: the frame rate of its videos is not its rate of control."""
+
+    _env = types.SimpleNamespace(control_timestep=lambda: 0.04)
+
+
+def test_an_environment_may_say_what_is_its_own_and_how_long_a_step_is():
+    named = GymnasiumWorld("toy", Named, 1, horizon=3, instruction="go").spec
+    assert named.observation[STATE].names == ("desired_goal[0]", "desired_goal[1]")
+    told = GymnasiumWorld("toy", Named, 1, horizon=3, instruction="go", state_keys=["agent_pos"]).spec
+    assert told.observation[STATE].names == ("agent_pos[0]", "agent_pos[1]", "agent_pos[2]")
+    assert named.fps == 10 and GymnasiumWorld("toy", Timed, 1, horizon=3, instruction="go").spec.fps == 25
+
+
+def test_the_original_push_t_keeps_every_promise():
+    pytest.importorskip("gym_pusht")
+    check_world(lambda batch: make_world("gymnasium:gym_pusht/PushT-v0", batch, horizon=60), snapshots=False)
+
+
+def test_aloha_shows_its_joints():
+    pytest.importorskip("gym_aloha")
+    world = make_world("gymnasium:gym_aloha/AlohaTransferCube-v0", 1)
+    assert world.spec.observation["observation.images.top"].shape == (64, 64, 3)
+    assert world.spec.observation[STATE].shape == (14,) and world.spec.fps == 50 and world.repeats
+    world.close()
+
+
+def test_dm_control_has_its_own_rate_and_time_limit():
+    pytest.importorskip("shimmy")
+    pytest.importorskip("dm_control")
+    world = make_world("gymnasium:dm_control/reacher-easy-v0", 2, success="return >= 1")
+    assert world.spec.fps == 50 and world.spec.horizon == 1000 and world.repeats
+    world.close()
