@@ -1,8 +1,11 @@
 """Credit: from one advantage a decision to one a step, and what modulates it. (rollouts, A, context) -> A [B, T, K]."""
 
+import warnings
+
 import torch
 from torch import Tensor
 
+from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments, distinct
 from robopolicy.rl.context import Context
@@ -102,10 +105,13 @@ def gtpo(
 ) -> Tensor:
     """Protect what good and bad episodes of a group have in common at their start, and drop episodes gone wild.
 
-    A token that both a positive and a negative episode chose at the same place, in an unbroken run from the start,
-    counts double in the positive ones and not at all in the negative ones. Episodes with a mean entropy above
-    entropy_limit (ln 2) are left out; A -= penalty * entropy. Runs from the end, also in the paper, are not treated:
-    episodes of a robot do not end alike. Entropies are in nats. Takes and returns A [B, T, K].
+        A <- (A - penalty H) d,   H the episode's mean entropy
+
+    d is 2 in positive and 0 in negative episodes for a token that both a positive and a negative episode of the group
+    chose at the same place, in an unbroken run from the start, else 1. Episodes with H above entropy_limit (ln 2, for
+    words: a fresh policy over n action bins has up to ln n) are left out; where that is all of them, a warning says so.
+    Runs from the end, also in the paper, are not treated: episodes of a robot do not end alike. Entropies are in nats.
+    Takes and returns A [B, T, K].
     """
     # same[i, j, s]: both rows chose the same token at place s; cummin keeps the unbroken run from the start, so it ends
     # at the first difference. A conflict is a token shared with a good and with a bad episode of the group.
@@ -117,12 +123,18 @@ def gtpo(
     shared_with_good = (together & good[None, :, None]).any(1)
     shared_with_bad = (together & bad[None, :, None]).any(1)
     conflict = (shared_with_good & shared_with_bad).reshape(advantage.shape)
-    weighted = torch.where(conflict & good[:, None, None], 2.0 * advantage, advantage)
-    weighted = torch.where(conflict & bad[:, None, None], 0.0, weighted)
-    entropy = entropy_of(rollouts)
-    mean = (entropy * rollouts.mask).sum((1, 2)) / rollouts.mask.sum((1, 2)).clamp(min=1)
-    kept = (mean <= entropy_limit)[:, None, None]
-    return torch.where(kept & rollouts.mask, weighted - penalty * entropy * (advantage != 0), 0.0)
+    factor = torch.where(conflict & good[:, None, None], 2.0, torch.ones_like(advantage))
+    factor = torch.where(conflict & bad[:, None, None], 0.0, factor)
+    mean = (entropy_of(rollouts) * rollouts.mask).sum((1, 2)) / rollouts.mask.sum((1, 2)).clamp(min=1)
+    kept = mean <= entropy_limit
+    if not bool(kept.any()):
+        warnings.warn(
+            f"gtpo leaves out every episode: their mean entropies, from {float(mean.min()):.3g} nats, are above "
+            f"entropy_limit={entropy_limit:g}, and nothing is learned. Give it a higher one.",
+            RobopolicyWarning,
+            stacklevel=2,
+        )
+    return torch.where(kept[:, None, None] & rollouts.mask, (advantage - penalty * mean[:, None, None]) * factor, 0.0)
 
 
 @mechanism(Slot.CREDIT, "vppo", source="VPPO, arXiv:2510.09285", needs=(Need.BLACKOUT_SCORES,))
@@ -138,17 +150,21 @@ def vppo(
     """Learn from the steps that depend on the image, and more from episodes that look.
 
     extras["blackout_logp"] [B, T, K] scores the same steps with patches of the images made black; dependency
-    d = exp(x) - 1 - x with x = that minus the original log-probability (k3). The top `share` of steps is kept; an
-    episode's advantage is scaled by its mean d, mapped to [low, high] and centred at 1. Takes and returns A [B, T, K].
+    d = exp(x) - 1 - x with x = that minus the original log-probability (k3). Of the n steps of an episode the
+    ceil(share n) with the largest d are kept; its advantage is scaled by its mean d, mapped to [low, high] and centred
+    at 1. Takes and returns A [B, T, K].
     """
     shift = (rollouts.extras["blackout_logp"] - rollouts.logp_behaviour).clamp(-10, 10)
     # k3 of KL(seeing || blind): never negative, 0 where the image does not matter.
     dependency = torch.where(rollouts.mask, torch.expm1(shift) - shift, 0.0)
-    threshold = torch.quantile(dependency[rollouts.mask].float(), 1 - share)
-    mean = dependency.sum((1, 2)) / rollouts.mask.sum((1, 2)).clamp(min=1)
+    steps = rollouts.mask.sum((1, 2))
+    order = torch.where(rollouts.mask, dependency, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)
+    rank = order.argsort(dim=1)
+    kept = (rank < (share * steps).ceil()[:, None]).reshape(advantage.shape)
+    mean = dependency.sum((1, 2)) / steps.clamp(min=1)
     scale = low + (high - low) * _among(mean, torch.ones_like(mean, dtype=torch.bool))
     scale = scale / scale.mean()
-    return torch.where(dependency >= threshold, advantage, 0.0) * scale[:, None, None]
+    return torch.where(kept & rollouts.mask, advantage, 0.0) * scale[:, None, None]
 
 
 @mechanism(Slot.CREDIT, "seed_grpo", source="SEED-GRPO, arXiv:2505.12346", needs=(Need.GROUPS,))

@@ -64,10 +64,10 @@ def min_pro(logp, old, advantage, scored):
     weight = torch.zeros_like(log_ratio).flatten(1)
     flat = log_ratio.flatten(1)
     for row in range(len(flat)):
-        smallest = 0.0
+        before: list[float] = []
         for place in range(flat.shape[1]):
-            weight[row, place] = min(5.0, float((flat[row, place] + smallest).exp()))
-            smallest = min(smallest, float(flat[row, place]))
+            weight[row, place] = min(5.0, float((flat[row, place] + min(before, default=0.0)).exp()))
+            before.append(float(flat[row, place]))
     return -weight.reshape(logp.shape) * advantage * logp
 
 
@@ -141,13 +141,13 @@ def test_pacs_is_the_gradient_of_cross_entropy(seed: int):
 
 def test_bapo_widens_until_good_decisions_are_half():
     rollouts = make_rollouts([1] * 8, [0] * 8, steps=1)
-    ratio = torch.tensor([1.0, 1.5, 2.0, 0.65, 0.7, 0.75, 1.0, 1.1], dtype=torch.float64)[:, None, None]
+    ratio = torch.tensor([1.0, 1.5, 3.0, 0.65, 0.7, 0.75, 1.0, 1.1], dtype=torch.float64)[:, None, None]
     advantage = torch.tensor([1.0, 1.0, 1.0, -1, -1, -1, -1, -1], dtype=torch.float64)[:, None, None]
     scored = make_scored(rollouts, rollouts.logp_behaviour + ratio.log(), advantage)
     c, stats = trust_region.bapo(scored)
     assert float(stats["positive_share"]) >= 0.5
     assert float(stats["bapo_low"]) == pytest.approx(0.9)
-    assert float(stats["bapo_high"]) > 1.2
+    assert float(stats["bapo_high"]) == pytest.approx(2.3)  # 1 + 1.5 + 2.3 of the good against 3 * 0.9 + 2.1
     assert float(c[1, 0, 0]) == pytest.approx(1.5)  # beyond PPO's 1.2, inside the widened bound
     assert float(c[3, 0, 0]) == 0.0
     balanced, stats = trust_region.bapo(replace(scored, advantage=torch.where(advantage > 0, -0.5, 1.0).double()))

@@ -74,8 +74,8 @@ def hgpo(
 ) -> Tensor:
     """Step groups of growing context: compare with decisions that share the last 1, 2, ... states; longer weigh more.
 
-    A = sum_k w_k A_k over the groups with more than one member, w_k proportional to (k + 1)^alpha; a decision that is
-    alone at every level gets its episode's advantage. resolution: as in `state_keys`. Returns A [B, T].
+    A = sum_k w_k A_k over the levels where A_k is not 0, w_k proportional to (k + 1)^alpha; a decision that is alone at
+    every level gets 0. resolution: as in `state_keys`. Returns A [B, T].
     """
     to_go = returns_to_go(rollouts, context.discount)
     state, counts = state_keys(rollouts, resolution), rollouts.alive.flatten()
@@ -87,12 +87,10 @@ def hgpo(
         shifted = torch.full_like(state, -1)
         shifted[:, level:] = state[:, : state.shape[1] - level]
         keys.append(shifted.flatten())
-        advantage, size = group_baseline(to_go.flatten(), Segments.of(*keys), counts, scale=True)
-        share = torch.where(size > 1, float((level + 1) ** alpha), 0.0)
+        advantage, _ = group_baseline(to_go.flatten(), Segments.of(*keys), counts, scale=True)
+        share = torch.where(advantage != 0, float((level + 1) ** alpha), 0.0)
         total, weight = total + share * advantage, weight + share
-    episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
-    found = (total / weight.clamp(min=1e-9)).reshape(to_go.shape)
-    return torch.where((weight > 0).reshape(to_go.shape), found, episode)
+    return (total / weight.clamp(min=1e-9)).reshape(to_go.shape)
 
 
 @mechanism(Slot.ADVANTAGE, "step_groups", source="UI-S1, semi-online RL, arXiv:2509.11543", needs=(Need.GROUPS,))

@@ -34,19 +34,27 @@ def cispo(scored: Scored, *, low: float = 1.0, high: float = 0.28) -> Coefficien
 
 @mechanism(Slot.COEFFICIENT, "rec", source="REC, masked REINFORCE, arXiv:2509.24203")
 def rec(
-    scored: Scored, *, region: str = "one_side", importance: bool = True, low: float = 0.2, high: float = 0.2
+    scored: Scored,
+    *,
+    region: str = "one_side",
+    importance: bool = True,
+    low: float = 0.2,
+    high: float = 0.2,
+    far_low: float = 0.6,
+    far_high: float = 2.0,
 ) -> Coefficients:
     """REINFORCE on any data: c = w M A with the ratio as a mask M instead of a clip.
 
     region: one_side drops what has already moved far enough (PPO's own mask), two_side everything outside
-    [1 - low, 1 + high], ring keeps one_side and drops ratios beyond twice the widths on the other side;
-    importance: w is the ratio, else 1. Raises ConfigError for another region.
+    [1 - low, 1 + high]; ring keeps besides that what has moved far the wrong way, r <= 1 - far_low with A >= 0 and
+    r >= 1 + far_high with A <= 0, and drops the ring between; importance: w is the ratio, else 1. Raises ConfigError
+    for another region.
     """
-    ratio, good = scored.ratio, scored.advantage >= 0
+    ratio, good, bad = scored.ratio, scored.advantage >= 0, scored.advantage <= 0
     inside = (ratio >= 1 - low) & (ratio <= 1 + high)
     one_side = torch.where(good, ratio <= 1 + high, ratio >= 1 - low)
-    far = torch.where(good, ratio >= 1 - 2 * low, ratio <= 1 + 2 * high)
-    masks = {"one_side": one_side, "two_side": inside, "ring": one_side & far}
+    astray = (good & (ratio <= 1 - far_low)) | (bad & (ratio >= 1 + far_high))
+    masks = {"one_side": one_side, "two_side": inside, "ring": inside | astray}
     if region not in masks:
         raise unknown_option("rec.region", region, masks)
     weight = ratio if importance else torch.ones_like(ratio)
@@ -73,12 +81,13 @@ def asym_re(scored: Scored, *, shift: float = -0.1) -> Coefficients:
 def min_pro(scored: Scored, *, cap: float = 5.0) -> Coefficients:
     """REINFORCE weighted by r_t times the smallest ratio before it, instead of the product of all of them.
 
-    c = sg(clip(r_t min_{j < t} r_j, 0, cap)) A, over the scored steps of an episode in order (the form of the cap is
-    ours: the paper's is uncertain). Stays bounded where prefix products explode or vanish.
+    c = sg(clip(r_t min_{j < t} r_j, 0, cap)) A, over the scored steps of an episode in order; the first has no prefix
+    (the form of the cap is ours: the paper's is uncertain). Stays bounded where prefix products explode or vanish.
     """
     # An unbiased weight is the product of all ratios so far, whose variance grows without bound along the episode. The
-    # smallest ratio before (at most 1) stands for that product: what follows an unlikely step counts little.
-    log_ratio = torch.where(scored.mask, scored.log_ratio, 0.0).flatten(1)
-    before = torch.cat([torch.zeros_like(log_ratio[:, :1]), log_ratio.cummin(1).values[:, :-1]], 1)
-    weight = (log_ratio + before.clamp(max=0)).exp().clamp(max=cap).reshape(scored.log_ratio.shape)
+    # smallest ratio before stands for that product: what follows an unlikely step counts little.
+    log_ratio = torch.where(scored.mask, scored.log_ratio, torch.inf).flatten(1)
+    before = torch.cat([torch.full_like(log_ratio[:, :1], torch.inf), log_ratio.cummin(1).values[:, :-1]], 1)
+    prefix = torch.where(before.isinf(), 0.0, before).reshape(scored.log_ratio.shape)
+    weight = torch.where(scored.mask, (scored.log_ratio + prefix).exp().clamp(max=cap), 0.0)
     return weight * scored.advantage, {"prefix_weight": weight[scored.mask].mean()}

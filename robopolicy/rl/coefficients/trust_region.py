@@ -19,9 +19,10 @@ def bapo(
     step: float = 0.05,
     positive_share: float = 0.5,
 ) -> Coefficients:
-    """PPO whose bounds widen until good decisions make up `positive_share` of the clipped |r A|.
+    """PPO whose bounds widen until good decisions make up `positive_share` of the surrogate's size.
 
-    The lower bound rises first (fewer bad decisions count), then the upper one (more good ones do).
+    That is P / (P + N) with P = sum of min(r, top) A where A > 0, N = sum of max(r, bottom) |A| where A < 0: the values
+    of the clipped surrogate, clipped steps included. The lower bound rises first, then the upper one.
     """
     bottom, top = low[0], high[0]
     share = _positive_share(scored, bottom, top)
@@ -37,8 +38,9 @@ def bapo(
 
 
 def _positive_share(scored: Scored, bottom: float, top: float) -> Tensor:
-    size = ppo(scored.log_ratio, scored.advantage, 1 - bottom, top - 1, scored.clamped).abs() * scored.mask
-    return size[scored.advantage > 0].sum() / size.sum().clamp(min=1e-12)
+    good = (scored.ratio.clamp(max=top) * scored.advantage.clamp(min=0))[scored.mask].sum()
+    bad = (scored.ratio.clamp(min=bottom) * scored.advantage.clamp(max=0))[scored.mask].sum().abs()
+    return good / (good + bad).clamp(min=1e-12)
 
 
 @mechanism(Slot.COEFFICIENT, "dcpo", source="DCPO, dynamic clipping", needs=(Need.CATEGORICAL,))
@@ -109,19 +111,20 @@ def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
 def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -> Coefficients:
     """PPO on ratios whose mean is held at 1: the clip bites equally on both sides of a Gaussian step.
 
-    summed: log-probabilities are sums over dimensions (policy.logp_reduction=sum). Clip widths are those of the scaled
-    log-ratio, std times smaller. balance: c = r' A mean(std) / std, the paper's 1 / dt, which evens out gradients where
-    a step of length dt moves its mean by dt times the prediction (flows); a chain that predicts the clean action moves
-    it most at the end already, and is thrown off by it. Deviation: the shift's own gradient, second order in the step,
-    is dropped.
+    c = std r' A, the gradient of the clipped surrogate of r' (see `guarded_log_ratio`; deviation: the shift's own
+    gradient, second order in the step, is dropped). summed: log-probabilities are sums over dimensions
+    (policy.logp_reduction=sum). Clip widths are those of the scaled log-ratio, std times smaller. balance: times
+    mean(std^2) / std^2, the paper's 1 / dt: a step of length dt has a variance in proportion to dt. Our flows take even
+    steps, where it changes nothing; a chain of denoising steps that predicts the clean action moves its mean most at
+    the end already, and is thrown off by it, so it is off.
     """
     shift, std = mean_shift(scored)
     if summed:
         shift = shift * scored.rollouts.duration[..., None] * scored.rollouts.actions.shape[-1]
     log_ratio = guarded_log_ratio(scored.log_ratio, shift, std)
-    c = ppo(log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    c = std * ppo(log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
     if balance:
-        c = c * std[scored.mask].mean() / std.clamp(min=1e-6)
+        c = c * std[scored.mask].square().mean() / std.square().clamp(min=1e-12)
     plain, guarded = scored.ratio[scored.mask].mean(), log_ratio.exp()[scored.mask].mean()
     return torch.where(scored.mask, c, 0.0), {"ratio_mean": plain, "guarded_ratio_mean": guarded}
 

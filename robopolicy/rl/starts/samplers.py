@@ -152,7 +152,7 @@ class SecSampler(_Beliefs):
 
 @mechanism(Slot.SAMPLER, "prompt_replay", source="Prompt Replay")
 class ReplaySampler(_Beliefs):
-    """Mix fresh starts with ones whose last success rate was near 0.5, each after a pause and not too often.
+    """Mix fresh starts with those whose last success rate was nearest to 0.5, each after a pause and not too often.
 
     share: of a batch that is replayed; near: how far from 0.5 still counts; cooldown: proposals before a start may come
     back; limit: how often it may.
@@ -167,14 +167,16 @@ class ReplaySampler(_Beliefs):
         """Return starts [n], replayed ones first, then those used least."""
         self.round += 1
         order = generator.permutation(pool)
-        ready = [
+        distance = dict(zip(order.tolist(), np.abs(self.predict(order) - 0.5).tolist(), strict=True))
+        rested = [
             number
             for number in order.tolist()
             if number in self.counts
-            and abs(float(self.predict(np.array([number]))[0]) - 0.5) <= self.near
+            and distance[number] <= self.near
             and self.round - self.last[number] > self.cooldown
             and self.used[number] < self.limit
-        ][: round(self.share * count)]
+        ]
+        ready = sorted(rested, key=distance.__getitem__)[: round(self.share * count)]
         fresh = sorted((number for number in order.tolist() if number not in ready), key=lambda n: self.used.get(n, 0))
         chosen = (ready + fresh)[:count]
         for number in chosen:
