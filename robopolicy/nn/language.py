@@ -31,6 +31,8 @@ ATTENTION = (None, "eager", "sdpa", "flex_attention")
 LARGEST = 2**24
 """Of the whole numbers that describe a backbone."""
 MOST_LAYERS = 1000
+_NAMED = 20
+"""Words that an error lists at most."""
 
 
 class TextTokenizer(Protocol):
@@ -63,7 +65,7 @@ class WordTokenizer:
         for row, text in zip(rows, texts, strict=True):
             for word in row:
                 if word not in self._index:
-                    raise SpecError(f"The policy was not taught the word '{word}' of '{text}'.{_nearest(word, self)}")
+                    raise SpecError(f"The policy was not taught the word '{word}' of '{text}'.{self._known(word)}")
         longest = max(map(len, rows))
         padded = [[PADDING] * (longest - len(row)) + row for row in rows]
         tokens = torch.tensor([[self._index[word] for word in row] for row in padded])
@@ -71,6 +73,10 @@ class WordTokenizer:
 
     def save(self, folder: Path) -> None:
         """Nothing beyond the instructions is needed."""
+
+    def _known(self, word: str) -> str:
+        few = ", ".join(self.words[:_NAMED]) + (", ..." if len(self.words) > _NAMED else "")
+        return f"{did_you_mean(word, self.words)} It knows {few or 'no words'}."
 
 
 class PretrainedTokenizer:
@@ -366,7 +372,3 @@ def _require_attention(name: str, value: Any, where: str) -> None:
             f"{where} asks for {name}={str(value)[:80]}, which could be code from a hub: "
             f"choose one of {', '.join(filter(None, ATTENTION))}."
         )
-
-
-def _nearest(word: str, tokenizer: WordTokenizer) -> str:
-    return did_you_mean(word, tokenizer.words)

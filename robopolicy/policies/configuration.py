@@ -34,6 +34,13 @@ class Likelihood(Enum):
     MATCHING = "matching"
 
 
+class TextEncoder(Enum):
+    """How a policy reads the instruction: not at all, or word by word, with an encoder that is trained with it."""
+
+    NONE = "none"
+    WORDS = "words"
+
+
 class LogpReduction(Enum):
     """How a scored step's log-probability is reduced over the executed chunk steps and action dimensions."""
 
@@ -69,6 +76,12 @@ class DenoisingPolicyConfig:
     heads: int = 4
     """Attention heads of the transformer."""
     image: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
+    text_encoder: TextEncoder = TextEncoder.NONE
+    """none ignores instructions, so all tasks of a dataset are learned as one; words reads them, with an encoder that
+    is trained with the policy and knows the words of the data's instructions (other phrasings of them too).
+    """
+    text_features: int = 64
+    """Size of an instruction's vector."""
     prediction: Prediction = Prediction.SAMPLE
     """What a diffusion predicts (a flow predicts the velocity). With ten steps, predicting the clean sample imitates
     two to three times as closely as predicting the noise, and unlike it still steers the last step.
@@ -136,6 +149,8 @@ class DenoisingPolicyConfig:
         for name in ("denoising_steps", "sampling_steps", "matching_samples"):
             if getattr(self, name) > MOST_STEPS:
                 raise ConfigError(f"{name} is {getattr(self, name)}: choose at most {MOST_STEPS}.")
+        if self.text_features < 1:
+            raise ConfigError(f"text_features is {self.text_features}: an instruction's vector has at least 1 element.")
         if self.history < 1:
             raise ConfigError(f"history is {self.history}: a policy reads at least one frame.")
         if min(self.min_sampling_std, self.min_logprob_std) < 0:

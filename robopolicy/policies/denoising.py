@@ -29,6 +29,7 @@ from robopolicy.policies.network import (
     DenoisingNetwork,
     LearnsNoise,
     NormalizesFields,
+    ReadsInstructions,
     check_condition,
     check_network,
     learns_noise,
@@ -84,7 +85,7 @@ class DenoisingPolicy(nn.Module):
         if network is None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                network = ChunkNetwork(config, self.fields, action.size)
+                network = ChunkNetwork(config, self.fields, action.size, self.instructions)
         check_network(network, config)
         self.network: DenoisingNetwork = network
         self.base: DenoisingNetwork | None = None
@@ -124,8 +125,8 @@ class DenoisingPolicy(nn.Module):
 
     @property
     def reads_instructions(self) -> bool:
-        """Whether decisions depend on the instruction."""
-        return False
+        """Whether decisions depend on the instruction; False of somebody else's network that does not say."""
+        return isinstance(self.network, ReadsInstructions) and self.network.reads_instructions
 
     @property
     def first_step(self) -> int:

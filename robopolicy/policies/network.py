@@ -21,7 +21,9 @@ from robopolicy.nn.denoisers import Denoiser, make_denoiser
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.nn.noise import NoiseHead
 from robopolicy.nn.normalizer import Normalizer
-from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
+from robopolicy.nn.text import WordEncoder
+from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind, TextEncoder
+from robopolicy.policies.instructions import given_instructions
 
 Condition = Mapping[str, Tensor]
 """What a network made of N observations: tensors [N, ...] by name, each name "condition" or "condition.<what>".
@@ -99,6 +101,16 @@ class NormalizesFields(Protocol):
 
 
 @runtime_checkable
+class ReadsInstructions(Protocol):
+    """Optional: a network that says whether `encode` reads the instruction, observation["task"], a list of N texts."""
+
+    @property
+    def reads_instructions(self) -> bool:
+        """See the class."""
+        ...
+
+
+@runtime_checkable
 class Described(Protocol):
     """Optional: a network that checkpoints can bring back."""
 
@@ -113,17 +125,31 @@ class Described(Protocol):
 
 
 class ChunkNetwork(nn.Module):
-    """Ours: an observation encoder whose condition is one vector [N, D], and a denoiser of chunks."""
+    """Ours: encoders of observation and instruction, whose condition is one vector [N, D], and a denoiser of chunks.
 
-    def __init__(self, config: DenoisingPolicyConfig, fields: Mapping[str, Field], action_size: int):
+    instructions: those it may be given; with text_encoder=words it knows their words.
+    """
+
+    def __init__(
+        self,
+        config: DenoisingPolicyConfig,
+        fields: Mapping[str, Field],
+        action_size: int,
+        instructions: tuple[str, ...] = ("",),
+    ):
         super().__init__()
-        self.fields = tuple(fields)
+        self.fields, self.instructions = tuple(fields), instructions
         self.encoder = ObservationEncoder(fields, config.history, config.state_normalization, config.image)
+        self.text_encoder: WordEncoder | None = None
+        condition_size = self.encoder.dimension
+        if config.text_encoder is TextEncoder.WORDS:
+            self.text_encoder = WordEncoder(instructions, config.text_features)
+            condition_size += config.text_features
         self.denoiser = make_denoiser(
             config.denoiser,
             config.prediction_steps,
             action_size,
-            self.encoder.dimension,
+            condition_size,
             config.width,
             config.depth,
             config.heads,
@@ -131,19 +157,32 @@ class ChunkNetwork(nn.Module):
         self.noise_head: NoiseHead | None = None
         if learns_noise(config):
             low, high = config.flow_noise_bounds
-            self.noise_head = NoiseHead(self.encoder.dimension, action_size, max(low, config.min_sampling_std), high)
+            self.noise_head = NoiseHead(condition_size, action_size, max(low, config.min_sampling_std), high)
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
-        """Return {"condition": [N, D]}; a generator shifts images at random."""
-        return {CONDITION: self.encoder(observation, generator)}
+        """Return {"condition": [N, D]}; a generator shifts images at random.
+
+        With a text encoder, raises SpecError where the instruction is missing or has words that it does not know.
+        """
+        seen = self.encoder(observation, generator)
+        if self.text_encoder is None:
+            return {CONDITION: seen}
+        told = self.text_encoder(given_instructions(observation, len(seen), self.instructions))
+        return {CONDITION: torch.cat([seen, told], -1)}
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Predict [N, P, A]; see `DenoisingNetwork`."""
         return self.denoiser(x, time, condition[CONDITION])
 
     def encoder_parameters(self) -> Iterable[nn.Parameter]:
-        """The image encoders' weights."""
-        return self.encoder.parameters()
+        """The weights of the encoders of images and text."""
+        text = [] if self.text_encoder is None else self.text_encoder.parameters()
+        return [*self.encoder.parameters(), *text]
+
+    @property
+    def reads_instructions(self) -> bool:
+        """Whether the condition depends on the instruction."""
+        return self.text_encoder is not None
 
     def steps(self, times: Tensor, condition: Condition) -> Steps:
         """Compute what depends on times [K] or on the condition alone; see `SharesSteps`."""
@@ -219,6 +258,11 @@ def check_network(network: DenoisingNetwork, config: DenoisingPolicyConfig) -> N
         raise ConfigError(f"{name} is no torch.nn.Module with encode, denoise and encoder_parameters.")
     if learns_noise(config) and not isinstance(network, LearnsNoise):
         raise ConfigError(f"flow_noise=learned needs a network with noise_std; {name} has none.")
+    if config.text_encoder is not TextEncoder.NONE and not isinstance(network, ChunkNetwork):
+        raise ConfigError(
+            f"text_encoder={config.text_encoder.value} is a part of ChunkNetwork, and {name} reads the instruction "
+            "itself, if at all: leave text_encoder=none."
+        )
 
 
 def check_condition(condition: Condition, rows: int) -> Condition:

@@ -13,7 +13,7 @@ Accepted names, first match wins ("/" stands for "." or nesting, so {"observatio
 Names of one's own are mapped to those in the left column (`rename`). An array is one frame, or [n <= H, ...], the
 newest frames (oldest first), which replace what the server remembers. Images are uint8, height x width x 3; 3 x height
 x width (openpi's ALOHA) is turned, and other sizes are resized with black borders, as openpi's server does. Without a
-task the policy's first instruction is used.
+task the policy's only instruction is used; one that reads several refuses to guess.
 """
 
 from collections.abc import Mapping
@@ -189,4 +189,4 @@ def _task(names: Mapping[str, Any], spec: PolicySpec) -> str:
             if not isinstance(names[name], str):
                 raise SpecError(f"'{name}' is text, not {type(names[name]).__name__}.")
             return names[name]
-    return spec.instructions[0] if spec.instructions else ""
+    return spec.instructions[0] if len(spec.instructions) == 1 else ""

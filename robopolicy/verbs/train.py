@@ -2,6 +2,8 @@
 
 policy.kind=joint learns actions, what follows them and what that is worth, and plans with itself: it needs data with
 failures and rewards (collect.noise=[low,high]), and is judged with and without planning.
+Data with several instructions are learned as one task by a diffusion or flow policy, unless policy.text_encoder=words
+lets it read them; policy.kind=token reads them anyway.
 train.encoder=CHECKPOINT, of a world model without a decoder, lets the policy read its latent, so that `imagine` can
 tune it there; the policy's checkpoint holds the encoder, and acts in the real world like any other.
 Killed? Run the same command again: it goes on and ends in the same place. train.evaluate_episodes=0 skips the judgement
@@ -29,6 +31,7 @@ from robopolicy.data.lerobot_reading import read_information
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.origins import origin_of_section
 from robopolicy.policies.checkpoint import build_policy
+from robopolicy.policies.configuration import TextEncoder
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.fit import FitResult
@@ -70,6 +73,8 @@ def run(config: Config) -> int:
     features, reads_text = read_information(data)["features"], getattr(policy, "reads_instructions", None)
     reading = describe_reading(data, features, recorded_episodes, seen.spec.observation, reads_text)
     output.print(escape("\n".join(reading.lines())), soft_wrap=True)
+    if reads_text is False and len(reading.instructions) > 1 and hasattr(config.policy.config, "text_encoder"):
+        output.print(f"policy.text_encoder={TextEncoder.WORDS.value} lets it read them and keep the tasks apart.")
     count, recorded = config.train.evaluate_episodes, recorded_origin(data)
     world: World | None = None
     if count:  # before training, so that a policy that does not fit is refused before it costs anything

@@ -10,9 +10,9 @@ import torch
 from robopolicy.cli import main
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
-from robopolicy.core.spec import STATE, Field
+from robopolicy.core.spec import STATE, TASK, Field
 from robopolicy.data.lerobot_format import write_dataset
-from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.pretrain import pretrain
 
@@ -110,9 +110,22 @@ def test_train_says_what_it_reads_and_what_it_leaves_out(tmp_path, capsys):
     assert "tactile (only observation.* and action are read)" in said
     assert "observation.note (its values are of type string" in said
     assert "Instructions: 2, 'lift', 'push': the policy reads no text" in said
+    assert "policy.text_encoder=words lets it read them" in said
     first, last = result["first_losses"]["denoising"], result["losses"]["denoising"]
     assert first != last
     assert f"Loss 'denoising': {first:.4g} at first, {last:.4g} at last Training steps: 20" in said
+
+
+def test_a_policy_with_a_text_encoder_reads_the_instructions(tmp_path, capsys):
+    write_dataset(made(), tmp_path / "data")
+    status, result = train(tmp_path / "data", tmp_path / "runs", "policy.text_encoder=words")
+    assert status == 0 and result["read"]["reads_text"] is True and "task" in result["read"]["columns"]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Instructions: 2, 'lift', 'push': the policy reads them" in said and "policy.text_encoder" not in said
+    policy = load_policy(next((tmp_path / "runs" / "train").glob("*/*/checkpoint")))
+    observation = {key: torch.zeros(2, 1, field.size) for key, field in policy.spec.observation.items()}
+    actions = policy.act({**observation, TASK: ["lift", "push"]}, torch.Generator().manual_seed(0)).actions
+    assert actions.shape == (2, 4, 2)
 
 
 def test_one_instruction_needs_no_line(tmp_path, capsys):

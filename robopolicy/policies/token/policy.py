@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import Decision, Scores, TensorObservation
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, validate_observation
+from robopolicy.core.spec import IMAGE_PREFIX, Field, PolicySpec, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.action_tokens import make_action_tokenizer
 from robopolicy.nn.language import (
@@ -30,6 +30,7 @@ from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.nn.observation_tokens import ObservationTokens
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.fields import select_fields
+from robopolicy.policies.instructions import given_instructions
 from robopolicy.policies.token.configuration import TokenPolicyConfig
 from robopolicy.policies.token.decoding import ActionLanguage, CausalDecoding, Prompt, make_decoding
 
@@ -291,15 +292,7 @@ class TokenPolicy(nn.Module):
 
     def _texts(self, observation: TensorObservation, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return the distinct instructions as tokens and text [U, L], and which of them each row has [N]."""
-        given = observation.get(TASK)
-        if given is None:
-            if len(self.instructions) != 1:
-                known = len(self.instructions)
-                raise SpecError(f"The observation has no '{TASK}', and the policy knows {known} of them.")
-            given = [self.instructions[0]] * rows
-        if len(given) != rows:
-            raise SpecError(f"'{TASK}' has {len(given)} texts for {rows} rows.")
-        texts = [str(text) for text in given]
+        texts = given_instructions(observation, rows, self.instructions)
         distinct = sorted(set(texts))
         number = {text: index for index, text in enumerate(distinct)}
         tokens, text = self.text_tokens(distinct)
