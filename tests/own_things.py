@@ -64,6 +64,11 @@ class Towards:
         return np.clip(-observation[STATE][:, -1].astype(float), -0.2, 0.2)
 
 
+def make_towards() -> Towards:
+    """Return a controller, as a function may."""
+    return Towards()
+
+
 @dataclass(frozen=True)
 class LinearConfig:
     """A linear policy."""

@@ -132,7 +132,20 @@ def test_settings_of_an_own_policy_are_checked():
     with pytest.raises(ConfigError, match=r"policy\.kind=own_things:Linear has no 'gian'.*'policy\.gain'"):
         compose(["policy.kind=own_things:Linear", "policy.gian=1"])
     with pytest.raises(ConfigError, match="has no configuration"):
-        compose(["policy.kind=own_things:Towards"])
+        compose(["policy.kind=own_things:LinearConfig"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own_things:Towards", "is a controller"),
+        ("sims.tasks.push_cube:PushCubeExpert", "is a controller"),
+        ("own_things:make_towards", r"is a function.*a controller\?"),
+    ],
+)
+def test_a_controller_in_the_place_of_a_policy_is_told_where_it_belongs(name, said):
+    with pytest.raises(ConfigError, match=rf"'{name}' {said}.*collect\.controller={name}"):
+        compose([f"policy.kind={name}"])
 
 
 def test_own_advantage_decorated_and_plain():

@@ -6,9 +6,54 @@ and its `save(folder)` calls `robopolicy.policies.checkpoint.save_policy`. Where
 rebuilds it from a checkpoint whose config.json is `description`.
 """
 
+import inspect
+from typing import Any
+
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.registry import Kinds
 
-POLICIES = Kinds(
+
+class PolicyKinds(Kinds):
+    """The kinds of policies; a controller in the place of one is told where it belongs."""
+
+    def load(self, name: str) -> Any:
+        """Import and return what `name` (or a dotted path) stands for. Raises ConfigError, also for a controller."""
+        found = super().load(name)
+        if _is_controller(found):
+            raise ConfigError(
+                f"'{name}' is a controller: it acts by act(observation) -> actions [B, A] and cannot learn, and a "
+                f"policy acts by act(observation, generator, deterministic=). {_way_out(name)}"
+            )
+        if inspect.isfunction(found) and not hasattr(found, "configuration"):
+            raise ConfigError(
+                f"'{name}' is a function, and a policy is a class. Does it make a controller? {_way_out(name)}"
+            )
+        return found
+
+
+def _way_out(name: str) -> str:
+    return f"To imitate it, record it with collect.controller={name} and train a policy on that."
+
+
+def _is_controller(found: Any) -> bool:
+    """Whether an object or a class has `reset` and an `act` that takes an observation and nothing more."""
+    act = getattr(found, "act", None)
+    if not callable(act) or not callable(getattr(found, "reset", None)):
+        return False
+    itself = (found,) if inspect.isclass(found) else ()
+    return _takes(act, *itself, {}) and not _takes(act, *itself, {}, None)
+
+
+def _takes(call: Any, *given: Any) -> bool:
+    """Whether `call` can be called with so many arguments."""
+    try:
+        inspect.signature(call).bind(*given)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+POLICIES = PolicyKinds(
     "policy",
     "robopolicy.policies",
     {
