@@ -111,6 +111,39 @@ def test_an_environment_may_say_what_is_its_own_and_how_long_a_step_is():
     assert named.fps == 10 and GymnasiumWorld("toy", Timed, 1, horizon=3, instruction="go").spec.fps == 25
 
 
+class Hidden(gymnasium.Env):
+    """As ALOHA: where things lie is in the image alone, and the robot always starts alike."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
+    render_mode = "rgb_array"
+    observation_space = spaces.Dict(agent_pos=spaces.Box(-9, 9, (1,)), top=spaces.Box(0, 255, (4, 4, 3), np.uint8))
+    action_space = spaces.Box(-1, 1, (1,))
+
+    def _seen(self):
+        return {"agent_pos": np.array([self.place], np.float32), "top": np.full((4, 4, 3), self.shade, np.uint8)}
+
+    def render(self):
+        return self._seen()["top"]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place, self.shade = 0.0, int(self.np_random.integers(255))
+        return self._seen(), {"success": False}
+
+    def step(self, action):
+        self.place += float(action[0])
+        return self._seen(), 0.0, False, False, {"success": False}
+
+
+def test_starts_that_differ_in_images_alone_are_new_starts():
+    def make(batch, **options):
+        return GymnasiumWorld("toy", Hidden, batch, horizon=4, instruction="go", **options)
+
+    check_world(lambda batch: make(batch, cameras=("top",), image_size=4), snapshots=False)
+    with pytest.raises(AssertionError, match="new starts"):
+        check_world(make, snapshots=False)
+
+
 def test_the_original_push_t_keeps_every_promise():
     pytest.importorskip("gym_pusht")
     check_world(lambda batch: make_world("gymnasium:gym_pusht/PushT-v0", batch, horizon=60), snapshots=False)
