@@ -262,6 +262,16 @@ def test_fine_tuning_moves_opposite_tasks_in_opposite_directions(algorithm: str)
     assert any(name.startswith("network.text_encoder") for name in moved)
 
 
+def test_a_policy_that_knows_several_tasks_is_tuned_in_a_world_with_one():
+    world = ToldWorld(16)
+    world.spec = replace(world.spec, instructions=TEXTS[1:])
+    world.observe = lambda: {STATE: np.zeros((16, 1, 2), dtype=np.float32), TASK: np.array(TEXTS[1:] * 16)}
+    policy = make()
+    policy.prepare_finetuning(2)
+    config = FinetuneConfig(algorithm="grpo", iterations=1, groups=4, group_size=4, epochs=1, evaluate_every=0)
+    assert finetune(policy, None, world, replace(config, ratio_tolerance=1e-4), seed=0).iterations == 1
+
+
 def test_requests_served_together_follow_their_own_instructions():
     """One pass answers both; a request without a text, or with a strange word, is that client's error alone."""
     policy = taught()
