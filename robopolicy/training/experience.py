@@ -148,11 +148,8 @@ def decisions_at(
         assert isinstance(value, Tensor)
         if images or not key.startswith(IMAGE_PREFIX):
             observation[key] = value[where]
-    told = rollouts.task[where]
     # Also where the world has but one: the policy may know more
-    observation[TASK] = (
-        [instructions[index] for index in told.tolist()] if len(instructions) > 1 else [instructions[0]] * len(told)
-    )
+    observation[TASK] = [instructions[index] for index in rollouts.task[where].tolist()]
     return observation, {key: value[where] for key, value in rollouts.latents.items()}
 
 
