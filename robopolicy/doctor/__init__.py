@@ -11,8 +11,16 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.world import World
 from robopolicy.doctor.data import check_action_range, check_fields, check_finite_values, check_policy_fields
 from robopolicy.doctor.findings import Finding, Health
-from robopolicy.doctor.images import check_cameras, check_images
+from robopolicy.doctor.image_timing import check_image_timing
+from robopolicy.doctor.images import STANDS_STILL, check_cameras, check_images
 from robopolicy.doctor.policy import check_normalizers, check_policy_on_data
+from robopolicy.doctor.recording import (
+    check_constant_elements,
+    check_duplicates,
+    check_instructions,
+    check_spikes,
+    check_truncation,
+)
 from robopolicy.doctor.replay import check_replay
 from robopolicy.doctor.statistics import check_statistics
 from robopolicy.doctor.success import check_success
@@ -39,16 +47,33 @@ def examine(
 
 
 def examine_data(episodes: Episodes, world: World) -> list[Finding]:
-    """Examine data by itself, then against the world: fields, ranges, cameras, replay."""
-    findings = [*check_finite_values(episodes), *check_fields(episodes, world.spec), *check_cameras(episodes)]
+    """Examine data by itself, then against the world: fields, ranges, cameras, instructions, replay."""
+    images = check_cameras(episodes)
+    findings = [*check_finite_values(episodes), *check_fields(episodes, world.spec), *images]
+    findings += [*check_duplicates(episodes), *check_constant_elements(episodes)]
+    findings += check_instructions(episodes, world)
     if _fails(findings, "finite values") or episodes.action_field.shape != world.spec.action.shape:
         return findings
     findings += check_action_range(episodes.actions, world.spec.action)
     findings += check_images(episodes, world)
     recorded, wanted = episodes.observation_fields, world.spec.observation
     if all(recorded[key].shape == wanted[key].shape for key in wanted if key in recorded):
-        findings += check_replay(episodes, world)
+        replayed = check_replay(episodes, world)
+        findings += replayed
+        if not any(finding.problem for finding in replayed):
+            timing = check_image_timing(episodes, world, images)
+            findings = [*_without_repeated(findings, timing), *timing]
+    if episodes.seeds is None:
+        findings += check_spikes(episodes)
+    if not any(finding.check in ("success labels", "ends of episodes") for finding in findings):
+        findings += check_truncation(episodes, world.spec)
     return findings
+
+
+def _without_repeated(findings: list[Finding], timing: list[Finding]) -> list[Finding]:
+    """Leave out that cameras stand still where films of the world say it more fully."""
+    again = {finding.check for finding in timing if finding.measured.startswith(STANDS_STILL)}
+    return [item for item in findings if not (item.check in again and item.measured.startswith(STANDS_STILL))]
 
 
 def examine_policy(

@@ -31,7 +31,7 @@ def explain_columns(
     first = np.zeros_like(known)
     first[:, 0] = True
     first = first[known]
-    wrong = np.array([i for i in range(len(names)) if not _near(x[:, i], y[:, i], scale[i], first)], dtype=int)
+    wrong = np.array([i for i in range(len(names)) if not near(x[:, i], y[:, i], scale[i], first)], dtype=int)
     if not len(wrong):
         return None
     source, factor = np.arange(len(names)), np.ones(len(names))
@@ -62,15 +62,15 @@ def _explain(
 ) -> tuple[int, float, float, list[int]] | None:
     """Return (source, factor, offset, other sources) with x[column] = factor * y[source] + offset; None if nothing."""
     own, other = x[:, column], [int(j) for j in wrong if j != column and groups[j] == groups[column]]
-    if _near(own, -y[:, column], scale[column], first):
+    if near(own, -y[:, column], scale[column], first):
         return column, -1.0, 0.0, []
     for sign in (1.0, -1.0):
-        alike = [j for j in other if _near(own, sign * y[:, j], scale[column], first)]
+        alike = [j for j in other if near(own, sign * y[:, j], scale[column], first)]
         if alike:
             return alike[0], sign, 0.0, alike[1:]
     slope, intercept = _line(y[:, column], own)
     size = max(scale[column], abs(slope) * float(y[:, column].std()))
-    if not np.isfinite(slope) or abs(slope) < 1e-6 or not _near(own, slope * y[:, column] + intercept, size, first):
+    if not np.isfinite(slope) or abs(slope) < 1e-6 or not near(own, slope * y[:, column] + intercept, size, first):
         return None
     if abs(intercept) < TOLERANCE * size:
         return column, slope, 0.0, []
@@ -126,7 +126,7 @@ def _linear(name: str, factor: float, offset: float) -> str:
     return f"'{name}' is {' and '.join(parts)}"
 
 
-def _near(x: np.ndarray, y: np.ndarray, scale: float, first: np.ndarray) -> bool:
+def near(x: np.ndarray, y: np.ndarray, scale: float, first: np.ndarray) -> bool:
     """Whether elements [n] agree in nine of ten frames, and in nine of ten `first` frames [n] bool of an episode."""
     error = np.abs(x - y) / scale
     parts = [error, error[first]] if first.any() else [error]

@@ -37,13 +37,16 @@ class Explanation:
     score: Score
 
 
-def explain_exactly(motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judge) -> list[Explanation]:
+def explain_exactly(
+    motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judge, depth: int = DEPTH
+) -> list[Explanation]:
     """Return the simplest explanations after which nothing is left to explain; several if none is more right.
 
+    depth: breaks that one explanation may combine.
     All hypotheses are tried on the motion; those that help are then tried on the best partial mendings (a beam
     search). It stops at the first depth with an exact explanation; [] if there is none.
     """
-    for tried in _search(motion, hypotheses, judge, DEPTH):
+    for tried in _search(motion, hypotheses, judge, depth):
         exact = _distinct([item for item in tried if item.score.exact])
         if exact:
             return sorted(exact, key=lambda item: item.score.error)

@@ -3,6 +3,7 @@
 Images are uint8, height x width x 3; differences are in steps of 255.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -17,6 +18,13 @@ from robopolicy.doctor.findings import Finding, Health
 
 BLACK, FLAT, FROZEN = 10, 3.0, 6
 """Brightest value of a black image; spread of a flat one; largest change of a pixel in a frozen episode (codecs)."""
+STANDS_STILL = "the image stands still while the robot moves"
+STILL = 4
+"""Images in a row that show a camera's stream to hang, if the robot moves."""
+TWIN = 0.5
+"""Mean difference below which two cameras show the same; codecs change equal images equally."""
+NEGATIVE = 0.03
+"""How far from -1 the slope of an image's values against the world's may be to be called a negative."""
 CLOSE = 4.0
 """Mean difference within which images are the same: a codec's loss, another renderer's rounding."""
 
@@ -36,8 +44,9 @@ def image_check(text: str) -> str:
 
 
 def check_cameras(episodes: Episodes) -> list[Finding]:
-    """Look for black, flat and frozen images, camera by camera."""
-    return [finding for camera in episodes.cameras for finding in _check_camera(episodes, camera)]
+    """Look for black, flat and frozen images and wrong ranges, camera by camera, and for cameras that are one."""
+    findings = [finding for camera in episodes.cameras for finding in _check_camera(episodes, camera)]
+    return [*findings, *_check_twins(episodes)]
 
 
 def check_images(episodes: Episodes, world: World) -> list[Finding]:
@@ -64,9 +73,48 @@ def check_images(episodes: Episodes, world: World) -> list[Finding]:
     return findings
 
 
+def standing_still(camera: str, episodes: list[str]) -> list[Finding]:
+    """Return the finding that a camera hung in `episodes`, none where there are none."""
+    text = f"{STANDS_STILL} (episodes {listed(episodes)})"
+    remedy = "The camera's stream hung, or one image was written again and again: record these episodes again."
+    return [Finding(f"camera '{camera}'", Health.BAD, text, remedy)] if episodes else []
+
+
+def _check_twins(episodes: Episodes) -> list[Finding]:
+    """Look for pairs of cameras that show the same images."""
+    every = max(1, episodes.step_count // 64)
+    some = {camera: episodes.observation[IMAGE_PREFIX + camera][::every].cpu().numpy() for camera in episodes.cameras}
+    twins = [
+        f"'{first}' and '{second}'"
+        for first, second in itertools.combinations(some, 2)
+        if some[first].shape == some[second].shape
+        and _difference(some[first].astype(np.float32), some[second].astype(np.float32)) < TWIN
+    ]
+    remedy = "One camera was recorded twice, or both names lead to one device: record again with both."
+    return [Finding("camera order", Health.BAD, f"{pair} show the same images", remedy) for pair in twins]
+
+
+def _check_range(camera: str, images: Tensor) -> list[Finding]:
+    """Look for images [n, height, width, 3] that are not bytes from 0 to 255, but numbers for networks."""
+    low, high = float(images.min()), float(images.max())
+    remedy = "Store bytes from 0 to 255: multiply by 255 (or undo the normalisation) before the conversion to uint8."
+    if images.dtype != torch.uint8 and high <= 1.0 and low >= -1.0:
+        text = f"'{camera}' holds numbers from {'-1' if low < 0 else '0'} to 1, not bytes from 0 to 255"
+        return [Finding("image range", Health.BAD, text, remedy)]
+    if images.dtype != torch.uint8 and low < -1e-3:
+        text = f"'{camera}' holds numbers from {low:.3g} to {high:.3g} (normalised by mean and deviation?), not bytes"
+        return [Finding("image range", Health.BAD, text, remedy)]
+    if high == 1.0:
+        text = f"'{camera}' holds only 0 and 1: images from 0 to 1 were converted to bytes without the factor 255"
+        return [Finding("image range", Health.BAD, text, remedy)]
+    return []
+
+
 def _check_camera(episodes: Episodes, camera: str) -> list[Finding]:
     check = f"camera '{camera}'"
     images = episodes.observation[IMAGE_PREFIX + camera].cpu()
+    if scaled := _check_range(camera, images):
+        return scaled
     final = torch.ones(len(images), dtype=torch.bool)
     if episodes.final_known is not None:
         final[(episodes.frame_starts + episodes.lengths).cpu()[~episodes.final_known.cpu()]] = False
@@ -86,10 +134,7 @@ def _check_camera(episodes: Episodes, camera: str) -> list[Finding]:
             )
             findings.append(Finding(check, Health.BAD, text, remedy))
     frozen = [str(index) for index in _frozen(episodes, images) if not (black | white | flat)[owner == index].any()]
-    if frozen:
-        text = f"the image stands still while the robot moves (episodes {listed(frozen)})"
-        remedy = "The camera's stream hung, or one image was written again and again: record these episodes again."
-        findings.append(Finding(check, Health.BAD, text, remedy))
+    findings += standing_still(camera, frozen)
     return findings or [Finding(check, Health.GOOD, "images change and show something")]
 
 
@@ -101,23 +146,36 @@ def _spread(images: Tensor) -> Tensor:
 
 
 def _frozen(episodes: Episodes, images: Tensor) -> list[int]:
-    """Return the episodes in whose later half (or longer) no pixel changes although the state does."""
+    """Return the episodes in which no pixel changes for STILL frames or more although the state does.
+
+    A stream that stands still at first and then goes on is late, which the films of the world show.
+    """
     keys = [key for key in (STATE, ENVIRONMENT_STATE) if key in episodes.observation]
+    states = [episodes.observation[key].cpu() for key in keys]
+    state = torch.cat([values / values.std(0, correction=0).clamp(min=1e-6) for values in states], 1) if keys else None
     found = []
     for index in range(len(episodes)):
         first, length = int(episodes.frame_starts[index]), int(episodes.lengths[index])
-        if length < 4:
-            continue
-        late = slice(first + length // 2, first + length)
-        changed = (images[late].short() - images[first + length - 1].short()).abs().amax()
-        moved = [
-            (values[late].amax(0) - values[late].amin(0)) / values.std(0, correction=0).clamp(min=1e-6)
-            for key in keys
-            for values in (episodes.observation[key].cpu(),)
-        ]
-        if int(changed) <= FROZEN and (not moved or float(torch.cat(moved).max()) > 0.5):
-            found.append(index)
+        for begin, end in still_runs(images[first : first + length]):
+            if begin == 0 and end < length:
+                continue
+            run = slice(first + begin, first + end)
+            moved = 1.0 if state is None else float((state[run].amax(0) - state[run].amin(0)).max())
+            if moved > 0.5 and index not in found and (state is not None or end - begin >= length // 2):
+                found.append(index)
     return found
+
+
+def still_runs(images: Tensor) -> list[tuple[int, int]]:
+    """Return the runs (first frame, one after the last) of STILL or more images [n, ...] like their first."""
+    runs, begin = [], 0
+    for frame in range(1, len(images) + 1):
+        ends = frame == len(images)
+        if ends or int((images[frame].short() - images[begin].short()).abs().amax()) > FROZEN:
+            if frame - begin >= STILL:
+                runs.append((begin, frame))
+            begin = frame
+    return runs
 
 
 def _compare(camera: str, recorded: np.ndarray, shown: Mapping[str, np.ndarray], seeded: bool) -> Finding:
@@ -143,10 +201,28 @@ def _compare(camera: str, recorded: np.ndarray, shown: Mapping[str, np.ndarray],
     text = f"differ from the world's by {error:.1f} of 255 ({how})"
     if error < CLOSE:
         return Finding(check, Health.GOOD, text)
+    slope, offset, left = _line(shown[camera], recorded)
+    if left < max(CLOSE, 0.1 * error) and abs(slope + 1) < NEGATIVE:
+        text = (
+            f"'{camera}' is a negative (255 less the world's values): bytes were made 255 times larger and overflowed"
+        )
+        remedy = "Multiply only images from 0 to 1 by 255; leave bytes as they are."
+        return Finding("image range", Health.BAD, text, remedy)
+    if left < 0.25 * error and slope > 0:
+        text = f"{text}: brightness and contrast, {slope:.2g} times the world's values {offset:+.0f}"
     if not seeded:
         return Finding(check, Health.UNKNOWN, f"{text}; without seeds they cannot be compared one by one")
     remedy = "Camera pose, light, cropping or the version of the scene differ: compare the images by eye."
     return Finding(check, Health.WARNING, text, remedy)
+
+
+def _line(shown: np.ndarray, recorded: np.ndarray) -> tuple[float, float, float]:
+    """Fit recorded = slope shown + offset over all values; return slope, offset and the mean difference left."""
+    x, y = shown.reshape(-1), recorded.reshape(-1)
+    centred = x - x.mean()
+    slope = float((centred * y).mean() / max(float((centred**2).mean()), 1e-9))
+    offset = float(y.mean() - slope * x.mean())
+    return slope, offset, float(np.abs(slope * x + offset - y).mean())
 
 
 def _difference(first: np.ndarray, second: np.ndarray) -> float:

@@ -85,22 +85,42 @@ def action_hypotheses(field: Field, largest: np.ndarray) -> list[Hypothesis]:
 ALIGN = "Align them: an action belongs to the frame it was decided on."
 
 
-def action_shifts() -> list[Hypothesis]:
-    """Return the shifts of actions in time."""
-    return [
-        Hypothesis("time shift", "actions are stored one step too late", ALIGN, _late(1)),
-        Hypothesis("time shift", "actions are stored one step too early", ALIGN, _early),
-        Hypothesis("time shift", "actions are stored 2 steps too late", ALIGN, _late(2)),
-    ]
+LATEST = 8
+"""Steps by which actions or observations may be shifted."""
 
 
-def frame_shifts() -> list[Hypothesis]:
-    """Return the shifts of observations in time."""
-    return [
-        Hypothesis("time shift", "observations are stored one step too late", ALIGN, _frames_late(1)),
-        Hypothesis("time shift", "observations are stored one step too early", ALIGN, frames_early),
-        Hypothesis("time shift", "observations are stored 2 steps too late", ALIGN, _frames_late(2)),
-    ]
+def short_shifts() -> list[Hypothesis]:
+    """Return the shifts in time that come together with other breaks."""
+    actions = [_actions_late(1), _actions_early(1), _actions_late(2)]
+    return [*actions, _observations_late(1), observations_early(1), _observations_late(2)]
+
+
+def long_shifts() -> list[Hypothesis]:
+    """Return the shifts in time by several steps."""
+    late = [shift(steps) for steps in range(3, LATEST + 1) for shift in (_actions_late, _observations_late)]
+    return [*late, *(_actions_early(steps) for steps in range(2, LATEST + 1))]
+
+
+def _actions_late(steps: int) -> Hypothesis:
+    return _shift("actions", steps, "late", _late(steps))
+
+
+def _actions_early(steps: int) -> Hypothesis:
+    return _shift("actions", steps, "early", _early(steps))
+
+
+def _observations_late(steps: int) -> Hypothesis:
+    return _shift("observations", steps, "late", _frames_late(steps))
+
+
+def observations_early(steps: int) -> Hypothesis:
+    """Return the break that every observation is stored `steps` steps too early."""
+    return _shift("observations", steps, "early", _frames_early(steps))
+
+
+def _shift(what: str, steps: int, way: str, mend: Callable[[Motion], Motion]) -> Hypothesis:
+    text = f"{what} are stored {'one step' if steps == 1 else f'{steps} steps'} too {way}"
+    return Hypothesis("time shift", text, ALIGN, mend)
 
 
 def rate_hypotheses(fps: float) -> list[Hypothesis]:
@@ -169,9 +189,16 @@ def _from_range(first: float, last: float, low: np.ndarray, high: np.ndarray) ->
     return lambda motion: replace(motion, actions=low + (motion.actions - first) / (last - first) * (high - low))
 
 
+def _unknown(motion: Motion) -> Motion:
+    """A motion too short for a shift: nothing of it can be compared."""
+    return replace(motion, known=np.zeros_like(motion.known))
+
+
 def _late(steps: int) -> Callable[[Motion], Motion]:
     def mend(motion: Motion) -> Motion:
         count = motion.actions.shape[1] - steps
+        if count < 1:
+            return _unknown(motion)
         known = motion.known[:, : count + 1] & motion.known[:, steps:]
         return Motion(motion.actions[:, steps:], motion.frames[:, : count + 1], known)
 
@@ -181,21 +208,36 @@ def _late(steps: int) -> Callable[[Motion], Motion]:
 def _frames_late(steps: int) -> Callable[[Motion], Motion]:
     def mend(motion: Motion) -> Motion:
         count = motion.actions.shape[1] - steps
+        if count < 1:
+            return _unknown(motion)
         return Motion(motion.actions[:, :count], motion.frames[:, steps:], motion.known[:, steps:])
 
     return mend
 
 
-def _early(motion: Motion) -> Motion:
-    actions = np.concatenate([np.full_like(motion.actions[:, :1], np.nan), motion.actions[:, :-1]], axis=1)
-    return replace(motion, actions=actions)
+def _early(steps: int) -> Callable[[Motion], Motion]:
+    def mend(motion: Motion) -> Motion:
+        if motion.actions.shape[1] <= steps:
+            return _unknown(motion)
+        unknown = np.full_like(motion.actions[:, :steps], np.nan)
+        known = motion.known.copy()
+        known[:, : steps + 1] = False  # the unknown actions are found from these frames, which so are no evidence
+        return replace(motion, actions=np.concatenate([unknown, motion.actions[:, :-steps]], axis=1), known=known)
+
+    return mend
 
 
-def frames_early(motion: Motion) -> Motion:
-    """Undo observations stored one step too early: the frame before the first action is then not known."""
-    frames = np.concatenate([motion.frames[:, :1], motion.frames[:, :-1]], axis=1)
-    known = np.concatenate([np.zeros_like(motion.known[:, :1]), motion.known[:, :-1]], axis=1)
-    return replace(motion, frames=frames, known=known)
+def _frames_early(steps: int) -> Callable[[Motion], Motion]:
+    """The frames before the action of step `steps` are then not known."""
+
+    def mend(motion: Motion) -> Motion:
+        if motion.actions.shape[1] <= steps:
+            return _unknown(motion)
+        frames = np.concatenate([np.repeat(motion.frames[:, :1], steps, axis=1), motion.frames[:, :-steps]], axis=1)
+        unknown = np.zeros_like(motion.known[:, :steps])
+        return replace(motion, frames=frames, known=np.concatenate([unknown, motion.known[:, :-steps]], axis=1))
+
+    return mend
 
 
 def _hold(factor: int) -> Callable[[Motion], Motion]:

@@ -4,6 +4,7 @@ A world repeats a recording to about 1e-6 standard deviations, so that almost an
 break whose mending makes the replay exact again is its explanation.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,18 +16,23 @@ from robopolicy.core.progress import progress
 from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import World
 from robopolicy.doctor.columns import explain_columns
+from robopolicy.doctor.ends import REMEDY, Ends, check_ends, play_to_ends
 from robopolicy.doctor.explain import Explanation, Score, explain_exactly, explain_nearly, report
 from robopolicy.doctor.findings import Finding, Health, name_factor
 from robopolicy.doctor.motion import (
+    LATEST,
     Hypothesis,
     Motion,
     action_hypotheses,
-    action_shifts,
-    frame_shifts,
-    frames_early,
+    long_shifts,
+    observations_early,
     rate_hypotheses,
     scaled_actions,
+    short_shifts,
 )
+from robopolicy.doctor.needed import explain_needed, needed_actions, only_some, single_actions, solve_step
+from robopolicy.doctor.recording import spikes
+from robopolicy.doctor.sensors import Recorded, faulty_sensors, mend_spikes, unlike_the_rest
 
 TOLERANCE = 0.01
 """Standard deviations of the data within which a replay follows the recording."""
@@ -36,9 +42,10 @@ EARLY = 15
 """Steps within which chaos cannot have grown: parting ways here has a reason."""
 WINDOW = 30
 """Steps on which exact explanations are judged."""
+ENOUGH = 6
+"""Frames of all episodes together that must agree for an explanation to be exact."""
 SHORT = 6
 """Steps on which approximate ones are judged, before small errors have grown."""
-REMEDY = "Same starts, other motion: control rate, substeps, action units or order differ from the recording."
 
 SEEDLESS = (
     "The world ignores its seed (it draws from a global generator?): make reset(seed=) decide everything. Until then "
@@ -73,14 +80,32 @@ class Replayer:
         largest = np.abs(columns).max(0)
         self.scale = np.maximum(np.maximum(columns.std(0), 1e-3 * largest), 1e-6)
         self.motion = _motion(episodes, columns, chosen)
+        action = self.spec.action
+        self.low, self.high = (
+            np.broadcast_to(bound, action.shape).astype(float) for bound in (action.low, action.high)
+        )
 
     def play(self, motion: Motion) -> Played:
         """Play the actions from the recorded starts; an unknown first action is recovered from what followed it."""
         actions = motion.actions
-        if np.isnan(actions[:, 0]).any():
+        for step in range(int(np.isnan(actions[0]).any(-1).sum())):
             actions = actions.copy()
-            actions[:, 0] = self._recovered(motion.frames[:, 1])
+            actions[:, step] = np.where(np.isfinite(self.low + self.high), (self.low + self.high) / 2, 0.0)
+            steps, target = np.full(len(actions), step), motion.frames[:, step + 1]
+            actions[:, step] = solve_step(actions, steps, target, self.frames, self.scale, (self.low, self.high))
         return self._run(actions)
+
+    def frames(self, actions: np.ndarray) -> np.ndarray:
+        """Play actions [E, T, A] from the recorded starts and return the frames [E, T + 1, S]."""
+        return self._run(actions).frames
+
+    def ignore(self, columns: list[int]) -> None:
+        """Leave elements out of all comparisons from now on."""
+        self.scale[columns] = np.inf
+
+    def recorded(self, motion: Motion, played: "Played") -> Recorded:
+        """Lay a motion beside what was played."""
+        return Recorded(motion.frames, played.frames, motion.known, self.scale, self.names)
 
     def errors(self, motion: Motion, played: Played) -> np.ndarray:
         """Return |played - recorded| in standard deviations, [E, T + 1, S]; 0 where the recording is not known."""
@@ -96,9 +121,10 @@ class Replayer:
         except NonFiniteError:
             return Score(np.inf, False)
         follows = error.max((1, 2)) < TOLERANCE
+        enough = motion.known[:, 2:].sum() >= ENOUGH
         moved = np.abs(motion.frames - motion.frames[:, :1]) / self.scale
         size, total = ((np.minimum(part, 3.0)[motion.known]).sum() for part in (error, moved))
-        return Score(float(size / max(total, 1e-9)), bool(follows.mean() >= FOLLOWING))
+        return Score(float(size / max(total, 1e-9)), bool(enough and follows.mean() >= FOLLOWING))
 
     def repeats(self) -> bool:
         """Whether the world begins twice alike with the same seeds."""
@@ -117,59 +143,64 @@ class Replayer:
         ]
         return Played(np.concatenate(parts, axis=-1), step.success[:rows].copy())
 
-    def _recovered(self, frames: np.ndarray) -> np.ndarray:
-        """Return the actions [E, A] that lead from the starts to `frames` [E, S] in one step (Newton)."""
-        field, rows = self.spec.action, len(frames)
-        low, high = (np.broadcast_to(bound, field.shape).astype(float) for bound in (field.low, field.high))
-        bounded = np.isfinite(low) & np.isfinite(high)
-        middle, reach = np.where(bounded, (low + high) / 2, 0.0), np.where(bounded, (high - low) / 4, 0.1)
-
-        def respond(actions: np.ndarray) -> np.ndarray:
-            return self._run(actions[:, None]).frames[:, 1] / self.scale
-
-        actions = np.tile(middle, (rows, 1))
-        at_rest = respond(actions)
-        columns = [(respond(actions + step) - at_rest) / reach[i] for i, step in enumerate(np.diag(reach))]
-        inverse = np.linalg.pinv(np.stack(columns, -1), rcond=1e-6)
-        for _ in range(4):
-            error = frames / self.scale - respond(actions)
-            actions = np.clip(actions + np.einsum("eas,es->ea", inverse, error), low, high)
-        return actions
-
 
 def check_replay(episodes: Episodes, world: World) -> list[Finding]:
     """Play recorded actions open-loop from the recorded seeds; where the world goes elsewhere, find out why."""
     if episodes.seeds is None:
         text = "the dataset has no seeds, so its starts cannot be repeated"
         return [Finding("replay", Health.UNKNOWN, text, "Replay needs data recorded by 'robopolicy collect'.")]
-    chosen = np.linspace(0, len(episodes) - 1, min(world.batch_size, len(episodes))).round().astype(int)
+    chosen = _chosen(episodes, world.batch_size)
     replayer = Replayer(world, episodes, chosen)
-    motion = replayer.motion
-    played = replayer.play(motion)
-    error = replayer.errors(motion, played).max(-1)
-    findings, mended = _check_columns(replayer, error)
+    played = replayer.play(replayer.motion)
+    glitches, motion = _without_spikes(replayer, played)
+    lengths = episodes.lengths[chosen].cpu().numpy()
+    ends = play_to_ends(world, replayer.seeds, motion.actions, lengths)
+    motion = _until_end(replayer, motion, played, ends)
+    findings, mended = _check_columns(replayer, motion, replayer.errors(motion, played))
+    findings = [*glitches, *findings]
     if mended is None:
         return findings
     if mended is not motion:
         motion, played = mended, replayer.play(mended)
-        error = replayer.errors(motion, played).max(-1)
-    findings += _check_motion(replayer, motion, error, chosen)
-    if episodes.success is not None:
-        agree = float((episodes.success[chosen].cpu().numpy() == played.success).mean())
-        text = f"{agree:.0%} of {len(chosen)} replays end like the recording"
-        good = agree > 0.95 or (len(chosen) < 20 and agree >= 1 - 1 / len(chosen))
-        health = Health.GOOD if good else Health.BAD
-        findings.append(Finding("replayed success", health, text, "" if good else REMEDY))
-    return findings
+    error = replayer.errors(motion, played).max(-1)
+    findings += _check_motion(replayer, motion, error, chosen, episodes.actions.cpu().numpy())
+    return findings + check_ends(episodes, chosen, ends, (error < TOLERANCE).all(1), world.spec.horizon)
 
 
-def _check_columns(replayer: Replayer, error: np.ndarray) -> tuple[list[Finding], Motion | None]:
-    """Compare the starts, and find observation elements that are swapped, flipped or scaled.
+def _chosen(episodes: Episodes, rows: int) -> np.ndarray:
+    """Return the numbers of at most `rows` episodes, spread over the data; those with spikes come first."""
+    rows = min(rows, len(episodes))
+    odd = sorted({episode for where in spikes(episodes).values() for episode in where})[: max(rows // 2, 1)]
+    even = np.linspace(0, len(episodes) - 1, rows).round().astype(int).tolist()
+    spare = (episode for episode in (*even, *range(len(episodes))) if episode not in odd)
+    return np.array(sorted({*odd, *itertools.islice(dict.fromkeys(spare), rows - len(odd))}))
 
-    Returns findings and the motion to go on with, mended where needed; None if the starts cannot be explained.
+
+def _without_spikes(replayer: Replayer, played: Played) -> tuple[list[Finding], Motion]:
+    """Find and mend spikes, unless elements differ in a way that is plain: a swapped one may look spiky."""
+    motion, window = replayer.motion, replayer.motion.cut(WINDOW)
+    shown = played.frames[:, : window.frames.shape[1]]
+    if explain_columns(window.frames, shown, window.known, replayer.scale, replayer.names, replayer.groups) is not None:
+        return [], motion
+    findings, frames = mend_spikes(replayer.recorded(motion, played))
+    return findings, replace(motion, frames=frames)
+
+
+def _until_end(replayer: Replayer, motion: Motion, played: Played, ends: Ends) -> Motion:
+    """Compare no frames after the world has ended episodes that follow until then."""
+    before = np.arange(motion.known.shape[1]) <= ends.ran[:, None]
+    cut = replace(motion, known=motion.known & before)
+    follows = (replayer.errors(cut, played) < TOLERANCE).all((1, 2))
+    return cut if follows.mean() >= FOLLOWING else motion
+
+
+def _check_columns(replayer: Replayer, motion: Motion, errors: np.ndarray) -> tuple[list[Finding], Motion | None]:
+    """Compare the starts, and find observation elements that are swapped, flipped, scaled or badly measured.
+
+    errors: [E, T + 1, S]. Returns findings and the motion to go on with, mended where needed; None if the starts cannot
+    be explained.
     """
-    motion = replayer.motion
-    window = motion.cut(WINDOW)
+    window, error = motion.cut(WINDOW), errors.max(-1)
     start = float(np.median(error[:, 0]))
     off = start >= TOLERANCE
     if not off and not _diverging(error[:, : WINDOW + 1]):
@@ -180,6 +211,12 @@ def _check_columns(replayer: Replayer, error: np.ndarray) -> tuple[list[Finding]
         findings, mend = whole
         health = _agreement("start of episodes", start) if not off else None
         return [*([health] if health else []), *findings], replace(motion, frames=mend(motion.frames))
+    everything = replayer.play(motion)
+    findings, lost = faulty_sensors(replayer.recorded(motion, everything))
+    if lost:
+        replayer.ignore(lost)
+        others, mended = _check_columns(replayer, motion, replayer.errors(motion, everything))
+        return [*findings, *others], mended
     if not off:
         return [_agreement("start of episodes", start)], motion
     if not replayer.repeats():
@@ -192,35 +229,37 @@ def _check_columns(replayer: Replayer, error: np.ndarray) -> tuple[list[Finding]
     if partly is not None:
         findings, mend = partly
         return findings, replace(motion, frames=mend(motion.frames))
-    shifted = frames_early(window)
-    if replayer.judge(shifted).exact:
-        text = "observations are stored one step too early: the world reaches the first frame after the first action"
-        remedy = "Align them: an action belongs to the frame it was decided on."
-        return [Finding("time shift", Health.BAD, text, remedy)], frames_early(motion)
+    for shift in (observations_early(steps) for steps in range(1, LATEST + 1)):
+        if replayer.judge(shift.mend(window)).exact:
+            reason = "the world reaches the first frame later"
+            return [Finding(shift.check, Health.BAD, f"{shift.text}: {reason}", shift.remedy)], shift.mend(motion)
+    findings, lost = unlike_the_rest(replayer.recorded(motion, everything))
+    if lost:
+        replayer.ignore(lost)
+        return findings, motion
     remedy = (
         "Seeds or task version differ from the recording, or observations have other units: nothing can be replayed."
     )
     return [_agreement("start of episodes", start, remedy)], None
 
 
-def _check_motion(replayer: Replayer, motion: Motion, error: np.ndarray, chosen: np.ndarray) -> list[Finding]:
-    """Compare the motion, given errors [E, T + 1] after equal starts, and explain where it differs."""
-    leaves, when = (error >= TOLERANCE).any(1), (error >= TOLERANCE).argmax(1)
+def _check_motion(
+    replayer: Replayer, motion: Motion, error: np.ndarray, chosen: np.ndarray, all_actions: np.ndarray
+) -> list[Finding]:
+    """Compare the motion, given errors [E, T + 1] after equal starts, and explain where it differs.
+
+    chosen: [E], numbers of the episodes in the data; all_actions: [N, A], the data's.
+    """
+    left = error >= TOLERANCE
+    leaves, when = np.asarray(left.any(1)), np.asarray(left.argmax(1))
     early = leaves & (when <= EARLY)
     finding = _agreement("replayed motion", float(np.median(error.max(1))), REMEDY)
     if finding.health is Health.GOOD:
-        if early.any():
-            text = f"{early.sum()} of {early.size} episodes go elsewhere: {listed([str(i) for i in chosen[early]])}"
-            remedy = "Most of the data is sound: examine these episodes alone, or leave them out."
-            health = Health.WARNING if early.mean() < 1 - FOLLOWING else Health.BAD
-            return [Finding("replayed motion", health, text, remedy)]
-        late = f"; {leaves.sum()} of {leaves.size} part ways late, as contact does" if leaves.any() else ""
-        return [replace(finding, measured=finding.measured + late)]
+        return _check_few(replayer, motion, leaves, when, chosen, finding)
     parted = int(np.median(when[leaves]))
-    explanations = _explain(replayer, motion, max(WINDOW, parted + EARLY))
-    if explanations:
-        still = "replays still miss {error:.0%} of the motion"
-        return [finding, *report(explanations, "replays follow the recording", still)]
+    found = _explain(replayer, motion, max(WINDOW, parted + EARLY), all_actions)
+    if found:
+        return [finding, *found]
     if not early.any():
         text = f"follows the data for {parted} steps, then parts from it"
         remedy = "Chaotic contact does this, and so do small differences in version or physics: the data cannot tell."
@@ -229,20 +268,51 @@ def _check_motion(replayer: Replayer, motion: Motion, error: np.ndarray, chosen:
     return [replace(finding, measured=f"{finding.measured}; {unknown}")]
 
 
-def _explain(replayer: Replayer, motion: Motion, steps: int) -> list[Explanation]:
-    """Look for what explains the first `steps` steps exactly, then for what comes near it in the first few."""
+def _check_few(
+    replayer: Replayer, motion: Motion, leaves: np.ndarray, when: np.ndarray, chosen: np.ndarray, finding: Finding
+) -> list[Finding]:
+    """Look at the episodes that leave [E] bool, from frame `when` [E] on, where most of the data is sound."""
+    early = leaves & (when <= EARLY)
+    found: list[Finding] = []
+    if leaves.any():
+        bounds = (replayer.low, replayer.high)
+        needed = needed_actions(motion, replayer.frames, replayer.scale, bounds, rounds=4)
+        found = single_actions(needed, element_names(replayer.spec.action, "action"), chosen)
+    if early.any():
+        text = f"{early.sum()} of {early.size} episodes go elsewhere: {listed([str(i) for i in chosen[early]])}"
+        remedy = "Most of the data is sound: examine these episodes alone, or leave them out."
+        health = Health.WARNING if early.mean() < 1 - FOLLOWING else Health.BAD
+        return [Finding("replayed motion", health, text, remedy), *found]
+    late = f"; {leaves.sum()} of {leaves.size} part ways late, as contact does" if leaves.any() and not found else ""
+    return [replace(finding, measured=finding.measured + late), *found]
+
+
+def _explain(replayer: Replayer, motion: Motion, steps: int, all_actions: np.ndarray) -> list[Finding]:
+    """Look for what explains the first `steps` steps exactly, then for what comes near it in the first few.
+
+    all_actions: [N, A], the data's.
+    """
     field, window = replayer.spec.action, motion.cut(steps)
     largest = np.abs(motion.actions).max((0, 1))
-    hypotheses = [*action_hypotheses(field, largest), *action_shifts(), *frame_shifts()]
-    hypotheses += rate_hypotheses(replayer.spec.fps)
+    hypotheses = [*action_hypotheses(field, largest), *short_shifts(), *rate_hypotheses(replayer.spec.fps)]
+    names = element_names(field, "action")
     with progress("trying explanations", 2 * len(hypotheses)) as advance:
 
         def judge(changed: Motion) -> Score:
             advance()
             return replayer.judge(changed)
 
-        found = explain_exactly(window, hypotheses, judge) or _other_scale(replayer, window)
-        return found or explain_nearly(motion.cut(SHORT), hypotheses, judge)
+        exactly, nearly = "replays follow the recording", "replays still miss {error:.0%} of the motion"
+        if found := explain_exactly(window, [*hypotheses, *long_shifts()], judge, 1):
+            return report(found, exactly, nearly)
+        needed = needed_actions(window, replayer.frames, replayer.scale, (replayer.low, replayer.high))
+        if related := explain_needed(needed, names, replayer.names, all_actions):
+            return related
+        if found := explain_exactly(window, hypotheses, judge) or _other_scale(replayer, window):
+            return report(found, exactly, nearly)
+        if related := only_some(needed, names):
+            return related
+        return report(explain_nearly(motion.cut(SHORT), hypotheses, judge), exactly, nearly)
 
 
 def _other_scale(replayer: Replayer, window: Motion) -> list[Explanation]:

@@ -1,0 +1,253 @@
+"""The actions that a recorded motion needs, found step by step in the world, and how the recorded ones differ.
+
+Where a replay leaves the recording, the step before holds a wrong action. Newton's method finds the one that leads to
+the recorded frame; with it in place the replay goes on to the next wrong one.
+Axes: E episode, T step, A action dimension, S observation element.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from robopolicy.core.finite_values import listed
+from robopolicy.doctor.findings import Finding, Health
+from robopolicy.doctor.motion import Motion
+
+LEFT = 1e-3
+"""Standard deviations from which a replay has left the recording; it repeats sound steps to about 1e-6."""
+ROUNDS, ITERATIONS = 10, 4
+"""Wrong steps that are mended in each episode at most, and steps of Newton's method for each."""
+NOTABLE = 0.05
+"""Share of the spread of an action by which it differs notably from the needed one; EXACT: what is left of a fit."""
+EXACT = 0.02
+ENOUGH = 8
+"""Wrong steps from which a relation between recorded and needed actions is more than chance."""
+LATEST = 8
+"""Steps by which one dimension of the actions may be late."""
+
+Play = Callable[[np.ndarray], np.ndarray]
+"""Actions [E, T, A] -> frames [E, T + 1, S] from the recorded starts."""
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What was recorded, what the world makes of it and what the motion needs: actions [E, T, A] each.
+
+    executed: the recorded ones within the world's bounds; frames: [E, T + 1, S] as recorded; solved: [E, T] bool, steps
+    until which everything follows the recording, so that their own action is known.
+    """
+
+    recorded: np.ndarray
+    executed: np.ndarray
+    actions: np.ndarray
+    frames: np.ndarray
+    solved: np.ndarray
+
+
+def needed_actions(
+    motion: Motion, play: Play, scale: np.ndarray, bounds: tuple[np.ndarray, np.ndarray], rounds: int = ROUNDS
+) -> Needed:
+    """Mend up to `rounds` wrong steps of each episode; scale: [S] standard deviations; bounds: lowest, highest [A]."""
+    actions = np.clip(motion.actions, *bounds)
+    executed, wrong = actions.copy(), np.zeros(actions.shape[:2], dtype=bool)
+    solved = np.ones(actions.shape[:2], dtype=bool)
+    given_up = np.zeros(len(actions), dtype=bool)
+    first, rows = _first_wrong(motion, play(actions), scale), np.arange(len(actions))
+    for _ in range(rounds):
+        open_rows = (first > 0) & ~given_up
+        step = np.maximum(first - 1, 0)
+        given_up |= wrong[rows, step] & open_rows  # the needed action was looked for and leads elsewhere
+        open_rows &= ~given_up
+        if not open_rows.any():
+            break
+        found = solve_step(actions, step, motion.frames[rows, step + 1], play, scale, bounds)
+        actions[rows[open_rows], step[open_rows]] = found[open_rows]
+        wrong[rows[open_rows], step[open_rows]] = True
+        first = _first_wrong(motion, play(actions), scale)
+    for row in rows[first >= 0]:
+        solved[row, max(first[row] - 1, 0) :] = False
+    return Needed(motion.actions, executed, actions, motion.frames, solved & motion.known[:, 1:])
+
+
+def _first_wrong(motion: Motion, frames: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Return the first frame [E] in which an episode has left the recording, -1 where none has."""
+    error = (np.abs(frames - motion.frames) / scale).max(-1)
+    left = (error >= LEFT) & motion.known
+    return np.where(left.any(1), left.argmax(1), -1)
+
+
+def solve_step(
+    actions: np.ndarray,
+    step: np.ndarray,
+    target: np.ndarray,
+    play: Play,
+    scale: np.ndarray,
+    bounds: tuple[np.ndarray, np.ndarray],
+) -> np.ndarray:
+    """Return the actions [E, A] at `step` [E] that lead to the frames `target` [E, S], within `bounds` (Newton)."""
+    rows, (low, high) = np.arange(len(actions)), bounds
+    bounded = np.isfinite(low) & np.isfinite(high)
+    reach = np.where(bounded, (high - low) / 4, 0.1)
+    until = int(step.max()) + 1
+
+    def respond(chosen: np.ndarray) -> np.ndarray:
+        tried = actions[:, :until].copy()
+        tried[rows, step] = chosen
+        return play(tried)[rows, step + 1] / scale
+
+    here = actions[rows, step]
+    before = respond(here)
+    columns = []
+    for dimension, size in enumerate(reach):
+        change = np.zeros_like(here)
+        inward = here[:, dimension] + size > high[dimension]
+        change[:, dimension] = np.where(inward, -size, size)
+        columns.append((respond(here + change) - before) / change[:, dimension, None])
+    inverse = np.linalg.pinv(np.stack(columns, -1), rcond=1e-6)
+    best, least = here, np.abs(target / scale - before).max(-1)
+    for _ in range(ITERATIONS):
+        here = np.clip(here + np.einsum("eas,es->ea", inverse, target / scale - before), low, high)
+        before = respond(here)
+        error = np.abs(target / scale - before).max(-1)
+        best, least = np.where((error < least)[:, None], here, best), np.minimum(error, least)
+    return best
+
+
+def explain_needed(
+    needed: Needed, names: tuple[str, ...], elements: tuple[str, ...], all_actions: np.ndarray
+) -> list[Finding]:
+    """Put the relation between recorded and needed actions into words, dimension by dimension; [] where none holds.
+
+    elements: names of the S observation elements; all_actions: [N, A], every recorded action.
+    """
+    wrong = _wrong(needed)
+    dimensions = np.flatnonzero(wrong.any((0, 1)))
+    if wrong.sum() < ENOUGH or not len(dimensions):
+        return []
+    explained = [_relation(needed, wrong[..., i], int(i), elements, all_actions[:, i]) for i in dimensions]
+    findings: dict[tuple[str, str], list[str]] = {}
+    for i, each in zip(dimensions, explained, strict=True):
+        if each is None:
+            return []
+        findings.setdefault((each[0], each[2]), []).append(f"'{names[i]}' {each[1]}")
+    return [Finding(check, Health.BAD, listed(texts, 6), remedy) for (check, remedy), texts in findings.items()]
+
+
+def single_actions(needed: Needed, names: tuple[str, ...], episodes: np.ndarray) -> list[Finding]:
+    """Name single wrong actions in a motion that otherwise follows; episodes: [E], their numbers in the data."""
+    wrong = _wrong(needed)
+    texts = [
+        f"'{names[i]}' of episode {episodes[row]} at step {step} is {needed.recorded[row, step, i]:.3g}, the motion "
+        f"needs {needed.actions[row, step, i]:.3g}"
+        for row, step, i in zip(*wrong.nonzero(), strict=True)
+    ]
+    remedy = "These actions were not what the robot did: leave the episodes out, or mend them."
+    return [Finding("action spikes", Health.BAD, listed(texts), remedy)] if texts else []
+
+
+def only_some(needed: Needed, names: tuple[str, ...]) -> list[Finding]:
+    """Name the dimensions of the actions that differ from the needed ones, where others agree."""
+    wrong = _wrong(needed)
+    odd = wrong.any((0, 1))
+    if wrong.sum() < ENOUGH or odd.all():
+        return []
+    texts = []
+    for i in np.flatnonzero(odd):
+        size = float(np.abs(needed.executed - needed.actions)[..., i][wrong[..., i]].mean())
+        texts.append(f"'{names[i]}' by {size:.2g} on average")
+    text = f"of the actions only these differ from what the motion needs: {listed(texts)}"
+    return [Finding("unlike action", Health.BAD, text, "Look at what records these elements; the others are sound.")]
+
+
+def _wrong(needed: Needed) -> np.ndarray:
+    """Return [E, T, A] bool: solved steps whose recorded action differs notably from the needed one."""
+    if not needed.solved.any():
+        return np.zeros(needed.actions.shape, dtype=bool)
+    spread = np.maximum(needed.actions[needed.solved].std(0), needed.executed[needed.solved].std(0))
+    difference = np.abs(needed.executed - needed.actions)
+    return needed.solved[..., None] & (difference > np.maximum(NOTABLE * spread, 1e-6))
+
+
+def _relation(
+    needed: Needed, wrong: np.ndarray, i: int, elements: tuple[str, ...], column: np.ndarray
+) -> tuple[str, str, str] | None:
+    """Return check, text and remedy for one dimension; wrong: [E, T] bool; column: [N], all its recorded values."""
+    recorded, wanted = needed.recorded[..., i], needed.actions[..., i]
+    low, high = float(column.min()), float(column.max())
+    span = f"{wanted[needed.solved].min():.3g} to {wanted[needed.solved].max():.3g}"
+    if high - low < 1e-6:
+        text = f"never changes in the data (always {low:.4g}), though the motion needs {span}"
+        return "dead action", text, "The recorder missed this element of the actions."
+    slack = 1e-3 * (high - low)
+    below = (recorded <= low + slack) & (wanted < low)
+    above = (recorded >= high - slack) & (wanted > high)
+    if (below | above)[wrong].all():
+        text = f"is clipped to {low:.3g} to {high:.3g}, though the motion needs {span}"
+        return "clipped actions", text, "Record the actions before they are clipped, or clip them on the robot as well."
+    late = _late_by(needed, recorded, wanted)
+    if late:
+        text = f"is stored {late} {'step' if late == 1 else 'steps'} too late"
+        return "time shift", text, "Align it: an action belongs to the frame it was decided on."
+    steps = needed.solved[:, 1:] & needed.solved[:, :-1]
+    if _same(recorded[:, 1:], np.diff(wanted, axis=1), steps):
+        text = "holds differences from the action before (deltas for absolute values)"
+        return "action kind", text, "Add the differences up, or record what the robot was told."
+    if _fit(np.diff(recorded, axis=1)[steps], wanted[:, 1:][steps][:, None]) is not None:
+        text = "holds a running sum (absolute values for deltas)"
+        return "action kind", text, "Store the difference from one step to the next, or record what the robot was told."
+    return _state_in(needed, recorded, wanted, elements)
+
+
+def _state_in(
+    needed: Needed, recorded: np.ndarray, wanted: np.ndarray, elements: tuple[str, ...]
+) -> tuple[str, str, str] | None:
+    """Return check, text and remedy where recorded actions [E, T] hold an element of the state, alone or added."""
+    remedy = "Record what the robot was told, or open the world with the same kind of action."
+    rows = needed.solved
+    if rows.sum() < ENOUGH:
+        return None
+    for ahead, when in ((slice(1, None), "the frame that follows"), (slice(None, -1), "its own frame")):
+        for k, element in enumerate(elements):
+            state = needed.frames[:, ahead, k][rows]
+            fit = _fit(recorded[rows], state[:, None])
+            if fit is not None and abs(fit[0] - 1) < EXACT:
+                text = f"holds '{element}' of {when} (a position reached instead of a command)"
+                return "action kind", text, remedy
+    for k, element in enumerate(elements):
+        state = needed.frames[:, :-1, k][rows]
+        fit = _fit(recorded[rows], np.stack([state, wanted[rows]], -1))
+        if fit is None or abs(fit[0]) * state.std() < NOTABLE * recorded[rows].std():
+            continue
+        kind = "absolute values for deltas" if fit[0] > 0 else "deltas for absolute values"
+        return "action kind", f"has '{element}' {'added to' if fit[0] > 0 else 'taken from'} it ({kind})", remedy
+    return None
+
+
+def _late_by(needed: Needed, recorded: np.ndarray, wanted: np.ndarray) -> int:
+    """Return by how many steps recorded values [E, T] follow the wanted ones, 0 where they do not."""
+    for steps in range(1, min(LATEST, wanted.shape[1] - 1) + 1):
+        both = needed.solved[:, steps:] & needed.solved[:, :-steps]
+        moved = both & (np.abs(wanted[:, steps:] - wanted[:, :-steps]) > 1e-6)
+        if moved.sum() >= ENOUGH and _same(recorded[:, steps:], wanted[:, :-steps], both):
+            return steps
+    return 0
+
+
+def _same(first: np.ndarray, second: np.ndarray, where: np.ndarray) -> bool:
+    """Whether nearly all values [E, T] are the same where asked for, and these are enough to tell."""
+    if where.sum() < ENOUGH:
+        return False
+    near = np.abs(first - second)[where] < EXACT * max(float(first[where].std()), 1e-9)
+    return float(near.mean()) > 0.95
+
+
+def _fit(values: np.ndarray, features: np.ndarray) -> np.ndarray | None:
+    """Return the weights [K] of a linear fit of values [n] by features [n, K], None unless it is exact."""
+    spread = float(values.std())
+    if len(values) < ENOUGH + features.shape[1] or spread < 1e-9 or (features.std(0) < 1e-9).any():
+        return None
+    design = np.concatenate([features, np.ones((len(features), 1))], axis=1)
+    weights, *_ = np.linalg.lstsq(design, values, rcond=None)
+    left = np.abs(values - design @ weights)
+    return weights[:-1] if float(np.quantile(left, 0.95)) < EXACT * spread else None

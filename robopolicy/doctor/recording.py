@@ -1,0 +1,168 @@
+"""Checks of a recording by itself: episodes stored twice, elements that never change, cut episodes, instructions.
+
+Axes: E episode, F observation frame (one more than steps in each episode), D element of a column.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.finite_values import element_names, listed
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
+from robopolicy.core.world import World
+from robopolicy.doctor.findings import Finding, Health
+
+SPIKE = 2.0
+"""How many times the range of all other values an element leaves it by in a spike."""
+MANY = 0.2
+"""Share of the episodes from which a fault of single episodes is a fault of the data."""
+
+
+def check_duplicates(episodes: Episodes) -> list[Finding]:
+    """Look for episodes whose actions and observations are the same, number by number."""
+    vectors = [value for key, value in episodes.observation.items() if not key.startswith(IMAGE_PREFIX)]
+    frames = [value.cpu().split((episodes.lengths.cpu() + 1).tolist()) for value in vectors]
+    actions = episodes.actions.cpu().split(episodes.lengths.tolist())
+    known: dict[tuple[bytes, ...], list[int]] = {}
+    for index, part in enumerate(actions):
+        content = (part.numpy().tobytes(), *(each[index].numpy().tobytes() for each in frames))
+        known.setdefault(content, []).append(index)
+    groups = [" = ".join(map(str, same)) for same in known.values() if len(same) > 1]
+    if not groups:
+        return [Finding("duplicate episodes", Health.GOOD, "no episode stands twice")]
+    surplus = len(episodes) - len(known)
+    text = f"{surplus} of {len(episodes)} episodes repeat another one exactly (episodes {listed(groups)})"
+    remedy = "Leave the repetitions out: they weigh double in training, and held-out episodes are not held out."
+    return [Finding("duplicate episodes", _health(surplus, len(episodes)), text, remedy)]
+
+
+def check_constant_elements(episodes: Episodes) -> list[Finding]:
+    """List elements of the observation that never change; only a replay can tell whether they should."""
+    still = [
+        name
+        for key, values in episodes.observation.items()
+        if not key.startswith(IMAGE_PREFIX) and len(values) > 1
+        for name, span in zip(
+            element_names(episodes.observation_fields[key], key),
+            np.ptp(values.cpu().numpy().reshape(len(values), -1), axis=0),
+            strict=True,
+        )
+        if span == 0
+    ]
+    text = f"never changes in the data: {listed(still, 8)}"
+    return [Finding("constant observations", Health.UNKNOWN, text)] if still else []
+
+
+def spikes(episodes: Episodes) -> dict[str, list[int]]:
+    """Return name of an element -> episodes in which it leaves the range of its other values for a single frame.
+
+    The frames before and after must lie in that range, and the one between at least SPIKE times its width beyond it.
+    """
+    owner = np.repeat(np.arange(len(episodes)), episodes.lengths.cpu().numpy())
+    found = _isolated(episodes.actions.cpu().numpy(), owner, element_names(episodes.action_field, "action"))
+    frames = np.repeat(np.arange(len(episodes)), episodes.lengths.cpu().numpy() + 1)
+    for key, values in episodes.observation.items():
+        if not key.startswith(IMAGE_PREFIX):
+            rows = values.cpu().numpy().reshape(len(values), -1)
+            found |= _isolated(rows, frames, element_names(episodes.observation_fields[key], key))
+    return found
+
+
+def check_spikes(episodes: Episodes) -> list[Finding]:
+    """Look for values of a single frame far from all others, where no replay can tell."""
+    found = spikes(episodes)
+    texts = [f"'{name}' (episodes {listed(list(map(str, where)))})" for name, where in found.items()]
+    text = f"single frames lie far outside of all others: {listed(texts)}"
+    remedy = "A sensor or driver wrote wrong numbers there: leave these frames' episodes out, or mend them."
+    return [Finding("spikes", Health.WARNING, text, remedy)] if found else []
+
+
+def stopped_short(episodes: Episodes, horizon: int) -> np.ndarray:
+    """Return [E] bool: episodes that stop before `horizon` steps, by their labels without success or the task's end."""
+    if episodes.success is None or not horizon:
+        return np.zeros(len(episodes), dtype=bool)
+    short = ~episodes.success.cpu().numpy() & (episodes.lengths.cpu().numpy() < horizon)
+    return short if episodes.terminated is None else short & ~episodes.terminated.cpu().numpy()
+
+
+def check_truncation(episodes: Episodes, spec: WorldSpec) -> list[Finding]:
+    """Look for episodes that stop before the world's time limit without success and without the task's end."""
+    short = stopped_short(episodes, spec.horizon)
+    if not short.any():
+        return []
+    return [truncated(np.flatnonzero(short), episodes.lengths.cpu().numpy(), len(episodes), spec.horizon)]
+
+
+def truncated(which: np.ndarray, lengths: np.ndarray, count: int, horizon: int) -> Finding:
+    """Return the finding that the episodes `which`, of `count` looked at, are cut short; lengths: of all episodes."""
+    stops = sorted({int(length) for length in lengths[which]})
+    where = f"step {stops[0]}" if len(stops) == 1 else f"steps {stops[0]} to {stops[-1]}"
+    text = (
+        f"{len(which)} of {count} episodes are cut short (episodes {listed(list(map(str, which)))}): they stop at "
+        f"{where} without success, and the world's time limit is {horizon}"
+    )
+    remedy = "Record whole episodes, or leave these out; if the recorder's limit is another, set it in the world."
+    return Finding("ends of episodes", _health(len(which), count), text, remedy)
+
+
+def check_instructions(episodes: Episodes, world: World) -> list[Finding]:
+    """Compare instructions with those that the world knows and, at the same seeds, gives."""
+    known = set(world.spec.instructions)
+    if known == {""}:
+        return []
+    remedy = "Correct the instructions of these episodes (task_index in the data, meta/tasks.parquet)."
+    unknown = [str(index) for index, task in enumerate(episodes.tasks) if task not in known]
+    if unknown:
+        first = episodes.tasks[int(unknown[0])]
+        what = f"'{first}'" if first else "none"
+        text = f"{len(unknown)} of {len(episodes)} episodes (episodes {listed(unknown)}) have an instruction that the "
+        return [Finding("instructions", Health.BAD, f"{text}world does not know: {what}", remedy)]
+    if episodes.seeds is None:
+        return [Finding("instructions", Health.UNKNOWN, "known to the world; without seeds they cannot be compared")]
+    given = _instructions_given(world, episodes.seeds.cpu().numpy())
+    wrong = [index for index, (said, asked) in enumerate(zip(episodes.tasks, given, strict=True)) if said != asked]
+    if not wrong:
+        return [Finding("instructions", Health.GOOD, "as the world gives them at the same seeds")]
+    text = (
+        f"{len(wrong)} of {len(episodes)} episodes carry another instruction than the world gives at their seeds "
+        f"(episodes {listed(list(map(str, wrong)))}; episode {wrong[0]}: '{episodes.tasks[wrong[0]]}', not "
+        f"'{given[wrong[0]]}')"
+    )
+    return [Finding("instructions", _health(len(wrong), len(episodes)), text, remedy)]
+
+
+def _instructions_given(world: World, seeds: np.ndarray) -> list[str]:
+    rows, texts = world.batch_size, []
+    for begin in range(0, len(seeds), rows):
+        part = seeds[begin : begin + rows]
+        observation: Mapping[str, np.ndarray] = world.reset(seeds=np.resize(part, rows))
+        texts += [str(text) for text in observation[TASK][: len(part)]]
+    return texts
+
+
+def _isolated(values: np.ndarray, owner: np.ndarray, names: tuple[str, ...]) -> dict[str, list[int]]:
+    """Return name -> episodes with a spike of an element of values [n, D]; owner: [n], the episode of each row."""
+    if len(values) < 8:
+        return {}
+    inner = (owner[1:-1] == owner[:-2]) & (owner[1:-1] == owner[2:])
+    before, here, after = values[:-2], values[1:-1], values[2:]
+    beyond = ((here > before) & (here > after)) | ((here < before) & (here < after))
+    jump = np.minimum(np.abs(here - before), np.abs(here - after))
+    usual = np.ptp(np.quantile(values, [0.005, 0.995], axis=0), axis=0)
+    suspicious = np.zeros(values.shape, dtype=bool)
+    suspicious[1:-1] = inner[:, None] & beyond & (jump > SPIKE * usual)
+    found: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        rest = values[~suspicious[:, index], index]
+        if not suspicious[:, index].any() or not np.ptp(rest) > 0:
+            continue
+        height = np.maximum(values[:, index] - rest.max(), rest.min() - values[:, index])
+        rows = suspicious[:, index] & (height > SPIKE * np.ptp(rest))
+        if rows.any():
+            found[name] = sorted({int(episode) for episode in owner[rows]})
+    return found
+
+
+def _health(wrong: int, count: int) -> Health:
+    return Health.BAD if wrong > MANY * count else Health.WARNING
