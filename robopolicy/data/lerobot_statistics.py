@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from robopolicy.core.errors import DataError
+
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 """Name in the dataset -> quantile."""
 
@@ -21,12 +23,16 @@ Statistics = dict[str, np.ndarray]
 """min, max, mean, std, count and the quantiles, each [E, ...]; count [E, 1] int64."""
 
 
-def vector_statistics(values: np.ndarray, lengths: np.ndarray) -> Statistics:
+def vector_statistics(
+    values: np.ndarray, lengths: np.ndarray, *, column: str = "values", elements: Sequence[str] | None = None
+) -> Statistics:
     """Return the statistics of each episode of a numeric column.
 
-    values: [N, ..., D], episodes one after the other; lengths: [E] int64, their frames. Results are [E, D], taken over
-    the frames and all axes between; integers and booleans are averaged as floats.
+    values: [N, ..., D], episodes one after the other; lengths: [E] int64, their frames; column, elements: names for
+    errors. Results are [E, D], taken over the frames and all axes between; integers and booleans are averaged as
+    floats. Raises DataError on NaN and infinity, of which there are no statistics.
     """
+    _require_finite(values, lengths, column, elements)
     values = values.astype(np.result_type(values.dtype, np.float32), copy=False)
     values = values.reshape(len(values), -1, values.shape[-1])
     starts = np.cumsum(lengths) - lengths
@@ -86,6 +92,25 @@ def pooled(parts: Sequence[Mapping[str, np.ndarray]]) -> Statistics:
     result = {"min": every["min"].min(0), "max": every["max"].max(0), "mean": mean, "std": np.sqrt(variance)}
     result["count"] = total.astype(np.int64)
     return {**result, **{name: weighted(every[name]) for name in QUANTILES if name in every}}
+
+
+def _require_finite(values: np.ndarray, lengths: np.ndarray, column: str, elements: Sequence[str] | None) -> None:
+    rows, *_, places = np.nonzero(~np.isfinite(values.reshape(len(values), -1, values.shape[-1])))
+    if not len(rows):
+        return
+    every = [f"element {i}" for i in range(values.shape[-1])]
+    if elements and len(elements) == len(every):
+        every = list(elements)
+    names = [every[i] for i in np.unique(places).tolist()]
+    rows = np.unique(rows)
+    owner = np.repeat(np.arange(len(lengths)), lengths)[rows]
+    episodes = np.unique(owner)
+    rest = f" and {len(episodes) - 4} more" if len(episodes) > 4 else ""
+    raise DataError(
+        f"'{column}' ({', '.join(names[:4])}{' and more' * (len(names) > 4)}) holds NaN or infinity in {len(rows)} "
+        f"frames of episode {', '.join(map(str, episodes[:4]))}{rest} (the first is frame "
+        f"{rows[0] - (np.cumsum(lengths) - lengths)[owner[0]]}): leave these episodes out, or mend them."
+    )
 
 
 def _sampled(length: int) -> np.ndarray:

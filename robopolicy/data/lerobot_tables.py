@@ -64,7 +64,10 @@ def write_tables(folder: Path, episodes: Episodes, features: Mapping[str, Any], 
     own = _own_columns(episodes, fps, before, tasks)
     cameras = {key: feature for key, feature in features.items() if feature["dtype"] in ("image", "video")}
     videos = [key for key, feature in cameras.items() if feature["dtype"] == "video"]
-    statistics = {key: vector_statistics(values, lengths) for key, values in {**columns, **own}.items()}
+    statistics = {
+        key: vector_statistics(values, lengths, column=key, elements=features.get(key, {}).get("names"))
+        for key, values in {**columns, **own}.items()
+    }
     own["timestamp"] = own["timestamp"].astype(np.float32)
     quiet = quiet_encoder() if videos else nullcontext()
     with (
