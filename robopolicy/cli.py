@@ -99,7 +99,7 @@ def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
     """Turn a bare word into the verb's target key; leave `key=value` alone."""
     result = []
     for argument in arguments:
-        if "=" in argument and not (verb.target and Path(argument).exists()):
+        if "=" in argument and not (verb.target and _exists(argument)):
             result.append(argument)
         elif argument.startswith("-"):
             raise ConfigError(
@@ -108,8 +108,16 @@ def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
         elif verb.target is None:
             raise ConfigError(f"'{name}' takes no bare word ('{argument}'): settings are written key=value.")
         else:
-            result.append(f"{verb.target}={_quoted(argument) if Path(argument).exists() else argument}")
+            result.append(f"{verb.target}={_quoted(argument) if _exists(argument) else argument}")
     return result
+
+
+def _exists(argument: str) -> bool:
+    """Whether an argument is the path of something; one that is too long for a path is not."""
+    try:
+        return Path(argument).exists()
+    except OSError:
+        return False
 
 
 def _quoted(path: str) -> str:

@@ -97,10 +97,11 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
 
 
 def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
-    """Open the run folder of a verb that simply runs again; earlier results are replaced as new ones appear."""
-    path = run_path(config, verb)
-    claim(path)
-    folder = RunFolder(path)
+    """Open the run folder of a verb that simply runs again; earlier results are replaced as new ones appear.
+
+    What a killed process left half-written is removed.
+    """
+    folder = open_folder(run_path(config, verb))
     folder.describe(to_yaml(config, sections), config.run.seed, config.run.threads)
     return folder
 
@@ -116,6 +117,17 @@ def _say_other_ground(folder: RunFolder, threads: int) -> None:
         )
 
 
+def open_folder(path: Path) -> RunFolder:
+    """Open a folder for this process alone, without what a killed one left in it half-written.
+
+    Raises ConfigError where another process is at work in it.
+    """
+    claim(path)
+    folder = RunFolder(path)
+    sweep(path)
+    return folder
+
+
 def finished(folder: RunFolder) -> dict[str, Any] | None:
     """Return the result of a run that has already ended, else None; a report that a kill prevented is made."""
     path = folder.path / RESULT
@@ -129,15 +141,20 @@ def finished(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def finish(config: Config, folder: RunFolder, result: Mapping[str, Any]) -> None:
-    """Write the run's figures to result.json, and to `json=PATH` when asked."""
+    """Write the run's figures to `json=PATH` when asked, and to result.json.
+
+    That comes last: a run that has one is finished, and would not write the other any more.
+    """
     plain = json.loads(json.dumps(result))
-    write_json(folder.path / RESULT, plain)
     publish(config, plain)
+    write_json(folder.path / RESULT, plain)
 
 
 def publish(config: Config, result: Mapping[str, Any]) -> None:
     """Write figures to `json=PATH` when asked."""
     if config.json is not None:
+        if config.json.parent.is_dir():
+            sweep(config.json.parent, config.json.name)
         write_json(config.json, result)
 
 

@@ -212,3 +212,9 @@ def test_a_folder_that_cannot_be_written(root, tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     said = complaint(capsys, "collect", f"run.root={tmp_path / 'file'}")
     assert "file" in said
+
+
+def test_a_setting_longer_than_any_path_is_a_setting(capsys):
+    """Whether a word with "=" in it is a path is asked of the system, which refuses names of more than 255 bytes."""
+    assert main(["bench", "sims", f"bench.typo=[{','.join(['reach_planar'] * 400)}]"]) == 2
+    assert "bench.typo" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from robopolicy.build import choose_device
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.storage import sweep
 from robopolicy.runs import claim, open_run
 
 HOLD = """
@@ -77,6 +78,20 @@ def test_what_a_kill_leaves_lying_is_swept_up(tmp_path):
     (folder / "dataset").mkdir()
     open_run(compose([f"run.root={tmp_path}", "run.name=x"]), "train", ("run",))
     assert sorted(item.name for item in folder.iterdir()) == [".mine", "config.yaml", "dataset", "versions.json"]
+
+
+def test_what_was_put_aside_goes_and_comes_back_where_nothing_took_its_place(tmp_path):
+    for name in ("resume", "resume.old", "checkpoint.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "which").write_text(name)
+    (tmp_path / "notes.old").write_text("mine")
+    sweep(tmp_path)
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["checkpoint", "notes.old", "resume"]
+    assert (tmp_path / "resume" / "which").read_text() == "resume"
+    (tmp_path / ".a.json.qwertyui").write_text("")
+    (tmp_path / ".b.json.qwertyui").write_text("")
+    sweep(tmp_path, "a.json")
+    assert [item.name for item in tmp_path.iterdir() if item.name.startswith(".")] == [".b.json.qwertyui"]
 
 
 def test_a_report_that_a_kill_prevented_is_made_by_the_same_command(tmp_path):

@@ -165,7 +165,7 @@ class Registry:
                 f"module: run.plugins=[{name.partition(':')[0]}] (in Python: robopolicy.core.registry.ask_for)."
             )
         raise CheckpointError(
-            f"{where} holds '{name}', not a {self.what} that is known here.{did_you_mean(name, self.names())}"
+            f"{where} holds {name!r:.80}, not a {self.what} that is known here.{did_you_mean(name, self.names())}"
         )
 
     def name_of(self, kind: type) -> str:

@@ -58,10 +58,19 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             raise
 
 
-def sweep(folder: Path) -> None:
-    """Remove what a killed `write_atomic` or `write_folder_atomic` left in `folder`; nobody else may write there."""
-    for item in folder.iterdir():
-        if _TEMPORARY.fullmatch(item.name):
+def sweep(folder: Path, name: str = "") -> None:
+    """Remove what a killed `write_atomic` or `write_folder_atomic` left in `folder`; nobody else may write there.
+
+    A folder NAME.old is what `write_folder_atomic` put aside: it goes where NAME is in place, and back where it is not.
+    name: of the only file or folder whose remains are removed.
+    """
+    for item in sorted(folder.iterdir()):
+        if name and not item.name.startswith((f".{name}.", f"{name}.old")):
+            continue
+        aside = item.name.endswith(".old") and item.is_dir() and not item.is_symlink()
+        if aside and recover_folder(item.with_suffix("")).is_dir():
+            shutil.rmtree(item, ignore_errors=True)
+        elif _TEMPORARY.fullmatch(item.name):
             if item.is_dir() and not item.is_symlink():
                 shutil.rmtree(item, ignore_errors=True)
             else:

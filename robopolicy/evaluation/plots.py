@@ -28,6 +28,7 @@ STYLE: dict[Any, Any] = {
     "xtick.color": "#5b6673",
     "ytick.color": "#5b6673",
     "svg.fonttype": "none",
+    "svg.hashsalt": "robopolicy",  # the same plot is the same text in every process
     "figure.facecolor": "none",
     "axes.facecolor": "none",
 }

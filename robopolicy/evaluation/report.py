@@ -75,9 +75,8 @@ def report_for_run(path: Path) -> Path:
     for name in ("config.yaml", "versions.json"):
         if (folder.path / name).exists():
             report.details[name] = (folder.path / name).read_text()
-    page = render(report)
-    write_atomic(folder.path / "report.html", page)
     write_json(folder.path / "report.json", {"title": report.title, "figures": result})
+    write_atomic(folder.path / "report.html", render(report))  # last: where it is, a report is complete
     return folder.path / "report.html"
 
 

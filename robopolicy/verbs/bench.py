@@ -37,7 +37,7 @@ from robopolicy.core.registry import Registry
 from robopolicy.core.run import versions
 from robopolicy.core.storage import write_atomic, write_json
 from robopolicy.evaluation.report import Report, Section, render
-from robopolicy.runs import output, print_table, publish
+from robopolicy.runs import open_folder, output, print_table, publish
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -115,7 +115,7 @@ def run(config: Config) -> int:
     if not isinstance(benchmark, Benchmark):
         raise ConfigError(f"bench.name={name} is {benchmark!r}: name a `Benchmark`, such as package.module:BENCHMARK.")
     refuse_unread(config, benchmark)
-    root = config.run.root / "bench" / name.replace(":", "-")
+    root = open_folder(config.run.root / "bench" / name.replace(":", "-")).path
     figures = benchmark.measure(config, root)
     report = Report(title=name.replace("_", " ").capitalize(), subtitle=benchmark.claim)
     report.sections += benchmark.sections(figures, root)

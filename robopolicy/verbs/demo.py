@@ -20,7 +20,7 @@ from robopolicy.core.errors import RobopolicyError
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json
 from robopolicy.evaluation.report import report_for_run
-from robopolicy.runs import finish, finished, output, run_path
+from robopolicy.runs import finish, finished, open_folder, output, run_path
 from robopolicy.verbs import collect, finetune, rank, train, worldmodel
 from robopolicy.verbs.verb import Verb
 
@@ -35,7 +35,7 @@ def run(config: Config) -> int:
     """Run every stage and write one report."""
     started = time.perf_counter()
     root = config.run.root / "demo" / config.demo.recipe / str(config.run.seed)
-    folder = RunFolder(root)
+    folder = open_folder(root)
     stages = stage_config(config, root)
     seconds: dict[str, float] = {}
 

@@ -1,16 +1,14 @@
 """Ten thousand broken messages: each is refused by a sentence, or is an observation; the server goes on."""
 
-import multiprocessing
-
 import numpy as np
 import pytest
 import websockets.sync.client
-from served_policies import FRONT, Echo, run_one
+from innocent import Innocent, memory, served
+from served_policies import FRONT, Echo
 from websockets.exceptions import ConnectionClosed
 
 from robopolicy.core.errors import RobopolicyError
 from robopolicy.core.spec import STATE
-from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.inputs import Session
 from robopolicy.serving.limits import Limits
 from robopolicy.serving.protocol import RESET, SEED, SESSION, pack, unpack
@@ -79,25 +77,31 @@ def test_a_broken_message_is_refused_or_is_an_observation():
 
 
 @pytest.mark.slow
-def test_a_server_survives_ten_thousand_of_them():
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=run_one, args=(there, "echo", {}), daemon=True)
-    process.start()
-    assert here.poll(120)
-    port, random = here.recv(), np.random.default_rng(1)
-    with PolicyClient(port=port) as robot:
-        for turn in range(10_000):
+@pytest.mark.timeout(1800)
+def test_a_server_survives_ten_thousand_of_them_and_a_robot_beside_them_notices_nothing():
+    random = np.random.default_rng(1)
+    refused, answered = 0, 0
+    with served("echo") as (port, process), Innocent(port) as robot:
+        calm = robot.waits(seconds=5)
+        before = memory(process)
+        for _ in range(10_000):
             with websockets.sync.client.connect(f"ws://127.0.0.1:{port}", compression=None) as connection:
                 connection.recv()
                 try:
                     connection.send(broken(random))
                     answer = connection.recv(timeout=20)
                     assert isinstance(answer, bytes) or "Traceback" not in answer
+                    answered += isinstance(answer, bytes)
+                    refused += isinstance(answer, str)
                 except ConnectionClosed:
-                    pass
-            if turn % 500 == 0:
-                robot.reset()
-                assert robot.infer(observation())["actions"][0, 0] == 1.0
-    process.kill()
-    process.join(20)
+                    refused += 1
+        waits = robot.waits()
+        grown = memory(process) - before
+    over = [wait for wait in waits if wait > max(0.1, 2 * max(calm))]
+    print(
+        f"{refused} refused, {answered} answered, memory +{grown:.1f} MiB; {len(waits)} waits of the robot, beyond its "
+        f"inference: worst {1e3 * max(waits):.0f} ms, calm {1e3 * max(calm):.0f} ms; over the bound: {len(over)}"
+    )
+    assert refused + answered == 10_000 and refused > 5000
+    assert len(over) <= len(waits) / 1000
+    assert grown < 30

@@ -1,0 +1,117 @@
+"""Runs that are killed at any operation on the disk end, once repeated, as if nobody had killed them: byte for byte."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from killing import Found, Job, examine, kill_at, prepare, serve
+
+SHARED = (
+    "run.root=runs",
+    "run.threads=1",
+    "world=reach_planar",
+    "world.batch_size=4",
+    "policy.width=16",
+    "policy.depth=1",
+    "policy.sampling_steps=2",
+    "collect.episodes=4",
+    "train.fit.steps=6",
+    "train.fit.log_every=2",
+    "train.fit.checkpoint_every=3",
+    "train.evaluate_episodes=4",
+    "finetune.iterations=3",
+    "finetune.num_envs=4",
+    "finetune.rollout_length=2",
+    "finetune.evaluate_every=1",
+    "finetune.evaluate_episodes=4",
+    "finetune.checkpoint_every=2",
+    "finetune.critic_width=16",
+    "finetune.videos=1",
+    "worldmodel.transitions=200",
+    "worldmodel.config.members=2",
+    "worldmodel.config.width=16",
+    "worldmodel.fit.steps=6",
+    "worldmodel.fit.log_every=2",
+    "worldmodel.fit.checkpoint_every=3",
+    "rank.episodes=4",
+    "rank.noise=[none,medium,random]",
+    "evaluate.episodes=4",
+    "evaluate.videos=1",
+)
+BASE = "../base/runs/{}/reach_planar/0/{}"
+DATA, POLICY, MODEL = (
+    BASE.format(*each) for each in (("collect", "dataset"), ("train", "checkpoint"), ("worldmodel", "checkpoint"))
+)
+TUNED = f"finetune.policy={POLICY}"
+REFRESHED = ("finetune.checkpoint_every=1", "imagine.refresh_every=1", "imagine.refresh_episodes=4")
+BENCH = tuple(f'"{each}"' for each in SHARED[2:] if not each.startswith(("worldmodel", "rank", "evaluate.")))
+JOBS = {
+    "collect": ("collect", *SHARED, "json=figures/collect.json"),
+    "train": ("train", *SHARED, f"train.data={DATA}", "json=figures/train.json"),
+    "finetune": ("finetune", *SHARED, TUNED),
+    "worldmodel": ("worldmodel", *SHARED, f"worldmodel.data=[{DATA}]"),
+    "imagine": (
+        *("imagine", *SHARED, TUNED, f"imagine.model={MODEL}", "imagine.watch=4", "imagine.gap=null"),
+        *(*REFRESHED, "imagine.refresh_steps=3"),
+    ),
+    "imitate": (
+        *("imagine", *SHARED, TUNED, f"imagine.model={MODEL}", "imagine.watch=0", "imagine.method=sft"),
+        *("imagine.rounds=2", "imagine.synthetic=8", "imagine.imitate_steps=3", "run.name=imitate"),
+    ),
+    "rank": ("rank", *SHARED, f"rank.models=[{MODEL}]", "json=figures/rank.json"),
+    "evaluate": ("evaluate", *SHARED, f"evaluate.policy={POLICY}", "json=figures/evaluate.json"),
+    "bench": (
+        *("bench", "algorithms", "run.root=runs", "run.threads=1", "bench.tasks=[reach_planar]", "bench.seeds=[0]"),
+        *("bench.only=[PPO]", f"bench.overrides=[{','.join(BENCH)}]", "json=figures/bench.json"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Callable[..., Any]]:
+    """A process that has imported everything and computed nothing, so that it may fork; runs functions."""
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,))
+    process.start()
+    there.close()
+
+    def asked(*request: Any) -> Any:
+        here.send(request)
+        found = here.recv()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    yield asked
+    here.send(None)
+    process.join()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, zygote) -> Path:
+    """Where the verbs before the others have run."""
+    folder = tmp_path_factory.mktemp("killed")
+    zygote(prepare, folder, [Job(verb, (verb, *SHARED)) for verb in ("collect", "train", "worldmodel")])
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", JOBS)
+def test_the_same_command_again_ends_as_if_nothing_had_happened(zygote, folder: Path, name: str):
+    found: Found = zygote(examine, folder, Job(name, JOBS[name], int(os.environ.get("ROBOPOLICY_KILL_STRIDE", "1"))))
+    print(
+        f"{name}: {found.operations} operations, {found.states} states, {found.tried} tried, {len(found.wrong)} wrong"
+    )
+    assert found.states > 10
+    assert not found.wrong, "\n".join(f"killed before {place}: {wrong}" for place, wrong in found.wrong.items())
+
+
+def test_runs_that_are_killed_for_good_go_on(zygote, tmp_path: Path):
+    zygote(prepare, tmp_path, [Job("collect", ("collect", *SHARED))])
+    for name, operations in {"collect": (40, 100), "train": (66, 90)}.items():
+        found: Found = zygote(kill_at, tmp_path, Job(name, JOBS[name]), operations)
+        assert not found.wrong, found.wrong
