@@ -110,8 +110,8 @@ def _made_world(
     if not world.spec.reports_success:
         warnings.warn(
             f"'{section.name}' does not say which episodes succeed, so returns are compared instead. Say it: "
-            "world.options.success=package.module:function, world.options.success='return >= NUMBER', or "
-            "world.options.success_key=NAME.",
+            "world.options.success=package.module:function, \"world.options.success='return >= NUMBER'\" (with both "
+            "quotes), or world.options.success_key=NAME.",
             RobopolicyWarning,
             stacklevel=3,
         )

@@ -49,7 +49,7 @@ FAMILIES = (
     # The coverage of the outline comes from a geometry library whose last bit is not repeatable: hence the rounding.
     Family(
         ("gym_pusht/",),
-        "gym_pusht",
+        "gym_pusht.envs",
         "pusht",
         options={
             "reward": "increase",

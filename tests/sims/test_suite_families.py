@@ -38,7 +38,8 @@ class Covering(gymnasium.Env):
 
 @pytest.fixture
 def pusht(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gym_pusht", types.ModuleType("gym_pusht"))
+    for name in ("gym_pusht", "gym_pusht.envs"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(gymnasium.registry, "gym_pusht/PushT-v0", None)
     gymnasium.registry.pop("gym_pusht/PushT-v0")
     gymnasium.register("gym_pusht/PushT-v0", entry_point=Covering, max_episode_steps=12)
@@ -69,7 +70,7 @@ def test_the_increase_of_a_level_never_pays_for_waiting(pusht):
 
 def test_a_family_without_its_package_names_the_extra_and_is_no_foreign_code(monkeypatch):
     for package, extra, env_id in (
-        ("gym_pusht", "pusht", "gym_pusht/PushT-v0"),
+        ("gym_pusht.envs", "pusht", "gym_pusht/PushT-v0"),
         ("gym_aloha", "aloha", "gym_aloha/AlohaInsertion-v0"),
         ("shimmy", "dmcontrol", "dm_control/reacher-easy-v0"),
     ):
