@@ -12,6 +12,7 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl.advantages import tree
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import Coefficients, Context, Scored, SideModel
+from robopolicy.rl.presets import PRESETS
 from robopolicy.rl.ratio_level import RatioLevel
 from robopolicy.rl.registry import Mechanism, Need, Slot, choose, find, require
 from robopolicy.rl.replay import Replay
@@ -82,11 +83,12 @@ class Algorithm:
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
     """Bind the chosen mechanisms and their options; raises ConfigError for unknown names, options and option owners."""
     entries: list[Mechanism] = []
+    preset: Mapping[str, Mapping[str, Any]] = PRESETS.get(config.algorithm, {}).get("options", {})
 
     def one(slot: Slot, name: str) -> Callable[..., Any]:
         entry = find(slot, name)
         entries.append(entry)
-        return choose(slot, name, config.options.get(entry.name))
+        return choose(slot, name, {**preset.get(entry.name, {}), **config.options.get(entry.name, {})})
 
     def several(slot: Slot) -> dict[str, Callable[..., Any]]:
         return {find(slot, name).name: one(slot, name) for name in config.of(slot.value, ())}

@@ -18,7 +18,8 @@ class Context:
     """The circumstances of an iteration.
 
     generator: for mechanisms that draw; discount: per control step; gae_lambda: per decision; iteration of iterations;
-    scored_steps: K of a whole decision; history: mean outcome of recent groups, newest last (never longer than 256).
+    scored_steps: K of a whole decision; history: mean returns of recent groups, newest last (never longer than 256);
+    memory: what mechanisms remember from one iteration to the next, by their name; JSON values, part of checkpoints.
     """
 
     generator: torch.Generator
@@ -28,6 +29,7 @@ class Context:
     iterations: int = 1
     scored_steps: int = 1
     history: tuple[float, ...] = ()
+    memory: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def share(self) -> float:

@@ -89,16 +89,6 @@ def empg(
     return torch.where(rollouts.mask, shaped - shaped[rollouts.mask].mean(), 0.0)
 
 
-@mechanism(Slot.CREDIT, "hapo", source="HAPO (heterogeneous adaptive)", needs=(Need.CATEGORICAL, Need.ENTROPY))
-def hapo(rollouts: Rollouts, advantage: Tensor, context: Context, *, gain: float = 0.3) -> Tensor:
-    """A (1 + gain h), with h in [-1, 1] the step's log-entropy scaled over the batch: forks count more.
-
-    Takes and returns A [B, T, K].
-    """
-    level = _among(entropy_of(rollouts).clamp(min=1e-6).log(), rollouts.mask)
-    return advantage * (1 + gain * (2 * level - 1))
-
-
 @mechanism(Slot.CREDIT, "gtpo", source="GTPO, arXiv:2508.03772", needs=(Need.CATEGORICAL, Need.ENTROPY, Need.GROUPS))
 def gtpo(
     rollouts: Rollouts, advantage: Tensor, context: Context, *, entropy_limit: float = 0.6931, penalty: float = 0.1

@@ -19,7 +19,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "branch_grpo": {"advantage": "branch_grpo", "coefficient": "ppo", "weight": "step_mean"},
     "mc_grpo": {"advantage": "mc_grpo", "coefficient": "ppo", "weight": "step_mean"},
-    "ngrpo": {"advantage": "ngrpo", "coefficient": "ppo", "weight": "step_mean"},
+    "ngrpo": {
+        "advantage": "ngrpo",
+        "coefficient": "ppo",
+        "weight": "step_mean",
+        "options": {"ppo": {"low": 0.16, "high": 0.24}},
+    },
     "gigpo": {"advantage": "gigpo", "coefficient": "ppo", "weight": "step_mean"},
     "step_grpo": {"advantage": "step_groups", "coefficient": "ppo", "weight": "step_mean"},
     "grpo_guard": {"advantage": "grpo", "coefficient": "grpo_guard", "weight": "step_mean"},
@@ -30,7 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "truncated_ppo": {"advantage": "egae", "coefficient": "ppo", "weight": "step_mean"},
     "spear": {
         "advantage": "grpo",
-        "coefficient": "ppo",
+        "coefficient": "decoupled_ppo",
         "weight": "step_mean",
         "rewards": ("success_only",),
         "replay": "spear",
@@ -75,4 +80,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "distillation": {"advantage": "grpo", "coefficient": "opd", "weight": "step_mean"},
 }
-"""Yardsticks by name: what they put into the slots; every slot can be overridden."""
+"""Yardsticks by name: what they put into the slots, and options of it; each can be overridden."""

@@ -43,6 +43,7 @@ class Slot(Enum):
 class Need(Enum):
     """What a mechanism cannot do without."""
 
+    STARTS = "a pool of starts that come again (starts=N)"
     GROUPS = "several whole episodes from the same start (a group advantage, group_size >= 2)"
     EPISODES = "rollouts of whole episodes"
     WHOLE_EPISODES = "minibatches of whole episodes"

@@ -57,11 +57,20 @@ def max_variance(rollouts: Rollouts, context: Context, *, keep: float = 0.5) -> 
     return kept
 
 
-@mechanism(Slot.SELECTION, "finite", source="SimpleTIR (void turns), arXiv:2509.02479")
-def keep_finite(rollouts: Rollouts, context: Context) -> Tensor:
-    """Drop episodes with a reward, action or log-probability that is not finite.
+@mechanism(Slot.SELECTION, "void_turns", source="SimpleTIR, arXiv:2509.02479")
+def drop_void(rollouts: Rollouts, context: Context, *, still: float = 1e-3) -> Tensor:
+    """Drop whole episodes with a void turn, a decision after which nothing has moved; all stay if all have one.
 
-    Returns keep [B] bool.
+    The paper's void turn has neither code nor an answer, and episodes with one make updates explode; a robot's is one
+    in which no vector field of the observation changes by `still` of its standard deviation over the batch. (Actions
+    and observations that are not finite end a run long before.) Returns keep [B] bool.
     """
-    good = rollouts.row_return.isfinite() & rollouts.actions.isfinite().flatten(1).all(1)
-    return good & torch.where(rollouts.mask, rollouts.logp_behaviour, 0.0).isfinite().flatten(1).all(1)
+    moved = torch.zeros_like(rollouts.alive)
+    for key, before in rollouts.observation.items():
+        following = rollouts.next_observation.get(key)
+        if isinstance(before, Tensor) and isinstance(following, Tensor) and before.dtype.is_floating_point:
+            newest, after = before[:, :, -1].flatten(2), following[:, :, -1].flatten(2)
+            spread = newest[rollouts.alive].std(0, unbiased=False).clamp(min=1e-6)
+            moved |= ((after - newest).abs() / spread > still).any(-1)
+    kept = (moved | ~rollouts.alive).all(1)
+    return kept if bool(kept.any()) else torch.ones_like(kept)

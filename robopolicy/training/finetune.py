@@ -22,6 +22,7 @@ from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
+from robopolicy.core.segments import Segments
 from robopolicy.core.structured import to_plain
 from robopolicy.core.world import World
 from robopolicy.nn.optimisers import require_finite
@@ -160,6 +161,7 @@ class _Finetuning:
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
         self.history: tuple[float, ...] = ()
+        self.memory: dict[str, Any] = {}
         self.course = course
         self.best: dict[str, float] = {}
         self.best_believed = False
@@ -183,6 +185,8 @@ class _Finetuning:
             have.add(Need.FINISHES)
         if self.config.group_size > 1:
             have |= {Need.GROUPS, Need.WHOLE_GROUPS}
+        if self.config.starts:
+            have.add(Need.STARTS)
         if len(self.world.spec.instructions) > 1:
             have.add(Need.INSTRUCTIONS)
         if self.policy.spec.cameras:
@@ -280,7 +284,8 @@ class _Finetuning:
         if self.replay is not None:
             prepared = self.replay.mix(prepared, self._context)
         if rollouts.whole:
-            self.history = (*self.history, float(rollouts.row_return.mean()))[-256:]
+            groups = Segments.of(rollouts.group)
+            self.history = (*self.history, *groups.mean(rollouts.row_return).tolist())[-256:]
         stale = prepared.played & (prepared.policy_version != self.iteration)
         if bool(stale.any()):
             prepared = replace(prepared, logp_proximal=rescored(prepared, self.policy, instructions)[0])
@@ -317,6 +322,7 @@ class _Finetuning:
             config.iterations,
             self.policy.spec.scored_steps,
             self.history,
+            self.memory,
         )
 
     def _due(self, every: int, last: bool) -> bool:
@@ -363,6 +369,7 @@ class _Finetuning:
             "iteration": self.iteration,
             "env_steps": self.env_steps,
             "history": list(self.history),
+            "memory": self.memory,
             "course": self.course.tree(),
             "config": self._settings(),
             "best": self.best,
@@ -389,7 +396,7 @@ class _Finetuning:
         self.iteration, self.env_steps, self.best = tree["iteration"], tree["env_steps"], tree["best"]
         self.course.restore(tree["course"])
         self.best_believed = tree["best_believed"]
-        self.history = tuple(tree["history"])
+        self.history, self.memory = tuple(tree["history"]), tree["memory"]
         self.best_weights = tree["best_weights"] or None
         self.learner.restore(tree["learner"])
         self.collector.restore(tree["collector"])

@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 import torch
 from made_rollouts import make_rollouts, make_scored
+from scipy import stats
 
 from robopolicy.core.errors import RobopolicyWarning
-from robopolicy.rl import credit
-from robopolicy.rl.advantages import step
+from robopolicy.core.spec import STATE
+from robopolicy.rl import credit, selection
+from robopolicy.rl.advantages import group, step
+from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.coefficients import off_policy, trust_region
+from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import Context
 from robopolicy.rl.objective import policy_loss
 from robopolicy.rl.starts.samplers import ReplaySampler
@@ -112,6 +116,123 @@ def test_hgpo_skips_levels_that_say_nothing():
     # The second decision of the first episode is alone at both levels; those of the others have equal returns.
     expected = torch.tensor([[first, 0.0], [-first / 2, 0.0], [-first / 2, 0.0]])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_risk_po_scores_bundles_against_quantiles_that_it_tracks():
+    returns = [1.0, 0.0, 2.0, 0.0, 3.0, 1.0, 4.0]  # groups of 2, 2 and 3; the first two make a bundle of 3 and 0
+    rollouts = make_rollouts([1] * 7, [4, 4, 6, 6, 9, 9, 9], returns, steps=1)
+    context = replace(CONTEXT, memory={"risk_po": [1.0, 3.0]})
+    found = group.risk_po(rollouts, context, bundle=2, low=0.2, high=0.8, tail=1.5, rate=0.1, scale=False)[:, 0]
+
+    def by_hand(score: float) -> float:
+        middle = (max(score - 1.0, 0.0) - max(score - 3.0, 0.0) + 1.0 - 3.0) / 0.6
+        return (middle - 1.5 * max(1.0 - score, 0.0) / 0.2) / 2.5
+
+    expected = [by_hand(score) for score in (3.0, 0.0, 3.0, 0.0, 3.0, 1.0, 4.0)]
+    assert found.tolist() == pytest.approx(expected)
+    assert expected[0] == expected[6] == 0.0 and expected[1] < expected[5] < 0
+    # Sums are 3, 0 | 3, 1, 4: one of five below 1, two below 3.
+    assert context.memory["risk_po"] == pytest.approx([1.0 + 0.1 * (0.2 - 0.2), 3.0 + 0.1 * (0.8 - 0.4)])
+
+    scaled = group.risk_po(rollouts, replace(CONTEXT, memory={"risk_po": [1.0, 3.0]}), bundle=2)[:, 0]
+    spread = [torch.tensor(sums).std().item() for sums in ((3.0, 0.0), (3.0, 1.0, 4.0))]
+    assert scaled.tolist() == pytest.approx(
+        [value / spread[number > 3] for number, value in enumerate(expected)], abs=1e-4
+    )
+    first = replace(CONTEXT, memory={})
+    group.risk_po(rollouts, first, bundle=2, rate=0.0)
+    assert first.memory["risk_po"] == pytest.approx(np.quantile([3, 0, 3, 1, 4], [0.2, 0.8]).tolist())
+
+
+def test_risk_po_leaves_out_what_is_beyond_the_smallest_group_of_a_bundle():
+    rollouts = make_rollouts([1] * 5, [0, 0, 0, 1, 1], [1.0, 1.0, 9.0, 1.0, 0.0], steps=1)
+    found = group.risk_po(rollouts, replace(CONTEXT, memory={"risk_po": [5.0, 6.0]}), bundle=2)[:, 0]
+    assert found[2] == 0 and bool((found[[0, 1, 3, 4]] < 0).all())
+
+
+def test_sas_judges_groups_by_what_came_of_the_same_start_before():
+    context = replace(CONTEXT, memory={})
+
+    def visited(returns: list[float], start: int) -> list[float]:
+        rollouts = make_rollouts([1] * len(returns), [0] * len(returns), returns, steps=1)
+        rollouts = rollouts.with_extras(start=torch.full((len(returns), 1), start))
+        return group.sas(rollouts, context)[:, 0].tolist()
+
+    std = 2**-0.5  # of 0 and 1, over n - 1
+    assert visited([0.0, 1.0], 7) == pytest.approx([-0.5 / std, 0.5 / std])
+    # All alike: the group says nothing, the start's past does. Pooled: mean (0.5 + 1) / 2, variance as in the formula.
+    pooled = ((1 * std**2 + 0 + 0.5 * 0.5**2) / 2) ** 0.5
+    assert visited([1.0, 1.0], 7) == pytest.approx([0.5 * (1 - 0.75) / pooled] * 2)
+    assert visited([1.0, 1.0], 8) == [0.0, 0.0]
+    assert context.memory["sas"]["7"] == pytest.approx([2, 0.75, pooled])
+    mean, variance = (2 * 0.75 + 0.5) / 3, (2 * pooled**2 + std**2 + 2 / 3 * 0.25**2) / 3
+    new, every = 0.5 / std, (1 - mean) / variance**0.5
+    candidates = ((2 * new + every) / 3, (new + 2 * every) / 3)
+    assert visited([0.0, 1.0], 7)[1] == pytest.approx(min(candidates))
+
+
+def test_hapo_moves_forks_further_and_counts_them_more_outside_the_neutral_zone():
+    ratios, entropies = [1.0, 1.25, 0.85, 1.0, 0.7, 1.15], [4.0, 4.0, 4.0, 0.25, 0.25, 1.0]
+    scored = scored_at(ratios, [1.0, 1.0, -1.0, 1.0, -1.0, 1.0])
+    entropy = torch.tensor(entropies, dtype=torch.float64)[:, None, None]
+    h = trust_region.entropy_level(entropy, scored.mask, 0.5)
+    # The nearest entry to the middle of log(.25, .25, 1, 4, 4, 4) is log 1 or log 4; sides are scaled by themselves.
+    assert set(h.flatten().tolist()) <= {-1.0, 0.0, 0.5, 1.0, -0.5}
+    scored = replace(scored, extra=lambda name: entropy)
+    c = trust_region.hapo(scored, pivot=0.5, clip_strength=1.0, gain=0.5)[0].flatten().tolist()
+    levels = h.flatten().tolist()
+    for found, ratio, level, advantage in zip(c, ratios, levels, [1.0, 1.0, -1.0, 1.0, -1.0, 1.0], strict=True):
+        low, high = 0.2 * (1 - min(level, 0.0)), 0.2 * (1 + max(level, 0.0))
+        neutral = 1 - low / 2 < ratio < 1 + high / 2
+        counted = advantage if neutral == (level > 0) else advantage * (1 + 0.5 * level)
+        kept = ratio <= 1 + high if counted >= 0 else ratio >= 1 - low
+        assert found == pytest.approx(ratio * counted * kept)
+
+
+def test_hapo_by_hand():
+    scored = scored_at([1.25, 1.25, 1.0, 0.7], [1.0, 1.0, 1.0, -1.0])
+    entropy = torch.tensor([4.0, 1.0, 0.5, 0.25], dtype=torch.float64)[:, None, None]
+    scored = replace(scored, extra=lambda name: entropy)
+    assert trust_region.entropy_level(entropy, scored.mask, 0.6).flatten().tolist() == pytest.approx([1, 0, -0.5, -1])
+    c = trust_region.hapo(scored, pivot=0.6, gain=0.5)[0].flatten().tolist()
+    # A fork beyond the neutral zone: A (1 + .5), kept up to 1.4. At the pivot: clipped at 1.2. A sure step in the zone:
+    # A (1 - .25). A sure step outside it: A as it is, kept down to 0.6.
+    assert c == pytest.approx([1.25 * 1.5, 0.0, 0.75, -0.7])
+
+
+def test_ngrpo_remembers_the_best_of_the_run_and_clips_as_the_paper():
+    context = replace(CONTEXT, memory={})
+    group.ngrpo(make_rollouts([1, 1], [0, 0], [1.0, 0.0], steps=1), context)
+    failed = group.ngrpo(make_rollouts([1, 1], [0, 0], [0.0, 0.0], steps=1), context)[:, 0]
+    # Returns 0, 0 and a virtual 1: mean 1/3, standard deviation sqrt(2) / 3.
+    assert failed.tolist() == pytest.approx([-(0.5**0.5)] * 2, abs=1e-4)
+    found = build_algorithm(AlgorithmConfig(algorithm="ngrpo")).coefficient(
+        scored_at([0.83, 0.85, 1.23, 1.25], [-1.0, -1.0, 1.0, 1.0])
+    )
+    assert found[0].flatten().tolist() == pytest.approx([0.0, -0.85, 1.23, 0.0])
+    own = AlgorithmConfig(algorithm="ngrpo", options={"ppo": {"low": 0.2}})
+    assert float(build_algorithm(own).coefficient(scored_at([0.83], [-1.0]))[0]) == pytest.approx(-0.83)
+
+
+def test_bnpo_divides_by_the_density_of_rates_however_alike_they_are():
+    success = [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+    rollouts = make_rollouts([1] * 12, [0] * 4 + [1] * 4 + [2] * 4, success, steps=1)
+    rates = np.array([0.5, 0.5, 0.75])
+    strength = rates.mean() * (1 - rates.mean()) / rates.var() - 1
+    a, b = 1 + rates.mean() * strength / 3, 1 + (1 - rates.mean()) * strength / 3
+    expected = (1 - 0.5) / stats.beta(a, b).pdf(0.5)
+    assert float(group.bnpo(rollouts, CONTEXT)[0, 0]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_episodes_with_a_void_turn_are_dropped():
+    rollouts = make_rollouts([2, 2, 1], [0, 0, 0], steps=1)
+    before = rollouts.observation[STATE]
+    after = before + 1.0
+    after[1, 1] = before[1, 1]  # nothing moved in the second decision of the second episode
+    after[2, 1] = before[2, 1]  # padding
+    rollouts = replace(rollouts, next_observation={STATE: after})
+    assert selection.drop_void(rollouts, CONTEXT).tolist() == [True, False, True]
+    assert selection.drop_void(replace(rollouts, next_observation={STATE: before}), CONTEXT).all()
 
 
 def test_prompt_replay_takes_those_nearest_to_one_half():

@@ -17,12 +17,13 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Slot, mechanisms
 
 CONTEXT = Context(torch.Generator(), discount=0.9, iteration=3, iterations=10)
-NAMES = [entry.name for entry in mechanisms(Slot.ADVANTAGE) if entry.name != "gae"]
+NAMES = [entry.name for entry in mechanisms(Slot.ADVANTAGE) if entry.name not in ("gae", "risk_po")]
+"""All that compare episodes and decisions; risk_po sums the j-th episodes of groups, so there the order is meant."""
 
 
 def advantage_of(name: str, rollouts: Rollouts, **options) -> torch.Tensor:
     function = next(entry.function for entry in mechanisms(Slot.ADVANTAGE) if entry.name == name)
-    found = function(rollouts, CONTEXT, **options)
+    found = function(rollouts, replace(CONTEXT, memory={}), **options)
     return found[0] if isinstance(found, tuple) else found
 
 
@@ -32,8 +33,10 @@ def annotated(rollouts: Rollouts, seed: int) -> Rollouts:
     names = {"q": (), "v": (), "preference": (), "advantage_gae": (), "process": rollouts.mask.shape[-1:]}
     drawn = {name: torch.randn((*rollouts.shape, *trailing), generator=draws) for name, trailing in names.items()}
     alive = rollouts.alive
+    start = rollouts.group[:, None].expand(rollouts.shape)
     return rollouts.with_extras(
-        **{name: value * alive.reshape(*alive.shape, *[1] * (value.dim() - 2)) for name, value in drawn.items()}
+        start=start,
+        **{name: value * alive.reshape(*alive.shape, *[1] * (value.dim() - 2)) for name, value in drawn.items()},
     )
 
 

@@ -117,7 +117,7 @@ def test_presets_run_on_a_denoising_policy(name: str):
 OTHERS = [
     {"credit": ("seed_grpo",)},
     {"selection": ("roc",)},
-    {"selection": ("max_variance", "finite")},
+    {"selection": ("max_variance", "void_turns")},
     {"auxiliaries": ("kl_base", "bc")},
     {"controllers": ("vcpo",)},
     {"controllers": ("kl_target",)},

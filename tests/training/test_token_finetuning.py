@@ -65,12 +65,12 @@ def test_presets(name: str):
 
 
 OTHERS = [
-    {"credit": ("top_entropy", "gtpo")},
+    {"credit": ("top_entropy", "gtpo"), "options": {"gtpo": {"entropy_limit": 3.0}}},
     {"credit": ("d3s_steps", "empg")},
-    {"credit": ("hapo", "seed_grpo")},
+    {"credit": ("seed_grpo",), "coefficient": "hapo"},
     {"credit": ("cepo",)},
-    {"coefficient": "dcpo", "advantage": "sas"},
-    {"coefficient": "hapo_clip"},
+    {"coefficient": "dcpo", "advantage": "sas", "starts": 6},
+    {"advantage": "risk_po"},
     {"coefficient": "bapo", "controllers": ("vcpo",), "delay": 1},
     {"coefficient": "decoupled_ppo", "replay": "remix"},
     {"auxiliaries": ("entropy", "kl_base", "bc")},

@@ -86,8 +86,9 @@ def mc_grpo(
     """A = (R - group median) / (median absolute deviation + epsilon); the median episode is left out of the update.
 
     Made for tiny groups: play an odd number G + 1, learn from G. With an even number nothing is left out. A is bounded
-    by `limit`, which the paper does not need: its rewards are binary, while of three dense returns two may lie so close
-    that the third is hundreds of deviations away. Returns A [B, T] and which episodes are learned from, [B] bool.
+    by `limit`, which is ours: where more than half of a group agree the deviation is 0, and who differs, as of binary
+    rewards, would get 1 / epsilon; the bound then sets the scale. Returns A [B, T] and which episodes are learned from,
+    [B] bool.
     """
     returns, counts, groups = outcomes(rollouts)
     centred = returns - groups.median(returns, counts)[groups.index]
@@ -104,13 +105,15 @@ def ngrpo(
 ) -> Tensor:
     """GRPO with virtual episodes of the best possible return in every group, so that all-fail groups get A < 0.
 
-    best: that return, null for the best seen in this batch (set it where whole batches fail); virtual: how many. The
-    paper clips at 0.16 below and 0.24 above: clip=0.16 clip_high=0.24. For tokens: being pushed away from what failed
+    best: that return, null for the best of the run so far (set it where nothing succeeds at first); virtual: how many.
+    The preset clips as the paper does, at 0.16 below and 0.24 above. For tokens: being pushed away from what failed
     spreads a categorical policy out, but moves the mean of a Gaussian step without end. Returns A [B, T], constant over
     an episode.
     """
     returns, counts, groups = outcomes(rollouts)
-    top = torch.as_tensor(best if best is not None else float(returns[counts].max()), dtype=returns.dtype)
+    seen = float(returns[counts].max()) if bool(counts.any()) else 0.0
+    context.memory["ngrpo"] = max(seen, context.memory.get("ngrpo", seen))
+    top = torch.as_tensor(context.memory["ngrpo"] if best is None else best, dtype=returns.dtype)
     size = groups.size(counts) + virtual
     mean = (groups.sum(returns, counts) + virtual * top) / size
     squares = groups.sum((returns - mean[groups.index]).square(), counts) + virtual * (top - mean).square()
@@ -135,21 +138,21 @@ def w_reinforce(rollouts: Rollouts, context: Context, *, positive: float = 0.1) 
 def bnpo(rollouts: Rollouts, context: Context) -> Tensor:
     """A = (success - p) / Beta(p; a, b), with p the group's success rate and a Beta fitted to all groups' rates.
 
-    Method of moments gives (a0, b0) of the rates; a = 1 + a0 / 3, b = 1 + b0 / 3. Returns A [B, T], constant over an
-    episode.
+    Method of moments gives (a0, b0) of the rates; a = 1 + a0 / 3, b = 1 + b0 / 3. Of the paper's several rewards, each
+    normalised by itself, this is the one that says success. Returns A [B, T], constant over an episode.
     """
     success = rollouts.row_success.double()
     groups = Segments.of(rollouts.group)
     rate = groups.mean(success)
-    mean, variance = rate.mean().clamp(1e-3, 1 - 1e-3), rate.var(unbiased=False).clamp(min=1e-2)
+    mean, variance = rate.mean().clamp(1e-3, 1 - 1e-3), rate.var(unbiased=False).clamp(min=1e-6)
     # Method of moments: a Beta of this mean and variance has a0 + b0 = mean (1 - mean) / variance - 1. Dividing by its
     # density at p gives starts with common success rates smaller advantages than rare ones.
     strength = (mean * (1 - mean) / variance - 1).clamp(min=1e-3)
     a, b = 1 + mean * strength / 3, 1 + (1 - mean) * strength / 3
     p = rate[groups.index]
     bounded = p.clamp(1e-3, 1 - 1e-3)
-    density = torch.exp((a - 1) * bounded.log() + (b - 1) * (1 - bounded).log() - torch.lgamma(a))
-    density = density * torch.exp(torch.lgamma(a + b) - torch.lgamma(b))
+    normaliser = torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
+    density = ((a - 1) * bounded.log() + (b - 1) * (1 - bounded).log() - normaliser).exp()
     return broadcast(((success - p) / density.clamp(min=1e-6)).float(), rollouts)
 
 
@@ -171,35 +174,80 @@ def gdpo(rollouts: Rollouts, context: Context, *, weights: dict[str, float] | No
     return broadcast(standardise(total), rollouts)
 
 
-@mechanism(Slot.ADVANTAGE, "risk_po", source="RiskPO (range value-at-risk)", needs=(Need.GROUPS,))
-def risk_po(rollouts: Rollouts, context: Context, *, low: float = 0.2, high: float = 0.8, tail: float = 0.5) -> Tensor:
-    """Advantages of the return's middle range and lower tail: hard starts push more than those already solved.
+@mechanism(Slot.ADVANTAGE, "risk_po", source="RiskPO, arXiv:2510.00911", needs=(Need.GROUPS,))
+def risk_po(
+    rollouts: Rollouts,
+    context: Context,
+    *,
+    bundle: int = 5,
+    low: float = 0.2,
+    high: float = 0.8,
+    tail: float = 1.5,
+    rate: float = 0.1,
+    scale: bool = True,
+) -> Tensor:
+    """Advantages of bundles of starts, whose middle range and lower tail count: what is solved already pushes no more.
 
-        A = [clip(R - q_lo, 0) - clip(R - q_hi, 0) + q_lo - q_hi] / (hi - lo) - tail * clip(q_lo - R, 0) / lo
+        X = sum of the returns of the j-th episodes of `bundle` groups,   A = (range + tail * worst) / (1 + tail)
+        range = [(X - q_low)+ - (X - q_high)+ + q_low - q_high] / (high - low),   worst = -(q_low - X)+ / low
 
-    centred over the batch. A bundle is a group; quantiles q are those of the batch's groups' mean returns (the paper
-    tracks them over time). low, high: which quantiles, in (0, 1). Returns A [B, T], constant over an episode.
+    A, over the bundle's standard deviation if `scale`, goes to all episodes that X sums. The quantiles of X at the
+    levels low and high, in (0, 1), are tracked over the run by stochastic approximation, q += rate (level - share of
+    X < q), beginning with those of the first batch. Groups that are left over form a smaller bundle; episodes beyond
+    those of a bundle's smallest group get 0. Returns A [B, T], constant over an episode, never positive: to tokens, as
+    in the paper, that is how often to repeat what; a Gaussian step it moves away from everything but the best.
     """
     returns, counts, groups = outcomes(rollouts)
-    score = groups.mean(returns, counts)
-    q_low, q_high = torch.quantile(score, low), torch.quantile(score, high)
-    # The first term grows only between the quantiles, the second only below: the top is ignored, since it is solved.
-    middle = (returns - q_low).clamp(min=0) - (returns - q_high).clamp(min=0) + q_low - q_high
-    value = middle / (high - low) - tail * (q_low - returns).clamp(min=0) / low
-    return broadcast(standardise(value, counts), rollouts)
+    place = groups.rank(torch.arange(len(returns), device=returns.device).double(), counts)
+    part = groups.index // bundle
+    bundles = Segments.of(part)
+    used = counts & (place < bundles.minimum(groups.size(counts)[groups.index].double())[bundles.index])
+    papers = Segments.of(part, place)
+    score = papers.sum(returns, used)[papers.index]
+    first = used & (papers.rank(groups.index.double(), used) == 0)  # one entry a sum
+    found = score[first]
+    remembered: list[float] = context.memory.get("risk_po", [])
+    q_low, q_high = remembered or [float(torch.quantile(found, level)) for level in (low, high)]
+    below_low, below_high = (float((found < quantile).float().mean()) for quantile in (q_low, q_high))
+    context.memory["risk_po"] = [q_low + rate * (low - below_low), q_high + rate * (high - below_high)]
+    middle = (score - q_low).clamp(min=0) - (score - q_high).clamp(min=0) + q_low - q_high
+    value = (middle / (high - low) - tail * (q_low - score).clamp(min=0) / low) / (1 + tail)
+    if scale:
+        spread = bundles.std(score, first, unbiased=True)
+        several = bundles.size(first) > 1
+        value = value / (torch.where(several, spread, 1.0)[bundles.index] + 1e-6)
+    return broadcast(torch.where(used, value, 0.0), rollouts)
 
 
-@mechanism(Slot.ADVANTAGE, "sas", source="DCPO, smooth advantage standardisation", needs=(Need.GROUPS,))
+@mechanism(Slot.ADVANTAGE, "sas", source="DCPO, arXiv:2509.02333", needs=(Need.GROUPS, Need.STARTS))
 def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tensor:
-    """Mix standardisation within the group and over the batch's history, and take the one of smaller size.
+    """DCPO's smooth advantage standardisation: within the group, and against all episodes of its start so far.
 
-    With i iterations done: A = smaller of [(i - 1) A_new + A_all] / i and [A_new + (i - 1) A_all] / i, where A_new is
-    the group's and A_all uses mean and std over all groups. The paper accumulates per prompt; starts here are mostly
-    fresh, so what accumulates is the batch (stated deviation). Returns A [B, T], constant over an episode.
+        A = the smaller in size of [(i - 1) A_new + A_all] / i and [A_new + (i - 1) A_all] / i
+
+    at the i-th visit of a start, where A_new uses mean and standard deviation of the group and A_all those of all the
+    start's groups, this one among them; either is 0 where its deviation is. A group whose episodes are all alike is
+    then still judged by what happened before. Returns A [B, T], constant over an episode.
     """
     returns, counts, groups = outcomes(rollouts)
-    new = group_normalised(returns, counts, groups, epsilon)
-    every = standardise(returns, counts)
-    i = float(context.iteration + 1)
-    first, second = ((i - 1) * new + every) / i, (new + (i - 1) * every) / i
-    return broadcast(torch.where(first.abs() <= second.abs(), first, second), rollouts)
+    mean, std = groups.mean(returns, counts), groups.std(returns, counts, unbiased=True)
+    past: dict[str, list[float]] = context.memory.setdefault("sas", {})
+    starts = groups.maximum(rollouts.extras["start"][:, 0].double())
+    every: list[list[float]] = []
+    for number in range(groups.count):
+        start = str(int(starts[number]))
+        visits, old_mean, old_std = past.get(start, [0.0, 0.0, 0.0])
+        new_mean, new_std, times = float(mean[number]), float(std[number]), visits + 1
+        # Means and variances of groups are pooled with equal weights, as in the authors' code.
+        variance = (visits * old_std**2 + new_std**2 + visits / times * (new_mean - old_mean) ** 2) / times
+        past[start] = [times, (visits * old_mean + new_mean) / times, variance**0.5]
+        every.append(past[start])
+    visit, mean_all, std_all = torch.tensor(every, dtype=returns.dtype, device=returns.device)[groups.index].unbind(1)
+
+    def standardised(centre: Tensor, spread: Tensor) -> Tensor:
+        return torch.where(spread > epsilon, (returns - centre) / spread.clamp(min=epsilon), 0.0)
+
+    new, whole = standardised(mean[groups.index], std[groups.index]), standardised(mean_all, std_all)
+    first, second = ((visit - 1) * new + whole) / visit, (new + (visit - 1) * whole) / visit
+    smaller = torch.where(first.abs() < second.abs(), first, second)
+    return broadcast(torch.where(counts, smaller, 0.0), rollouts)

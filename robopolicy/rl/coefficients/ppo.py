@@ -38,12 +38,16 @@ def ppo(
 
 
 @mechanism(Slot.COEFFICIENT, "ppo", source="Schulman et al. 2017, arXiv:1707.06347; dual clip: arXiv:1912.09729")
-def clipped(scored: Scored, *, dual_clip: float | None = None) -> Coefficients:
+def clipped(
+    scored: Scored, *, dual_clip: float | None = None, low: float | None = None, high: float | None = None
+) -> Coefficients:
     """PPO's clipped ratio; with the ratio level of an episode it is GSPO, of an action Rank-GRPO.
 
-    Widths: clip (and clip_high, clip_base, clip_rate). dual_clip bounds the ratio of bad decisions.
+    Widths: low and high, null for clip (and clip_high, clip_base, clip_rate). dual_clip bounds the ratio of bad
+    decisions.
     """
-    c = ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped, dual_clip)
+    widths = scored.clip_low if low is None else low, scored.clip_high if high is None else high
+    c = ppo(scored.log_ratio, scored.advantage, *widths, scored.clamped, dual_clip)
     return c, {}
 
 

@@ -129,19 +129,32 @@ def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -
     return torch.where(scored.mask, c, 0.0), {"ratio_mean": plain, "guarded_ratio_mean": guarded}
 
 
-@mechanism(Slot.COEFFICIENT, "hapo_clip", source="HAPO (heterogeneous clipping)", needs=(Need.CATEGORICAL,))
-def hapo_clip(scored: Scored, *, strength: float = 0.5) -> Coefficients:
-    """PPO whose widths depend on a step's entropy: sure steps may fall further, unsure ones may rise further.
+@mechanism(Slot.COEFFICIENT, "hapo", source="HAPO, arXiv:2509.16591", needs=(Need.CATEGORICAL,))
+def hapo(scored: Scored, *, pivot: float = 0.8, clip_strength: float = 1.0, gain: float = 1.0) -> Coefficients:
+    """PPO whose widths and advantages depend on a step's entropy: forks may move further, and count more.
 
-    h in [-1, 1] is the log-entropy, centred on the batch's mean and scaled by its largest deviation. Where h < 0 the
-    lower width becomes low (1 - strength h), where h > 0 the upper one high (1 + strength h).
+    h in [-1, 1] is the log-entropy minus its quantile `pivot` over the minibatch, each side scaled to 1. Where h <= 0
+    the lower width becomes low (1 - clip_strength h), elsewhere the upper one high (1 + clip_strength h). The advantage
+    becomes A (1 + gain h) outside the neutral zone of ratios, half of these widths around 1, where h > 0 (a fork that
+    moves counts more), and inside it where h <= 0 (a sure step that stays counts less). The paper's temperature by
+    entropy belongs to how the policy samples, and is not here.
     """
-    log_entropy = scored.extra("entropy").clamp(min=1e-4).log()
-    centred = log_entropy - log_entropy[scored.mask].mean()
-    h = centred / centred[scored.mask].abs().max().clamp(min=1e-6)
-    low = scored.clip_low * (1 - strength * h.clamp(max=0))
-    high = scored.clip_high * (1 + strength * h.clamp(min=0))
-    return ppo(scored.log_ratio, scored.advantage, low, high, scored.clamped), {}
+    h = entropy_level(scored.extra("entropy"), scored.mask, pivot)
+    low = scored.clip_low * (1 - clip_strength * h.clamp(max=0))
+    high = scored.clip_high * (1 + clip_strength * h.clamp(min=0))
+    neutral = (scored.ratio > 1 - low / 2) & (scored.ratio < 1 + high / 2)
+    advantage = torch.where(neutral == (h > 0), scored.advantage, scored.advantage * (1 + gain * h))
+    return ppo(scored.log_ratio, advantage, low, high, scored.clamped), {}
+
+
+def entropy_level(entropy: Tensor, mask: Tensor, pivot: float) -> Tensor:
+    """Return HAPO's h in [-1, 1], shaped as entropy (nats): its logarithm above or below the masked entries' quantile
+    `pivot`, divided by the largest distance on that side; 0 outside the mask.
+    """
+    level = entropy.clamp(min=1e-6).log()
+    centred = torch.where(mask, level - torch.quantile(level[mask], pivot, interpolation="nearest"), 0.0)
+    above, below = centred.clamp(min=0), centred.clamp(max=0)
+    return above / above.max().clamp(min=1e-6) + below / below.min().abs().clamp(min=1e-6)
 
 
 @mechanism(Slot.COEFFICIENT, "mdpo", source="MDPO, arXiv:2005.09814")

@@ -4,7 +4,7 @@ A thread owns the world and a copy of the policy; physics and tensor work releas
 the same time. Admission is AReaL's rule (arXiv:2505.24298): batch n may be started once the learner has done
 n - staleness updates. Weights are taken over between batches, never inside one, so every decision of a batch has one
 version, unless it belongs to an episode that was left unfinished (APRIL) and goes on with newer weights.
-staleness 1 is collecting one batch ahead (periodic asynchrony keeps 0 by waiting; that is the synchronous collector).
+staleness 1 is collecting one batch ahead.
 """
 
 import threading

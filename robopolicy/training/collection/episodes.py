@@ -84,7 +84,8 @@ class EpisodeCollector:
         episodes = per_start(torch.ones_like(place), place)
         won = per_start(collected.row_success, place)
         learned = torch.searchsorted(found, prepared.extras["start"][:, 0].contiguous())
-        advantage = per_start(prepared.extras["advantage"].abs().mean((1, 2)), learned) / episodes
+        size = prepared.extras["advantage"].abs().sum((1, 2)) / prepared.extras["episode_steps"][:, 0].clamp(min=1)
+        advantage = per_start(size, learned) / episodes
         starts = found.cpu().numpy()
         self.sampler.observe(starts, won, episodes, advantage)
         if self.hint is not None:
