@@ -55,6 +55,20 @@ def test_changed_images_are_named(reach, change, check, text):
     assert text in findings[0].measured
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda images: images.float() / 255, "'top' holds numbers from 0 to 1, not bytes"),
+        (lambda images: images.float() / 127.5 - 1, "'top' holds numbers from -1 to 1, not bytes"),
+        (lambda images: (images.float() / 255 - 0.45) / 0.225, "normalised by mean and deviation?"),
+    ],
+)
+def test_images_that_are_no_bytes_are_named(reach, change, text):
+    world, data = reach
+    findings = problems(with_top(data, change), world)
+    assert any(finding.check == "image range" and text in finding.measured for finding in findings)
+
+
 def test_bgr_is_seen_without_seeds(reach):
     world, data = reach
     findings = problems(replace(with_top(data, lambda images: images.flip(-1)), seeds=None), world)

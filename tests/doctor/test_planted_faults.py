@@ -15,7 +15,7 @@ from sims.experts import NoisyController, noise_level
 from sims.registry import make_expert, make_world
 
 SEEN = {"cameras": ("top", "front"), "image_size": 32}
-WORLDS = {"seen_cube": ("push_cube", 4, SEEN)}
+WORLDS = {"seen_cube": ("push_cube", 4, SEEN), "pick_place": ("pick_place", 5, {})}
 """Name in the tests -> world, rows and options; others are called by their own name and have eight rows."""
 SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 
