@@ -1,5 +1,6 @@
 """What papers and their authors' code compute, by hand, where a mechanism here once computed something else."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from robopolicy.core.spec import STATE
 from robopolicy.rl import credit, selection
 from robopolicy.rl.advantages import group, step
 from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.auxiliaries.values import step_preference_loss
 from robopolicy.rl.coefficients import off_policy, trust_region
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import Context
@@ -233,6 +235,18 @@ def test_episodes_with_a_void_turn_are_dropped():
     rollouts = replace(rollouts, next_observation={STATE: after})
     assert selection.drop_void(rollouts, CONTEXT).tolist() == [True, False, True]
     assert selection.drop_void(replace(rollouts, next_observation={STATE: before}), CONTEXT).all()
+
+
+def test_a_step_preference_saturates_and_lets_go_beyond_its_clip():
+    better = torch.tensor([0.0, 0.05, 0.2, -0.2], dtype=torch.float64, requires_grad=True)
+    worse = torch.tensor([0.0, -0.05, -0.2, 0.2], dtype=torch.float64, requires_grad=True)
+    loss = step_preference_loss(better, worse, beta=10.0, clip=0.1)
+    margins = [0.0, 0.1, math.log(1.1) - math.log(0.9), math.log(0.9) - math.log(1.1)]
+    assert loss.tolist() == pytest.approx([math.log1p(math.exp(-10 * margin)) for margin in margins])
+    loss.sum().backward()
+    # -beta sigmoid(-beta margin): half of beta at first, less once it is ranked rightly, none beyond the clip.
+    assert better.grad.tolist() == pytest.approx([-5.0, -10 / (1 + math.exp(1.0)), 0.0, 0.0])
+    assert worse.grad.tolist() == pytest.approx([5.0, 10 / (1 + math.exp(1.0)), 0.0, 0.0])
 
 
 def test_prompt_replay_takes_those_nearest_to_one_half():

@@ -1,5 +1,6 @@
 """Losses that follow learned action values: the best of several decisions, or preferences between steps."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import integers
 from robopolicy.core.policy import FinishesChain
-from robopolicy.rl.context import AuxiliaryInputs, score_extra
+from robopolicy.rl.context import AuxiliaryInputs, given, score_extra
 from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.weights import step_mean
 
@@ -42,13 +43,28 @@ def best_of_n(
     return -weight * (step_mean(mask) * torch.where(mask, logp, 0.0)).sum()
 
 
-@mechanism(Slot.AUXILIARY, "spo", source="SPO, arXiv:2406.04314", needs=(Need.VALUES, Need.GAUSSIAN, Need.FINISHES))
+def step_preference_loss(better: Tensor, worse: Tensor, beta: float, clip: float) -> Tensor:
+    """Return -log sigmoid(beta (log r of the better - of the worse)), [n], of log-ratios [n] to a frozen reference.
+
+    The ratios r are clipped to 1 +- clip, so that a pair no longer pulls once both are far enough. Source: SPO.
+    """
+    low, high = math.log(1 - clip), math.log(1 + clip)
+    return torch.nn.functional.softplus(-beta * (better.clamp(low, high) - worse.clamp(low, high)))
+
+
+@mechanism(
+    Slot.AUXILIARY,
+    "spo",
+    source="SPO, arXiv:2406.04314",
+    needs=(Need.VALUES, Need.GAUSSIAN, Need.FINISHES, Need.BASE),
+)
 def step_preferences(
     inputs: AuxiliaryInputs,
     *,
     children: int = 4,
     decisions: int = 256,
     beta: float = 10.0,
+    clip: float = 0.1,
     gap: float = 0.3,
     weight: float = 1.0,
     warmup: int = 2,
@@ -57,10 +73,10 @@ def step_preferences(
 
     `children` are drawn from one latent of the policy's own chain, each finished without noise and judged by the action
     values; best and worst are kept if softmax of their values (scaled to the batch's spread) differs by more than
-    `gap`: -log sigmoid(beta (log-ratio of the best - of the worst)), with the ratio to the policy as it is now (1), so
-    the clip of the paper never binds. Deviation: the whole remainder of the chain replaces a step-aware scorer. On at
-    most `decisions` states n of a minibatch, not in the first `warmup` iterations; the latents are [children, n, P, A].
-    Returns a scalar, 0 where no pair is kept. Raises ConfigError without a model of action values.
+    `gap`. The loss is `step_preference_loss`, its reference the frozen base policy. Deviation: the whole remainder of
+    the chain replaces a step-aware scorer. On at most `decisions` states n of a minibatch, not in the first `warmup`
+    iterations; the latents are [children, n, P, A]. Returns a scalar, 0 where no pair is kept. Raises ConfigError
+    without a model of action values.
     """
     if inputs.context.iteration < warmup:
         return torch.zeros((), device=inputs.mask.device)
@@ -75,6 +91,8 @@ def step_preferences(
     normal = policy.log_prob(here, one)
     mean, spread = score_extra(normal, "mean")[:, 0], score_extra(normal, "std").detach()
     std = spread.expand(len(rows), *spread.shape[-3:])[:, 0].expand_as(mean)
+    with torch.no_grad():
+        reference = score_extra(given(inputs.base, "base").log_prob(here, one), "mean")[:, 0]
     noise = torch.randn((children, *mean.shape), generator=draws, device=draws.device)
     latents = mean.detach() + std * noise
     repeated = {key: _at(value, torch.arange(len(rows)).repeat(children)) for key, value in here.items()}
@@ -86,11 +104,11 @@ def step_preferences(
         kept = share.max(0).values - share.min(0).values > gap
     place = torch.arange(len(rows), device=mean.device)
 
-    def log_density(child: Tensor) -> Tensor:
-        return (-(latents[child, place] - mean).square() / (2 * std.square().clamp(min=1e-6))).mean((-2, -1))
+    def log_ratio(child: Tensor) -> Tensor:
+        drawn, variance = latents[child, place], 2 * std.square().clamp(min=1e-6)
+        return (((drawn - reference).square() - (drawn - mean).square()) / variance).mean((-2, -1))
 
-    margin = log_density(best) - log_density(worst)
-    loss = torch.nn.functional.softplus(-beta * (margin - margin.detach()))
+    loss = step_preference_loss(log_ratio(best), log_ratio(worst), beta, clip)
     return weight * torch.where(kept, loss, 0.0).sum() / kept.sum().clamp(min=1)
 
 
