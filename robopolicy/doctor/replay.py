@@ -42,7 +42,7 @@ EARLY = 15
 """Steps within which chaos cannot have grown: parting ways here has a reason."""
 WINDOW = 30
 """Steps on which exact explanations are judged."""
-ENOUGH = 6
+ENOUGH = 12
 """Frames of all episodes together that must agree for an explanation to be exact."""
 SHORT = 6
 """Steps on which approximate ones are judged, before small errors have grown."""
