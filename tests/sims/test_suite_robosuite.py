@@ -127,7 +127,7 @@ def installed():
 
 
 def test_lift_keeps_every_promise(installed):
-    check_world(lambda batch: make_world("robosuite/Lift", batch, history=2, horizon=6), batch_size=2, chunk=3)
+    check_world(lambda batch: make_world("robosuite/Lift", batch, history=2, horizon=6), chunk=3)
 
 
 def test_the_expert_lifts(installed):
