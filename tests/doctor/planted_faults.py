@@ -48,6 +48,10 @@ def with_column(data, key, index, change):
     return broken_data.with_frames(data, key, changed)
 
 
+def noise(count):
+    return 0.05 * torch.randn(count, generator=torch.Generator().manual_seed(count))
+
+
 def lagging(data, key, index, steps):
     return with_column(data, key, index, lambda values: torch.cat([values[:1].repeat(steps), values])[: len(values)])
 
@@ -307,7 +311,7 @@ FAULTS = {
         "push_cube",
         "unlike sensor",
         "'y' by",
-        lambda data: with_column(data, STATE, 1, lambda values: values + 0.05 * torch.randn(len(values))),
+        lambda data: with_column(data, STATE, 1, lambda values: values + noise(len(values))),
     ),
     "mislabelled instructions": Fault(
         "push_choice", "instructions", "another instruction than the world gives.*episodes 0, 2", mislabelled
