@@ -144,7 +144,7 @@ def test_settings_of_an_own_policy_are_checked():
     ],
 )
 def test_a_controller_in_the_place_of_a_policy_is_told_where_it_belongs(name, said):
-    with pytest.raises(ConfigError, match=rf"'{name}' {said}.*collect\.controller={name}"):
+    with pytest.raises(ConfigError, match=rf"'{name}' {said}.*robopolicy collect.*controller={name}"):
         compose([f"policy.kind={name}"])
 
 

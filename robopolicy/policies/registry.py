@@ -32,7 +32,7 @@ class PolicyKinds(Kinds):
 
 
 def _way_out(name: str) -> str:
-    return f"To imitate it, let it play as the controller of `robopolicy collect` (controller={name}) and train a policy on that."
+    return f"To imitate it, let `robopolicy collect` record it (controller={name}) and train a policy on that."
 
 
 def _is_controller(found: Any) -> bool:
