@@ -109,15 +109,20 @@ def write_folder_atomic(folder: Path, fill: Callable[[Path], None]) -> None:
         try:
             temporary.chmod(0o755)
             fill(temporary)
-            old = folder.with_name(folder.name + ".old")
-            if folder.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                os.rename(folder, old)
-            os.rename(temporary, folder)
-            shutil.rmtree(old, ignore_errors=True)
+            replace_folder(temporary, folder)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Put the folder `new` in the place of `folder`, which may exist; a crash may leave `folder.old` as well."""
+    old = folder.with_name(folder.name + ".old")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)
+    os.rename(new, folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def recover_folder(folder: Path) -> Path:

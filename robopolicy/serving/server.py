@@ -7,6 +7,7 @@ while it takes requests (503 with the reason otherwise), GET /metrics Prometheus
 
 import asyncio
 import functools
+import gc
 import hmac
 import ipaddress
 import itertools
@@ -74,6 +75,8 @@ def serve(policy: Policy, settings: ServerSettings, on_ready: Callable[[int], No
     """
     require_safe_address(settings)
     log_to_stderr()
+    gc.collect()
+    gc.freeze()  # what is loaded stays: collections look at what clients leave alone, and hold nobody up
 
     async def main() -> None:
         stop = asyncio.Event()
@@ -228,6 +231,8 @@ class PolicyServer:
         finally:
             self.sessions.drop(number)
             self.metrics.connections -= 1
+            if conversation.large:  # errors, here and in websockets, keep its last message in a circle
+                asyncio.get_running_loop().call_later(1.0, gc.collect)
             self.log("disconnected", connection=number, address=address, requests=conversation.requests)
 
     async def _refuse(self, connection: ServerConnection, number: int, error: Exception) -> None:
@@ -275,7 +280,7 @@ class _Conversation:
 
     def __init__(self, server: PolicyServer, connection: ServerConnection, number: int):
         self.server, self.connection, self.number = server, connection, number
-        self.requests = 0
+        self.requests, self.large = 0, False
         self._replies: asyncio.Queue[asyncio.Future[bytes]] = asyncio.Queue(server.limits.pipelined)
         self._previous: float | None = None
 
@@ -318,6 +323,7 @@ class _Conversation:
             if isinstance(message, str):
                 raise SpecError("Send observations as binary msgpack messages, not text.")
             large = len(message) > LARGE
+            self.large |= large
             request = await asyncio.to_thread(self._unpacked, message) if large else self._unpacked(message)
             session = self.server.sessions.take(self.number, request)
             asked = request.pop(REQUEST, None)
@@ -328,6 +334,9 @@ class _Conversation:
                 if not request:
                     return _settled(_packed({RESET: True}, asked))
             observation = await asyncio.to_thread(session.observe, request) if large else session.observe(request)
+        except RobopolicyError as error:  # its trace and its cause hold the message until the collector comes by
+            error.__cause__ = error.__context__ = None
+            return _settled(error.with_traceback(None))
         except Exception as error:
             return _settled(error)
         return asyncio.create_task(self._answer(observation, session.generator, arrived, asked))

@@ -3,6 +3,7 @@
 Sources: WoVR (refresh the model where the policy goes); Ctrl-World, arXiv:2510.10125 (synthesise, filter, imitate).
 """
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import cameras_of
-from robopolicy.core.storage import read_json, write_json
+from robopolicy.core.storage import read_json, recover_folder, replace_folder, sweep, write_json
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
@@ -58,6 +59,7 @@ class ModelRefresh:
         self.record_path = run.path / "refreshes.json"
         done = read_json(self.record_path) if self.record_path.exists() else {"iterations": [], "env_steps": 0}
         self.iterations, self.env_steps = list(done["iterations"]), int(done["env_steps"])
+        self._tidy()
         if self.iterations:
             self._share(load_world_model(run.path / "model").state_dict())
 
@@ -80,9 +82,21 @@ class ModelRefresh:
         self._share(model.state_dict())
         self.iterations.append(iteration)
         self.env_steps += fresh.step_count
-        save_world_model(model, self.run.path / "model")
+        waiting = self.run.path / f"model.{iteration}"  # not yet `model`: a kill before the list would refresh it twice
+        save_world_model(model, waiting)
         write_json(self.record_path, {"iterations": self.iterations, "env_steps": self.env_steps})
+        replace_folder(waiting, self.run.path / "model")
         return True
+
+    def _tidy(self) -> None:
+        """Finish or undo what a kill interrupted: a refreshed model is the model once the list names its iteration."""
+        if (folder := self.run.path / "recorded").is_dir():
+            sweep(folder)
+        for waiting in self.run.path.glob("model.[0-9]*"):
+            if int(waiting.suffix[1:]) in self.iterations:
+                replace_folder(waiting, recover_folder(self.run.path / "model"))
+            else:
+                shutil.rmtree(waiting)
 
     def _share(self, weights: Mapping[str, Tensor]) -> None:
         for model in self.models:
@@ -114,6 +128,8 @@ def synthesise_and_imitate(
     generators, kept, imagined, turn = Generators(seed, next(policy.parameters()).device), [], 0, 0
     best: dict[str, Any] = {}
     weights: dict[str, Tensor] = {}
+    if run is not None:  # it begins anew after a kill, and so do its metrics
+        run.rewind("iteration", -1)
     for turn in range(rounds + 1):
         figures: dict[str, Any] = {"iteration": turn, "env_steps": imagined}
         if turn:
