@@ -128,6 +128,11 @@ def open_folder(path: Path) -> RunFolder:
     return folder
 
 
+def is_complete(path: Path) -> bool:
+    """Whether the run in a folder has left its result, and its report, which comes after that."""
+    return (path / RESULT).exists() and (path / REPORT).exists()
+
+
 def finished(folder: RunFolder) -> dict[str, Any] | None:
     """Return the result of a run that has already ended, else None; a report that a kill prevented is made."""
     path = folder.path / RESULT

@@ -19,6 +19,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json
 from robopolicy.evaluation.curves import imagination_curves, imagined_beside_real
 from robopolicy.evaluation.report import Section
+from robopolicy.runs import is_complete
 from robopolicy.verbs import imagine
 from robopolicy.verbs.bench import Benchmark, Table
 
@@ -116,7 +117,7 @@ def tuned_in_imagination(config: Config, root: Path, task: str, name: str, seed:
     """Return the run folder of an arm, after training base and model and fine-tuning, where that is missing."""
     arm, label = ARMS[name], name.replace(", ", "_").replace(" ", "_")
     folder = root / task / "imagine" / label / str(seed)
-    if not (folder / "result.json").exists():
+    if not is_complete(folder):
         base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
         shared = settings_of(config, root, task, seed)
         knows_base = compose(shared).worldmodel.include_base if arm.knows_base is None else arm.knows_base

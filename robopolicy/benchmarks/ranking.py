@@ -23,6 +23,7 @@ from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
 from robopolicy.evaluation.curves import ranking_panels
 from robopolicy.evaluation.report import Section, ranking_plot
+from robopolicy.runs import is_complete
 from robopolicy.verbs import rank
 from robopolicy.verbs.bench import Benchmark, Table
 
@@ -72,7 +73,7 @@ def measure(config: Config, root: Path, task: str, kinds: tuple[str, ...]) -> di
     for seed in config.bench.seeds:
         for kind in kinds:
             result = root / task / "rank" / kind / str(seed) / "result.json"
-            if not result.exists():
+            if not is_complete(result.parent):
                 model = trained_model(config, root, task, kind, seed) / "checkpoint"
                 chosen = f"rank.policies=[{','.join(map(str, policies))}]", f"rank.models=[{model}]", "rank.noise=[]"
                 changed = f"run.name={kind}", *chosen, *SHORTER.get(kind, ())

@@ -14,7 +14,7 @@ from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, write_json
-from robopolicy.runs import output
+from robopolicy.runs import is_complete, output
 from robopolicy.verbs import collect, finetune, train, worldmodel
 
 TOKEN = (
@@ -127,7 +127,7 @@ def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> P
     own = [setting for setting in settings if setting.startswith("collect.")]
     recording = f"data_{name}" if own else "data"
     base = root / task / "train" / name / str(seed)
-    if not (base / "result.json").exists():
+    if not is_complete(base):
         shared = settings_of(config, root, task, seed)
         output.print(Rule(f"[bold]{task}, {name}, seed {seed}", align="left"))
         collect.run(compose([*shared, f"run.name={recording}", *own]))
@@ -142,7 +142,7 @@ def modelled(config: Config, root: Path, task: str, label: str, seed: int, setti
     A model with cameras records demonstrations of its own; others share those that policies learn from.
     """
     folder = root / task / "worldmodel" / label / str(seed)
-    if not (folder / "result.json").exists():
+    if not is_complete(folder):
         shared = settings_of(config, root, task, seed)
         filmed = [setting for setting in settings if setting.startswith("world.")]
         output.print(Rule(f"[bold]{task}, world model {label}, seed {seed}", align="left"))
@@ -157,7 +157,7 @@ def modelled(config: Config, root: Path, task: str, label: str, seed: int, setti
 def run_variant(config: Config, root: Path, task: str, label: str, variant: Variant, seed: int) -> Outcome:
     """Return what fine-tuning a variant gave, after doing what is missing under root/task."""
     tuned = root / task / "finetune" / label / str(seed)
-    if not (tuned / "result.json").exists():
+    if not is_complete(tuned):
         if variant.base in TUNED_BASES:
             run_variant(config, root, task, variant.base, Variant("diffusion", TUNED_BASES[variant.base]), seed)
             base = root / task / "finetune" / variant.base / str(seed)
