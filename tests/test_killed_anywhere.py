@@ -47,7 +47,7 @@ DATA, POLICY, MODEL = (
 )
 TUNED = f"finetune.policy={POLICY}"
 REFRESHED = ("finetune.checkpoint_every=1", "imagine.refresh_every=1", "imagine.refresh_episodes=4")
-BENCH = tuple(f'"{each}"' for each in SHARED[2:] if not each.startswith(("worldmodel", "rank", "evaluate.")))
+BENCH = tuple(f'"{each}"' for each in SHARED[1:] if not each.startswith(("worldmodel", "rank", "evaluate.")))
 JOBS = {
     "collect": ("collect", *SHARED, "json=figures/collect.json"),
     "train": ("train", *SHARED, f"train.data={DATA}", "json=figures/train.json"),
