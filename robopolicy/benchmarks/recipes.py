@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.rule import Rule
 
 from robopolicy.benchmarks.rates import rate_text, short, spread_text
@@ -81,8 +80,7 @@ def measure(config: Config, root: Path, recipe: str, seed: int) -> dict[str, Any
         "env_steps": result["env_steps"],
         "reached_target": result["reached_target"],
         "seconds": seconds | {"finetune": result["seconds"]},
-        "threads": torch.get_num_threads(),
-        **{key: made[key] for key in ("commit", "packages", "python", "platform", "processor_count")},
+        **{key: made[key] for key in ("threads", "commit", "packages", "python", "platform", "processor_count")},
     }
 
 

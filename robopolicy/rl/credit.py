@@ -187,14 +187,15 @@ def seed_grpo(
     return advantage * (1 - alpha * entropy / size.log().clamp(min=1e-6)).clamp(min=0)[:, None, None]
 
 
-@mechanism(Slot.CREDIT, "cepo", source="CEPO (contrastive evidence)", needs=(Need.CONTRAST_SCORES,))
-def cepo(
+@mechanism(Slot.CREDIT, "instruction_contrast", source="after CEPO's weights", needs=(Need.CONTRAST_SCORES,))
+def instruction_contrast(
     rollouts: Rollouts, advantage: Tensor, context: Context, *, share: float = 0.5, epsilon: float = 0.5
 ) -> Tensor:
     """Credit what depends on the instruction: A ((1 - share) + share w), w = exp(sign(A) delta) within 1 +- epsilon.
 
-    delta: a step's log-probability under its instruction minus that under another one. What would have been done anyway
-    keeps a weight of 1. The one under another instruction is extras["contrast_logp"] [B, T, K]. Takes and returns
+    delta: a step's log-probability under its instruction minus that under another one, extras["contrast_logp"]
+    [B, T, K]. What would have been done anyway keeps a weight of 1. CEPO weighs so with a right and a wrong answer in
+    the context; a robot has no answer to be shown, so this is another mechanism with its weights. Takes and returns
     A [B, T, K].
     """
     delta = rollouts.logp_behaviour - rollouts.extras["contrast_logp"]

@@ -68,7 +68,7 @@ OTHERS = [
     {"credit": ("top_entropy", "gtpo"), "options": {"gtpo": {"entropy_limit": 3.0}}},
     {"credit": ("d3s_steps", "empg")},
     {"credit": ("seed_grpo",), "coefficient": "hapo"},
-    {"credit": ("cepo",)},
+    {"credit": ("instruction_contrast",)},
     {"coefficient": "dcpo", "advantage": "sas", "starts": 6},
     {"advantage": "risk_po"},
     {"coefficient": "bapo", "controllers": ("vcpo",), "delay": 1},
