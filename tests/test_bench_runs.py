@@ -97,6 +97,7 @@ def test_a_policy_stands_beside_itself_looking_ahead(tmp_path, monkeypatch, caps
     assert "seed 100" not in capsys.readouterr().out, "nothing is done twice"
 
 
+@pytest.mark.slow
 def test_imagined_and_real_success_stand_beside_each_other(tmp_path, monkeypatch, capsys):
     narrow = imagination.ARMS["narrow, experts beside"]
     brief = replace(narrow, described=(), settings=(*narrow.settings, "finetune.iterations=1"))
@@ -111,7 +112,8 @@ def test_imagined_and_real_success_stand_beside_each_other(tmp_path, monkeypatch
         assert [record["iteration"] for record in row["records"][0]] == [0, 1]
 
 
-@pytest.mark.parametrize("task", ["push_cube", pytest.param("pick_place", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["push_cube", "pick_place"])
 def test_the_first_arm_of_imagination_is_what_a_recipes_own_verbs_do(tmp_path, task):
     assert benchmark(tmp_path, "bench.name=imagination", f"bench.tasks=[{task}]", "bench.only=[ensemble]") == 0
     config = compose([f"recipe={task}", f"run.root={tmp_path / 'own'}", *TINY])

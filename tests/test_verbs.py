@@ -302,6 +302,7 @@ def test_algorithms_lists_presets_and_explains_one(tmp_path, capsys):
     assert "grpo" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bench_algorithms_compares_methods_on_the_same_base_and_can_be_gone_on_with(root, capsys):
     figures = root / "algorithms.json"
     small = [item for item in SMALL if not item.startswith(("world=", "finetune.videos", "collect.episodes"))]

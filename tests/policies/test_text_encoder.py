@@ -233,7 +233,7 @@ class ToldWorld(BanditWorld):
         return replace(step, rewards={"reward": np.where(step.valid, -error, 0.0)})
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("dppo", marks=pytest.mark.slow)])
 def test_fine_tuning_moves_opposite_tasks_in_opposite_directions(algorithm: str):
     """Imitation did +-0.4, the reward is for +-0.8; the trainer itself checks that scores equal those of `act`."""
     policy = taught(size=0.4)

@@ -98,7 +98,7 @@ def test_progress_sums_to_the_outcome_and_points_at_what_made_it():
     assert float(gap[1]) > 0.6
 
 
-@pytest.mark.parametrize("target", ["monte_carlo", "td"])
+@pytest.mark.parametrize("target", ["monte_carlo", pytest.param("td", marks=pytest.mark.slow)])
 def test_action_values_tell_good_actions_from_bad_ones(target: str):
     rollouts = make_rollouts([1] * 512, list(range(512)), [0.0] * 512)
     won = rollouts.actions[:, 0].mean((1, 2)) > 0

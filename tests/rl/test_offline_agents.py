@@ -68,6 +68,7 @@ def test_targets_by_hand():
     assert torch.equal(agent.target(batch(terminated=True), generator(1)), data.reward)
 
 
+@pytest.mark.slow
 def test_it_learns_a_bandit():
     agent = Sac(SacConfig(critics=2, diversity=0.0, width=32, depth=2, rate=3e-3, temperature=0.01), 1, 1, 0)
     draws = generator()
@@ -133,7 +134,7 @@ def two_armed(count=400, seed=0):
     return Transitions(state, action, good.float(), state, torch.ones(count, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("kind", ["td3_bc", "iql"])
+@pytest.mark.parametrize("kind", [pytest.param("td3_bc", marks=pytest.mark.slow), "iql"])
 def test_offline_agents_prefer_the_better_recorded_actions(kind):
     if kind == "td3_bc":
         agent = Td3Bc(Td3BcConfig(width=32, depth=2, rate=3e-3), 1, 1, 0)

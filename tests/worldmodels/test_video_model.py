@@ -42,10 +42,20 @@ TINY = VideoConfig(
 
 @pytest.fixture(scope="module")
 def learned():
+    return trained(300)
+
+
+@pytest.fixture(scope="module")
+def begun():
+    """A model that has hardly learned: for what holds of any weights."""
+    return trained(20)
+
+
+def trained(steps: int):
     torch.set_num_threads(1)
     training = recorded()
     model = VideoModel.build(TINY, SPEC, training, 0)
-    config = FitConfig(steps=300, learning_rate=3e-3, warmup=20, ema_decay=0.98)
+    config = FitConfig(steps=steps, learning_rate=3e-3, warmup=min(20, steps // 2), ema_decay=0.98)
     fit_stages(model, training, config, Generators(0))
     held = recorded(100, seed=1)
     model.calibrate(held)
@@ -64,6 +74,7 @@ def latent_at(model, data, steps):
     return model.initial(context_at(data, steps, model.context), steps.numpy())
 
 
+@pytest.mark.slow
 def test_it_imagines_the_image_and_depends_on_its_actions(learned):
     model, held = learned
     figures = examine(model, held, torch.Generator().manual_seed(0), rows=100, steps=400, horizons=(1, 2, 3, 4, 5))
@@ -76,12 +87,12 @@ def test_it_imagines_the_image_and_depends_on_its_actions(learned):
     assert figures["success"]["f1"] > 0.3
 
 
-def test_imagined_worlds_conform(learned):
-    check_world(lambda rows: imagined_world(learned[0], rows), renders=False, tolerance=1e-4)
+def test_imagined_worlds_conform(begun):
+    check_world(lambda rows: imagined_world(begun[0], rows), renders=False, tolerance=1e-4)
 
 
-def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
-    model, held = learned
+def test_an_episode_depends_on_its_seed_and_actions_alone(begun):
+    model, held = begun
     steps = torch.arange(4)
     latent = latent_at(model, held, steps)
     _, seen = model.imagine(latent, held.actions[:4])
@@ -104,8 +115,8 @@ def test_an_episode_depends_on_its_seed_and_actions_alone(learned):
     assert torch.equal(first["latents"], second["latents"])
 
 
-def test_frames_are_the_same_one_by_one_and_in_chunks(learned):
-    model, held = learned
+def test_frames_are_the_same_one_by_one_and_in_chunks(begun):
+    model, held = begun
     steps = torch.arange(6)
     latent = latent_at(model, held, steps)
     actions = held.actions[steps[:, None] + torch.arange(7)]
@@ -153,8 +164,8 @@ def test_a_world_imagines_chunks_together_and_only_rows_that_run(fresh, monkeypa
     np.testing.assert_array_equal(step.observation[STATE][1:], ended)
 
 
-def test_rows_at_different_places_of_their_chunks_do_not_mind_each_other(learned):
-    model, held = learned
+def test_rows_at_different_places_of_their_chunks_do_not_mind_each_other(begun):
+    model, held = begun
     steps = torch.arange(4)
     latent = latent_at(model, held, steps)
     ahead, _ = model.generate(latent, held.actions[steps[:, None] + torch.arange(2)])
@@ -167,8 +178,8 @@ def test_rows_at_different_places_of_their_chunks_do_not_mind_each_other(learned
         assert torch.equal(end["phase"], last["phase"][rows])
 
 
-def test_checkpoints_round_trip(learned, tmp_path):
-    check_round_trip(learned[0], tmp_path / "model")
+def test_checkpoints_round_trip(begun, tmp_path):
+    check_round_trip(begun[0], tmp_path / "model")
 
 
 def test_history_is_spaced_in_rollouts_as_in_training(fresh, monkeypatch):
@@ -247,8 +258,8 @@ def test_only_future_frames_of_the_episode_are_learned_from(fresh):
     assert not torch.allclose(loss(replace(subsequence, future=within)), kept)
 
 
-def test_an_earlier_frame_does_not_see_later_ones(learned):
-    model, held = learned
+def test_an_earlier_frame_does_not_see_later_ones(begun):
+    model, held = begun
     latent = latent_at(model, held, torch.arange(5))
     actions = held.actions[torch.arange(5)[:, None] + torch.arange(3)]
     other = actions.clone()
