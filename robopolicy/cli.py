@@ -99,7 +99,8 @@ def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
     """Turn a bare word into the verb's target key; leave `key=value` alone."""
     result = []
     for argument in arguments:
-        if "=" in argument and not (verb.target and _exists(argument)):
+        is_path = verb.target is not None and _exists(argument)
+        if "=" in argument and not is_path:
             result.append(argument)
         elif argument.startswith("-"):
             raise ConfigError(
@@ -108,7 +109,7 @@ def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
         elif verb.target is None:
             raise ConfigError(f"'{name}' takes no bare word ('{argument}'): settings are written key=value.")
         else:
-            result.append(f"{verb.target}={_quoted(argument) if _exists(argument) else argument}")
+            result.append(f"{verb.target}={_quoted(argument) if is_path else argument}")
     return result
 
 

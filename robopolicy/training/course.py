@@ -5,7 +5,7 @@ part the policy is held nearer to its base, about which the model knows most. On
 follow ends it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -49,6 +49,11 @@ class Course:
         self.gap = 0.0
         self.stale = 0
         self.ended: Ended | None = None
+
+    def confirmed(self, figures: Mapping[str, float], confirm: Callable[[], Mapping[str, float]]) -> dict[str, float]:
+        """Return `figures` of an evaluation, and where they reach the target what `confirm` measures beside them."""
+        found = confirm() if self.reaches(figures) else {}
+        return {**figures, **{f"confirmed_{name}": float(value) for name, value in found.items()}}
 
     def observe(self, figures: Mapping[str, float]) -> None:
         """Take in an evaluation: figures of `Evaluate`, each named with its mode before it."""

@@ -12,6 +12,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -340,9 +341,8 @@ class _Finetuning:
             for mode in ("deterministic", "stochastic")
             for name, value in self.evaluate(self.policy, mode == "deterministic").items()
         }
-        if self.confirm is not None and self.course.reaches(figures):
-            confirmed = self.confirm(self.policy, self.iteration)
-            figures |= {f"confirmed_{name}": float(value) for name, value in confirmed.items()}
+        if self.confirm is not None:
+            figures = self.course.confirmed(figures, partial(self.confirm, self.policy, self.iteration))
         self.course.observe(figures)
         reached = self.course.ended is Ended.TARGET
         if reached or not self.best_believed or score(figures) > score(self.best):

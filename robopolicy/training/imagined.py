@@ -5,6 +5,7 @@ Sources: WoVR (refresh the model where the policy goes); Ctrl-World, arXiv:2510.
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +146,8 @@ def synthesise_and_imitate(
                 pretrain(policy, Episodes.concatenate(kept), config, seed=derive(seed, f"imitate/{turn}"))
         for mode, deterministic in (("deterministic", True), ("stochastic", False)):
             figures |= {f"{mode}_{name}": value for name, value in evaluate(policy, deterministic).items()}
-        if confirm is not None and course.reaches(figures):
-            figures |= {f"confirmed_{name}": value for name, value in confirm(policy, turn).items()}
+        if confirm is not None:
+            figures = course.confirmed(figures, partial(confirm, policy, turn))
         course.observe(figures)
         if run is not None:
             run.log(figures)

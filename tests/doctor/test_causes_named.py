@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from planted_faults import Unseeded
 
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE
@@ -40,24 +41,6 @@ def test_statistics_that_disagree_with_the_data_are_named(reach, tmp_path):
     assert "lacks 'action'" in second.measured
     path.unlink()
     assert "missing" in check_statistics(episodes, tmp_path / "data")[0].measured
-
-
-class Unseeded:
-    """Begins anew each time, whatever the seeds."""
-
-    def __init__(self, world):
-        self.world, self.calls = world, 0
-        self.spec, self.batch_size = world.spec, world.batch_size
-
-    def reset(self, rows=None, seeds=None, options=None):
-        self.calls += 1
-        return self.world.reset(rows, np.asarray(seeds) + 1000 * self.calls, options)
-
-    def step(self, actions):
-        return self.world.step(actions)
-
-    def close(self):
-        self.world.close()
 
 
 def test_a_world_that_ignores_its_seed_is_named_as_the_cause(reach):
