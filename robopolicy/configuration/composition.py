@@ -25,6 +25,7 @@ RENAMED = {
     "finetune.scored_units": "finetune.scored_steps",
     "finetune.branch_unit": "finetune.branch_sampling_step",
     "finetune.worlds": "finetune.num_envs",
+    "finetune.unfinished": "finetune.overprovision",
     "finetune.decisions": "finetune.rollout_length",
     "finetune.actor_rate": "finetune.learning_rate",
     "finetune.critic_rate": "finetune.critic_learning_rate",

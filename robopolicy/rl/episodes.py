@@ -1,15 +1,15 @@
 """Collecting whole episodes, in groups with the same start, with rows that are refilled as soon as they are free.
 
-More episodes than rows are played by continuous batching: a row that ends takes the next request. What is unfinished
-when enough episodes are done may be kept and gone on with at the next call, under the newer policy: every decision
-remembers which version made it (APRIL, partial rollouts).
+More episodes than rows are played by continuous batching: a row that ends takes the next request. Groups that are
+unfinished when enough others are complete may be kept, and gone on with at the next call under the newer policy: every
+decision remembers which version made it (partial rollouts, APRIL, arXiv:2509.18521).
 
 Episodes may branch: at given decisions a row's state is kept, and children go on from there with noise of their own.
 What parent and children share is played once. The children's rows hold a copy of it that is masked out.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.player import Player, PolicyActor
@@ -29,65 +28,15 @@ from robopolicy.core.spec import require_fit
 from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Snapshot, Snapshots, World
 from robopolicy.rl.collect import column
-
-
-@dataclass(frozen=True)
-class Request:
-    """One episode to play. seed: of its start; group: whose outcomes it is compared with; task: index of the
-    instruction, -1: whatever the seed says; state: one row's state to begin in instead.
-    """
-
-    seed: int
-    group: int
-    task: int = -1
-    state: Snapshot | None = None
-
-
-@dataclass(frozen=True)
-class Branching:
-    """at: decisions (from 0) at which every running episode splits; width: into how many, itself among them.
-
-    step: how many steps of the decision the branches share (BranchGRPO's tree over the denoising chain; 0 shares the
-    initial noise), None: they split before it and share nothing of it. Raises ConfigError unless width is at least 2
-    and the decisions are distinct and from 0.
-    """
-
-    at: tuple[int, ...] = ()
-    width: int = 2
-    step: int | None = None
-
-    def __post_init__(self):
-        if self.width < 2 or any(step < 0 for step in self.at) or len(set(self.at)) != len(self.at):
-            raise ConfigError(
-                f"branch_width is {self.width}, branch_at {list(self.at)}: split in 2 or more, at 0 or later."
-            )
-
-    @property
-    def leaves(self) -> int:
-        """Episodes that one root becomes, if none ends before the last split."""
-        return self.width ** len(self.at)
-
-
-def groups_of(seeds: Sequence[int] | Array, sizes: int | Sequence[int], tasks: Sequence[int] = ()) -> list[Request]:
-    """Return requests for one group per seed, `sizes` episodes each (ragged where a sequence is given).
-
-    seeds: [G] of G groups; sizes: for all of them, or [G]; tasks: indices of instructions [G], or none. Raises
-    ValueError where their numbers differ.
-    """
-    counts = [sizes] * len(seeds) if isinstance(sizes, int) else list(sizes)
-    chosen = list(tasks) or [-1] * len(seeds)
-    return [
-        Request(int(seed), group, task)
-        for group, (seed, count, task) in enumerate(zip(seeds, counts, chosen, strict=True))
-        for _ in range(count)
-    ]
+from robopolicy.rl.requests import Branching, Request
 
 
 @dataclass
 class _Running:
     """One episode, waiting or in flight: how many decisions it has taken, and where it came from.
 
-    snapshot, returned: state and return so far at the branch; parent: number of the episode it branched off, -1: none.
+    snapshot, returned: state and return so far where it waits to go on from; parent: number of the episode it branched
+    off, -1: none; number: its own, -1: not begun.
     """
 
     request: Request
@@ -97,6 +46,26 @@ class _Running:
     parent: int = -1
     number: int = -1
     branch_decision: int = -1
+
+    def tree(self) -> dict[str, Any]:
+        """Return what `of` needs."""
+        state: Mapping[str, Array] = {} if self.snapshot is None else self.snapshot.arrays
+        request = [self.request.seed, self.request.group, self.request.task]
+        return {
+            "request": request,
+            "place": [self.steps, self.returned, self.parent, self.number, self.branch_decision],
+            "snapshot": {name: torch.as_tensor(value) for name, value in state.items()},
+        }
+
+    @staticmethod
+    def of(tree: Mapping[str, Any]) -> "_Running":
+        """Return the episode that `tree` is of."""
+        seed, group, task = tree["request"]
+        state = {name: value.numpy() for name, value in tree["snapshot"].items()}
+        steps, returned, parent, number, branched = tree["place"]
+        return _Running(
+            Request(seed, group, task), steps, Snapshot(state) if state else None, returned, parent, number, branched
+        )
 
 
 class EpisodePlayer:
@@ -129,15 +98,19 @@ class EpisodePlayer:
 
     def clear(self) -> None:
         """Drop what is in flight and waiting; the next call starts from fresh resets."""
-        self.rows: list[_Running | None] = [None] * self.world.batch_size
+        self._vacate()
         self.waiting: deque[_Running] = deque()
-        self.player = Player(self.world, PolicyActor(self.policy, torch.Generator()))
         self.parts: list[dict[str, Any]] = []
-        self.finished: set[int] = set()
+        self.finished: dict[int, int] = {}
         self.lineage: dict[int, tuple[int, int]] = {}
         self.shared: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.after: dict[int, dict[str, Tensor]] = {}
         self.count = 0
+
+    def _vacate(self) -> None:
+        """Leave every row empty: the world is reset at the next call."""
+        self.rows: list[_Running | None] = [None] * self.world.batch_size
+        self.player = Player(self.world, PolicyActor(self.policy, torch.Generator()))
         self.returns = np.zeros(self.world.batch_size)
 
     @property
@@ -145,28 +118,38 @@ class EpisodePlayer:
         """Number of episodes in flight or waiting."""
         return sum(row is not None for row in self.rows) + len(self.waiting)
 
+    @property
+    def open_groups(self) -> set[int]:
+        """Groups that an episode in flight or waiting belongs to."""
+        return {row.request.group for row in [*self.rows, *self.waiting] if row is not None}
+
+    @property
+    def held(self) -> set[int]:
+        """Groups that were requested and not returned yet: open ones, and complete ones beyond what was asked for."""
+        return self.open_groups | set(self.finished.values())
+
     @torch.no_grad()
     def play(
         self,
         requests: Sequence[Request],
         generator: torch.Generator,
         *,
-        enough: int | None = None,
+        groups: int | None = None,
         version: int = 0,
         deterministic: bool = False,
         label: str = "",
     ) -> Rollouts:
-        """Play until `enough` episodes are done (default: all that are in flight or requested) and return those.
+        """Play until as many `groups` are complete (default: all that are held or requested) and return those.
 
-        Groups are numbered by the requests; rows of the result are in the order in which episodes were started.
-        extras: `episode_return` [B, T], and `trace` where it is kept. What is not done stays in flight, or waiting, for
-        the next call. An episode whose ancestor is still in flight waits for it.
+        The groups of the lowest numbers come first; others stay for the next call, complete, in flight or waiting. Rows
+        of the result are in the order in which episodes were started. extras: `episode_return` [B, T], and `trace`
+        where it is kept.
         """
         self.waiting.extend(_Running(request, snapshot=request.state) for request in requests)
         actor = PolicyActor(self.policy, generator, deterministic=deterministic, scored=True)
         self.player.actor, steps_played = actor, iter(self.player)
-        with progress(label, enough or self.unfinished) if label else nullcontext(_nothing) as advance:
-            while self.unfinished and (enough is None or len(self._complete()) < enough):
+        with progress(label, self.unfinished) if label else nullcontext(_nothing) as advance:
+            while self.unfinished and (groups is None or len(self._complete()) < groups):
                 self._fill()
                 self._branch()
                 actor.kept = self._shared_latents(generator.device)
@@ -180,21 +163,76 @@ class EpisodePlayer:
                 for index in map(int, done):
                     running = self.rows[index]
                     assert running is not None
-                    self.finished.add(running.number)
+                    self.finished[running.number] = running.request.group
                     self.after[running.number] = {key: value[index].clone() for key, value in after.items()}
                     self.rows[index] = None
                 advance(len(done))
-        return self._assemble(sorted(self._complete()))
+        return self._assemble(self._complete()[:groups])
+
+    def suspend(self) -> None:
+        """Put what is in flight back in the queue, ahead of what waits; the next call starts from fresh resets.
+
+        In a world that can save its rows an episode goes on from where it is, in another one from its beginning.
+        """
+        flying = [(index, row) for index, row in enumerate(self.rows) if row is not None]
+        if flying and isinstance(self.world, Snapshots):
+            states = self.world.snapshot([index for index, _ in flying])
+            for place, (index, row) in enumerate(flying):
+                row.snapshot, row.returned = states.take([place]), float(self.returns[index])
+        elif flying:
+            self._drop(torch.tensor([row.number for _, row in flying]), 0)
+            flying = [(index, _Running(row.request)) for index, row in flying]
+        self.waiting.extendleft(row for _, row in reversed(flying))
+        self._vacate()
+
+    def tree(self) -> dict[str, Any]:
+        """Return what `restore` needs to go on from what was suspended."""
+        return {
+            "waiting": {str(place): running.tree() for place, running in enumerate(self.waiting)},
+            "parts": _join(self.parts) if self.parts else {},
+            "finished": [list(pair) for pair in self.finished.items()],
+            "lineage": [[number, *self.lineage[number]] for number in self.lineage],
+            "shared": {str(place): found for place, found in enumerate(self.shared.values())},
+            "shared_at": [list(key) for key in self.shared],
+            "after": {str(number): images for number, images in self.after.items()},
+            "count": self.count,
+        }
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        self.clear()
+        self.waiting.extend(_Running.of(tree["waiting"][str(place)]) for place in range(len(tree["waiting"])))
+        self.parts = [tree["parts"]] if tree["parts"] else []
+        self.finished = dict(tree["finished"])
+        self.lineage = {number: (parent, step) for number, parent, step in tree["lineage"]}
+        self.shared = {(key[0], key[1]): tree["shared"][str(place)] for place, key in enumerate(tree["shared_at"])}
+        self.after = {int(number): images for number, images in tree["after"].items()}
+        self.count = tree["count"]
+
+    def rescore(self, score: Callable[[Rollouts], Tensor]) -> None:
+        """Replace the log-probabilities of the n decisions that are held, handed over as [n, 1], by what `score` says.
+
+        score: rollouts -> [n, 1, K]. What an episode's last chunk executed is known only when it ended, and can be
+        scored only as long as the policy that acted is at hand.
+        """
+        if not self.parts:
+            return
+        flat = _join(self.parts)
+        columns = _tree(lambda tensor: tensor[:, None], {key: value for key, value in flat.items() if key != "place"})
+        number = torch.arange(len(flat["place"]), device=flat["place"].device)
+        alone = torch.full_like(number, -1)
+        decisions = Rollouts(**columns, episode=number, group=number, parent=alone, branch_decision=alone)
+        self.parts = [{**flat, "logp_behaviour": score(decisions)[:, 0]}]
 
     def _fill(self) -> None:
         """Give waiting episodes to free rows: fresh starts and branches."""
         free = [index for index, row in enumerate(self.rows) if row is None]
         taken = [(index, self.waiting.popleft()) for index in free[: len(self.waiting)]]
         for index, running in taken:
-            running.number = self.count
-            self.lineage[self.count] = (running.parent, running.branch_decision)
-            self.rows[index], self.count = running, self.count + 1
-            self.returns[index] = running.returned
+            if running.number < 0:
+                running.number, self.count = self.count, self.count + 1
+                self.lineage[running.number] = (running.parent, running.branch_decision)
+            self.rows[index], self.returns[index] = running, running.returned
         starts = [(index, running.request) for index, running in taken if running.snapshot is None]
         played = len(starts)
         if not self.player.started and played < self.world.batch_size:
@@ -271,37 +309,29 @@ class EpisodePlayer:
         part["place"] = torch.tensor(place, device=device)
         self.parts.append(part)
 
-    def _complete(self) -> set[int]:
-        """Numbers of finished episodes all of whose ancestors are finished too, or were returned before."""
-        if not self.branching.at:
-            return self.finished
-        running = {row.number for row in self.rows if row is not None}
-        return {number for number in self.finished if not running & set(self._ancestors(number))}
+    def _complete(self) -> list[int]:
+        """Return the groups that are complete and were not returned yet, by number."""
+        return sorted(set(self.finished.values()) - self.open_groups) if self.finished else []
 
-    def _ancestors(self, number: int) -> list[int]:
-        chain: list[int] = []
-        while (number := self.lineage[number][0]) >= 0:
-            chain.append(number)
-        return chain
-
-    def _assemble(self, numbers: list[int]) -> Rollouts:
-        """Gather the decisions of `numbers`, and of what they share with ancestors, into [B, T, ...]; keep the rest."""
+    def _assemble(self, groups: list[int]) -> Rollouts:
+        """Gather the decisions of `groups`, with what episodes share with ancestors, as [B, T, ...]; keep the rest."""
         flat = _join(self.parts)
+        self.parts, device = [flat], flat["place"].device
+        mine = torch.isin(flat["place"][:, 1], torch.tensor(groups, device=device))
+        flat = dict(flat) if bool(mine.all()) else _tree(lambda tensor: tensor[mine], flat)
         place = flat.pop("place")
-        length = int(place[:, 2].max()) + 1
-        position = torch.full((self.count, length), -1, dtype=torch.int64, device=place.device)
-        position[place[:, 0], place[:, 2]] = torch.arange(len(place), device=place.device)
-        group = torch.zeros(self.count, dtype=torch.int64, device=place.device)
-        group[place[:, 0]] = place[:, 1]
+        numbers = sorted(number for number, group in self.finished.items() if group in set(groups))
+        order = {number: row for row, number in enumerate(numbers)}
+        row = torch.searchsorted(torch.tensor(numbers, device=device), place[:, 0].contiguous())
+        position = torch.full((len(numbers), int(place[:, 2].max()) + 1), -1, dtype=torch.int64, device=device)
+        position[row, place[:, 2]] = torch.arange(len(place), device=device)
         own = position >= 0
-        for number in range(self.count):  # parents come before their children
-            parent, step = self.lineage[number]
+        lineage = [self.lineage[number] for number in numbers]
+        parents = [order.get(parent, -1) for parent, _ in lineage]
+        steps = [step if parent in order else -1 for parent, step in lineage]
+        for child, (parent, step) in enumerate(zip(parents, steps, strict=True)):  # parents come before their children
             if parent >= 0:
-                position[number, :step] = position[parent, :step]
-        chosen = torch.tensor(numbers, device=place.device)
-        position, own = position[chosen], own[chosen]
-        longest = int((position >= 0).any(0).sum())
-        position, own = position[:, :longest], own[:, :longest]
+                position[child, :step] = position[parent, :step]
         there = position >= 0
 
         def gather(tensor: Tensor) -> Tensor:
@@ -310,20 +340,18 @@ class EpisodePlayer:
 
         padded = _tree(gather, flat)
         padded["mask"] = padded["mask"] & own[..., None]
-        order = {number: row for row, number in enumerate(numbers)}
-        lineage = [self.lineage[number] for number in numbers]
-        parents = [order.get(parent, -1) for parent, _ in lineage]
-        steps = [step if parent in order else -1 for parent, step in lineage]
-        self._forget(flat, place, set(numbers))
+        group = [self.finished[number] for number in numbers]
+        final_images = self._final_images(numbers, there)
+        self._drop(torch.tensor(groups), 1)
         return Rollouts(
             **padded,
-            episode=torch.arange(len(numbers), device=place.device),
-            group=group[chosen],
-            parent=torch.tensor(parents, device=place.device),
-            branch_decision=torch.tensor(steps, device=place.device),
-            branch_sampling_step=self._branch_sampling_steps(steps, place.device),
+            episode=torch.arange(len(numbers), device=device),
+            group=torch.tensor(group, device=device),
+            parent=torch.tensor(parents, device=device),
+            branch_decision=torch.tensor(steps, device=device),
+            branch_sampling_step=self._branch_sampling_steps(steps, device),
             whole=True,
-            final_images=self._final_images(numbers, there),
+            final_images=final_images,
         )
 
     def _final_images(self, numbers: list[int], there: Tensor) -> FinalImages | None:
@@ -342,23 +370,17 @@ class EpisodePlayer:
         kept = self.branching.step
         return None if kept is None else torch.tensor([kept if step >= 0 else 0 for step in steps], device=device)
 
-    def _forget(self, flat: dict[str, Any], place: Tensor, returned: set[int]) -> None:
-        """Drop what was returned, apart from what episodes still in flight or waiting share with it."""
-        self.finished -= returned
-        going_on = [row for row in [*self.rows, *self.waiting] if row is not None]
-        if not going_on and not self.finished:
-            self.parts, self.lineage, self.shared, self.count = [], {}, {}, 0
-            return
-        needed = {running.number for running in going_on if running.number >= 0} | self.finished
-        for running in going_on:
-            if running.parent >= 0:
-                needed |= {running.parent, *self._ancestors(running.parent)}
-        for number in list(needed):
-            needed |= set(self._ancestors(number))
-        kept = torch.isin(place[:, 0], torch.tensor(sorted(needed), device=place.device))
-        rest = _tree(lambda tensor: tensor[kept], flat)
-        rest["place"] = place[kept]
-        self.parts = [rest] if bool(kept.any()) else []
+    def _drop(self, which: Tensor, by: int) -> None:
+        """Forget episodes of these numbers (by 0) or groups (by 1), and their decisions."""
+        flat = _join(self.parts)
+        gone = torch.isin(flat["place"][:, by], which.to(flat["place"].device))
+        dropped = set(flat["place"][gone, 0].tolist())
+        self.parts = [] if bool(gone.all()) else [_tree(lambda tensor: tensor[~gone], flat)]
+        self.finished = {number: group for number, group in self.finished.items() if number not in dropped}
+        self.lineage = {number: origin for number, origin in self.lineage.items() if number not in dropped}
+        self.shared = {key: found for key, found in self.shared.items() if key[0] not in dropped}
+        if not self.lineage:
+            self.count = 0
 
 
 def _nothing(steps: int = 1, note: str = "") -> None:
@@ -378,6 +400,8 @@ def _tree(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _join(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    if len(parts) == 1:
+        return parts[0]
     joined: dict[str, Any] = {}
     for key, value in parts[0].items():
         values = [part[key] for part in parts]

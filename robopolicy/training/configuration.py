@@ -75,8 +75,10 @@ class FinetuneConfig(AlgorithmConfig):
     """Episodes that go on where one splits."""
     branch_sampling_step: int | None = None
     """Steps of the decision there that branches share, null for none."""
-    unfinished: float = 0.0
-    """Share of the episodes that an iteration may leave in flight, to go on with in the next one."""
+    overprovision: float = 0.0
+    """Groups in flight beyond those that an iteration learns from, as a share of them: it does not wait for the longest
+    episodes, which go on in the next one (APRIL). 0 waits for all.
+    """
     staleness: int = 0
     """How many updates old the weights may be that collect, in a thread beside the learner; 0 collects and learns in
     turns, repeatably.
@@ -140,12 +142,19 @@ class FinetuneConfig(AlgorithmConfig):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if not 0 < self.discount <= 1 or not 0 <= self.gae_lambda <= 1:
             raise ConfigError(f"discount {self.discount} must be in (0, 1], gae_lambda {self.gae_lambda} in [0, 1].")
-        if not 0 <= self.unfinished < 1 or min(self.staleness, self.delay) < 0:
-            raise ConfigError(f"unfinished {self.unfinished} must be in [0, 1), staleness and delay at least 0.")
+        if min(self.overprovision, self.staleness, self.delay) < 0:
+            raise ConfigError(
+                f"overprovision {self.overprovision}, staleness {self.staleness} and delay {self.delay} must be at "
+                "least 0."
+            )
         if sum(value > 0 for value in (self.staleness, self.delay, self.props)) > 1:
             raise ConfigError(
                 f"staleness {self.staleness} collects in a thread, delay {self.delay} in turns with old weights, props "
                 f"{self.props} with adjusted ones: choose one."
+            )
+        if self.overprovision and self.props:
+            raise ConfigError(
+                f"overprovision {self.overprovision} leaves groups to the next part of props {self.props}."
             )
         if self.actor_warmup < 1:
             raise ConfigError(f"actor_warmup is {self.actor_warmup}; 1 means none.")

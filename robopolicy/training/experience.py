@@ -22,16 +22,23 @@ from robopolicy.rl.diagnostics import effective_sample_size
 from robopolicy.rl.returns import ReturnScale
 
 
-def with_executed(rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[str, ...]) -> Rollouts:
+def with_executed(
+    rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[str, ...], version: int | None = None
+) -> Rollouts:
     """Score only what was executed of chunks that ended early: latents["executed"] [B, T, C] says it to the policy.
 
-    The decisions concerned get fresh behaviour scores from `policy`, which must be the one that acted, unchanged.
+    The decisions concerned get fresh behaviour scores from `policy`, which must be the one that acted, unchanged; those
+    of other versions than `version` (None: none) were scored when it did.
     """
     cut = rollouts.alive & (~rollouts.valid).any(-1)
     if not bool(cut.any()):
         return rollouts
     latents = {**rollouts.latents, "executed": rollouts.valid}
     marked = replace(rollouts, latents=latents, logp_behaviour=rollouts.logp_behaviour.clone())
+    if version is not None:
+        cut &= rollouts.policy_version == version
+    if not bool(cut.any()):
+        return marked
     with torch.no_grad():
         observation, chosen = decisions_at(marked, cut, instructions, images=reads_images(policy, marked))
         marked.logp_behaviour[cut] = policy.log_prob(observation, chosen).logp

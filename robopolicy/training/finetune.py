@@ -4,8 +4,9 @@ With the defaults it is PPO in the denoising chain (DPPO, Ren et al. 2024, arXiv
 chosen by name (`robopolicy algorithms`). Nothing of a step's meaning is known here; the critic sees observations only.
 Deviations: target-KL stop, log-ratio clamp and gradient clip are on, because without them weights became NaN.
 
-Resuming is exact because of one rule: collection starts from fresh episodes, with seeds that depend on (seed,
-iteration) alone, after every checkpoint, whether or not the run was killed. So no world state has to be saved.
+Resuming is exact because of one rule: before every checkpoint, whether or not the run is killed, the world is left.
+Collection goes on from fresh resets with seeds that depend on (seed, iteration) alone, and with the episodes that the
+checkpoint holds where groups are over-provisioned.
 """
 
 import copy
@@ -243,7 +244,7 @@ class _Finetuning:
         )
         updated = time.perf_counter()
         metrics = {**episode_metrics(collected_rollouts), **learning, **update}
-        if self.config.staleness or self.config.delay or self.config.unfinished:
+        if self.config.staleness or self.config.delay or self.config.overprovision:
             played = collected_rollouts.played
             metrics["staleness"] = float((self.iteration - collected_rollouts.policy_version[played]).float().mean())
         self.env_steps += int(collected_rollouts.duration[collected_rollouts.played].sum())
@@ -257,8 +258,8 @@ class _Finetuning:
         if self.run_folder is not None:
             self.run_folder.log({"iteration": self.iteration, "env_steps": self.env_steps, **metrics})
         if self._due(self.config.checkpoint_every, last or self.course.ended is not None):
-            self._save()
             self.collector.restart()
+            self._save()
         return metrics
 
     def _prepare(self, rollouts: Rollouts) -> Rollouts:

@@ -14,7 +14,8 @@ from robopolicy.core.spec import PolicySpec
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
 from robopolicy.rl.collect import play, start_streams
-from robopolicy.rl.episodes import EpisodePlayer, groups_of
+from robopolicy.rl.episodes import EpisodePlayer
+from robopolicy.rl.requests import groups_of
 from sims.registry import load_task, make_world
 
 SEEDS = episode_seeds(0, "played", 7)

@@ -10,7 +10,8 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.spec import STATE, PolicySpec
-from robopolicy.rl.episodes import Branching, EpisodePlayer, groups_of
+from robopolicy.rl.episodes import EpisodePlayer
+from robopolicy.rl.requests import Branching, groups_of
 from sims.registry import load_task, make_world
 
 
@@ -85,9 +86,9 @@ def test_unfinished_episodes_go_on_under_the_next_version():
     player = EpisodePlayer(world, ExpertPolicy(world.spec))
     generator = torch.Generator().manual_seed(0)
     requests = groups_of(episode_seeds(0, "x", 12), 1)
-    early = player.play(requests, generator, enough=2, version=3)
-    assert 2 <= len(early.group) < 12
-    assert player.unfinished == 12 - len(early.group)
+    early = player.play(requests, generator, groups=2, version=3)
+    assert len(early.group) == 2
+    assert player.held == set(range(12)) - set(early.group.tolist())
     late = player.play([], generator, version=4)
     assert player.unfinished == 0
     assert sorted(early.group.tolist() + late.group.tolist()) == list(range(12))

@@ -154,14 +154,14 @@ class Varied(BanditWorld):
 
 
 def test_unfinished_episodes_are_gone_on_with(tmp_path: Path):
-    config = replace(CONFIG, staleness=0, unfinished=0.3, iterations=8, groups=6, group_size=4)
+    config = replace(CONFIG, staleness=0, overprovision=0.5, iterations=8, groups=6, group_size=4)
     finetune(ChainPolicy(), None, Varied(8, horizon=6), config, RunFolder(tmp_path))
     records = RunFolder(tmp_path).metrics()[1:]
     assert any(record["staleness"] > 0 for record in records)
-    assert all(record["episodes"] >= 17 for record in records)
+    assert all(record["episodes"] == 24 for record in records)
 
 
-@pytest.mark.parametrize("changes", [{"staleness": -1}, {"unfinished": 1.0}])
+@pytest.mark.parametrize("changes", [{"staleness": -1}, {"overprovision": -0.5}])
 def test_impossible_settings_are_told(changes):
     with pytest.raises(ConfigError, match="staleness"):
         replace(CONFIG, **changes)

@@ -81,7 +81,7 @@ OTHERS = [
     {"advantage": "tree_po", "branch_at": (0, 2), "branch_width": 2},
     {"sampler": "sec", "starts": 8},
     {"sampler": "mopps", "starts": 8, "allocator": "knapsack"},
-    {"unfinished": 0.5, "coefficient": "decoupled_ppo"},
+    {"overprovision": 0.5, "coefficient": "decoupled_ppo"},
 ]
 
 

@@ -9,13 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Trainable
 from robopolicy.core.randomness import derive, episode_seeds
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.world import Snapshot, World
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.context import Context
-from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
+from robopolicy.rl.episodes import EpisodePlayer
+from robopolicy.rl.requests import Branching, Request, groups_of
 from robopolicy.training.collection.protocol import while_collecting
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
@@ -52,6 +54,7 @@ class EpisodeCollector:
         self.player = EpisodePlayer(
             world, policy, Branching(config.branch_at, config.branch_width, config.branch_sampling_step)
         )
+        self.provision = math.ceil((1 + config.overprovision) * config.groups)
         self.start_of: dict[int, int] = {}
         self.depth_of: dict[int, float] = {}
 
@@ -62,13 +65,17 @@ class EpisodeCollector:
     def batch(self, number: int, version: int) -> Rollouts:
         """Return the episodes of batch `number`, with `start` and `hint` [B, T] among their extras."""
         with while_collecting(number):
-            found = self._groups(number, version)
-            return with_executed(found, self.policy, self.world.spec.instructions)
+            found = with_executed(self._groups(number, version), self.policy, self.world.spec.instructions, version)
+            self.player.rescore(lambda held: self._executed(held, version))
+            return found
+
+    def _executed(self, held: Rollouts, version: int) -> Tensor:
+        """Score what this version executed of chunks [n, 1, K], while the policy is the one that acted."""
+        return with_executed(held, self.policy, self.world.spec.instructions, version).logp_behaviour
 
     def restart(self) -> None:
-        """Drop episodes in flight, and begin with fresh ones at the next call."""
-        self.player.clear()
-        self.start_of, self.depth_of = {}, {}
+        """Leave the world; episodes that are held go on from their saved states at the next call."""
+        self.player.suspend()
 
     def close(self) -> None:
         """Nothing runs."""
@@ -94,8 +101,9 @@ class EpisodeCollector:
 
     def _groups(self, batch: int, version: int) -> Rollouts:
         """Play the groups that sampler and allocator ask for, and what the allocator adds after seeing them."""
-        config, first = self.config, batch * self.config.groups
-        seeds, starts = self._propose(batch)
+        config, first = self.config, batch * self.provision
+        held = len(self.player.held)
+        seeds, starts = self._propose(batch, self.provision - held)
         _, pool = start_pool(self.seed, config.starts, len(self.world.spec.instructions))
         tasks = [pool[start] for start in starts] if pool else []
         self.start_of |= {first + number: int(start) for number, start in enumerate(starts)}
@@ -107,20 +115,38 @@ class EpisodeCollector:
             return [replace(item, group=first + item.group, state=states[item.group]) for item in asked]
 
         sizes = self.allocator.plan(self.sampler.predict(starts), config.group_size)
-        enough = None if config.unfinished == 0 else math.ceil((1 - config.unfinished) * sum(sizes))
-        rollouts = self.player.play(requests(list(sizes)), self.generator, enough=enough, version=version)
-        own = rollouts.group >= first
-        won = np.bincount((rollouts.group[own] - first).cpu(), rollouts.row_success[own].cpu(), len(seeds))
-        played = np.bincount((rollouts.group[own] - first).cpu(), minlength=len(seeds))
-        more = self.allocator.extend(won / np.maximum(played, 1), played)
+        wanted = config.groups if config.overprovision else None
+        rollouts = self.player.play(requests(list(sizes)), self.generator, groups=wanted, version=version)
+        more = self._more(rollouts, first, len(seeds))
         if sum(more):
-            added = self.player.play(requests(list(more)), self.generator, version=version)
+            added = self.player.play(requests(more), self.generator, version=version)
             rollouts = concatenate([rollouts, added])
         groups, device = rollouts.group.tolist(), rollouts.group.device
         start = torch.tensor([self.start_of[group] for group in groups], device=device)
         depth = torch.tensor([self.depth_of[group] for group in groups], device=device)
+        self.start_of = {group: start for group, start in self.start_of.items() if group in self.player.held}
+        self.depth_of = {group: depth for group, depth in self.depth_of.items() if group in self.player.held}
         shape = rollouts.shape
         return rollouts.with_extras(start=start[:, None].expand(shape), hint=depth[:, None].expand(shape))
+
+    def _more(self, rollouts: Rollouts, first: int, count: int) -> list[int]:
+        """Return how many more episodes the allocator wants of the groups [n] from number `first`, seeing the outcomes.
+
+        Raises ConfigError where it wants more of over-provisioned groups, which are learned from as soon as complete.
+        """
+        places = (rollouts.group - first).cpu()
+        if self.config.overprovision:
+            places = torch.unique(places, return_inverse=True)[1]
+            count = int(places.max()) + 1
+        played = np.bincount(places, minlength=count)
+        won = np.bincount(places, rollouts.row_success.cpu(), count)
+        more = self.allocator.extend(won / np.maximum(played, 1), played)
+        if self.config.overprovision and sum(more):
+            raise ConfigError(
+                f"The allocator {type(self.allocator).__name__} adds episodes to groups once it has seen them, and "
+                "overprovision hands groups over at once: set overprovision to 0, or choose another allocator."
+            )
+        return list(more)
 
     def _hinted(self, batch: int, starts: np.ndarray) -> tuple[list[Snapshot | None], list[float]]:
         """Return the demonstrated state that each start's group begins in (None: the start), and how far that is."""
@@ -134,21 +160,29 @@ class EpisodeCollector:
         ]
         return [state for state, _ in found], [depth for _, depth in found]
 
-    def _propose(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return seeds and numbers of the starts to play."""
+    def _propose(self, batch: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return seeds [n] and numbers [n] of the starts to play, n = count unless the pool is smaller."""
         config = self.config
         if not config.starts:
-            return episode_seeds(self.seed, f"collect/{batch}", config.groups), np.arange(config.groups)
+            return episode_seeds(self.seed, f"collect/{batch}", count), np.arange(count)
         draws = np.random.default_rng(derive(self.seed, f"starts/{batch}"))
-        starts = self.sampler.propose(config.groups, config.starts, draws)
+        starts = self.sampler.propose(count, config.starts, draws)
         return start_pool(self.seed, config.starts)[0][starts], starts
 
     def tree(self) -> dict[str, Any]:
-        """Return the sampler's state, and the hints'."""
-        return {"sampler": self.sampler.state(), "hint": {} if self.hint is None else self.hint.state()}
+        """Return the sampler's state, the hints', and the groups that are held."""
+        return {
+            "sampler": self.sampler.state(),
+            "hint": {} if self.hint is None else self.hint.state(),
+            "player": self.player.tree(),
+            "start_of": [list(pair) for pair in self.start_of.items()],
+            "depth_of": [list(pair) for pair in self.depth_of.items()],
+        }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from `tree`."""
         self.sampler.restore(tree["sampler"])
+        self.player.restore(tree["player"])
+        self.start_of, self.depth_of = dict(tree["start_of"]), dict(tree["depth_of"])
         if self.hint is not None:
             self.hint.restore(tree["hint"])

@@ -11,9 +11,9 @@ from robopolicy.core.rollouts import Rollouts
 class Collector(Protocol):
     """Where an iteration's rollouts come from.
 
-    It holds the world, the policy that acts and its random numbers. Streams and episodes in flight are dropped by
-    `restart`, which the trainer calls at every checkpoint whether or not the run was killed: so no world state has to
-    be saved, and a run that is resumed collects what an uninterrupted one does.
+    It holds the world, the policy that acts and its random numbers. The trainer calls `restart` before every checkpoint
+    whether or not the run is killed: what is in flight is dropped there, or becomes part of `tree`, so that a run that
+    is resumed collects what an uninterrupted one does.
     """
 
     def collect(self, iteration: int) -> Rollouts:
@@ -25,7 +25,7 @@ class Collector(Protocol):
         ...
 
     def restart(self) -> None:
-        """Begin with fresh episodes at the next call."""
+        """Leave the world: the next call begins with resets."""
         ...
 
     def close(self) -> None:

@@ -1,0 +1,169 @@
+"""Over-provisioned groups (APRIL): what is asked for, what comes back, and what a checkpoint keeps of the rest."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bandit_toys import BanditWorld, ChainPolicy
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.run import RunFolder
+from robopolicy.core.world import Snapshot
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.training.collection.episodes import EpisodeCollector
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.experience import decisions_at
+from robopolicy.training.finetune import finetune
+
+CONFIG = FinetuneConfig(
+    algorithm="grpo",
+    coefficient="decoupled_ppo",
+    groups=16,
+    group_size=8,
+    overprovision=0.25,
+    epochs=1,
+    minibatch=256,
+    actor_warmup=1,
+    learning_rate=1e-2,
+    evaluate_every=0,
+)
+
+
+class Uneven(BanditWorld):
+    """Episodes of 1 to 24 steps, most of them short, by the row's seed and how often it was played."""
+
+    def __init__(self, batch_size: int):
+        super().__init__(batch_size, horizon=24)
+        self.draws = np.random.default_rng(0)
+
+    def reset(self, rows=None, seeds=None, options=None):
+        super().reset(rows, seeds, options)
+        chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
+        self.time[chosen] = 24 - np.ceil(self.draws.beta(1, 3, len(chosen)) * 24).astype(int)
+        return self.observe()
+
+
+class Saved(Uneven):
+    """The same, with rows that can be saved."""
+
+    def snapshot(self, rows=None) -> Snapshot:
+        chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
+        return Snapshot({"context": self.context[chosen].copy(), "time": self.time[chosen].copy()})
+
+    def restore(self, snapshot: Snapshot, rows=None):
+        chosen = np.arange(self.batch_size) if rows is None else np.asarray(rows)
+        self.context[chosen], self.time[chosen] = snapshot.arrays["context"], snapshot.arrays["time"]
+        return self.observe()
+
+
+def collector_of(config: FinetuneConfig, world: Any = None, policy: ChainPolicy | None = None) -> EpisodeCollector:
+    algorithm = build_algorithm(config)
+    acting = torch.Generator().manual_seed(0)
+    return EpisodeCollector(world or Uneven(64), policy or ChainPolicy(), algorithm, config, 0, acting)
+
+
+@pytest.mark.checks("APRIL")
+def test_whole_groups_come_back_and_only_what_is_missing_is_asked_for():
+    collector, asked, returned = collector_of(CONFIG), [], Counter()
+    play = collector.player.play
+
+    def counting(requests, generator, **options):
+        asked.append(len({request.group for request in requests}))
+        return play(requests, generator, **options)
+
+    collector.player.play = counting
+    recycled = 0
+    for iteration in range(100):
+        before = set(collector.player.held)
+        found = collector.collect(iteration)
+        sizes = Counter(found.group.tolist())
+        assert len(sizes) == 16, "as many groups as an iteration learns from"
+        assert set(sizes.values()) == {8}, "complete ones"
+        returned.update(sizes)
+        complete_before = before - collector.player.held
+        assert complete_before <= set(sizes), "what was left over comes first"
+        recycled += len(before & set(sizes))
+        assert len(collector.player.held) == 4, "the backlog is what was over-provisioned, and never more"
+        assert set(collector.start_of) == collector.player.held
+        for group in sizes:
+            rows = found.take(torch.tensor([place for place, of in enumerate(found.group.tolist()) if of == group]))
+            start = rows.observation["observation.state"][:, 0]
+            assert bool((start == start[0]).all()), "a group begins alike"
+    assert asked == [20, *[16] * 99]
+    assert max(returned.values()) == 8, "no group comes back twice"
+    assert recycled > 100
+
+
+def test_a_batch_does_not_wait_for_the_longest_episodes():
+    steps = {}
+    for share in (0.0, 0.5):
+        world = Uneven(256)
+        collector = collector_of(replace(CONFIG, overprovision=share), world)
+        for iteration in range(20):
+            collector.collect(iteration)
+        steps[share] = world.calls
+    assert steps[0.5] < 0.75 * steps[0.0]
+
+
+def test_every_decision_keeps_the_score_of_the_version_that_made_it():
+    """Also those whose chunk was cut short and whose group was complete only versions later."""
+    torch.manual_seed(0)
+    policy = ChainPolicy(chunk=4)
+    collector, weights, stale_cut = collector_of(CONFIG, Uneven(64), policy), {}, 0
+    for iteration in range(12):
+        weights[iteration] = {name: value.clone() for name, value in policy.state_dict().items()}
+        found = collector.collect(iteration)
+        cut = found.alive & (~found.valid).any(-1)
+        stale_cut += int((cut & (found.policy_version < iteration)).sum())
+        for version in found.policy_version[found.alive].unique().tolist():
+            acted = ChainPolicy(chunk=4)
+            acted.load_state_dict(weights[version])
+            here = found.alive & (found.policy_version == version)
+            with torch.no_grad():
+                expected = acted.log_prob(*decisions_at(found, here, ("", ""))).logp
+            torch.testing.assert_close(found.logp_behaviour[here], expected, atol=1e-5, rtol=1e-5)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+    assert stale_cut > 0
+
+
+@pytest.mark.parametrize("world", [Uneven, Saved])
+def test_a_run_that_goes_on_from_a_checkpoint_has_kept_its_backlog(world, tmp_path: Path):
+    class Fresh(world):
+        """Draws lengths by seed, so that another process draws the same."""
+
+        def reset(self, rows=None, seeds=None, options=None):
+            self.draws = np.random.default_rng([int(seed) % 2**32 for seed in seeds])
+            return super().reset(rows, seeds, options)
+
+    config, finals = replace(CONFIG, groups=6, group_size=4, checkpoint_every=2), []
+    for name, parts in (("whole", (8,)), ("parts", (2, 4, 8))):
+        for iterations in parts:
+            policy = ChainPolicy()
+            finetune(policy, None, Fresh(16), replace(config, iterations=iterations), RunFolder(tmp_path / name))
+        finals.append(policy.state_dict())
+    for key, value in finals[0].items():
+        assert torch.equal(value, finals[1][key]), key
+    whole, parts = (RunFolder(tmp_path / name).metrics() for name in ("whole", "parts"))
+    for mine, theirs in zip(whole, parts, strict=True):
+        assert {k: v for k, v in mine.items() if "seconds" not in k} == {
+            k: v for k, v in theirs.items() if "seconds" not in k
+        }
+    if world is Saved:
+        assert any(record["staleness"] > 0 for record in whole[3::2]), "decisions from before a checkpoint are used"
+
+
+def test_allocators_that_look_at_outcomes_first_are_refused(monkeypatch: pytest.MonkeyPatch):
+    config = replace(CONFIG, allocator="dars")
+    never = torch.zeros(1, dtype=torch.bool)
+    monkeypatch.setattr(Rollouts, "row_success", property(lambda self: never.expand(len(self.group))))
+    with pytest.raises(ConfigError, match="set overprovision to 0"):
+        collector_of(config).collect(0)
+    with pytest.raises(ConfigError, match="leaves groups to the next part"):
+        replace(CONFIG, props=2)
