@@ -39,19 +39,24 @@ def resample_on_correct(rollouts: Rollouts, context: Context, *, keep: float = 0
     return (place < wanted) & (groups.size()[groups.index] > 0)
 
 
-@mechanism(Slot.SELECTION, "max_variance", source="D3S; PODS, arXiv:2504.13818", needs=(Need.GROUPS,))
-def max_variance(rollouts: Rollouts, context: Context, *, keep: float = 0.5) -> Tensor:
+@mechanism(Slot.SELECTION, "max_variance", source="D3S, arXiv:2509.22115; PODS, arXiv:2504.13818", needs=(Need.GROUPS,))
+def max_variance(rollouts: Rollouts, context: Context, *, keep: float = 0.5, final: float | None = None) -> Tensor:
     """Keep the share of every group with the largest variance of returns: its lowest and its highest ones.
 
-    The best subset of k is always some number from the bottom and the rest from the top; all splits are compared.
-    Returns keep [B] bool.
+    The best subset of k is always some number from the bottom and the rest from the top; all splits are compared. In a
+    group the variance of standardised advantages, which D3S maximises, orders subsets alike. keep: share at first,
+    final: at the end of the run, None for `keep` throughout. In between it grows linearly (D3S goes from a small share
+    to all, so that what says little is not forgotten; its curve is not in the abstract). D3S's second level, steps, is
+    credit=[d3s_steps]; its variant that picks across groups is left out, because advantages are made of what is kept,
+    and a group of one episode has none. Returns keep [B] bool.
     """
+    share = keep if final is None else keep + (final - keep) * context.share
     returns = rollouts.row_return
     kept = torch.zeros_like(rollouts.group, dtype=torch.bool)
     for group in distinct(rollouts.group)[0]:
         members = (rollouts.group == group).nonzero().squeeze(1)
         order = members[returns[members].argsort(stable=True)]
-        count = max(1, round(keep * len(order)))
+        count = max(1, round(share * len(order)))
         splits = [torch.cat([order[:low], order[len(order) - count + low :]]) for low in range(count + 1)]
         kept[max(splits, key=lambda rows: float(returns[rows].var(unbiased=False)))] = True
     return kept

@@ -5,6 +5,7 @@ action of the expert's is scored, so nothing has to be corrected for; success ge
 share shrinks as it is (reverse curricula). starts=N makes starts come back, so that something is known of them.
 """
 
+import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,7 +45,7 @@ class _Rates:
     def observe(self, start: Array, depth: Array, rate: Array) -> None:
         """Mix the new rates [n] in."""
         for number, share, found in zip(start.tolist(), depth.tolist(), rate.tolist(), strict=True):
-            key = (number, int(10 * share))
+            key = (number, _tenth_asked(share))
             self.rates[key] = (
                 found if key not in self.rates else (1 - self.fresh) * self.rates[key] + self.fresh * found
             )
@@ -58,30 +59,54 @@ class _Rates:
         self.rates = {(int(number), int(tenth)): rate for number, tenth, rate in state["rates"]}
 
 
-@mechanism(Slot.HINT, "guide", source="Guide-GRPO, arXiv:2506.13923", needs=(Need.GROUPS, Need.DEMONSTRATIONS))
-class Guide(_Rates):
-    """Help only where the whole group failed at the last visit: begin `share` into the demonstration there.
+def _tenth_asked(share: float) -> int:
+    """Return which tenth was asked for where an episode began after `share` of a demonstration.
 
-    In the paper the hint is text in the prompt and the ratio corrects for it; a state needs no correction.
+    It begins in the last recorded state up to there, so less than a tenth before it where ten states are recorded.
+    """
+    return math.ceil(10 * share - 1e-4)
+
+
+@mechanism(Slot.HINT, "guide", source="Guide-GRPO, arXiv:2506.13923", needs=(Need.GROUPS, Need.DEMONSTRATIONS))
+class Guide:
+    """Help only where all of an unhelped group failed: that start's next group begins `share` into the demonstration.
+
+    The group after a helped one is unhelped again and decides anew. Deviations: the paper plays the helped group in the
+    same iteration, here it is the start's next visit; its hint is text in the prompt, for which the ratio corrects, and
+    a state that the episode begins in needs no correction.
     """
 
     def __init__(self, *, share: float = 0.5):
-        super().__init__(fresh=1.0)
         self.share = share
+        self.failed: set[int] = set()
 
     def depth(self, start: Array, predicted: Array, context: Context, draws: np.random.Generator) -> Array:
-        """Return `share`, [n], for starts whose last unhelped group failed, 0 if they were helped just before."""
-        failed = np.array([self.rates.get((number, 0)) == 0.0 for number in start.tolist()])
-        helped = np.array([self.rates.get((number, int(10 * self.share)), 0.0) > 0.5 for number in start.tolist()])
-        return np.where(failed & ~helped, self.share, 0.0)
+        """Return `share`, [n], for starts whose newest group was unhelped and failed altogether, else 0."""
+        return np.array([self.share if number in self.failed else 0.0 for number in start.tolist()])
+
+    def observe(self, start: Array, depth: Array, rate: Array) -> None:
+        """Remember the starts [n] whose newest group had no help, and no success."""
+        for number, helped, found in zip(start.tolist(), (depth > 0).tolist(), rate.tolist(), strict=True):
+            (self.failed.discard if helped or found > 0 else self.failed.add)(number)
+
+    def state(self) -> dict[str, Any]:
+        """Return the starts to help."""
+        return {"failed": sorted(self.failed)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from the starts to help."""
+        self.failed = set(state["failed"])
 
 
-@mechanism(Slot.HINT, "ad_hint", source="ADHint (adaptive hint ratio)", needs=(Need.GROUPS, Need.DEMONSTRATIONS))
+@mechanism(Slot.HINT, "ad_hint", source="after ADHint, arXiv:2512.13095", needs=(Need.GROUPS, Need.DEMONSTRATIONS))
 class AdaptiveHint(_Rates):
-    """Skip the more of the demonstration, the harder the start: most * (1 - p) of it, p its success rate from there.
+    """Skip the more of the demonstration, the harder the start: u most (1 - p) (1 - done / fades).
 
-    fades: share of the run after which no more help is given. (The paper's schedule and masks are uncertain; nothing of
-    the demonstration is scored here, so there is nothing to mask.)
+    p: the start's success rate, a moving average; u: uniform in [0, 1]; done: share of the run; fades: share of it
+    after which no more help is given. As in the paper the share grows with difficulty under the present policy. Its
+    further pieces have no counterpart: nothing of the demonstration is scored, so there are no gradients of hints to
+    modulate or mask, and a group begins in one state, so no helped and unhelped episodes of one start are compared.
+    Difficulty is the paper's success of unhelped rollouts; here a helped group counts as rate x (1 - depth).
     """
 
     def __init__(self, *, most: float = 0.8, fades: float = 0.8):
@@ -99,25 +124,40 @@ class AdaptiveHint(_Rates):
         super().observe(start, np.zeros_like(depth), rate * (1 - depth))
 
 
-@mechanism(Slot.HINT, "pivot", source="PivotRL", needs=(Need.GROUPS, Need.DEMONSTRATIONS))
+@mechanism(Slot.HINT, "pivot", source="PivotRL, arXiv:2603.21383", needs=(Need.GROUPS, Need.DEMONSTRATIONS))
 class Pivot(_Rates):
-    """Begin at demonstrated states of uncertain outcome: the tenth of the demonstration whose rate is nearest to 1/2.
+    """Begin at pivots, demonstrated states of mixed outcome that are not easy: 0 < rate < easy.
 
-    Tenths not yet tried come first. Deviation: the episode is played to its end and paid by its outcome, where the
-    paper plays one step and pays for being equivalent to the demonstration's.
+    Candidates are the tenths of a demonstration. Those not tried yet come first, which finds their rates; then one of
+    the pivots is drawn, and where there is none any candidate, since the policy changes. Deviations: the paper finds
+    pivots once, with the policy as it came, here the newest group counts; it plays one step there, which is paid where
+    it is as good as the demonstrated one, here the episode goes on to its end and its outcome pays.
     """
 
-    def __init__(self, *, most: float = 0.9, target: float = 0.5):
-        super().__init__()
-        self.most, self.target = most, target
+    def __init__(self, *, most: float = 0.9, easy: float = 0.9):
+        super().__init__(fresh=1.0)
+        self.most, self.easy = most, easy
+        self.tried: set[tuple[int, int]] = set()
 
     def depth(self, start: Array, predicted: Array, context: Context, draws: np.random.Generator) -> Array:
         """Return the shares [n]."""
-        tenths = np.arange(int(10 * self.most) + 1)
-        shares: list[float] = []
-        for number in start.tolist():
-            known = np.array([self.rates.get((number, int(tenth)), -1.0) for tenth in tenths])
-            untried = np.flatnonzero(known < 0)
-            best = draws.choice(untried) if len(untried) else int(np.abs(known - self.target).argmin())
-            shares.append(best / 10)
-        return np.array(shares)
+        return np.array([self._choose(number, draws) / 10 for number in start.tolist()])
+
+    def _choose(self, number: int, draws: np.random.Generator) -> int:
+        """Return which tenth of the demonstration from start `number` to skip."""
+        candidates = range(int(10 * self.most + 1e-6) + 1)
+        rates = {tenth: self.rates.get((number, tenth), 0.0) for tenth in candidates}
+        untried = [tenth for tenth in candidates if (number, tenth) not in self.tried]
+        pivots = [tenth for tenth, rate in rates.items() if 0 < rate < min(1.0, self.easy)]
+        tenth = int(draws.choice(untried or pivots or list(candidates)))
+        self.tried.add((number, tenth))
+        return tenth
+
+    def state(self) -> dict[str, Any]:
+        """Return all rates, and what was tried."""
+        return {**super().state(), "tried": sorted(self.tried)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from all rates, and what was tried."""
+        super().restore(state)
+        self.tried = {(int(number), int(tenth)) for number, tenth in state["tried"]}

@@ -1,0 +1,128 @@
+"""Mechanisms that lacked a small piece: choice rules of hints, schedules along the run, replay, by slow references."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from made_rollouts import make_rollouts
+
+from robopolicy.rl import selection
+from robopolicy.rl.context import Context
+from robopolicy.rl.starts.hints import AdaptiveHint, Guide, Pivot
+
+
+def at(share: float, **settings) -> Context:
+    """The circumstances when this share of a run is done."""
+    return Context(torch.Generator().manual_seed(0), iteration=round(100 * share), iterations=100, **settings)
+
+
+def asked(hint, starts: list[int], context: Context | None = None, seed: int = 0) -> list[float]:
+    found = np.array(starts)
+    return hint.depth(found, np.zeros(len(found)), context or at(0.0), np.random.default_rng(seed)).tolist()
+
+
+def seen(hint, starts: list[int], depth: list[float], rate: list[float]) -> None:
+    hint.observe(np.array(starts), np.array(depth), np.array(rate))
+
+
+def again(hint, **options):
+    """The same hint out of a checkpoint."""
+    other = type(hint)(**options)
+    other.restore(json.loads(json.dumps(hint.state())))
+    return other
+
+
+@pytest.mark.checks("hint/guide", "Guide-GRPO")
+def test_guide_helps_after_an_unhelped_group_that_failed_altogether_and_then_tries_alone():
+    guide = Guide(share=0.5)
+    assert asked(guide, [0, 1, 2]) == [0.0, 0.0, 0.0]
+    seen(guide, [0, 1, 2], [0.0, 0.0, 0.0], [0.0, 0.125, 1.0])
+    assert asked(guide, [0, 1, 2]) == [0.5, 0.0, 0.0]
+    assert asked(again(guide), [0, 1, 2]) == [0.5, 0.0, 0.0]
+    seen(guide, [0], [3 / 7], [1.0])  # as deep as seven recorded states allow
+    assert asked(guide, [0]) == [0.0]
+    seen(guide, [0], [0.0], [0.0])  # still fails alone, whatever help has shown before
+    assert asked(guide, [0]) == [0.5]
+    seen(guide, [0], [3 / 7], [0.0])
+    assert asked(guide, [0]) == [0.0]
+
+
+@pytest.mark.checks("hint/ad_hint", "ADHint")
+def test_adaptive_hints_grow_with_difficulty_and_fade_along_the_run():
+    hint = AdaptiveHint(most=0.8, fades=0.5)
+    uniform = np.random.default_rng(3).uniform(size=3)
+    assert asked(hint, [0, 1, 2], seed=3) == pytest.approx((0.8 * uniform).tolist())
+    seen(hint, [0, 1, 2], [0.0, 0.5, 0.5], [0.25, 0.5, 1.0])
+    difficulty = 1 - np.array([0.25, 0.25, 0.5])
+    assert asked(hint, [0, 1, 2], seed=3) == pytest.approx((0.8 * difficulty * uniform).tolist())
+    seen(hint, [0], [0.0], [0.75])
+    assert asked(hint, [0], seed=3) == pytest.approx([0.8 * 0.5 * uniform[0]])
+    assert asked(again(hint, fades=0.5), [0], at(0.25), seed=3) == pytest.approx([0.8 * 0.5 * uniform[0] * 0.5])
+    assert asked(hint, [0, 1, 2], at(0.5)) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.checks("hint/pivot", "PivotRL")
+def test_pivots_are_states_of_mixed_outcome_that_are_not_easy():
+    pivot = Pivot(most=0.4, easy=0.8)
+    tried = [asked(pivot, [7], seed=number)[0] for number in range(5)]
+    assert sorted(tried) == [0.0, 0.1, 0.2, 0.3, 0.4]
+    assert asked(pivot, [8])[0] in tried  # another start is another demonstration
+    for share, rate in zip([0.0, 0.1, 0.2, 0.3, 0.4], [0.0, 0.25, 0.75, 0.875, 1.0], strict=True):
+        seen(pivot, [7], [share], [rate])
+    drawn = {asked(pivot, [7], seed=number)[0] for number in range(40)}
+    assert drawn == {0.1, 0.2}
+    seen(pivot, [7, 7], [0.1, 0.2], [1.0, 1.0])  # the newest group counts: nothing is uncertain any more
+    assert {asked(pivot, [7], seed=number)[0] for number in range(60)} == {0.0, 0.1, 0.2, 0.3, 0.4}
+    assert asked(again(pivot, most=0.4, easy=0.8), [7], seed=5) == asked(pivot, [7], seed=5)
+
+
+def test_a_tenth_is_known_by_the_state_that_a_demonstration_of_any_length_begins_it_in():
+    for length, tenth in itertools.product(range(10, 40), range(10)):
+        place = min(int(tenth / 10 * length), length - 1)
+        pivot = Pivot()
+        seen(pivot, [0], [float(torch.tensor(place / length))], [0.5])
+        assert list(pivot.rates) == [(0, tenth)]
+
+
+def slow_max_variance(returns: list[float], count: int) -> float:
+    """The largest variance that any subset of so many returns has."""
+    return max(float(np.var(some)) for some in itertools.combinations(returns, count))
+
+
+@pytest.mark.checks("selection/max_variance", "D3S")
+def test_the_kept_subset_has_the_largest_variance_of_all_subsets():
+    draws = np.random.default_rng(0)
+    for _ in range(20):
+        size = int(draws.integers(2, 9))
+        returns = [round(float(value), 2) for value in draws.normal(size=2 * size)]
+        group = [0] * size + [1] * size
+        keep = float(draws.uniform(0.2, 1.0))
+        rollouts = make_rollouts([1] * 2 * size, group, returns)
+        kept = selection.max_variance(rollouts, at(0.0), keep=keep).tolist()
+        count = max(1, round(keep * size))
+        for place in (slice(0, size), slice(size, 2 * size)):
+            chosen = [value for value, stays in zip(returns[place], kept[place], strict=True) if stays]
+            assert len(chosen) == count
+            assert float(np.var(chosen)) == pytest.approx(slow_max_variance(returns[place], count), abs=1e-6)
+
+
+@pytest.mark.checks("selection/max_variance", "D3S")
+def test_the_kept_subset_has_the_largest_variance_of_advantages_too():
+    returns = [0.0, 0.1, 0.2, 0.9, 1.0, 1.1, 2.0, 5.0]
+    rollouts = make_rollouts([1] * 8, [0] * 8, returns)
+    kept = selection.max_variance(rollouts, at(0.0), keep=0.5).numpy()
+    advantage = (np.array(returns) - np.mean(returns)) / np.std(returns)
+    best = max(itertools.combinations(range(8), 4), key=lambda rows: float(np.var(advantage[list(rows)])))
+    assert np.flatnonzero(kept).tolist() == list(best)
+
+
+@pytest.mark.checks("selection/max_variance", "D3S")
+def test_the_kept_share_grows_to_all_along_the_run():
+    rollouts = make_rollouts([1] * 10, [0] * 10, [float(value) for value in range(10)])
+    settings = {"keep": 0.2, "final": 1.0}
+    counts = [int(selection.max_variance(rollouts, at(share), **settings).sum()) for share in (0.0, 0.25, 0.5, 0.99)]
+    assert counts == [2, 4, 6, 10]
+    still = [int(selection.max_variance(rollouts, at(share), keep=0.2).sum()) for share in (0.0, 0.99)]
+    assert still == [2, 2]
