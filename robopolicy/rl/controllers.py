@@ -1,6 +1,7 @@
 """Knobs that follow the diagnostics: classes with step(stats, context) -> knobs, state() and restore(state).
 
-Knobs read by the learner: lr_scale, clip_low_scale, clip_high_scale.
+Knobs read by the learner: lr_scale, clip_low_scale, clip_high_scale; rl_scale, a factor of the policy gradient's loss,
+and NAME_scale, one of the auxiliary loss NAME.
 """
 
 import math
@@ -8,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from robopolicy.rl.context import Context
-from robopolicy.rl.registry import Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 class _Stateless:
@@ -49,6 +50,24 @@ class LinearDecay(_Stateless):
     def step(self, stats: Mapping[str, float], context: Context) -> dict[str, float]:
         """Return the scale."""
         return {"lr_scale": 1 - (1 - self.final) * context.share}
+
+
+@mechanism(Slot.CONTROLLER, "imitation_mix", source="DataMind, arXiv:2509.25084", needs=(Need.EXPERTS,))
+class ImitationMix(_Stateless):
+    """Go from imitating experts to reinforcement: loss = g L_experts + (1 - g) L_RL, g falling along a cosine.
+
+    g is `first` at the beginning and `last` once `until` of the run is done, as in the authors' settings (.9 to .05).
+    L_experts is auxiliaries=[experts]; with options.experts.weight=1 it counts as it stands.
+    """
+
+    def __init__(self, *, first: float = 0.9, last: float = 0.05, until: float = 1.0):
+        self.first, self.last, self.until = first, last, until
+
+    def step(self, stats: Mapping[str, float], context: Context) -> dict[str, float]:
+        """Return the factors of the two losses."""
+        done = min(1.0, context.share / self.until) if self.until > 0 else 1.0
+        imitation = self.last + (self.first - self.last) * 0.5 * (1 + math.cos(math.pi * done))
+        return {"experts_scale": imitation, "rl_scale": 1 - imitation}
 
 
 @mechanism(Slot.CONTROLLER, "kl_target", source="adaptive KL penalty of PPO, arXiv:1707.06347, on the learning rate")

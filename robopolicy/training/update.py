@@ -120,9 +120,9 @@ class Learner:
         played = flat.played.squeeze(1)
         return flat if bool(played.all()) else flat.take(played.nonzero().squeeze(1))
 
-    def _scale(self, auxiliary: str) -> float:
-        """By what a knob multiplies an auxiliary loss."""
-        return self.knobs.get(f"{auxiliary}_scale", 1.0)
+    def _scale(self, loss: str) -> float:
+        """By what a knob multiplies an auxiliary loss, or the policy gradient's, "rl"."""
+        return self.knobs.get(f"{loss}_scale", 1.0)
 
     def _asked(self) -> list[str]:
         """Name the auxiliary losses that no knob has switched off."""
@@ -180,6 +180,7 @@ class Learner:
                 self._take_back()
             return stats, True
         coefficient, extra = self.algorithm.coefficient(scored)
+        coefficient = coefficient * self._scale("rl")
         weight = self.algorithm.weight(scored.mask, batch)
         inputs = AuxiliaryInputs(
             observation=observation,

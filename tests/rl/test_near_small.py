@@ -10,6 +10,7 @@ from made_rollouts import make_rollouts
 
 from robopolicy.rl import selection
 from robopolicy.rl.context import Context
+from robopolicy.rl.controllers import ImitationMix
 from robopolicy.rl.starts.hints import AdaptiveHint, Guide, Pivot
 
 
@@ -126,3 +127,12 @@ def test_the_kept_share_grows_to_all_along_the_run():
     assert counts == [2, 4, 6, 10]
     still = [int(selection.max_variance(rollouts, at(share), keep=0.2).sum()) for share in (0.0, 0.99)]
     assert still == [2, 2]
+
+
+@pytest.mark.checks("controller/imitation_mix", "DataMind")
+def test_imitation_gives_way_to_reinforcement_along_a_cosine():
+    mix = ImitationMix(first=0.9, last=0.05, until=0.5)
+    # 0.05 + 0.85 (1 + cos(pi t)) / 2 with t = 0, 1/3, 1/2, 2/3, 1 and beyond
+    for done, expected in ((0.0, 0.9), (1 / 6, 0.6875), (0.25, 0.475), (1 / 3, 0.2625), (0.5, 0.05), (0.9, 0.05)):
+        knobs = mix.step({}, Context(torch.Generator(), iteration=round(done * 600), iterations=600))
+        assert knobs == pytest.approx({"experts_scale": expected, "rl_scale": 1 - expected})
