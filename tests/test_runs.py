@@ -128,6 +128,7 @@ def test_versions_say_what_else_a_number_depends_on(tmp_path):
         compose(["run.threads=-1"])
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("machine", [1, 3])
 def test_the_number_of_threads_does_not_depend_on_the_machine_unless_asked_to(machine: int):
     before = torch.get_num_threads()
