@@ -1,6 +1,7 @@
 """What can be set about pre-training and fine-tuning, with the defaults that worked."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.rl.configuration import AlgorithmConfig
@@ -87,6 +88,13 @@ class FinetuneConfig(AlgorithmConfig):
     """How many updates old the weights that collect are made to be, in turns and repeatably."""
     props: int = 0
     """Collect in so many parts, the later ones steered away from what has been sampled too often (PROPS), 0 for off."""
+    proximal: Literal["current", "behaviour", "average"] = "current"
+    """What the decisions of older policies are clipped around (coefficient=decoupled_ppo also weighs by it): current,
+    the policy before the update (AReaL); behaviour, the policy that acted, whose log-probabilities are recorded with
+    every decision; average, an exponential moving average of past policies (PPO-EWMA), for all decisions.
+    """
+    proximal_decay: float = 0.889
+    """Of that average, an update of the policy: the centre of its mass lies decay / (1 - decay) updates back."""
     epochs: int = 5
     """Passes over what was collected."""
     minibatch: int = 2048
@@ -155,6 +163,10 @@ class FinetuneConfig(AlgorithmConfig):
         if self.overprovision and self.props:
             raise ConfigError(
                 f"overprovision {self.overprovision} leaves groups to the next part of props {self.props}."
+            )
+        if not 0 <= self.proximal_decay < 1:
+            raise ConfigError(
+                f"proximal_decay is {self.proximal_decay}; it must be in [0, 1), where 0 averages nothing."
             )
         if self.actor_warmup < 1:
             raise ConfigError(f"actor_warmup is {self.actor_warmup}; 1 means none.")

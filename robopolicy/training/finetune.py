@@ -289,7 +289,7 @@ class _Finetuning:
             groups = Segments.of(rollouts.group)
             self.history = (*self.history, *groups.mean(rollouts.row_return).tolist())[-256:]
         stale = prepared.played & (prepared.policy_version != self.iteration)
-        if bool(stale.any()):
+        if bool(stale.any()) and self.config.proximal == "current":
             prepared = replace(prepared, logp_proximal=rescored(prepared, self.policy, instructions)[0])
         return prepared
 

@@ -5,6 +5,7 @@ into coefficients, and the loss is `-sum(w * sg(c) * logp) + auxiliaries`.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from robopolicy.rl.critic import Critic
 from robopolicy.rl.objective import policy_loss, value_loss
 from robopolicy.rl.ratios import log_ratios
 from robopolicy.rl.registry import Need
+from robopolicy.training.average import PolicyAverage
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import decisions_at, reads_images
 
@@ -71,6 +73,7 @@ class Learner:
         self.stats: dict[str, float] = {}
         self.before_step: list[Tensor] = []
         self.by_episode = bool(algorithm.needs & WHOLE) or config.minibatch_episodes > 0
+        self.average = PolicyAverage(policy, config.proximal_decay) if config.proximal == "average" else None
 
     def update(
         self, rollouts: Rollouts, context: Context, draws: torch.Generator, where: str, *, train_actor: bool = True
@@ -172,6 +175,9 @@ class Learner:
                 "score a choice of steps, so set scored_steps=0."
             )
         logp = torch.zeros(step.shape, device=alive.device).masked_scatter(alive[..., None], scores.logp)
+        if self.average is not None:
+            proximal = logp.detach().masked_scatter(alive[..., None], self.average.log_prob(observation, latents))
+            batch = replace(batch, logp_proximal=batch.proximal.float().scatter(-1, step, proximal))
         scored = self._score(batch, logp.detach(), step, scores, context.share)
         require_finite("the log-probability", torch.where(scored.mask, scored.logp, 0.0), where)
         stats = self._diagnose(scored)
@@ -205,6 +211,8 @@ class Learner:
         rate = config.learning_rate * min(1.0, self.steps / config.actor_warmup) * self.knobs.get("lr_scale", 1.0)
         set_learning_rate(self.optimiser, rate)
         self.optimiser.step()
+        if self.average is not None:
+            self.average.update(self.policy)
         named = {name: value.detach() for name, value in auxiliaries.items()}
         return {**stats, **extra, **named, "policy_loss": loss.detach(), "gradient_norm": norm.detach()}, False
 
@@ -266,6 +274,8 @@ class Learner:
         """Undo the last actor step, if this iteration has made one."""
         for parameter, before in zip(self.parameters, self.before_step, strict=bool(self.before_step)):
             parameter.copy_(before)
+        if self.average is not None and self.before_step:
+            self.average.take_back()
 
     def tree(self) -> dict[str, Any]:
         """Return everything that changes, for a checkpoint."""
@@ -277,6 +287,7 @@ class Learner:
             "critic": {} if self.critic is None else self.critic.state_dict(),
             "actor_optimiser": optimiser_tree(self.optimiser),
             "critic_optimiser": {} if self.critic_optimiser is None else optimiser_tree(self.critic_optimiser),
+            **({} if self.average is None else {"average": self.average.tree()}),
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
@@ -287,3 +298,5 @@ class Learner:
         if self.critic is not None and self.critic_optimiser is not None:
             self.critic.load_state_dict(tree["critic"])
             restore_optimiser(self.critic_optimiser, tree["critic_optimiser"])
+        if self.average is not None:
+            self.average.restore(tree["average"])
