@@ -220,7 +220,7 @@ def test_bnpo_divides_by_the_density_of_rates_however_alike_they_are():
     success = [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
     rollouts = make_rollouts([1] * 12, [0] * 4 + [1] * 4 + [2] * 4, success, steps=1)
     rates = np.array([0.5, 0.5, 0.75])
-    strength = rates.mean() * (1 - rates.mean()) / rates.var() - 1
+    strength = rates.mean() * (1 - rates.mean()) / rates.var(ddof=1) - 1
     a, b = 1 + rates.mean() * strength / 3, 1 + (1 - rates.mean()) * strength / 3
     expected = (1 - 0.5) / stats.beta(a, b).pdf(0.5)
     assert float(group.bnpo(rollouts, CONTEXT)[0, 0]) == pytest.approx(expected, rel=1e-4)

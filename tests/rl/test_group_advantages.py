@@ -134,9 +134,8 @@ def test_subtree_means_give_tree_advantages():
     rollouts = make_rollouts(**TREE)
     values, _ = tree.subtree_values(rollouts)
     assert values.tolist() == [[0.5, 1, 1], [0.5, 0, 0], [0.5, 0.5, 1], [0.5, 0.5, 0]]
-    leaf = torch.tensor([(1 - 0.5) + (1 - 0.5), -1.0, (0.5 + 0.5 + 0.5), -1.5]) / 4
-    found = first(advantage_of("tree_po", rollouts))
-    assert found == pytest.approx((leaf / leaf.std(unbiased=False)).tolist(), abs=1e-5)
+    # Against the group and, while they share their path, against one another: half above, half below everywhere.
+    assert first(advantage_of("tree_po", rollouts)) == pytest.approx([1.0, -1.0, 1.0, -1.0], abs=1e-5)
 
 
 def test_nodes_are_standardised_by_depth_and_shared_ones_counted_once():

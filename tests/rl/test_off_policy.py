@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_rollouts import make_rollouts, make_scored
 from torch import Tensor
-from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.rl.coefficients import off_policy, regression, trust_region
@@ -119,24 +118,6 @@ def test_coefficients_are_gradients(name: str, seed: int, lengths: list[int]):
     c, _ = function(scored, **options)
     (found,) = torch.autograd.grad(policy_loss(logp, c, scored.mask.double()), logp)
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_pacs_is_the_gradient_of_cross_entropy(seed: int):
-    rollouts = make_rollouts([2, 3, 1, 3, 2, 2], [0, 0, 0, 1, 1, 1], [1.0, -1.0, 1.0, -1.0, -1.0, 1.0], seed=seed)
-    noise = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    logp = (rollouts.logp_behaviour + 0.3 * noise).requires_grad_()
-    scored = make_scored(rollouts, logp, torch.zeros_like(noise))
-    score = 0.5 * torch.where(scored.mask, logp - rollouts.logp_behaviour, 0.0).sum((1, 2))
-    centred = torch.stack(
-        [score[i] - torch.stack([score[j] for j in range(6) if j != i and j // 3 == i // 3]).mean() for i in range(6)]
-    )
-    label = rollouts.row_success.double()
-    loss = functional.binary_cross_entropy_with_logits(centred, label, reduction="none")  # 3 of each: balance 1
-    (expected,) = torch.autograd.grad(loss.sum(), logp)
-    c, _ = regression.pacs(scored, beta=0.5)
-    (found,) = torch.autograd.grad(policy_loss(logp, c, scored.mask.double()), logp)
-    torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-6)
 
 
 def test_bapo_widens_until_good_decisions_are_half():

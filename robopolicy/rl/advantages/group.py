@@ -6,6 +6,7 @@ Rows are whole episodes, groups are ragged. An episode whose return is not finit
 import torch
 from torch import Tensor
 
+from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.rollouts import Rollouts, sum_of_rewards
 from robopolicy.core.segments import Segments
 from robopolicy.rl.advantages.gae import standardise
@@ -134,26 +135,49 @@ def w_reinforce(rollouts: Rollouts, context: Context, *, positive: float = 0.1) 
     return broadcast(sign, rollouts)
 
 
-@mechanism(Slot.ADVANTAGE, "bnpo", source="BNPO (beta normalisation policy optimisation)", needs=(Need.GROUPS,))
-def bnpo(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = (success - p) / Beta(p; a, b), with p the group's success rate and a Beta fitted to all groups' rates.
+@mechanism(Slot.ADVANTAGE, "bnpo", source="BNPO, Xiao et al. 2025, arXiv:2506.02864", needs=(Need.GROUPS,))
+def bnpo(rollouts: Rollouts, context: Context, *, ranges: dict[str, tuple[float, float]] | None = None) -> Tensor:
+    """A = (R - p) / Beta(p; a, b), with p the group's mean of a reward R in [0, 1] and a Beta fitted to all groups'.
 
-    Method of moments gives (a0, b0) of the rates; a = 1 + a0 / 3, b = 1 + b0 / 3. Of the paper's several rewards, each
-    normalised by itself, this is the one that says success. Returns A [B, T], constant over an episode.
+    Method of moments gives (a0, b0) of these means, of which there must be two; a = 1 + a0 / 3, b = 1 + b0 / 3, each at
+    least 1. R is success; ranges: of several rewards instead, by their names, the least and the most that an episode
+    can sum to. Each is brought to [0, 1] and normalised by itself, and A is the mean over them, as in the paper.
+    Returns A [B, T], constant over an episode. Raises ConfigError for a reward that there is not, or out of its range.
     """
-    success = rollouts.row_success.double()
     groups = Segments.of(rollouts.group)
-    rate = groups.mean(success)
-    mean, variance = rate.mean().clamp(1e-3, 1 - 1e-3), rate.var(unbiased=False).clamp(min=1e-6)
-    # Method of moments: a Beta of this mean and variance has a0 + b0 = mean (1 - mean) / variance - 1. Dividing by its
-    # density at p gives starts with common success rates smaller advantages than rare ones.
-    strength = (mean * (1 - mean) / variance - 1).clamp(min=1e-3)
-    a, b = 1 + mean * strength / 3, 1 + (1 - mean) * strength / 3
+    if not ranges:
+        return broadcast(_beta_normalised(rollouts.row_success.double(), groups).float(), rollouts)
+    total = torch.zeros(len(rollouts.group), dtype=torch.float64, device=rollouts.group.device)
+    for name, (least, most) in ranges.items():
+        if name not in rollouts.rewards:
+            raise ConfigError(f"ranges: there is no reward '{name}'.{did_you_mean(name, rollouts.rewards)}")
+        found = sum_of_rewards({name: rollouts.rewards[name]}, rollouts.valid).sum(1).double()
+        value = (found - least) / (most - least)
+        if not bool(((value > -1e-6) & (value < 1 + 1e-6)).all()):
+            raise ConfigError(
+                f"ranges[{name!r}]=({least:g}, {most:g}): episodes sum to {float(found.min()):g} to "
+                f"{float(found.max()):g}."
+            )
+        total = total + _beta_normalised(value.clamp(0, 1), groups)
+    return broadcast((total / len(ranges)).float(), rollouts)
+
+
+def _beta_normalised(reward: Tensor, groups: Segments) -> Tensor:
+    """Return (reward - p) / Beta(p; a, b), [B], of rewards [B] in [0, 1]."""
+    rate = groups.mean(reward)
     p = rate[groups.index]
+    if groups.count < 2:
+        return reward - p
+    # Method of moments: a Beta of this mean and variance has a0 + b0 = mean (1 - mean) / variance - 1. Dividing by its
+    # density at p gives starts with common success rates smaller advantages than rare ones. The bounds only keep what
+    # is multiplied by 0 anyway finite: at p = 0 and p = 1 all rewards are p.
+    mean, variance = rate.mean().clamp(1e-3, 1 - 1e-3), rate.var().clamp(min=1e-6)
+    strength = (mean * (1 - mean) / variance - 1).clamp(min=0)
+    a, b = 1 + mean * strength / 3, 1 + (1 - mean) * strength / 3
     bounded = p.clamp(1e-3, 1 - 1e-3)
     normaliser = torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
     density = ((a - 1) * bounded.log() + (b - 1) * (1 - bounded).log() - normaliser).exp()
-    return broadcast(((success - p) / density.clamp(min=1e-6)).float(), rollouts)
+    return (reward - p) / density.clamp(min=1e-6)
 
 
 @mechanism(Slot.ADVANTAGE, "gdpo", source="GDPO (group reward-decoupled normalisation)", needs=(Need.GROUPS,))

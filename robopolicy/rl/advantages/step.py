@@ -7,6 +7,7 @@ keys: which decisions are compared with one another.
 import torch
 from torch import Tensor
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.returns import discounted_sums
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments, distinct
@@ -109,13 +110,35 @@ def step_groups(
     return episode_weight * episode + step_weight * step.reshape(to_go.shape)
 
 
-@mechanism(Slot.ADVANTAGE, "rank_grpo", source="Rank-GRPO (step = action, return to go)", needs=(Need.GROUPS,))
-def rank_grpo(rollouts: Rollouts, context: Context) -> Tensor:
-    """A_t = return to go, standardised within the group at the same step; with ratio_level=action_mean on tokens.
+@mechanism(Slot.ADVANTAGE, "rank_grpo", source="Rank-GRPO (unit = one action)", needs=(Need.GROUPS,))
+def rank_grpo(rollouts: Rollouts, context: Context, *, per_action: bool = False) -> Tensor:
+    """A = what followed a unit, standardised within the group at the same place; the ratio is the unit's mean.
 
-    Returns A [B, T].
+    The paper's units are the items of a list, each with its own return to go and the geometric mean of its tokens'
+    ratios. Here a unit is a decision (ratio_level=decision_mean), or with per_action each action of its chunk, whose
+    tokens follow one another (ratio_level=action_mean). Returns A [B, T], or [B, T, K] with per_action. Raises
+    ConfigError there unless K scored steps share out evenly among the C actions.
     """
-    return step_groups(rollouts, context, episode_weight=0.0, step_weight=1.0)
+    if not per_action:
+        return step_groups(rollouts, context, episode_weight=0.0, step_weight=1.0)
+    steps, chunk = rollouts.mask.shape[-1], rollouts.actions.shape[2]
+    if steps % chunk:
+        raise ConfigError(
+            f"per_action=True: {steps} scored steps of a decision do not share out among {chunk} actions."
+        )
+    valid = rollouts.valid.flatten(1)
+    reward = torch.stack(list(rollouts.rewards.values())).sum(0).flatten(1)
+    last = torch.arange(chunk, device=valid.device) == (rollouts.duration - 1)[..., None]
+    ends = (last & rollouts.ended[..., None]).flatten(1)
+    # Actions that were not played (a chunk cut short) neither pay nor discount, so a return passes through them.
+    to_go = discounted_sums(
+        torch.where(valid, reward, 0.0), torch.where(valid, context.discount, 1.0).to(reward.dtype), ~ends
+    )
+    place = torch.arange(valid.shape[1], device=valid.device).expand(valid.shape)
+    row = rollouts.group[:, None].expand(valid.shape)
+    keys = Segments.of(row.flatten(), place.flatten())
+    found, _ = group_baseline(to_go.flatten(), keys, valid.flatten(), scale=True)
+    return found.reshape(rollouts.valid.shape).repeat_interleave(steps // chunk, -1)
 
 
 @mechanism(Slot.ADVANTAGE, "salt", source="SALT (trajectory graph)", needs=(Need.GROUPS,))

@@ -83,19 +83,23 @@ def _as_steps(values: Tensor, rollouts: Rollouts) -> Tensor:
 
 
 @mechanism(Slot.ADVANTAGE, "tree_po", source="TreePO (subtree baselines)", needs=(Need.GROUPS,))
-def tree_po(rollouts: Rollouts, context: Context) -> Tensor:
+def tree_po(rollouts: Rollouts, context: Context, *, by_size: bool = False) -> Tensor:
     """A leaf's advantage: the mean over the depths of its path of R minus the mean of its subtree there.
 
-    The first depth is the whole group. Standardised over the batch. Returns A [B, T], constant over an episode.
+    The first depth is the whole group; depths at which the leaf is alone in its subtree do not count. by_size: weigh
+    depths by the number of leaves in the subtree. Standardised over the batch. Returns A [B, T], constant over an
+    episode.
     """
     returns, counts, groups = outcomes(rollouts)
-    values, _ = subtree_values(rollouts)
-    alive = _nodes_alive(rollouts, values)
-    # Summed over the path: near the root a leaf is compared with the whole group, near the end with its own siblings.
-    inside = torch.where(alive, returns[:, None] - values, 0.0).sum(1)
-    depths = alive.sum(1) + 1
+    values, nodes = subtree_values(rollouts)
+    leaves = nodes.size()[nodes.index].reshape(values.shape)
+    # Near the root a leaf is compared with the whole group, near the end with its own siblings. Where it is alone it
+    # is not compared at all; counting that as 0 would shrink the advantage of whoever branched off early.
+    compared = torch.where(_nodes_alive(rollouts, values) & (leaves > 1), leaves if by_size else 1, 0)
+    whole = groups.size(counts)[groups.index] if by_size else torch.ones_like(groups.index)
     root = returns - groups.mean(returns, counts)[groups.index]
-    advantage = (inside + root) / depths
+    total = whole * root + (compared * (returns[:, None] - values)).sum(1)
+    advantage = total / (whole + compared.sum(1)).clamp(min=1)
     chosen = advantage[counts]
     scaled = (advantage - chosen.mean()) / (chosen.std(unbiased=False) + 1e-8)
     return broadcast(torch.where(counts, scaled, 0.0), rollouts)

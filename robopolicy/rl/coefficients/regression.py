@@ -2,6 +2,7 @@
 
 import torch
 
+from robopolicy.core.segments import Segments
 from robopolicy.rl.context import Coefficients, Scored
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -10,8 +11,9 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 def pacs(scored: Scored, *, beta: float = 1.0) -> Coefficients:
     """Supervised: the episode's centred log-ratio, as a logit, is to predict its success (binary cross-entropy).
 
-    score_i = beta sum(log-ratio), leave-one-out centred in the group; c = beta (label - sigmoid(centred)), carried
-    through the centring, with classes balanced inside the minibatch.
+    score_i = beta sum(log-ratio), leave-one-out centred in the group; c = beta w (label - sigmoid(centred)), carried
+    through the centring. w gives the successes and the failures of a group the same weight, half its size each; it is 1
+    where all ended alike.
     """
     rollouts = scored.rollouts
     total = beta * torch.where(scored.mask, scored.log_ratio, 0.0).sum((1, 2))
@@ -22,9 +24,10 @@ def pacs(scored: Scored, *, beta: float = 1.0) -> Coefficients:
     # centred = (I - others) total, so the cross-entropy's error goes back through the transpose: an episode also moves
     # for being in the others' baselines.
     label = rollouts.row_success.to(total.dtype)
-    positive = label.sum().clamp(min=1)
-    negative = (1 - label).sum().clamp(min=1)
-    balance = torch.where(label > 0, 0.5 * len(label) / positive, 0.5 * len(label) / negative)
+    groups = Segments.of(group)
+    size, won = groups.size()[groups.index], groups.sum(label)[groups.index]
+    alike = torch.where(label > 0, won, size - won)  # episodes of the group with the same outcome
+    balance = torch.where(alike < size, 0.5 * size / alike, 1.0)
     error = balance * (label - centred.sigmoid())
     carried = error - others.T @ error
     known = carried.abs() > 1e-6 * error.abs().max()  # Adam would make steps of what rounding leaves of equal outcomes

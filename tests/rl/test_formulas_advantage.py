@@ -1,0 +1,242 @@
+"""Advantages by hand, by slow references, and against figures of the authors' published formulas."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from made_rollouts import make_rollouts
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.rl.advantages import gae, group, learned, step, tree
+from robopolicy.rl.context import Context
+
+CONTEXT = Context(torch.Generator(), discount=0.5)
+
+
+def standardised(values: list[float]) -> np.ndarray:
+    return (np.array(values) - np.mean(values)) / np.std(values)
+
+
+def with_rewards(rollouts, table: list[list[list[float]]]):
+    """The same rollouts, paid as in a table [B, T, C]."""
+    return replace(rollouts, rewards={"reward": torch.tensor(table)})
+
+
+@pytest.mark.checks("advantage/gae")
+def test_gae_is_whitened_over_decisions_that_were_played():
+    rollouts = make_rollouts([2, 1], [0, 1]).with_extras(advantage_gae=torch.tensor([[1.0, 4.0], [-2.0, 99.0]]))
+    found = gae.estimate(rollouts, CONTEXT)
+    expected = standardised([1.0, 4.0, -2.0])
+    assert found.flatten().tolist() == pytest.approx([*expected, 0.0], abs=1e-6)
+    assert gae.estimate(rollouts, CONTEXT, whiten=False).tolist() == [[1.0, 4.0], [-2.0, 0.0]]
+
+
+@pytest.mark.checks("advantage/egae", "T-PPO/EGAE")
+def test_truncated_windows_bootstrap_where_they_are_cut():
+    """A window of three decisions: the first row is cut while its episode goes on, the second ends in it."""
+    reward = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)[..., None]
+    values = torch.tensor([[0.5, 0.4, 0.2], [0.3, 0.6, 0.1]], dtype=torch.float64)
+    cut = torch.tensor([[9.0, 9.0, 0.8], [9.0, 9.0, 0.7]], dtype=torch.float64)  # read in the last column alone
+    ended = torch.tensor([[False, False, False], [True, False, False]])
+    after = gae.next_values(values, cut, ended)
+    found = gae.gae(reward, torch.ones_like(reward, dtype=torch.bool), values, after, ended, ended, 0.5, 0.5)
+    # delta_t = r_t + .5 V(s_{t+1}) - V(s_t), the last with the value of the state at the cut; A_t sums (.25)^k delta.
+    first = [0.5 * 0.4 - 0.5, 1 + 0.5 * 0.2 - 0.4, 0.5 * 0.8 - 0.2]
+    second = [1.0 - 0.3, 0.5 * 0.1 - 0.6, 0.5 * 0.7 - 0.1]
+    expected = [
+        [first[0] + 0.25 * (first[1] + 0.25 * first[2]), first[1] + 0.25 * first[2], first[2]],
+        [second[0], second[1] + 0.25 * second[2], second[2]],
+    ]
+    torch.testing.assert_close(found.advantages, torch.tensor(expected, dtype=torch.float64))
+    rollouts = make_rollouts([3, 3], [0, 1]).with_extras(advantage_gae=found.advantages.float())
+    assert learned.egae(rollouts, CONTEXT).flatten().tolist() == pytest.approx(
+        standardised([value for row in expected for value in row]), abs=1e-5
+    )
+    # The critic learns from what is known to the end alone: the second row's first decision.
+    rollouts = replace(rollouts, terminated=ended)
+    returns, known = learned.finished_returns(rollouts, reward.squeeze(-1), torch.full((2, 3), 0.5))
+    assert known.tolist() == ended.tolist() and float(returns[1, 0]) == 1.0
+
+
+BNPO = {
+    "success": (
+        [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]],
+        [
+            [0.210192, 0.210192, 0.210192, -0.630577],
+            [0.733250, -0.244417, -0.244417, -0.244417],
+            [0.387063, 0.387063, -0.387063, -0.387063],
+            [0.210192, 0.210192, 0.210192, -0.630577],
+        ],
+    ),
+    "reward": (
+        [[0.5, 0.25, 0.0], [1.0, 0.5, 0.75], [0.5, 0.0, 0.25]],
+        [[0.219508, 0.0, -0.219508], [0.246749, -0.246749, 0.0], [0.219508, -0.219508, 0.0]],
+    ),
+    "rates further apart than any Beta's": (
+        [[1] * 9 + [0], [1] + [0] * 9],
+        [[0.1] * 9 + [-0.9], [0.9] + [-0.1] * 9],
+    ),
+}
+
+
+@pytest.mark.checks("advantage/bnpo", "BNPO")
+@pytest.mark.parametrize("name", BNPO)
+def test_bnpo_gives_the_figures_of_its_authors_formula(name: str):
+    """Figures: the formula of github.com/changyi7231/BNPO at a9c51b9 (recipe/bnpo/src/bnpo_ray_trainer.py)."""
+    rewards, published = BNPO[name]
+    number = [index for index, group in enumerate(rewards) for _ in group]
+    rollouts = make_rollouts([1] * len(number), number, [float(value) for row in rewards for value in row])
+    found = group.bnpo(rollouts, CONTEXT, ranges={"reward": (0.0, 1.0)} if name == "reward" else None)[:, 0]
+    assert found.tolist() == pytest.approx([value for row in published for value in row], abs=1e-5)
+
+
+@pytest.mark.checks("advantage/bnpo", "BNPO")
+def test_bnpo_normalises_each_of_several_rewards_by_itself():
+    rewards, _ = BNPO["reward"]
+    number = [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    flat = [value for row in rewards for value in row]
+    rollouts = make_rollouts([2] * 9, number, flat)
+    shift = torch.zeros(9, 2, 2)
+    shift[:, 0, 0] = torch.tensor([10 - 4 * value for value in reversed(flat)])  # from 6 to 10, the other way round
+    both = replace(rollouts, rewards={**rollouts.rewards, "time": shift})
+    first = group.bnpo(both, CONTEXT, ranges={"reward": (0.0, 1.0)})
+    second = group.bnpo(both, CONTEXT, ranges={"time": (6.0, 10.0)})
+    found = group.bnpo(both, CONTEXT, ranges={"reward": (0.0, 1.0), "time": (6.0, 10.0)})
+    torch.testing.assert_close(found, (first + second) / 2)
+    alone = replace(rollouts, rewards={"reward": (shift - 6) / 4 * (shift > 0)})
+    torch.testing.assert_close(second, group.bnpo(alone, CONTEXT, ranges={"reward": (0.0, 1.0)}))
+    lonely = group.bnpo(rollouts.take(torch.arange(3)), CONTEXT, ranges={"reward": (0.0, 1.0)})
+    assert lonely[:, 0].tolist() == pytest.approx([0.25, 0.0, -0.25])  # no Beta can be fitted to one group
+    with pytest.raises(ConfigError, match=r"time.*6 to 10"):
+        group.bnpo(both, CONTEXT, ranges={"time": (0.0, 1.0)})
+    with pytest.raises(ConfigError, match=r"'rewards'.*Did you mean 'reward'"):
+        group.bnpo(both, CONTEXT, ranges={"rewards": (0.0, 1.0)})
+
+
+@pytest.mark.checks("advantage/gdpo", "GDPO")
+def test_gdpo_equals_a_slow_reference():
+    draws = np.random.default_rng(0)
+    number = [0, 0, 0, 1, 1, 1, 1]
+    paid = {name: draws.normal(scale=scale, size=7) for name, scale in (("place", 1.0), ("time", 100.0))}
+    rollouts = make_rollouts([1] * 7, number, [0.0] * 7)
+    terms = {name: torch.zeros(7, 1, 2) for name in paid}
+    for name, value in paid.items():
+        terms[name][:, 0, 0] = torch.tensor(value)
+    total = np.zeros(7)
+    for name, weight in (("place", 1.0), ("time", 0.5)):
+        for key in (0, 1):
+            members = [row for row in range(7) if number[row] == key]
+            total[members] += weight * standardised([paid[name][row] for row in members])
+    found = group.gdpo(replace(rollouts, rewards=terms), CONTEXT, weights={"time": 0.5})[:, 0]
+    assert found.tolist() == pytest.approx(standardised(total.tolist()), abs=1e-4)
+
+
+@pytest.mark.checks("advantage/tree_po", "TreePO")
+@pytest.mark.parametrize(
+    ("by_size", "published"),
+    [
+        (False, [1.279177, -0.806438, 1.163309, -0.922305, -0.713744]),
+        (True, [1.268943, -0.801862, 1.176907, -0.893897, -0.750092]),
+    ],
+)
+def test_tree_po_gives_the_figures_of_its_authors_formula(by_size: bool, published: list[float]):
+    """Figures: github.com/multimodal-art-projection/TreePO at f055523 (verl/trainer/ppo/core_algos.py)."""
+    rollouts = make_rollouts(
+        [3] * 5, [0] * 5, [1.0, 0.0, 1.0, 0.0, 0.0], parent=[-1, 0, -1, 2, 0], branch_decision=[-1, 2, -1, 2, 1]
+    )
+    found = tree.tree_po(rollouts, CONTEXT, by_size=by_size)
+    assert found[:, 0].tolist() == pytest.approx(published, abs=1e-5)
+    # What a leaf does alone after the last branch says nothing about it, however long it takes.
+    longer = make_rollouts(
+        [3, 9, 3, 3, 3], [0] * 5, [1.0, 0.0, 1.0, 0.0, 0.0], parent=[-1, 0, -1, 2, 0], branch_decision=[-1, 2, -1, 2, 1]
+    )
+    torch.testing.assert_close(tree.tree_po(longer, CONTEXT, by_size=by_size)[:, :3], found)
+
+
+@pytest.mark.checks("advantage/fork", "PORTool")
+def test_a_fork_adds_to_the_episodes_advantage():
+    rollouts = make_rollouts(
+        [3] * 4, [0] * 4, [1.0, 0.0, 1.0, 1.0], parent=[-1, 0, -1, 2], branch_decision=[-1, 1, -1, 2]
+    )
+    found = tree.fork(rollouts, CONTEXT, trajectory=0.5, forks=2.0)
+    episode = 0.5 * standardised([1.0, 0.0, 1.0, 1.0])
+    # Means of the leaves below each node: .75 at the root, then .5 | 1 of the two episodes, then 1, 0 | 1, 1.
+    rise = np.array([[0.5 - 0.75, 0.5, 0], [0.5 - 0.75, -0.5, 0], [1 - 0.75, 0, 0], [1 - 0.75, 0, 0]])
+    torch.testing.assert_close(found, torch.tensor(episode[:, None] + 2 * rise).float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.checks("advantage/step_groups", "UI-S1")
+def test_step_groups_compare_what_followed_the_same_step():
+    rollouts = make_rollouts([3, 2, 2, 1], [0, 0, 0, 1], steps=1)
+    paid = [
+        [[0.0, 1.0], [2.0, 0.0], [0.0, 4.0]],
+        [[0.0, 0.0], [0.0, 8.0], [0.0, 0.0]],
+        [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]],
+        [[5.0, 0.0], [0.0, 0.0], [0.0, 0.0]],
+    ]
+    found = step.step_groups(with_rewards(rollouts, paid), CONTEXT, episode_weight=0.3, step_weight=2.0)
+    # Two control steps a decision: discount .25 from one to the next.
+    first = standardised([1 + 0.25 * (2 + 0.25 * 4), 0.25 * 8, 2.0])
+    second = standardised([2 + 0.25 * 4, 8.0, 0.0])
+    episode = standardised([7.0, 8.0, 2.0])
+    expected = torch.zeros(4, 3)
+    expected[:3, 0] = torch.tensor(0.3 * episode + 2 * first)
+    expected[:3, 1] = torch.tensor(0.3 * episode + 2 * second)
+    expected[0, 2] = 0.3 * episode[0]  # nobody else has a third decision
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.checks("advantage/rank_grpo", "Rank-GRPO")
+def test_rank_grpo_standardises_returns_to_go_of_decisions():
+    rollouts = make_rollouts([2, 2, 2], [0, 0, 0], steps=1)
+    paid = [[[0.0, 1.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 8.0]], [[1.0, 1.0], [0.0, 0.0]]]
+    found = step.rank_grpo(with_rewards(rollouts, paid), CONTEXT)
+    expected = np.stack([standardised([1 + 0.25 * 2, 0.25 * 8, 2.0]), standardised([2.0, 8.0, 0.0])], 1)
+    torch.testing.assert_close(found, torch.tensor(expected).float(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.checks("advantage/rank_grpo", "Rank-GRPO")
+def test_rank_grpo_gives_every_action_what_followed_it():
+    """Three episodes of up to two decisions of two actions with two tokens each; the last ends after three actions."""
+    rollouts = make_rollouts([2, 2, 2], [0, 0, 0], steps=4)
+    valid = rollouts.valid.clone()
+    valid[2, 1, 1] = False
+    paid = [[[0.0, 1.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 8.0]], [[1.0, 1.0], [4.0, 99.0]]]
+    rollouts = with_rewards(replace(rollouts, valid=valid), paid)
+    found = step.rank_grpo(rollouts, CONTEXT, per_action=True)
+    # Returns to go of the actions, discounted by .5 each.
+    to_go = np.array([[1.0, 2.0, 2.0, 0.0], [1.0, 2.0, 4.0, 8.0], [2.5, 3.0, 4.0, np.nan]])
+    expected = np.zeros((3, 4))
+    for place in range(4):
+        members = np.flatnonzero(np.isfinite(to_go[:, place]))
+        expected[members, place] = standardised(to_go[members, place].tolist())
+    tokens = torch.tensor(expected).float().reshape(3, 2, 2).repeat_interleave(2, -1)
+    torch.testing.assert_close(found, tokens, atol=1e-4, rtol=0)
+    with pytest.raises(ConfigError, match="3 scored steps"):
+        step.rank_grpo(make_rollouts([1, 1], [0, 0], steps=3), CONTEXT, per_action=True)
+
+
+@pytest.mark.checks("advantage/salt", "SALT")
+def test_salt_merges_equal_steps_and_leaves_the_others():
+    rollouts = make_rollouts([2, 2, 2, 2], [0, 0, 0, 1], [3.0, 1.0, -1.0, 5.0], steps=1)
+    state = torch.tensor([[7, 1], [7, 2], [7, 1], [7, 1]])
+    # First step: rows 0 and 1 do the same in the same state, row 2 something else; row 3 is of another start.
+    # Second step: rows 0 and 2 do the same in the same state, row 1 does it elsewhere.
+    taken = torch.tensor([[0.0, 5.0], [0.0, 5.0], [9.0, 5.0], [0.0, 5.0]])
+    actions = taken[..., None, None].expand(4, 2, 2, 1)
+    found = step.salt(replace(rollouts, actions=actions).with_extras(state_key=state), CONTEXT)
+    episode = standardised([3.0, 1.0, -1.0])  # sqrt(3/2), 0, -sqrt(3/2)
+    shared_first, shared_second = (episode[0] + episode[1]) / 2, (episode[0] + episode[2]) / 2
+    expected = [[shared_first, shared_second], [shared_first, episode[1]], [episode[2], shared_second], [0.0, 0.0]]
+    torch.testing.assert_close(found, torch.tensor(expected).float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.checks("advantage/process_steps", "OPRL")
+def test_process_steps_add_rewards_standardised_over_the_group():
+    rollouts = make_rollouts([2, 1, 1], [0, 0, 1], [1.0, 0.0, 1.0], steps=2)
+    process = torch.tensor([[[1.0, 2.0], [0.5, 0.5]], [[-1.0, -1.0], [0.0, 0.0]], [[4.0, 4.0], [0.0, 0.0]]])
+    found = learned.process_steps(rollouts.with_extras(process=process), CONTEXT, alpha=0.5)
+    steps = standardised([3.0, 1.0, -2.0])  # the group's three decisions; the other start has one, which is its mean
+    expected = [[1 + 0.5 * steps[0], 1 + 0.5 * steps[1]], [-1 + 0.5 * steps[2], 0.0], [0.0, 0.0]]
+    torch.testing.assert_close(found, torch.tensor(expected).float(), atol=1e-4, rtol=0)

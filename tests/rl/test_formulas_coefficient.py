@@ -1,0 +1,121 @@
+"""Coefficients against autograd of what they stand for, where no other test has it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from made_rollouts import make_rollouts, make_scored
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence
+from torch.nn import functional
+
+from robopolicy.rl.coefficients import ppo, regression, teacher, trust_region
+from robopolicy.rl.objective import policy_loss
+from robopolicy.rl.ratio_level import RatioLevel
+from robopolicy.rl.ratios import log_ratios
+
+
+@pytest.mark.checks("coefficient/pacs", "PACS")
+@pytest.mark.parametrize("seed", range(3))
+def test_pacs_balances_the_outcomes_of_every_start(seed: int):
+    """One success of four, two of three, and a start where all fail: weights as in ritzz-ai/PACS at bbe1dc6."""
+    group = [0, 0, 0, 0, 1, 1, 1, 2, 2]
+    returns = [1.0, -1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0, -1.0]
+    balance = torch.tensor([4 / 2, 4 / 6, 4 / 6, 4 / 6, 3 / 4, 3 / 4, 3 / 2, 1.0, 1.0], dtype=torch.float64)
+    rollouts = make_rollouts([2, 1, 3, 1, 2, 2, 1, 1, 2], group, returns, seed=seed)
+    noise = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logp = (rollouts.logp_behaviour + 0.3 * noise).requires_grad_()
+    scored = make_scored(rollouts, logp, torch.zeros_like(noise))
+    score = 0.7 * torch.where(scored.mask, logp - rollouts.logp_behaviour, 0.0).sum((1, 2))
+    rows = range(len(group))
+    others = [[score[j] for j in rows if j != i and group[j] == group[i]] for i in rows]
+    centred = torch.stack([score[i] - torch.stack(others[i]).mean() for i in rows])
+    loss = functional.binary_cross_entropy_with_logits(
+        centred, rollouts.row_success.double(), weight=balance, reduction="sum"
+    )
+    (expected,) = torch.autograd.grad(loss, logp)
+    c, _ = regression.pacs(scored, beta=0.7)
+    (found,) = torch.autograd.grad(policy_loss(logp, c, scored.mask.double()), logp)
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-6)
+
+
+@pytest.mark.checks("coefficient/none")
+def test_none_moves_nothing():
+    rollouts = make_rollouts([2, 1], [0, 0])
+    c, stats = regression.nothing(make_scored(rollouts, rollouts.logp_behaviour, torch.ones_like(rollouts.mask)))
+    assert c.shape == rollouts.mask.shape and not c.any() and not stats
+
+
+@pytest.mark.checks("coefficient/opd")
+def test_on_policy_distillation_is_the_gradient_of_the_reverse_kl():
+    """Over a whole vocabulary, each word as often as the student says it: E[-c grad log pi] = grad KL(pi || teacher)."""
+    draws = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, generator=draws, dtype=torch.float64, requires_grad=True)
+    told = torch.randn(6, generator=draws, dtype=torch.float64).log_softmax(-1)
+    said = logits.log_softmax(-1)
+    rollouts = make_rollouts([1] * 6, [0] * 6, steps=1).with_extras(teacher_logp=told[:, None, None])
+    rollouts = replace(rollouts, logp_behaviour=said.detach()[:, None, None])
+    scored = make_scored(rollouts, said[:, None, None], torch.zeros(6, 1, 1, dtype=torch.float64))
+    c, stats = teacher.on_policy_distillation(scored, cap=50.0)
+    loss = policy_loss(said[:, None, None], c, said.detach().exp()[:, None, None])
+    (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((said.exp() * (said - told)).sum(), logits)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+    assert float(stats["teacher_gap"]) == pytest.approx(float((said - told).detach().mean()))
+
+
+@pytest.mark.checks("coefficient/opd")
+def test_on_policy_distillation_is_capped_and_may_learn_from_the_outcome_too():
+    rollouts = make_rollouts([1, 1, 1], [0, 0, 0], steps=1)
+    gap = torch.tensor([9.0, -7.0, 0.5], dtype=torch.float64)[:, None, None]
+    rollouts = rollouts.with_extras(teacher_logp=rollouts.logp_behaviour + gap)
+    scored = make_scored(rollouts, rollouts.logp_behaviour, torch.tensor([1.0, 2.0, -4.0]).double()[:, None, None])
+    assert teacher.on_policy_distillation(scored)[0].flatten().tolist() == pytest.approx([5.0, -5.0, 0.5])
+    both = teacher.on_policy_distillation(scored, reward=0.5)[0].flatten()
+    assert both.tolist() == pytest.approx([5.5, -4.0, -1.5])
+
+
+@pytest.mark.checks("coefficient/gaussian_kl")
+def test_the_exact_bound_is_the_kl_of_the_executed_elements():
+    draws = torch.Generator().manual_seed(0)
+    rollouts = make_rollouts([2, 1], [0, 0], steps=3)
+    valid = rollouts.valid.clone()
+    valid[0, 1, 1] = False  # of the chunk's two control steps one is played
+    shape = (2, 2, 3, 4, 1)  # four are predicted
+    old, mean = (torch.randn(shape, generator=draws, dtype=torch.float64) for _ in range(2))
+    std = 0.1 + torch.rand(1, 1, 3, 1, 1, generator=draws, dtype=torch.float64).expand(shape)
+    rollouts = replace(rollouts, valid=valid, latents={"mean": old})
+    extras: dict[str, Tensor] = {"mean": mean, "std": std}
+    advantage = torch.ones(2, 2, 3, dtype=torch.float64)
+    scored = make_scored(rollouts, rollouts.logp_behaviour + 0.1, advantage, extras=extras)
+    found, spread = trust_region.mean_shift(scored)
+    torch.testing.assert_close(spread, std[..., 0, 0])
+    element = kl_divergence(Normal(old, std), Normal(mean, std))[..., :2, :]
+    expected = element.mean((-2, -1))
+    expected[0, 1] = element[0, 1, :, :1].mean((-2, -1))
+    played = rollouts.alive
+    torch.testing.assert_close(found[played], expected[played])
+    # Every step has moved the way its advantage asks; beyond the bound it stops.
+    bound = float(expected[played].median())
+    c, _ = trust_region.gaussian_kl(scored, nats=bound)
+    torch.testing.assert_close(c[played], scored.ratio[played] * (expected[played] <= bound))
+    back, _ = trust_region.gaussian_kl(replace(scored, advantage=-advantage), nats=bound)
+    torch.testing.assert_close(back[played], -scored.ratio[played])
+
+
+@pytest.mark.checks("advantage/rank_grpo", "Rank-GRPO")
+def test_ratios_of_actions_are_the_geometric_means_of_their_tokens():
+    """The ratio of Rank-GRPO's unit; clipped, its gradient is that of the surrogate over units."""
+    draws = torch.Generator().manual_seed(0)
+    old, noise = (torch.randn(3, 4, generator=draws, dtype=torch.float64) for _ in range(2))
+    logp = (old + 0.4 * noise).requires_grad_()
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
+    unit = torch.tensor([[1.0, -1.0], [0.5, 2.0], [-0.3, 0.0]], dtype=torch.float64)
+    ratios = log_ratios(logp, old, mask, 20.0, RatioLevel.ACTION_MEAN, 2)
+    geometric = torch.stack([((logp - old)[:, :2]).mean(1), ((logp - old)[:, 2:]).mean(1)], 1).exp()
+    torch.testing.assert_close(ratios.log_ratio[:2].exp(), geometric[:2].detach().repeat_interleave(2, 1))
+    surrogate = torch.min(geometric * unit, geometric.clamp(0.8, 1.2) * unit)
+    (expected,) = torch.autograd.grad(-(2 * surrogate * mask[:, ::2]).sum(), logp)  # a unit's two tokens both carry it
+    c = ppo.ppo(ratios.log_ratio, unit.repeat_interleave(2, 1), 0.2, 0.2, ratios.clamped)
+    (found,) = torch.autograd.grad(policy_loss(logp, c, mask.double()), logp)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)

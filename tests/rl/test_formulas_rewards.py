@@ -1,0 +1,121 @@
+"""Rewards and the averaging of losses, by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from made_rollouts import make_rollouts
+
+from robopolicy.rl import rewards, weights
+from robopolicy.rl.context import Context
+
+CONTEXT = Context(torch.Generator())
+
+
+def acting(table: list[list[list[list[float]]]], lengths: list[int]):
+    """Rollouts with these actions [B, T, C, A]."""
+    return replace(make_rollouts(lengths, [0] * len(lengths), [0.0] * len(lengths)), actions=torch.tensor(table))
+
+
+@pytest.mark.checks("rewards/effort")
+def test_effort_is_the_mean_square_of_every_action():
+    rollouts = acting([[[[1.0, 3.0], [0.0, 2.0]]], [[[2.0, 2.0], [4.0, 0.0]]]], [1, 1])
+    valid = rollouts.valid.clone()
+    valid[1, 0, 1] = False
+    paid = rewards.effort(replace(rollouts, valid=valid), CONTEXT, cost=0.5)
+    torch.testing.assert_close(paid.rewards["effort"], -0.5 * torch.tensor([[[5.0, 2.0]], [[4.0, 0.0]]]))
+    assert paid.rewards["reward"] is rollouts.rewards["reward"]
+
+
+@pytest.mark.checks("rewards/smooth")
+def test_smooth_is_the_mean_square_of_every_change_inside_a_decision():
+    rollouts = acting([[[[1.0, 3.0], [0.0, 5.0]], [[7.0, 7.0], [7.0, 8.0]]]], [2])
+    paid = rewards.smooth(rollouts, CONTEXT, cost=0.5)
+    torch.testing.assert_close(paid.rewards["smooth"], -0.5 * torch.tensor([[[0.0, 2.5], [0.0, 0.5]]]))
+
+
+@pytest.mark.checks("rewards/pav", "PAV")
+def test_pav_pays_the_advantage_of_a_prover_that_tries_several_times():
+    rollouts = make_rollouts([2, 1], [0, 0], [1.0, 0.0])
+    q, v = torch.tensor([[0.5, 1.2], [0.1, 0.9]]), torch.tensor([[0.2, 0.5], [0.1, 0.0]])
+    paid = rewards.progress_under_prover(rollouts.with_extras(q=q, v=v), CONTEXT, alpha=0.5, tries=3)
+    # The best of 3 succeeds with 1 - (1 - p)^3; probabilities are cut to [0, 1]; the last row's second is padding.
+    gain = [(1 - 0.5**3) - (1 - 0.8**3), 1 - (1 - 0.5**3), 0.0, 0.0]
+    expected = torch.tensor(gain).reshape(2, 2) * 0.5
+    torch.testing.assert_close(paid.rewards["prover"][..., 1], expected)
+    assert not paid.rewards["prover"][..., 0].any()
+    torch.testing.assert_close(paid.row_return, rollouts.row_return + expected.sum(1))
+
+
+@pytest.mark.checks("rewards/partial_credit", "MLE-RL")
+def test_milestones_are_paid_once_and_success_makes_up_to_one():
+    rollouts = make_rollouts([3, 3, 2], [0, 0, 0], [0.0] * 3)
+    progress = torch.tensor(
+        [
+            [[0.6, 0.6], [-1.0, 1.0], [1.0, 0.0]],  # sums .6, 1.2 | .2, 1.2 | 2.2, 2.2: one milestone, then another
+            [[2.5, 0.0], [0.0, 0.0], [0.0, 2.0]],  # two at once; the third in the step that succeeds
+            [[0.0, 0.5], [0.4, 0.0], [0.0, 0.0]],  # none
+        ]
+    )
+    success = rollouts.success.clone()
+    success[1, 2] = True
+    worlds = {"progress": progress, "success": torch.full_like(progress, 7.0), "uncertainty": -0.1 * progress}
+    rollouts = replace(rollouts, rewards=worlds, success=success)
+    paid = rewards.partial_credit(rollouts, CONTEXT, milestones=(1.0, 2.0, 4.0), credit=0.6)
+    expected = torch.tensor(
+        [
+            [[0.0, 0.2], [0.0, 0.0], [0.2, 0.0]],
+            [[0.4, 0.0], [0.0, 0.0], [0.0, 0.6]],
+            [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]],
+        ]
+    )
+    torch.testing.assert_close(paid.rewards["success"], expected)
+    assert set(paid.rewards) == {"success", "uncertainty"}
+    assert paid.rewards["success"].sum((1, 2)).tolist() == pytest.approx([0.4, 1.0, 0.0])
+
+
+@pytest.mark.checks("rewards/partial_credit", "MLE-RL")
+def test_milestones_begin_anew_with_the_next_episode_of_a_stream():
+    rollouts = make_rollouts([4], [0], [0.0])
+    progress = torch.tensor([[[1.0, 0.0], [0.0, 0.0], [0.5, 0.5], [0.0, 1.0]]])
+    rollouts = replace(rollouts, rewards={"progress": progress}, whole=False)
+    rollouts.terminated[:] = torch.tensor([[False, True, False, False]])
+    rollouts.success[:] = torch.tensor([[False, True, False, False]])
+    paid = rewards.partial_credit(rollouts, CONTEXT, milestones=(1.0, 2.0), credit=0.5)
+    expected = torch.tensor([[[0.25, 0.0], [0.0, 0.75], [0.0, 0.25], [0.0, 0.25]]])
+    torch.testing.assert_close(paid.rewards["success"], expected)
+
+
+@pytest.mark.checks("weight/duration", "MLE-RL")
+def test_duration_weighs_the_gradient_of_a_decision_by_its_time_over_the_mean():
+    rollouts = make_rollouts([2, 1], [0, 0])
+    valid = rollouts.valid.clone()
+    valid[0, 1, 1] = False  # a decision of one control step; the others take two
+    rollouts = replace(rollouts, valid=valid)
+    found = weights.weigh_by_duration(rollouts.mask, rollouts)
+    # (duration / mean duration) / number of steps, where each of three decisions has two steps.
+    expected = torch.tensor([[2.0, 1.0], [2.0, 0.0]]) / (5 / 3) / 6
+    torch.testing.assert_close(found, expected[..., None].expand(2, 2, 2))
+    assert float(found.sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.checks("weight/step_mean", "weight/decision_mean", "weight/episode_mean", "weight/constant")
+def test_what_counts_alike_in_each_average():
+    """Two episodes: two decisions of 3 and 1 steps, and one decision of 2 steps."""
+    mask = torch.tensor([[[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [0, 0, 0]]], dtype=torch.bool)
+    rollouts = make_rollouts([2, 1], [0, 0], steps=3)
+    tables = {
+        weights.weigh_steps: [[1 / 6, 1 / 6, 1 / 6, 1 / 6], [1 / 6, 1 / 6]],
+        weights.weigh_decisions: [[1 / 9, 1 / 9, 1 / 9, 1 / 3], [1 / 6, 1 / 6]],
+        weights.weigh_episodes: [[1 / 8, 1 / 8, 1 / 8, 1 / 8], [1 / 4, 1 / 4]],
+        weights.weigh_constantly: [[1 / 12, 1 / 12, 1 / 12, 1 / 12], [1 / 12, 1 / 12]],
+    }
+    for function, table in tables.items():
+        found = function(mask, rollouts)
+        assert found[mask].tolist() == pytest.approx([value for row in table for value in row]), function.__name__
+        assert not found[~mask].any()
+    assert weights.weigh_constantly(mask, rollouts, length=4.0)[mask].tolist() == pytest.approx([1 / 8] * 6)
+    # In minibatches of single decisions every step knows the length of its whole episode.
+    decisions = replace(rollouts, mask=mask).with_extras(episode_steps=torch.tensor([[4, 4], [2, 2]])).flat()
+    found = weights.weigh_episodes(decisions.mask, decisions)
+    assert found[decisions.mask].tolist() == pytest.approx([1 / 8] * 4 + [1 / 4] * 2)
