@@ -56,6 +56,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "coefficient": "none",
         "weight": "step_mean",
         "auxiliaries": ("best_of_n",),
+        "options": {"q_ensemble": {"target": "td"}},
     },
     "dpo": {"advantage": "grpo", "coefficient": "dpo", "weight": "constant"},
     "sppo": {"advantage": "grpo", "coefficient": "sppo", "weight": "constant"},

@@ -8,7 +8,7 @@ import torch
 from made_rollouts import make_rollouts
 from torch import nn
 
-from robopolicy.core.policy import Scores
+from robopolicy.core.policy import Decision, Scores
 from robopolicy.core.spec import STATE, Field
 from robopolicy.rl.advantages.learned import finished_returns, process_rloo
 from robopolicy.rl.context import Context, Tools
@@ -25,7 +25,10 @@ class LinearPolicy(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4))
-        self.spec = SimpleNamespace(chunk=2, action=Field((1,)))
+        self.spec = SimpleNamespace(chunk=2, action=Field((1,)), cameras=())
+
+    def act(self, observation, generator):
+        return Decision(torch.randn(len(observation[STATE]), 2, 1, generator=generator))
 
 
 def tools(policy: LinearPolicy) -> Tools:

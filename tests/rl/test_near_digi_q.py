@@ -1,0 +1,197 @@
+"""Digi-Q (arXiv:2502.15760): action values by temporal differences on data of older policies, best of N imitated."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from made_rollouts import make_rollouts
+from torch import Tensor, nn
+
+from robopolicy.core.policy import Decision, Scores
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.spec import STATE, Field
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.auxiliaries.values import best_of_n
+from robopolicy.rl.configuration import AlgorithmConfig
+from robopolicy.rl.context import AuxiliaryInputs, Context, Tools
+from robopolicy.rl.side_models.q_ensemble import QEnsemble, td_target
+from robopolicy.training.state import load_trainer, save_trainer
+
+CHECKED = pytest.mark.checks("models/q_ensemble", "advantage/q_values", "Digi-Q")
+
+
+class Drawing(nn.Module):
+    """Its decisions are always the same action; the log-probability of action a is -(a - mean)^2."""
+
+    def __init__(self, action: float = 1.0):
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(()))
+        self.action, self.asked = action, 0
+        self.spec = SimpleNamespace(chunk=2, action=Field((1,)), cameras=())
+
+    def act(self, observation, generator, *, deterministic=False) -> Decision:
+        rows = len(observation[STATE])
+        self.asked += rows
+        assert len(observation["task"]) == rows
+        actions = torch.full((rows, 2, 1), self.action)
+        return Decision(actions, {"action": actions[:, 0]}, torch.zeros(rows, 1), torch.ones(rows, 1, dtype=torch.bool))
+
+    def log_prob(self, observation, latents) -> Scores:
+        logp = -(latents["action"] - self.mean).square()
+        return Scores(logp, torch.zeros_like(logp))
+
+
+def tools(policy: nn.Module) -> Tools:
+    def observe(rollouts, where):
+        return {STATE: rollouts.observation[STATE][where], "task": [""] * int(where.sum())}
+
+    return Tools(policy, None, None, {STATE: Field((3,))}, 1, ("",), observe, lambda *_: None)  # type: ignore[arg-type]
+
+
+def context(seed: int = 0) -> Context:
+    return Context(torch.Generator().manual_seed(seed), discount=0.5)
+
+
+def corridor(count: int, seed: int = 0, mark: float = 0.0) -> Rollouts:
+    """Two decisions of two steps, A then B; at B the action's sign pays 1 or 0, at A nothing depends on it.
+
+    Behaviour: either sign at random. state: [which, mark, 0].
+    """
+    rollouts = make_rollouts([2] * count, list(range(count)), [0.0] * count, seed=seed)
+    sign = torch.where(torch.rand(count, 2, generator=torch.Generator().manual_seed(seed)) < 0.5, -1.0, 1.0)
+    rollouts.actions[:] = sign[..., None, None]
+    state = torch.tensor([[-1.0, mark, 0.0], [1.0, mark, 0.0]])[None, :, None]
+    rollouts.observation[STATE][:] = state
+    rollouts.next_observation[STATE][:] = state.flip(1)
+    paid = (sign[:, 1] > 0).float()
+    rollouts.rewards["reward"][:, 1, 1] = paid
+    rollouts.success[:, 1] = paid > 0
+    return rollouts
+
+
+@CHECKED
+def test_targets_by_hand():
+    reward, decay = torch.tensor([1.0, 0.25, -1.0]), torch.tensor([0.81, 0.9, 0.81])
+    following, over = torch.tensor([2.0, 5.0, -1.0]), torch.tensor([False, True, False])
+    found = td_target(reward, decay, following, over)
+    torch.testing.assert_close(found, torch.tensor([2.62, 0.25, -1.81]))
+
+
+@CHECKED
+def test_values_are_of_the_actions_that_the_policy_draws_whoever_made_the_data():
+    """Behaviour wins half the time at B; the policy would always win. Q(A) = .5^2 V(B), V(B) = Q(B, +1) = 1."""
+    policy = Drawing(1.0)
+    model = QEnsemble(tools(policy), target="td", epochs=80, minibatch=256, width=16, tau=0.2, rate=1e-2)
+    model.annotate(corridor(32), context())
+    found = model.annotate(corridor(32, seed=1), context(1))
+    assert policy.asked == 2 * 32 + 2 * 64  # today's decisions, and as many of before
+    v, q = found.extras["v"], found.extras["q"]
+    assert float((v[:, 1] - 1.0).abs().max()) < 0.15  # the recorded actions alone would say .5
+    assert float((q[:, 0] - 0.25).abs().max()) < 0.1  # the recorded continuation would say .125
+    won = corridor(32, seed=1).row_success
+    assert float((q[won, 1] - 1.0).abs().max()) < 0.15
+    assert float(q[~won, 1].abs().max()) < 0.15
+
+
+def seen_marks(model: QEnsemble, rollouts: Rollouts, seed: int) -> Tensor:
+    """The marks of all rows that Q learns from in one call."""
+    marks: list[Tensor] = []
+    plain = model.network.members
+
+    def spy(observation, actions):
+        if torch.is_grad_enabled():
+            marks.append(observation[STATE][:, 0, 1])
+        return plain(observation, actions)
+
+    model.network.members = spy  # type: ignore[method-assign]
+    model.annotate(rollouts, context(seed))
+    del model.network.members
+    return torch.cat(marks)
+
+
+@CHECKED
+def test_earlier_decisions_are_learned_from_and_the_oldest_make_room():
+    model = QEnsemble(tools(Drawing()), target="td", epochs=1, width=8, capacity=24)
+    assert seen_marks(model, corridor(8, mark=0.0), 0).unique().tolist() == [0.0]
+    second = seen_marks(model, corridor(8, mark=1.0), 1)
+    assert (second == 0.0).sum() == (second == 1.0).sum() == 16
+    third = seen_marks(model, corridor(8, mark=2.0), 2)
+    assert (third == 2.0).sum() == 16
+    assert (third < 2.0).sum() == 16
+    assert len(model.tree()["replayed"]["reward"]) == 24
+    fourth = seen_marks(model, corridor(8, mark=3.0), 3)
+    assert set(fourth.tolist()) == {1.0, 2.0, 3.0}  # 8 of the second call's and 16 of the third's were left
+    fresh = QEnsemble(tools(Drawing()), target="td", epochs=1, width=8, replayed=0.0)
+    for call in range(3):
+        assert seen_marks(fresh, corridor(8, mark=float(call)), call).unique().tolist() == [float(call)]
+    assert fresh.tree()["replayed"] == {}
+
+
+@CHECKED
+def test_a_checkpoint_goes_on_byte_for_byte_with_what_was_kept(tmp_path):
+    def make() -> QEnsemble:
+        torch.manual_seed(0)
+        return QEnsemble(tools(Drawing()), target="td", epochs=2, width=8, minibatch=16, capacity=40)
+
+    whole, first, second = make(), make(), make()
+    for model in (whole, first):
+        for call in range(3):
+            model.annotate(corridor(8, seed=call), context(call))
+    save_trainer(tmp_path / "saved", {"model": first.tree()})
+    second.restore(load_trainer(tmp_path / "saved")["model"])  # type: ignore[index]
+    a, b = (model.annotate(corridor(8, seed=9), context(9)) for model in (whole, second))
+    assert torch.equal(a.extras["q"], b.extras["q"])
+    assert torch.equal(a.extras["v"], b.extras["v"])
+
+
+@CHECKED
+def test_the_preset_learns_by_differences_from_kept_data_and_imitates_the_best():
+    algorithm = build_algorithm(AlgorithmConfig(algorithm="digi_q"))
+    options = algorithm.models["q_ensemble"].keywords  # type: ignore[attr-defined]
+    assert options["target"] == "td"
+    assert list(algorithm.auxiliaries) == ["best_of_n"]
+    model = algorithm.models["q_ensemble"](tools(Drawing()))
+    model.annotate(corridor(4), context())  # type: ignore[attr-defined]
+    assert len(model.tree()["replayed"]["reward"]) == 8
+
+
+@pytest.mark.checks("auxiliaries/best_of_n", "Digi-Q")
+def test_the_best_of_n_is_imitated_where_it_beats_the_state():
+    class Choosing(Drawing):
+        def act(self, observation, generator, *, deterministic=False) -> Decision:
+            decision = super().act(observation, generator)
+            candidate = torch.arange(len(decision.actions)) // 3  # three candidates of three states
+            actions = torch.tensor([0.5, -2.0, 1.5])[candidate][:, None, None].expand_as(decision.actions)
+            return Decision(actions, {"action": actions[:, 0]}, decision.logp, decision.mask)
+
+    class Known:
+        def values(self, observation):
+            return torch.tensor([1.0, 1.0, 4.0])[observation[STATE][:, 0, 0].long()]
+
+        def action_values(self, observation, actions):
+            return actions[:, 0, 0].square()  # -2 is best, worth 4: no more than the third state
+
+        def annotate(self, rollouts, context):
+            return rollouts
+
+        def tree(self):
+            return {}
+
+        def restore(self, tree):
+            pass
+
+    policy = Choosing()
+    inputs = AuxiliaryInputs(
+        observation={STATE: torch.tensor([0.0, 1.0, 2.0])[:, None, None], "task": [""] * 3},
+        latents={},
+        mask=torch.ones(3, 1, dtype=torch.bool),
+        scores=Scores(torch.zeros(3, 1), torch.zeros(3, 1)),
+        policy=policy,  # type: ignore[arg-type]
+        context=Context(torch.Generator().manual_seed(0), iteration=2),
+        models={"known": Known()},  # type: ignore[dict-item]
+    )
+    loss = best_of_n(inputs, candidates=3)
+    # Two states of three imitate -2: the mean of (-2 - mean)^2 over them, whose gradient at mean 0 is 4.
+    assert loss.item() == pytest.approx(4.0)
+    (gradient,) = torch.autograd.grad(loss, policy.mean)
+    assert gradient.item() == pytest.approx(4.0)
