@@ -23,7 +23,7 @@ class _Stateless:
         """Nothing to restore."""
 
 
-@mechanism(Slot.CONTROLLER, "vcpo", source="VCPO, variance-controlled off-policy RL")
+@mechanism(Slot.CONTROLLER, "vcpo", source="VCPO, arXiv:2602.17616")
 class Vcpo(_Stateless):
     """Scale the learning rate by sqrt(effective sample size / sample size): stale data makes small steps.
 

@@ -49,7 +49,7 @@ def top_entropy(rollouts: Rollouts, advantage: Tensor, context: Context, *, shar
     return torch.where(entropy >= threshold, advantage, 0.0)
 
 
-@mechanism(Slot.CREDIT, "d3s_steps", source="D3S (dual-scale down-sampling)", needs=(Need.CATEGORICAL, Need.ENTROPY))
+@mechanism(Slot.CREDIT, "d3s_steps", source="D3S, arXiv:2509.22115", needs=(Need.CATEGORICAL, Need.ENTROPY))
 def d3s_steps(rollouts: Rollouts, advantage: Tensor, context: Context, *, start: float = 0.3) -> Tensor:
     """Learn only from the steps with the largest |A| H; the share kept grows from `start` to all along the run.
 
@@ -187,7 +187,9 @@ def seed_grpo(
     return advantage * (1 - alpha * entropy / size.log().clamp(min=1e-6)).clamp(min=0)[:, None, None]
 
 
-@mechanism(Slot.CREDIT, "instruction_contrast", source="after CEPO's weights", needs=(Need.CONTRAST_SCORES,))
+@mechanism(
+    Slot.CREDIT, "instruction_contrast", source="after CEPO's weights, arXiv:2605.19436", needs=(Need.CONTRAST_SCORES,)
+)
 def instruction_contrast(
     rollouts: Rollouts, advantage: Tensor, context: Context, *, share: float = 0.5, epsilon: float = 0.5
 ) -> Tensor:

@@ -80,7 +80,7 @@ def reinforce_pp(rollouts: Rollouts, context: Context) -> Tensor:
     return broadcast(standardise(centred, counts), rollouts)
 
 
-@mechanism(Slot.ADVANTAGE, "mc_grpo", source="MC-GRPO (median-centred GRPO for few rollouts)", needs=(Need.GROUPS,))
+@mechanism(Slot.ADVANTAGE, "mc_grpo", source="MC-GRPO, arXiv:2601.22582", needs=(Need.GROUPS,))
 def mc_grpo(
     rollouts: Rollouts, context: Context, *, epsilon: float = 1e-3, limit: float = 3.0
 ) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def mc_grpo(
     return broadcast(advantage, rollouts), counts & ~middle
 
 
-@mechanism(Slot.ADVANTAGE, "ngrpo", source="NGRPO (negative-enhanced GRPO)", needs=(Need.GROUPS,))
+@mechanism(Slot.ADVANTAGE, "ngrpo", source="NGRPO, arXiv:2509.18851", needs=(Need.GROUPS,))
 def ngrpo(
     rollouts: Rollouts, context: Context, *, best: float | None = None, virtual: int = 1, epsilon: float = 1e-6
 ) -> Tensor:
@@ -180,7 +180,7 @@ def _beta_normalised(reward: Tensor, groups: Segments) -> Tensor:
     return (reward - p) / density.clamp(min=1e-6)
 
 
-@mechanism(Slot.ADVANTAGE, "gdpo", source="GDPO (group reward-decoupled normalisation)", needs=(Need.GROUPS,))
+@mechanism(Slot.ADVANTAGE, "gdpo", source="GDPO, arXiv:2601.05242", needs=(Need.GROUPS,))
 def gdpo(rollouts: Rollouts, context: Context, *, weights: dict[str, float] | None = None) -> Tensor:
     """Normalise every reward term within its group first, sum them with weights, then standardise over the batch.
 

@@ -73,7 +73,7 @@ def q_values(rollouts: Rollouts, context: Context) -> Tensor:
     return torch.where(rollouts.alive, standardise(advantage, rollouts.alive), 0.0)
 
 
-@mechanism(Slot.ADVANTAGE, "discriminator", source="AFD", needs=(Need.PREFERENCE,))
+@mechanism(Slot.ADVANTAGE, "discriminator", source="AFD, arXiv:2605.26105", needs=(Need.PREFERENCE,))
 def discriminator(rollouts: Rollouts, context: Context) -> Tensor:
     """A = how much a decision looks like the teacher's, by the model discriminator, standardised over the batch.
 

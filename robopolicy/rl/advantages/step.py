@@ -69,7 +69,7 @@ def gigpo(
     return episode + step_weight * step.reshape(to_go.shape)
 
 
-@mechanism(Slot.ADVANTAGE, "hgpo", source="HGPO (hierarchy of groups)", needs=(Need.GROUPS,))
+@mechanism(Slot.ADVANTAGE, "hgpo", source="HGPO, arXiv:2602.22817", needs=(Need.GROUPS,))
 def hgpo(
     rollouts: Rollouts, context: Context, *, context_length: int = 2, alpha: float = 1.0, resolution: float = 0.25
 ) -> Tensor:
@@ -141,7 +141,7 @@ def rank_grpo(rollouts: Rollouts, context: Context, *, per_action: bool = False)
     return found.reshape(rollouts.valid.shape).repeat_interleave(steps // chunk, -1)
 
 
-@mechanism(Slot.ADVANTAGE, "salt", source="SALT (trajectory graph)", needs=(Need.GROUPS,))
+@mechanism(Slot.ADVANTAGE, "salt", source="SALT, arXiv:2510.20022", needs=(Need.GROUPS,))
 def salt(rollouts: Rollouts, context: Context, *, resolution: float = 0.25) -> Tensor:
     """Merge equal steps of a group: the same action in the same state gets the mean advantage of who took it.
 

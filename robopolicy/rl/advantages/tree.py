@@ -82,7 +82,7 @@ def _as_steps(values: Tensor, rollouts: Rollouts) -> Tensor:
     return values if values.shape == rollouts.shape else values.reshape(rollouts.mask.shape)
 
 
-@mechanism(Slot.ADVANTAGE, "tree_po", source="TreePO (subtree baselines)", needs=(Need.GROUPS,))
+@mechanism(Slot.ADVANTAGE, "tree_po", source="TreePO, arXiv:2508.17445", needs=(Need.GROUPS,))
 def tree_po(rollouts: Rollouts, context: Context, *, by_size: bool = False) -> Tensor:
     """A leaf's advantage: the mean over the depths of its path of R minus the mean of its subtree there.
 
@@ -130,7 +130,7 @@ def branch_grpo(rollouts: Rollouts, context: Context) -> Tensor:
     return _as_steps(found.reshape(values.shape), rollouts)
 
 
-@mechanism(Slot.ADVANTAGE, "fork", source="PORTool (fork-relative)", needs=(Need.GROUPS,))
+@mechanism(Slot.ADVANTAGE, "fork", source="PORTool, arXiv:2510.26020", needs=(Need.GROUPS,))
 def fork(rollouts: Rollouts, context: Context, *, trajectory: float = 1.0, forks: float = 1.0) -> Tensor:
     """Weighted sum of the episode's advantage and of how much a decision raised its subtree's mean return.
 

@@ -38,7 +38,12 @@ def dagger(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
     return weight * torch.stack([item.mean() for item in losses.values()]).sum()
 
 
-@mechanism(Slot.AUXILIARY, "distill", source="TIP; Vision-OPD", needs=(Need.TEACHER, Need.SAME_STEPS))
+@mechanism(
+    Slot.AUXILIARY,
+    "distill",
+    source="TIP, arXiv:2604.14084; Vision-OPD, arXiv:2605.18740",
+    needs=(Need.TEACHER, Need.SAME_STEPS),
+)
 def distill(
     inputs: AuxiliaryInputs, *, weight: float = 1.0, share: float = 1.0, alpha: float = 1.0, gamma: float = 1.0
 ) -> Tensor:

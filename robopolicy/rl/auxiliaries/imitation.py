@@ -24,7 +24,7 @@ def imitate_base(inputs: AuxiliaryInputs, *, weight: float = 0.05) -> Tensor:
 @mechanism(
     Slot.AUXILIARY,
     "experts",
-    source="DynaWeb (expert trajectories among imagined ones); DAPG, arXiv:1709.10087",
+    source="DynaWeb, arXiv:2601.22149; DAPG, arXiv:1709.10087",
     needs=(Need.EXPERTS,),
 )
 def imitate_experts(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tensor:

@@ -13,7 +13,7 @@ from robopolicy.rl.weights import step_mean
 @mechanism(
     Slot.AUXILIARY,
     "velocity",
-    source="AC-Flow (Wasserstein-2 to the reference velocity); ReinFlow",
+    source="AC-Flow, arXiv:2510.18072 (Wasserstein-2 to the reference velocity)",
     needs=(Need.GAUSSIAN, Need.BASE),
 )
 def stay_near_velocity(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tensor:

@@ -41,7 +41,7 @@ def nothing(scored: Scored) -> Coefficients:
     return torch.zeros_like(scored.logp), {}
 
 
-@mechanism(Slot.COEFFICIENT, "awr", source="AWR, arXiv:1910.00177; RWR; AC-Flow")
+@mechanism(Slot.COEFFICIENT, "awr", source="AWR, arXiv:1910.00177")
 def advantage_weighted(scored: Scored, *, temperature: float = 1.0, limit: float = 10.0) -> Coefficients:
     """Regression on one's own decisions, weighted: c = min(exp(A / temperature), limit); no ratio is needed.
 
@@ -51,7 +51,7 @@ def advantage_weighted(scored: Scored, *, temperature: float = 1.0, limit: float
     return weight, {"weight_mean": weight[scored.mask].mean()}
 
 
-@mechanism(Slot.COEFFICIENT, "clipped_advantage", source="AC-Flow (clipped advantage weights)")
+@mechanism(Slot.COEFFICIENT, "clipped_advantage", source="AC-Flow, arXiv:2510.18072 (clipped advantage weights)")
 def clipped_advantage(scored: Scored, *, limit: float = 3.0) -> Coefficients:
     """Regression on decisions that were better than expected: c = clip(A, 0, limit)."""
     return scored.advantage.clamp(0, limit), {}

@@ -10,7 +10,7 @@ from robopolicy.rl.context import Coefficients, Scored
 from robopolicy.rl.registry import Need, Slot, mechanism
 
 
-@mechanism(Slot.COEFFICIENT, "bapo", source="BAPO, adaptive clipping")
+@mechanism(Slot.COEFFICIENT, "bapo", source="BAPO, arXiv:2510.18927")
 def bapo(
     scored: Scored,
     *,
@@ -43,7 +43,7 @@ def _positive_share(scored: Scored, bottom: float, top: float) -> Tensor:
     return good / (good + bad).clamp(min=1e-12)
 
 
-@mechanism(Slot.COEFFICIENT, "dcpo", source="DCPO, dynamic clipping", needs=(Need.CATEGORICAL,))
+@mechanism(Slot.COEFFICIENT, "dcpo", source="DCPO, arXiv:2509.02333", needs=(Need.CATEGORICAL,))
 def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2) -> Coefficients:
     """PPO with bounds that depend on the old probability q: rare tokens may move further.
 

@@ -9,7 +9,7 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.side_models.base import SidePerceptron, StatePerceptron, device_of, minibatches, rows_of
 
 
-@mechanism(Slot.MODEL, "discriminator", source="AFD", needs=(Need.TEACHER,), gives=(Need.PREFERENCE,))
+@mechanism(Slot.MODEL, "discriminator", source="AFD, arXiv:2605.26105", needs=(Need.TEACHER,), gives=(Need.PREFERENCE,))
 class Discriminator(SidePerceptron):
     """Tell the teacher's action chunks from the student's in the states the student visits: who is preferred where.
 

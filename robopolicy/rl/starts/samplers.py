@@ -95,7 +95,7 @@ class MoppsSampler(_Beliefs):
         return np.argsort(np.abs(drawn - self.target), kind="stable")[:count]
 
 
-@mechanism(Slot.SAMPLER, "vade", source="VADE (variance-aware, two time scales)")
+@mechanism(Slot.SAMPLER, "vade", source="VADE, arXiv:2511.18902")
 class VadeSampler(MoppsSampler):
     """Like mopps, but by the information p (1 - p) of the drawn rate, and beliefs fade slowly with every observation.
 
@@ -150,7 +150,7 @@ class SecSampler(_Beliefs):
         self.values = np.array(state["values"])
 
 
-@mechanism(Slot.SAMPLER, "prompt_replay", source="Prompt Replay")
+@mechanism(Slot.SAMPLER, "prompt_replay", source="Prompt Replay, arXiv:2603.21177")
 class ReplaySampler(_Beliefs):
     """Mix fresh starts with those whose last success rate was nearest to 0.5, each after a pause and not too often.
 
