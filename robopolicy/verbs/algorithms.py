@@ -2,6 +2,9 @@
 
 `robopolicy algorithms grpo` explains one entry and its options. Choose with finetune.algorithm=NAME and replace single
 slots with finetune.advantage=NAME, finetune.credit=[NAME,NAME]; set options with finetune.options.NAME.OPTION=VALUE.
+`robopolicy algorithms papers` lists every paper that this suite was asked for: what carries it, which test checks its
+mathematics, whether all of it works, and what `robopolicy bench mechanisms` measured; a paper's name, such as BAPO or
+RL-100, shows its row alone.
 """
 
 from typing import Any
@@ -12,6 +15,7 @@ from rich.table import Table
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.structured import to_plain
+from robopolicy.rl.papers import HEADER, TITLES, Paper, cells, counted, effect, papers, papers_of, published
 from robopolicy.rl.presets import PRESETS
 from robopolicy.rl.registry import Mechanism, Slot, mechanisms
 from robopolicy.runs import output, publish
@@ -25,14 +29,23 @@ VERB = Verb(
 )
 
 
+PAPERS = "papers"
+"""The word that asks for all papers in the place of a name."""
+
+
 def run(config: Config) -> int:
-    """Print all, or the entries called `algorithms.name`."""
+    """Print all, the papers, or the entries called `algorithms.name`."""
     name = config.algorithms.name
     chosen = [entry for entry in mechanisms() if name in ("", entry.name)]
     presets = {key: preset for key, preset in PRESETS.items() if name in ("", key)}
     if not chosen and not presets:
-        known = [*PRESETS, *(entry.name for entry in mechanisms())]
-        raise ConfigError(f"No algorithm or mechanism is called '{name}'.{did_you_mean(name, known)}")
+        named = [paper for paper in papers() if name in (PAPERS, paper.id)]
+        if not named:
+            known = [PAPERS, *PRESETS, *(entry.name for entry in mechanisms()), *(paper.id for paper in papers())]
+            raise ConfigError(f"No algorithm, mechanism or paper is called '{name}'.{did_you_mean(name, known)}")
+        show_papers(named)
+        publish(config, {"papers": [{**to_plain(paper), "effect": effect(paper, published())} for paper in named]})
+        return 0
     if presets:
         show_presets(presets)
     for slot in Slot:
@@ -76,7 +89,27 @@ def explain(entry: Mechanism) -> None:
         output.print(f"  finetune.options.{entry.name}.{option}={default}", markup=False)
     for need in sorted(entry.needs, key=lambda item: item.name):
         output.print(f"  needs {need.value}", markup=False)
+    for paper in papers_of(f"{entry.slot.value}/{entry.name}"):
+        number = f", arXiv:{paper.arxiv}" if paper.arxiv else ""
+        checked = f"; checked by {', '.join(paper.tests)}" if paper.tests else ""
+        output.print(f"  paper {paper.id}{number}: {paper.said}{checked}", markup=False)
+        output.print(f"  effect on success: {effect(paper, published())}", markup=False)
     output.print()
+
+
+def show_papers(chosen: list[Paper]) -> None:
+    """Print papers, those of the list and then the other sources of mechanisms, and how many of them work."""
+    for kind, title in TITLES.items():
+        rows = [paper for paper in chosen if paper.kind == kind]
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for column, ratio in zip(HEADER, (2, 1, 3, 3, 4, 2), strict=True):
+            table.add_column(column, style="bold" if column == "paper" else "", overflow="fold", ratio=ratio)
+        for paper in rows:
+            table.add_row(*map(escape, cells(paper, effect(paper, published()))))
+        if rows:
+            output.print(table, "")
+    if len(chosen) > 1:
+        output.print(f"{counted('robots', 'language models')}; of other sources, {counted('others')}")
 
 
 def row(entry: Mechanism) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""The table of papers is true: of mechanisms that exist, tests that are marked, settings that can be written."""
+
+import json
+import re
+from pathlib import Path
+
+from marked import marked
+from papers import FILE, README, TESTS, naming, refreshed, written
+
+from robopolicy.cli import main
+from robopolicy.configuration import compose
+from robopolicy.rl.papers import Paper, effect, papers
+from robopolicy.rl.registry import Slot, find, mechanisms
+from robopolicy.verbs.bench import BENCHMARKS
+from robopolicy.verbs.verb import VERBS
+
+ROWS, MARKS = papers(), marked(TESTS)
+NUMBER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
+WITHOUT_PAPER = {
+    "sampler/uniform", "rewards/success_only", "rewards/hurry", "rewards/smooth", "rewards/effort",
+    "coefficient/gaussian_kl", "coefficient/none", "weight/decision_mean", "auxiliaries/kl_base",
+    "controllers/linear_decay",
+}  # fmt: skip
+"""Mechanisms that are nobody's paper: schedules, textbook penalties, switches."""
+
+
+def ours():
+    return [entry for entry in mechanisms() if entry.path.startswith("robopolicy.")]
+
+
+def name_of(entry) -> str:
+    return f"{entry.slot.value}/{entry.name}"
+
+
+def test_the_list_is_whole_and_every_paper_stands_once():
+    assert len({paper.id for paper in ROWS}) == len({paper.arxiv for paper in ROWS}) == len(ROWS)
+    count = {kind: sum(paper.kind == kind for paper in ROWS) for kind in ("robots", "language models")}
+    assert count == {"robots": 28, "language models": 122}
+    assert all(re.fullmatch(NUMBER.pattern.removeprefix("arXiv:"), paper.arxiv) for paper in ROWS)
+
+
+def test_every_source_is_a_row():
+    """Its number leads to a row that names it; a mechanism without a number is known to be without a paper."""
+    rows, wrong = {paper.arxiv: paper for paper in ROWS}, []
+    for entry in ours():
+        name, numbers = name_of(entry), NUMBER.findall(entry.source)
+        if not numbers and name not in WITHOUT_PAPER:
+            wrong.append(f"{name}: source={entry.source!r} names no paper; write its arXiv number")
+        for number in numbers:
+            if number not in rows:
+                wrong.append(f"{name}: arXiv:{number} has no row in papers.json")
+            elif name not in rows[number].mechanisms:
+                wrong.append(f"{name}: the row of {rows[number].id} does not name it")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_carries_a_paper_exists():
+    for paper in ROWS:
+        for mechanism in paper.mechanisms:
+            slot, _, name = mechanism.partition("/")
+            assert find(Slot(slot), name).source, f"{mechanism} has no source"
+        assert bool(paper.mechanisms or paper.settings) == (paper.status != "absent"), paper.id
+        assert paper.note or paper.status == "works", f"{paper.id}: say what is missing, or why it is absent"
+
+
+def test_settings_of_papers_can_be_written():
+    for setting in sorted({setting for paper in ROWS for setting in paper.settings}):
+        verb, _, target = setting.partition(" ")
+        if verb in VERBS.names():
+            assert verb != "bench" or target in BENCHMARKS.names()
+        else:
+            compose(setting.split())
+
+
+def test_the_tests_of_the_table_exist_and_are_marked():
+    for paper in ROWS:
+        marked_now = naming({"id": paper.id, "mechanisms": paper.mechanisms}, MARKS)
+        gone = set(paper.tests) - set(marked_now)
+        assert not gone, f"{paper.id}: {sorted(gone)} is gone or not marked for it; run: python tests/papers.py"
+
+
+def test_what_works_is_checked():
+    """By a test marked for the paper, or by one for each mechanism that carries it; and the table names it."""
+    for paper in ROWS:
+        missing = [mechanism for mechanism in paper.mechanisms if mechanism not in MARKS]
+        checked = paper.id in MARKS or (paper.mechanisms and not missing)
+        assert checked or paper.status != "works", f"{paper.id}: no test checks {missing or 'it'}"
+        assert paper.tests or paper.status != "works", f"{paper.id}: run: python tests/papers.py"
+
+
+def test_the_file_is_as_the_command_writes_it():
+    rows = json.loads(FILE.read_text())
+    assert FILE.read_text() == refreshed(rows, {row["id"]: row["tests"] for row in rows}), "run: python tests/papers.py"
+
+
+def test_marks_are_of_mechanisms_or_papers():
+    known = {paper.id for paper in ROWS} | {name_of(entry) for entry in mechanisms()}
+    assert sorted(set(MARKS) - known) == []
+
+
+def test_the_readmes_table_is_what_the_data_give():
+    assert README.read_text() == written(README.read_text()), "run: python tests/papers.py"
+
+
+def test_a_papers_own_tests_come_first():
+    row = {"id": "BAPO", "mechanisms": ["coefficient/bapo", "controllers/vcpo"]}
+    marks = {"BAPO": ["z"], "coefficient/bapo": ["b", "z"], "controllers/vcpo": ["a", "b"], "RL-100": ["c"]}
+    assert naming(row, marks) == ["z", "a", "b"]
+
+
+def rate(successes: int, low: float, high: float, episodes: int = 100) -> dict:
+    share = successes / episodes
+    return {"last deterministic": {"success_rate": share, "low": low, "high": high}}
+
+
+def test_an_effect_is_a_difference_with_newcombes_interval():
+    """The published example of Newcombe (1998): 56 of 70 against 48 of 80, by Wilson's intervals of both."""
+    paper = Paper("X", "", "", "others", "works", check="stale/new")
+    old, new = rate(48, 0.4904, 0.7005, 80), rate(56, 0.6916, 0.8766, 70)
+    assert effect(paper, {"stale": {"old": old, "new": new, "newer": old}}) == "shown: +20.0 points [+5.2, +33.4]"
+    assert effect(paper, {"stale": {"old": new, "new": old}}) == "reversed: -20.0 points [-33.4, -5.2]"
+    assert effect(paper, {"stale": {"old": old, "new": old}}).startswith("not shown: +0.0 points")
+    assert effect(paper, {}) == "not measured"
+
+
+def test_the_verb_prints_papers_and_says_whose_a_mechanism_is(tmp_path: Path, capsys):
+    figures = tmp_path / "papers.json"
+    assert main(["algorithms", "papers", f"json={figures}"]) == 0
+    printed = capsys.readouterr().out
+    assert all(paper.id in printed for paper in ROWS if len(paper.id) < 12)
+    listed = json.loads(figures.read_text())["papers"]
+    assert [row["id"] for row in listed] == [paper.id for paper in ROWS]
+    assert main(["algorithms", "bnpo"]) == main(["algorithms", "RL-100"]) == 0
+    printed = capsys.readouterr().out
+    assert "paper BNPO, arXiv:2506.02864: works; checked by tests/" in printed and "absent" in printed
+    assert main(["algorithms", "BAP"]) == 2
+    assert "BAPO" in capsys.readouterr().err
