@@ -30,6 +30,8 @@ class Extras:
     """[B, T] int64, which start of the pool the episode had. Added in collecting groups; read by samplers of starts."""
     hint: Tensor | None = None
     """[B, T] share of the demonstration that the episode began after. Added in collecting groups; read by hints."""
+    taught: Tensor | None = None
+    """[B, T] bool, the teacher acted. Added in collecting where the two take turns; read by `Rollouts.played`."""
     state_key: Tensor | None = None
     """[B, T] int64, equal for states that count as the same. Added by collectors that know better than rounding."""
     entropy: Tensor | None = None
@@ -48,6 +50,10 @@ class Extras:
     """[B, T] action value Q(s, a). Added by the side model q_ensemble."""
     v: Tensor | None = None
     """[B, T] state value V(s). Added by the side model q_ensemble."""
+    flow_value: Tensor | None = None
+    """[B, T, K] value of the state and the noisy action of every level. Added by the side model flow_critic."""
+    flow_return: Tensor | None = None
+    """[B, T] scaled return that these values are of. Added with them."""
     preference: Tensor | None = None
     """[B, T] how much the decision looks like the teacher's. Added by the side model discriminator."""
     value: Tensor | None = None

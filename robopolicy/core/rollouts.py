@@ -115,7 +115,8 @@ class Rollouts:
     @property
     def played(self) -> Tensor:
         """[B, T]: decisions that were taken in this row, not copied from an ancestor; they are what is learned from."""
-        return self.alive & self.mask.any(-1)
+        taken = self.mask.any(-1)
+        return self.alive & (taken if self.extras.taught is None else taken | self.extras.taught)
 
     @property
     def proximal(self) -> Tensor:

@@ -17,6 +17,9 @@ from robopolicy.core.rollouts import FinalImages, Rollouts
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation, check_finite, require_fit
 from robopolicy.core.world import World
 
+TAUGHT = "taught"
+"""A latent of this name, [B] bool, says where a decision was a teacher's; rollouts keep it among their extras."""
+
 
 @dataclass
 class Streams:
@@ -113,7 +116,8 @@ def column(
         return torch.as_tensor(np.asarray(array), dtype=dtype).to(device).clone()
 
     horizon_end = np.zeros_like(step.terminated) if step.horizon_end is None else step.horizon_end
-    extras: dict[str, Tensor] = {}
+    latents = dict(decision.latents)
+    extras: dict[str, Tensor] = {TAUGHT: latents.pop(TAUGHT)} if TAUGHT in latents else {}
     task = torch.zeros(len(step.terminated), dtype=torch.int64, device=device)
     if TASK in before:
         task = torch.tensor([_instruction(text, instructions) for text in map(str, before[TASK])], device=device)
@@ -123,7 +127,7 @@ def column(
         "observation": {key: value for key, value in before.items() if key != TASK},
         "next_observation": {key: value for key, value in after.items() if key != TASK and not is_image(key)},
         "images_after": {key: value for key, value in after.items() if is_image(key)},
-        "latents": dict(decision.latents),
+        "latents": latents,
         "actions": decision.actions,
         "logp_behaviour": decision.logp,
         "mask": decision.mask,

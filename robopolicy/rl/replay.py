@@ -161,6 +161,57 @@ class ReMix(_Buffer):
         return _joined(rollouts, older)
 
 
+@mechanism(Slot.REPLAY, "aggregate", source="DAgger, arXiv:1011.0686; DAgger for agents, arXiv:2605.12913", needs=())
+class Aggregate(_Buffer):
+    """Dataset aggregation: beside each batch come rows of every iteration so far, for losses that label states anew.
+
+    With auxiliaries=[dagger] the teacher labels them, whoever acted; coefficient=none leaves the rest of the loss out.
+    share: older rows per row of today. capacity: rows that are kept, at any time a uniform sample without replacement
+    of all there were. Older rows have advantage 0: nothing but auxiliary losses learns from them.
+    """
+
+    def __init__(self, *, capacity: int = 4096, share: float = 1.0):
+        super().__init__()
+        self.capacity, self.share = capacity, share
+        self.keys: list[Tensor] = []
+
+    def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
+        """Return today's rows and older ones."""
+        draws, count = context.generator, len(rollouts.group)
+        past = [part for _, part in self.kept]
+        wanted = torch.randperm(sum(len(part.group) for part in past), generator=draws, device=draws.device)
+        wanted = wanted[: round(self.share * count)]
+        self.kept = [*self.kept, (context.iteration, rollouts.without(following=True))]
+        # the rows with the largest of keys drawn once are a uniform sample of all rows that ever came (a reservoir)
+        self.keys = [*self.keys, torch.rand(count, generator=draws, device=draws.device)]
+        self._bound()
+        older: list[Rollouts] = []
+        for part in past:
+            here, wanted = wanted[wanted < len(part.group)], wanted[wanted >= len(part.group)] - len(part.group)
+            older.append(_with_advantage(part.take(here), torch.zeros(len(here), device=here.device)))
+        return _joined(rollouts, older)
+
+    def _bound(self) -> None:
+        """Keep the `capacity` rows with the largest keys."""
+        every = torch.cat(self.keys)
+        if len(every) <= self.capacity:
+            return
+        least = every.topk(self.capacity).values[-1]
+        stays = [(keys >= least).nonzero().squeeze(1) for keys in self.keys]
+        rest = [(place, index) for place, index in enumerate(stays) if len(index)]
+        self.kept = [(self.kept[place][0], self.kept[place][1].take(index)) for place, index in rest]
+        self.keys = [self.keys[place][index] for place, index in rest]
+
+    def tree(self) -> dict[str, Any]:
+        """Return all tensors."""
+        return {**super().tree(), "keys": {str(place): keys for place, keys in enumerate(self.keys)}}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from all tensors."""
+        super().restore(tree)
+        self.keys = [tree["keys"][str(place)] for place in range(len(tree["keys"]))]
+
+
 def _with_advantage(rollouts: Rollouts, per_row: Tensor) -> Rollouts:
     """Give every scored step of a row its advantage [B]."""
     scored = rollouts.mask & rollouts.alive[..., None]

@@ -88,6 +88,12 @@ class FinetuneConfig(AlgorithmConfig):
     """How many updates old the weights that collect are made to be, in turns and repeatably."""
     props: int = 0
     """Collect in so many parts, the later ones steered away from what has been sampled too often (PROPS), 0 for off."""
+    teacher_acts: float = 0.0
+    """Share of the decisions, drawn at random, that the teacher takes at first (DAgger's mixture; not learned from but
+    by auxiliaries such as dagger), 0 for none.
+    """
+    teacher_until: float = 0.5
+    """Share of the run at which that has fallen to 0, linearly."""
     proximal: Literal["current", "behaviour", "average"] = "current"
     """What the decisions of older policies are clipped around (coefficient=decoupled_ppo also weighs by it): current,
     the policy before the update (AReaL); behaviour, the policy that acted, whose log-probabilities are recorded with
@@ -163,6 +169,11 @@ class FinetuneConfig(AlgorithmConfig):
         if self.overprovision and self.props:
             raise ConfigError(
                 f"overprovision {self.overprovision} leaves groups to the next part of props {self.props}."
+            )
+        if not 0 <= self.teacher_acts <= 1 or self.teacher_until <= 0:
+            raise ConfigError(
+                f"teacher_acts is {self.teacher_acts}, teacher_until {self.teacher_until}: a share in [0, 1] of the "
+                "decisions, and one above 0 of the run."
             )
         if not 0 <= self.proximal_decay < 1:
             raise ConfigError(

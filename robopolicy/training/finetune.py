@@ -158,8 +158,10 @@ class _Finetuning:
         self.learner = Learner(
             policy, self.critic, base, self.algorithm, config, instructions, self.models, self.teacher, experts
         )
-        acting, demonstrations = self.generators["act"], guidance.demonstrations
-        self.collector = make_collector(world, policy, self.algorithm, config, seed, acting, demonstrations)
+        self.turns = guidance.turns(config.teacher_acts, config.teacher_until)
+        draws, acting = self.generators["act"], guidance.who_acts(self.turns)
+        demonstrations = guidance.demonstrations
+        self.collector = make_collector(world, policy, self.algorithm, config, seed, draws, demonstrations, acting)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
         self.history: tuple[float, ...] = ()
@@ -227,6 +229,8 @@ class _Finetuning:
 
     def _iterate(self) -> dict[str, float]:
         started = time.perf_counter()
+        if self.turns is not None:
+            self.turns.begin(self._context.share)
         collected_rollouts = self.collector.collect(self.iteration)
         rollouts = self._prepare(collected_rollouts)
         collected = time.perf_counter()

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, ScoredPolicy, Trainable
 from robopolicy.core.spec import PolicySpec
 from robopolicy.rl.registry import Need
+from robopolicy.training.acting import Acting, TeacherTurns
 from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.pretrain import regression_batches
 
@@ -19,11 +21,29 @@ EXPERT_BATCH = 256
 
 @dataclass(frozen=True)
 class Guidance:
-    """teacher: another policy; demonstrations: states to begin from; experts: recorded episodes to imitate."""
+    """teacher: another policy; demonstrations: states to begin from; experts: recorded episodes to imitate; acting: who
+    acts for the policy when rollouts are collected (planning in a world model), None for itself.
+    """
 
     teacher: Policy | None = None
     demonstrations: Demonstrations | None = None
     experts: Episodes | None = None
+    acting: Acting | None = None
+
+    def turns(self, first: float, until: float) -> TeacherTurns | None:
+        """Return the turns that the teacher takes, None for `first` 0; ConfigError where there is no teacher."""
+        if not first:
+            return None
+        if self.teacher is None:
+            raise ConfigError(f"teacher_acts={first:g} needs a teacher (teacher=CHECKPOINT).")
+        return TeacherTurns(self.teacher, first, until)
+
+    def who_acts(self, turns: TeacherTurns | None) -> Acting | None:
+        """Return who acts for the policy: what `acting` makes of it, in turns with the teacher; None for itself."""
+        if turns is None or self.acting is None:
+            return turns or self.acting
+        acting = self.acting
+        return lambda policy: turns(acting(policy))
 
     def gives(self, learner: PolicySpec) -> frozenset[Need]:
         """Return what mechanisms may count on when a policy of spec `learner` is tuned."""

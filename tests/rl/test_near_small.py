@@ -2,21 +2,36 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from made_rollouts import make_rollouts
 
+from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl import selection
 from robopolicy.rl.context import Context
 from robopolicy.rl.controllers import ImitationMix
+from robopolicy.rl.replay import Aggregate
 from robopolicy.rl.starts.hints import AdaptiveHint, Guide, Pivot
 
 
 def at(share: float, **settings) -> Context:
     """The circumstances when this share of a run is done."""
     return Context(torch.Generator().manual_seed(0), iteration=round(100 * share), iterations=100, **settings)
+
+
+def batch(returns: list[float], seed: int = 0) -> Rollouts:
+    """Episodes of one group, made by policy number `seed`, with their returns minus the mean as advantage."""
+    rollouts = make_rollouts([2] * len(returns), [0] * len(returns), returns, seed=seed)
+    advantage = (rollouts.row_return - rollouts.row_return.mean())[:, None, None].expand(rollouts.mask.shape)
+    version = torch.full(rollouts.shape, seed)
+    return replace(rollouts, policy_version=version).with_extras(advantage=advantage.clone())
+
+
+def iteration(number: int, **settings) -> Context:
+    return Context(torch.Generator().manual_seed(number), iteration=number, **settings)
 
 
 def asked(hint, starts: list[int], context: Context | None = None, seed: int = 0) -> list[float]:
@@ -129,10 +144,42 @@ def test_the_kept_share_grows_to_all_along_the_run():
     assert still == [2, 2]
 
 
-@pytest.mark.checks("controller/imitation_mix", "DataMind")
+@pytest.mark.checks("controllers/imitation_mix", "DataMind")
 def test_imitation_gives_way_to_reinforcement_along_a_cosine():
     mix = ImitationMix(first=0.9, last=0.05, until=0.5)
     # 0.05 + 0.85 (1 + cos(pi t)) / 2 with t = 0, 1/3, 1/2, 2/3, 1 and beyond
     for done, expected in ((0.0, 0.9), (1 / 6, 0.6875), (0.25, 0.475), (1 / 3, 0.2625), (0.5, 0.05), (0.9, 0.05)):
         knobs = mix.step({}, Context(torch.Generator(), iteration=round(done * 600), iterations=600))
         assert knobs == pytest.approx({"experts_scale": expected, "rl_scale": 1 - expected})
+
+
+@pytest.mark.checks("replay/aggregate", "DAgger-LM")
+def test_aggregation_keeps_a_uniform_sample_of_all_rows_that_came():
+    counts = torch.zeros(6)
+    for seed in range(200):
+        aggregate = Aggregate(capacity=8, share=1.0)
+        for number in range(6):
+            context = Context(torch.Generator().manual_seed(10 * seed + number), iteration=number)
+            aggregate.mix(batch([1.0, 0.0, 0.9, 0.1], seed=number), context)
+        kept = [iteration for iteration, part in aggregate.kept for _ in range(len(part.group))]
+        assert len(kept) == 8
+        counts += torch.bincount(torch.tensor(kept), minlength=6)
+    # each iteration has 4 of 24 rows: 8 / 6 are kept of it on average, with a standard error below .06
+    assert (counts / 200 - 8 / 6).abs().max() < 0.25
+
+
+@pytest.mark.checks("replay/aggregate", "DAgger-LM")
+def test_aggregated_rows_come_back_for_auxiliary_losses_alone():
+    aggregate = Aggregate(share=0.5)
+    first, second = batch([1.0, 0.0, 0.9, 0.1], seed=1), batch([0.6, 0.2, 0.4, 0.8], seed=2)
+    assert len(aggregate.mix(first, iteration(0)).group) == 4
+    other = Aggregate(share=0.5)
+    other.restore(aggregate.tree())
+    mixed, again = (each.mix(second, iteration(1)) for each in (aggregate, other))
+    assert torch.equal(mixed.actions, again.actions)
+    assert mixed.policy_version[:, 0].tolist() == [2, 2, 2, 2, 1, 1]
+    assert mixed.group[4:].min() > second.group.max()
+    assert torch.equal(mixed.extras["advantage"][4:], torch.zeros_like(mixed.extras["advantage"][4:]))
+    torch.testing.assert_close(mixed.extras["advantage"][:4], second.extras["advantage"])
+    came = {tuple(row) for row in first.actions.flatten(1).tolist()}
+    assert {tuple(row) for row in mixed.actions[4:].flatten(1).tolist()} <= came

@@ -9,7 +9,8 @@ import pytest
 import torch
 from bandit_toys import BanditWorld, ChainPolicy
 
-from robopolicy.core.policy import Trainable
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Decision, Trainable
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE
@@ -17,7 +18,9 @@ from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import EpisodePlayer
 from robopolicy.rl.requests import groups_of
+from robopolicy.training.acting import TeacherTurns
 from robopolicy.training.average import PolicyAverage
+from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import decisions_at
 from robopolicy.training.finetune import finetune
@@ -148,3 +151,93 @@ def test_stale_decisions_are_clipped_around_what_the_configuration_says_and_aver
     assert not same(whole, around["current"])
     tuned(replace(average, iterations=2), tmp_path / "parts")
     assert same(whole, tuned(average, tmp_path / "parts"))
+
+
+class Pointing:
+    """A teacher that always points to one place."""
+
+    def __init__(self, chunk: int = 1, place: float = 0.25):
+        self.spec = replace(ChainPolicy(chunk=chunk).spec, scored_steps=0)
+        self.place = place
+
+    def act(self, observation, generator, *, deterministic=False) -> Decision:
+        return Decision(torch.full((len(observation[STATE]), self.spec.chunk, 2), self.place))
+
+    def reset(self, rows=None) -> None:
+        pass
+
+
+@pytest.mark.checks("DAgger-LM")
+def test_teacher_and_learner_take_turns_at_random_and_the_teacher_less_and_less():
+    turns = TeacherTurns(Pointing(), first=0.8, until=0.5)
+    learner, seen = ChainPolicy(), {STATE: torch.zeros(4000, 1, 2)}
+    for done, share in ((0.0, 0.8), (0.125, 0.6), (0.25, 0.4), (0.375, 0.2), (0.5, 0.0), (0.9, 0.0)):
+        turns.begin(done)
+        decision = turns(learner).act(seen, torch.Generator().manual_seed(0))
+        alone = learner.act(seen, torch.Generator().manual_seed(0))
+        taught = decision.latents["taught"]
+        assert float(taught.float().mean()) == pytest.approx(share, abs=0.03)
+        assert bool((decision.actions[taught] == 0.25).all())
+        assert torch.equal(decision.actions[~taught], alone.actions[~taught])
+        assert torch.equal(decision.mask, ~taught[:, None].expand(decision.mask.shape))
+        assert torch.equal(decision.logp[~taught], alone.logp[~taught])
+    with pytest.raises(ConfigError, match="teacher_acts"):
+        turns(ChainPolicy(chunk=2))
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.checks("DAgger-LM")
+def test_what_the_teacher_does_is_played_but_no_choice_of_the_learners(algorithm: str):
+    turns, policy, config = TeacherTurns(Pointing(), 0.5, 0.5), ChainPolicy(), replace(CONFIG, algorithm=algorithm)
+    draws = torch.Generator().manual_seed(0)
+    collector = make_collector(BanditWorld(12), policy, build_algorithm(config), config, 0, draws, acting=turns)
+    rollouts = collector.collect(0)
+    taught = rollouts.extras["taught"]
+    assert 0.3 < float(taught[rollouts.alive].float().mean()) < 0.7
+    assert bool((rollouts.actions[taught] == 0.25).all())
+    assert not bool(rollouts.mask[taught].any())
+    assert torch.equal(rollouts.played, rollouts.alive)
+
+
+@pytest.mark.checks("auxiliary/dagger", "DAgger-LM")
+def test_dagger_is_the_learners_own_loss_on_the_teachers_labels_of_every_state():
+    policy, rollouts = ChainPolicy(seed=2), whole_episodes(ChainPolicy(seed=1))
+    config = replace(CONFIG, coefficient="none", auxiliaries=("dagger",), options={"dagger": {"weight": 0.5}})
+    state = rollouts.observation[STATE][rollouts.alive]
+    state = state[torch.randperm(len(state), generator=torch.Generator().manual_seed(4))]  # as minibatches are drawn
+    mine = copy.deepcopy(policy)
+    labels = {"observation": {STATE: state}, "actions": torch.full((len(state), 1, 2), 0.25)}
+    slow = 0.5 * mine.loss(labels, torch.Generator().manual_seed(3))["imitation"].mean()
+    expected = torch.autograd.grad(slow, list(mine.parameters()))
+    found = gradient_of(learner_of(policy, config, teacher=Pointing()), rollouts)
+    for mean, one in zip(found, expected, strict=True):
+        torch.testing.assert_close(mean, one, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.checks("DAgger-LM")
+def test_the_whole_of_dagger_comes_to_its_teacher_and_survives_a_resume(tmp_path):
+    config = replace(
+        CONFIG,
+        coefficient="none",
+        auxiliaries=("dagger",),
+        replay="aggregate",
+        teacher_acts=0.9,
+        iterations=8,
+        learning_rate=2e-2,
+        epochs=4,
+    )
+    guidance = Guidance(Pointing())
+    whole = tuned(config, guidance=guidance)
+    steady = replace(config, teacher_until=1e9)  # no schedule over a number of iterations
+    tuned(replace(steady, iterations=4), tmp_path / "parts", guidance)
+    assert same(tuned(steady, guidance=guidance), tuned(steady, tmp_path / "parts", guidance))
+    policy = ChainPolicy()
+    policy.load_state_dict(whole)
+    seen = {STATE: torch.rand(64, 1, 2, generator=torch.Generator().manual_seed(0)) * 0.4 - 0.2}
+    start, end = (
+        each.act(seen, torch.Generator().manual_seed(1), deterministic=True).actions - 0.25
+        for each in (ChainPolicy(), policy)
+    )
+    assert float(end.abs().mean()) < 0.3 * float(start.abs().mean())
+    with pytest.raises(ConfigError, match="needs a teacher"):
+        tuned(config)

@@ -9,6 +9,7 @@ from robopolicy.core.policy import Trainable
 from robopolicy.core.world import World
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.registry import Need
+from robopolicy.training.acting import Acting
 from robopolicy.training.collection.background import BackgroundCollector
 from robopolicy.training.collection.delayed import DelayedCollector
 from robopolicy.training.collection.episodes import EpisodeCollector
@@ -30,17 +31,19 @@ def make_collector(
     seed: int,
     generator: torch.Generator,
     demonstrations: Demonstrations | None = None,
+    acting: Acting | None = None,
 ) -> Collector:
     """Return what collects for `policy`: in turns with learning, in a thread beside it, with old weights, or in parts.
 
     seed: root of the episodes' seeds; generator: what the policy draws from; demonstrations: states that hints begin
-    in. All but the first way act with a copy of the policy.
+    in; acting: who acts for the policy, None for itself. All but the first way act with a copy of the policy.
     """
 
     def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
+        acts = None if acting is None else acting(actor)
         if algorithm.needs & WHOLE:
-            return EpisodeCollector(world, actor, algorithm, section, seed, generator, demonstrations)
-        return StreamCollector(world, actor, section.rollout_length, seed, generator)
+            return EpisodeCollector(world, actor, algorithm, section, seed, generator, demonstrations, acts)
+        return StreamCollector(world, actor, section.rollout_length, seed, generator, acts)
 
     if not (config.props or config.staleness or config.delay):
         return in_turns(policy, config)

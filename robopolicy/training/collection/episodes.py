@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Trainable
+from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import derive, episode_seeds
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.world import Snapshot, World
@@ -33,7 +33,8 @@ def start_pool(seed: int, starts: int, instructions: int = 1) -> tuple[np.ndarra
 class EpisodeCollector:
     """Plays the groups that the algorithm's sampler and allocator ask for, from where its hint lets them begin.
 
-    seed: root of the starts' seeds; generator: what the policy draws from; demonstrations: states that hints begin in.
+    seed: root of the starts' seeds; generator: what the policy draws from; demonstrations: states that hints begin in;
+    acts: who plays, None for the policy.
     """
 
     def __init__(
@@ -45,15 +46,15 @@ class EpisodeCollector:
         seed: int,
         generator: torch.Generator,
         demonstrations: Demonstrations | None = None,
+        acts: Policy | None = None,
     ):
         self.world, self.policy, self.config, self.seed = world, policy, config, seed
         self.generator, self.demonstrations = generator, demonstrations
         self.sampler = algorithm.sampler()
         self.allocator = algorithm.allocator()
         self.hint = None if algorithm.hint is None else algorithm.hint()
-        self.player = EpisodePlayer(
-            world, policy, Branching(config.branch_at, config.branch_width, config.branch_sampling_step)
-        )
+        branching = Branching(config.branch_at, config.branch_width, config.branch_sampling_step)
+        self.player = EpisodePlayer(world, policy if acts is None else acts, branching)
         self.provision = math.ceil((1 + config.overprovision) * config.groups)
         self.start_of: dict[int, int] = {}
         self.depth_of: dict[int, float] = {}

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from robopolicy.core.policy import Trainable
+from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.world import World
 from robopolicy.rl.collect import Streams, play, start_streams
@@ -16,11 +16,20 @@ from robopolicy.training.experience import with_executed
 class StreamCollector:
     """Plays every row of `world` on from where the last iteration left it, `rollout_length` decisions at a time.
 
-    seed: root of the episodes' seeds; generator: what the policy draws from.
+    seed: root of the episodes' seeds; generator: what the policy draws from; acts: who plays, None for the policy.
     """
 
-    def __init__(self, world: World, policy: Trainable, rollout_length: int, seed: int, generator: torch.Generator):
+    def __init__(
+        self,
+        world: World,
+        policy: Trainable,
+        rollout_length: int,
+        seed: int,
+        generator: torch.Generator,
+        acts: Policy | None = None,
+    ):
         self.world, self.policy, self.rollout_length, self.seed = world, policy, rollout_length, seed
+        self.acts: Policy = policy if acts is None else acts
         self.generator = generator
         self.streams: Streams | None = None
 
@@ -32,8 +41,8 @@ class StreamCollector:
         """Return the next decisions; where streams begin anew, the batch's number names their seeds."""
         with while_collecting(number):
             if self.streams is None:
-                self.streams = start_streams(self.world, self.policy, self.seed, f"collect/{number}")
-            found = play(self.world, self.policy, self.rollout_length, self.generator, self.streams, version=version)
+                self.streams = start_streams(self.world, self.acts, self.seed, f"collect/{number}")
+            found = play(self.world, self.acts, self.rollout_length, self.generator, self.streams, version=version)
             return with_executed(found, self.policy, self.world.spec.instructions)
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
