@@ -33,12 +33,17 @@ class Uniform:
         return [0] * len(sizes)
 
 
+def information_gain(rate: Array) -> Array:
+    """Return p (1 - p)^2 [n]: how much a gradient step on starts of these success rates [n] gains (arXiv:2509.25849)."""
+    return rate * (1 - rate) ** 2
+
+
 def signal_value(size: Array, rate: Array) -> Array:
     """Return the expected value of groups [n]: (1 - p^N - (1 - p)^N) p (1 - p)^2, Knapsack RL's.
 
     The chance that outcomes are mixed, times how much a gradient step gains there.
     """
-    return (1 - rate**size - (1 - rate) ** size) * rate * (1 - rate) ** 2
+    return (1 - rate**size - (1 - rate) ** size) * information_gain(rate)
 
 
 def knapsack(rate: Array, budget: int, low: int, high: int) -> Array:
