@@ -72,7 +72,9 @@ class ImitationMix(_Stateless):
 
 @mechanism(Slot.CONTROLLER, "kl_target", source="adaptive KL penalty of PPO, arXiv:1707.06347, on the learning rate")
 class KlTarget:
-    """Hold the KL of an iteration near `target`: halve the learning rate above 1.5 times of it, raise it below 2/3."""
+    """Hold the KL of an iteration near `target`: divide the learning rate by `factor` above 1.5 times of it, multiply
+    it below 2/3, within `least` and `most` of its value. PPO's penalty doubles and halves at these bounds.
+    """
 
     def __init__(self, *, target: float = 0.01, factor: float = 1.5, least: float = 0.1, most: float = 10.0):
         self.target, self.factor, self.least, self.most = target, factor, least, most

@@ -26,6 +26,7 @@ from sims.registry import make_world
 BASE, CLEANEST, RATE, GAMMA = 0.02, 0.1, 3.0, 0.85
 
 
+@pytest.mark.checks("coefficient/ppo", "credit/denoising_discount", "weight/step_mean")
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gradients_of_the_published_loss(steps: int, seed: int):

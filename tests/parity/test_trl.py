@@ -80,6 +80,7 @@ CASES = {
 }
 
 
+@pytest.mark.checks("coefficient/ppo", "weight/episode_mean", "weight/constant", "weight/step_mean")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(5))
 def test_gradients_equal_trls(name: str, seed: int):

@@ -17,6 +17,7 @@ def _flags(values: list) -> Tensor:
     return torch.tensor(values, dtype=torch.bool)
 
 
+@pytest.mark.checks("advantage/gae")
 def test_hand_table_of_single_steps():
     rewards, values, after = _f64([[[1.0], [2.0], [3.0]]]), _f64([[0.5, 1.0, 1.5]]), _f64([[1.0, 1.5, 2.0]])
     no = _flags([[False] * 3])
@@ -26,6 +27,7 @@ def test_hand_table_of_single_steps():
     torch.testing.assert_close(found.returns, found.advantages + values)
 
 
+@pytest.mark.checks("advantage/gae")
 def test_chunks_discount_inside_and_bootstrap_by_their_duration():
     rewards = _f64([[[1.0, 1.0, 1.0], [1.0, 1.0, 9.0]]])
     valid = _flags([[[True, True, True], [True, True, False]]])
@@ -98,6 +100,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.checks("advantage/gae")
 @settings(max_examples=40, deadline=None)
 @given(**SHAPES, gamma=st.floats(0.1, 1.0), gae_lambda=st.floats(0.0, 1.0))
 def test_equals_a_slow_forward_sum(seed, rows, columns, steps, gamma, gae_lambda):

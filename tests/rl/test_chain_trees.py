@@ -89,6 +89,7 @@ def reference_branch_grpo(rollouts):
     return advantage
 
 
+@pytest.mark.checks("advantage/branch_grpo")
 @pytest.mark.parametrize("unit", [1, 3])
 def test_depthwise_advantages_equal_a_walk_over_the_tree(unit):
     rollouts, _ = play(unit, at=(0, 2), width=2, groups=3)

@@ -16,6 +16,7 @@ from robopolicy.rl.ratios import log_ratios
 from robopolicy.rl.weights import constant_denominator, decision_mean, step_mean
 
 
+@pytest.mark.checks("coefficient/ppo")
 @settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -59,6 +60,7 @@ def test_gradient_equals_autograd_of_the_clipped_surrogate(seed, rows, latents, 
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.checks("coefficient/ppo")
 def test_dual_clip_stops_runaway_ratios_of_bad_actions():
     log_ratio = torch.tensor([[math.log(5.0)]])
     bad = torch.tensor([[-1.0]])
@@ -77,6 +79,7 @@ def test_clip_schedule_runs_from_base_to_epsilon_and_survives_a_single_unit():
     assert clip_schedule(3, 0.05, 0.05, 0.0).tolist() == pytest.approx([0.05] * 3)
 
 
+@pytest.mark.checks("credit/denoising_discount")
 def test_denoising_discount_gives_the_cleanest_step_full_credit():
     assert denoising_discount(3, 0.5).tolist() == [0.25, 0.5, 1.0]
     assert denoising_discount(1, 0.5).tolist() == [1.0]
@@ -98,6 +101,7 @@ def test_policy_loss_is_blind_to_masked_units_even_if_not_finite():
     assert logp.grad.tolist() == [[-2.0, 0.0]]
 
 
+@pytest.mark.checks("weight/step_mean", "weight/decision_mean", "weight/constant")
 def test_weights_sum_to_one_and_differ_in_what_counts_equally():
     mask = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
     assert step_mean(mask).tolist() == [[0.25] * 3, [0.25, 0.0, 0.0], [0.0] * 3]
@@ -112,6 +116,7 @@ def test_value_loss_masks():
     assert float(value_loss(values, returns)) == (2.0 + 12.5) / 2
 
 
+@pytest.mark.checks("controllers/vcpo")  # its effective sample size
 def test_diagnostics_by_hand():
     mask = torch.ones(2, 2, dtype=torch.bool)
     zero = torch.zeros(2, 2)

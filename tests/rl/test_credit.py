@@ -22,6 +22,7 @@ def with_entropy(entropy: list, lengths: list[int], group: list[int] | None = No
     return make_rollouts(lengths, group or [0] * len(lengths), steps=tensor.shape[-1]).with_extras(entropy=tensor)
 
 
+@pytest.mark.checks("credit/top_entropy")
 def test_only_the_most_uncertain_units_are_learned_from():
     rollouts = with_entropy([[[0.1, 0.9]], [[0.2, 0.8]], [[0.3, 0.4]]], [1, 1, 1])
     found = credit.top_entropy(rollouts, torch.ones(3, 1, 2), CONTEXT, share=0.34)
@@ -46,6 +47,7 @@ def test_confident_decisions_weigh_more_and_clear_futures_are_rewarded():
     assert float(rewarded[1, 0]) > float(rewarded[0, 0])
 
 
+@pytest.mark.checks("credit/gtpo")
 def test_shared_beginnings_are_protected_and_wild_episodes_dropped():
     rollouts = with_entropy([[[0.1], [0.1]], [[0.1], [0.1]], [[2.0], [2.0]]], [2, 2, 2])
     rollouts = replace(rollouts, latents={"tokens": torch.tensor([[[3], [1]], [[3], [2]], [[4], [4]]])})
@@ -54,6 +56,7 @@ def test_shared_beginnings_are_protected_and_wild_episodes_dropped():
     assert found.tolist() == [[2.0, 1.0], [0.0, -1.0], [0.0, 0.0]]
 
 
+@pytest.mark.checks("credit/vppo")
 def test_units_that_depend_on_the_image_are_kept():
     rollouts = make_rollouts([1, 1], [0, 0], steps=2)
     logp = rollouts.logp_behaviour
@@ -63,6 +66,7 @@ def test_units_that_depend_on_the_image_are_kept():
     assert found.flatten().tolist() == pytest.approx([1.5, 0.0, 0.5, 0.0])
 
 
+@pytest.mark.checks("credit/seed_grpo")
 def test_a_start_with_many_different_ends_gets_smaller_updates():
     rollouts = make_rollouts([1] * 4, [0, 0, 1, 1])
     ends = torch.tensor([0.0, 9.0, 0.0, 0.0])[:, None, None, None].expand(4, 1, 1, 3)
@@ -71,6 +75,7 @@ def test_a_start_with_many_different_ends_gets_smaller_updates():
     assert found.tolist() == pytest.approx([0.5, 0.5, 1.0, 1.0], abs=1e-5)
 
 
+@pytest.mark.checks("rewards/success_only")
 def test_success_alone_is_paid_once():
     rollouts = make_rollouts([3, 2], [0, 0], [2.0, -1.0])
     success = rollouts.success.clone()
@@ -83,6 +88,7 @@ def test_success_alone_is_paid_once():
     assert set(paid.rewards) == {"success", "uncertainty"}
 
 
+@pytest.mark.checks("rewards/hurry")
 def test_only_successes_are_hurried():
     charged = rewards.hurry(make_rollouts([3, 2], [0, 0], [2.0, -1.0]), CONTEXT, cost=0.1)
     assert charged.row_return.tolist() == pytest.approx([2.0 - 0.6, -1.0])

@@ -32,6 +32,7 @@ def scored_at(ratios: list[float], advantages: list[float]):
     return make_scored(rollouts, rollouts.logp_behaviour + log_ratio, advantage)
 
 
+@pytest.mark.checks("coefficient/rec")
 def test_the_ring_of_rec_drops_what_lies_between_near_and_far_astray():
     good = scored_at([0.3, 0.41, 0.7, 0.81, 1.19, 1.3, 4.0], [1.0] * 7)
     kept = off_policy.rec(good, region="ring", importance=False)[0].flatten()
@@ -43,6 +44,7 @@ def test_the_ring_of_rec_drops_what_lies_between_near_and_far_astray():
     assert wider.tolist() == [1, 1, 0, 1, 1, 0, 0]
 
 
+@pytest.mark.checks("coefficient/min_pro")
 def test_the_prefix_of_min_pro_may_exceed_one():
     rollouts = make_rollouts([3, 2], [0, 0], steps=1)
     ratio = torch.tensor([[1.35, 1.35, 1.35], [0.5, 2.0, 9.9]], dtype=torch.float64)[..., None]
@@ -52,6 +54,7 @@ def test_the_prefix_of_min_pro_may_exceed_one():
     torch.testing.assert_close(weight, expected)
 
 
+@pytest.mark.checks("coefficient/bapo")
 def test_bapo_leaves_bounds_alone_where_clipped_values_are_already_in_balance():
     # min(r, 1.2) A sums to 2.4 over the good, max(r, 0.6) |A| to 1.6 over the bad.
     _, stats = trust_region.bapo(scored_at([1.5, 2.0, 0.5, 1.0], [1.0, 1.0, -1.0, -1.0]))
@@ -63,6 +66,7 @@ def test_bapo_leaves_bounds_alone_where_clipped_values_are_already_in_balance():
     assert float(stats["positive_share"]) == pytest.approx(3.0 / 5.92)
 
 
+@pytest.mark.checks("coefficient/grpo_guard")
 def test_grpo_guard_is_the_gradient_of_its_clipped_surrogate():
     draws = torch.Generator().manual_seed(0)
     rollouts = make_rollouts([1] * 64, [0] * 64, steps=3)
@@ -89,6 +93,7 @@ def test_grpo_guard_is_the_gradient_of_its_clipped_surrogate():
     torch.testing.assert_close(balanced, c * variance.mean() / variance)
 
 
+@pytest.mark.checks("credit/gtpo")
 def test_gtpo_takes_the_penalty_off_before_it_protects():
     entropy = torch.tensor([[[0.2], [0.4]], [[0.1], [0.3]]])
     rollouts = make_rollouts([2, 2], [0, 0], steps=1).with_extras(entropy=entropy)
@@ -101,6 +106,7 @@ def test_gtpo_takes_the_penalty_off_before_it_protects():
         assert not credit.gtpo(rollouts, advantage, CONTEXT, entropy_limit=0.1).any()
 
 
+@pytest.mark.checks("credit/vppo")
 def test_vppo_keeps_the_same_share_of_every_episode():
     rollouts = make_rollouts([2, 1], [0, 0], steps=2)
     shift = torch.tensor([[[-3.0, -2.0], [-2.5, 0.0]], [[-0.2, -0.1], [0.0, 0.0]]])
@@ -110,6 +116,7 @@ def test_vppo_keeps_the_same_share_of_every_episode():
     assert found.tolist() == [[[1, 0], [1, 0]], [[1, 0], [0, 0]]]
 
 
+@pytest.mark.checks("advantage/hgpo")
 def test_hgpo_skips_levels_that_say_nothing():
     rollouts = make_rollouts([2, 2, 2], [0, 0, 0], [1.0, 0.0, 0.0], steps=1)
     keys = torch.tensor([[0, 7], [0, 8], [0, 8]])
@@ -120,6 +127,7 @@ def test_hgpo_skips_levels_that_say_nothing():
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.checks("advantage/risk_po")
 def test_risk_po_scores_bundles_against_quantiles_that_it_tracks():
     returns = [1.0, 0.0, 2.0, 0.0, 3.0, 1.0, 4.0]  # groups of 2, 2 and 3; the first two make a bundle of 3 and 0
     rollouts = make_rollouts([1] * 7, [4, 4, 6, 6, 9, 9, 9], returns, steps=1)
@@ -152,6 +160,7 @@ def test_risk_po_leaves_out_what_is_beyond_the_smallest_group_of_a_bundle():
     assert found[2] == 0 and bool((found[[0, 1, 3, 4]] < 0).all())
 
 
+@pytest.mark.checks("advantage/sas")
 def test_sas_judges_groups_by_what_came_of_the_same_start_before():
     context = replace(CONTEXT, memory={})
 
@@ -173,6 +182,7 @@ def test_sas_judges_groups_by_what_came_of_the_same_start_before():
     assert visited([0.0, 1.0], 7)[1] == pytest.approx(min(candidates))
 
 
+@pytest.mark.checks("coefficient/hapo")
 def test_hapo_moves_forks_further_and_counts_them_more_outside_the_neutral_zone():
     ratios, entropies = [1.0, 1.25, 0.85, 1.0, 0.7, 1.15], [4.0, 4.0, 4.0, 0.25, 0.25, 1.0]
     scored = scored_at(ratios, [1.0, 1.0, -1.0, 1.0, -1.0, 1.0])
@@ -191,6 +201,7 @@ def test_hapo_moves_forks_further_and_counts_them_more_outside_the_neutral_zone(
         assert found == pytest.approx(ratio * counted * kept)
 
 
+@pytest.mark.checks("coefficient/hapo")
 def test_hapo_by_hand():
     scored = scored_at([1.25, 1.25, 1.0, 0.7], [1.0, 1.0, 1.0, -1.0])
     entropy = torch.tensor([4.0, 1.0, 0.5, 0.25], dtype=torch.float64)[:, None, None]
@@ -202,6 +213,7 @@ def test_hapo_by_hand():
     assert c == pytest.approx([1.25 * 1.5, 0.0, 0.75, -0.7])
 
 
+@pytest.mark.checks("advantage/ngrpo")
 def test_ngrpo_remembers_the_best_of_the_run_and_clips_as_the_paper():
     context = replace(CONTEXT, memory={})
     group.ngrpo(make_rollouts([1, 1], [0, 0], [1.0, 0.0], steps=1), context)
@@ -216,6 +228,7 @@ def test_ngrpo_remembers_the_best_of_the_run_and_clips_as_the_paper():
     assert float(build_algorithm(own).coefficient(scored_at([0.83], [-1.0]))[0]) == pytest.approx(-0.83)
 
 
+@pytest.mark.checks("advantage/bnpo")
 def test_bnpo_divides_by_the_density_of_rates_however_alike_they_are():
     success = [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
     rollouts = make_rollouts([1] * 12, [0] * 4 + [1] * 4 + [2] * 4, success, steps=1)
@@ -226,6 +239,7 @@ def test_bnpo_divides_by_the_density_of_rates_however_alike_they_are():
     assert float(group.bnpo(rollouts, CONTEXT)[0, 0]) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.checks("selection/void_turns")
 def test_episodes_with_a_void_turn_are_dropped():
     rollouts = make_rollouts([2, 2, 1], [0, 0, 0], steps=1)
     before = rollouts.observation[STATE]
@@ -237,6 +251,7 @@ def test_episodes_with_a_void_turn_are_dropped():
     assert selection.drop_void(replace(rollouts, next_observation={STATE: before}), CONTEXT).all()
 
 
+@pytest.mark.checks("auxiliaries/spo")
 def test_a_step_preference_saturates_and_lets_go_beyond_its_clip():
     better = torch.tensor([0.0, 0.05, 0.2, -0.2], dtype=torch.float64, requires_grad=True)
     worse = torch.tensor([0.0, -0.05, -0.2, 0.2], dtype=torch.float64, requires_grad=True)
@@ -249,6 +264,7 @@ def test_a_step_preference_saturates_and_lets_go_beyond_its_clip():
     assert worse.grad.tolist() == pytest.approx([5.0, 10 / (1 + math.exp(1.0)), 0.0, 0.0])
 
 
+@pytest.mark.checks("sampler/prompt_replay")
 def test_prompt_replay_takes_those_nearest_to_one_half():
     sampler = ReplaySampler(share=1.0, near=0.4, cooldown=0, limit=9)
     won = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])

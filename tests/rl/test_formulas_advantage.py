@@ -32,7 +32,7 @@ def test_gae_is_whitened_over_decisions_that_were_played():
     assert gae.estimate(rollouts, CONTEXT, whiten=False).tolist() == [[1.0, 4.0], [-2.0, 0.0]]
 
 
-@pytest.mark.checks("advantage/egae", "T-PPO/EGAE")
+@pytest.mark.checks("advantage/egae")
 def test_truncated_windows_bootstrap_where_they_are_cut():
     """A window of three decisions: the first row is cut while its episode goes on, the second ends in it."""
     reward = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)[..., None]
@@ -80,7 +80,7 @@ BNPO = {
 }
 
 
-@pytest.mark.checks("advantage/bnpo", "BNPO")
+@pytest.mark.checks("advantage/bnpo")
 @pytest.mark.parametrize("name", BNPO)
 def test_bnpo_gives_the_figures_of_its_authors_formula(name: str):
     """Figures: the formula of github.com/changyi7231/BNPO at a9c51b9 (recipe/bnpo/src/bnpo_ray_trainer.py)."""
@@ -91,7 +91,7 @@ def test_bnpo_gives_the_figures_of_its_authors_formula(name: str):
     assert found.tolist() == pytest.approx([value for row in published for value in row], abs=1e-5)
 
 
-@pytest.mark.checks("advantage/bnpo", "BNPO")
+@pytest.mark.checks("advantage/bnpo")
 def test_bnpo_normalises_each_of_several_rewards_by_itself():
     rewards, _ = BNPO["reward"]
     number = [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -114,7 +114,7 @@ def test_bnpo_normalises_each_of_several_rewards_by_itself():
         group.bnpo(both, CONTEXT, ranges={"rewards": (0.0, 1.0)})
 
 
-@pytest.mark.checks("advantage/gdpo", "GDPO")
+@pytest.mark.checks("advantage/gdpo")
 def test_gdpo_equals_a_slow_reference():
     draws = np.random.default_rng(0)
     number = [0, 0, 0, 1, 1, 1, 1]
@@ -132,7 +132,7 @@ def test_gdpo_equals_a_slow_reference():
     assert found.tolist() == pytest.approx(standardised(total.tolist()), abs=1e-4)
 
 
-@pytest.mark.checks("advantage/tree_po", "TreePO")
+@pytest.mark.checks("advantage/tree_po")
 @pytest.mark.parametrize(
     ("by_size", "published"),
     [
@@ -154,7 +154,7 @@ def test_tree_po_gives_the_figures_of_its_authors_formula(by_size: bool, publish
     torch.testing.assert_close(tree.tree_po(longer, CONTEXT, by_size=by_size)[:, :3], found)
 
 
-@pytest.mark.checks("advantage/fork", "PORTool")
+@pytest.mark.checks("advantage/fork")
 def test_a_fork_adds_to_the_episodes_advantage():
     rollouts = make_rollouts(
         [3] * 4, [0] * 4, [1.0, 0.0, 1.0, 1.0], parent=[-1, 0, -1, 2], branch_decision=[-1, 1, -1, 2]
@@ -166,7 +166,7 @@ def test_a_fork_adds_to_the_episodes_advantage():
     torch.testing.assert_close(found, torch.tensor(episode[:, None] + 2 * rise).float(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.checks("advantage/step_groups", "UI-S1")
+@pytest.mark.checks("advantage/step_groups")
 def test_step_groups_compare_what_followed_the_same_step():
     rollouts = make_rollouts([3, 2, 2, 1], [0, 0, 0, 1], steps=1)
     paid = [
@@ -187,7 +187,7 @@ def test_step_groups_compare_what_followed_the_same_step():
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.checks("advantage/rank_grpo", "Rank-GRPO")
+@pytest.mark.checks("advantage/rank_grpo")
 def test_rank_grpo_standardises_returns_to_go_of_decisions():
     rollouts = make_rollouts([2, 2, 2], [0, 0, 0], steps=1)
     paid = [[[0.0, 1.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 8.0]], [[1.0, 1.0], [0.0, 0.0]]]
@@ -196,7 +196,7 @@ def test_rank_grpo_standardises_returns_to_go_of_decisions():
     torch.testing.assert_close(found, torch.tensor(expected).float(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.checks("advantage/rank_grpo", "Rank-GRPO")
+@pytest.mark.checks("advantage/rank_grpo")
 def test_rank_grpo_gives_every_action_what_followed_it():
     """Three episodes of up to two decisions of two actions with two tokens each; the last ends after three actions."""
     rollouts = make_rollouts([2, 2, 2], [0, 0, 0], steps=4)
@@ -217,7 +217,7 @@ def test_rank_grpo_gives_every_action_what_followed_it():
         step.rank_grpo(make_rollouts([1, 1], [0, 0], steps=3), CONTEXT, per_action=True)
 
 
-@pytest.mark.checks("advantage/salt", "SALT")
+@pytest.mark.checks("advantage/salt")
 def test_salt_merges_equal_steps_and_leaves_the_others():
     rollouts = make_rollouts([2, 2, 2, 2], [0, 0, 0, 1], [3.0, 1.0, -1.0, 5.0], steps=1)
     state = torch.tensor([[7, 1], [7, 2], [7, 1], [7, 1]])
@@ -232,7 +232,7 @@ def test_salt_merges_equal_steps_and_leaves_the_others():
     torch.testing.assert_close(found, torch.tensor(expected).float(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.checks("advantage/process_steps", "OPRL")
+@pytest.mark.checks("advantage/process_steps")
 def test_process_steps_add_rewards_standardised_over_the_group():
     rollouts = make_rollouts([2, 1, 1], [0, 0, 1], [1.0, 0.0, 1.0], steps=2)
     process = torch.tensor([[[1.0, 2.0], [0.5, 0.5]], [[-1.0, -1.0], [0.0, 0.0]], [[4.0, 4.0], [0.0, 0.0]]])

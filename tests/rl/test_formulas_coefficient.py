@@ -15,7 +15,7 @@ from robopolicy.rl.ratio_level import RatioLevel
 from robopolicy.rl.ratios import log_ratios
 
 
-@pytest.mark.checks("coefficient/pacs", "PACS")
+@pytest.mark.checks("coefficient/pacs")
 @pytest.mark.parametrize("seed", range(3))
 def test_pacs_balances_the_outcomes_of_every_start(seed: int):
     """One success of four, two of three, and a start where all fail: weights as in ritzz-ai/PACS at bbe1dc6."""
@@ -48,7 +48,7 @@ def test_none_moves_nothing():
 
 @pytest.mark.checks("coefficient/opd")
 def test_on_policy_distillation_is_the_gradient_of_the_reverse_kl():
-    """Over a whole vocabulary, each word as often as the student says it: E[-c grad log pi] = grad KL(pi || teacher)."""
+    """Over a vocabulary, each word as often as the student says it: E[-c grad log pi] = grad KL(pi || teacher)."""
     draws = torch.Generator().manual_seed(0)
     logits = torch.randn(6, generator=draws, dtype=torch.float64, requires_grad=True)
     told = torch.randn(6, generator=draws, dtype=torch.float64).log_softmax(-1)
@@ -103,7 +103,7 @@ def test_the_exact_bound_is_the_kl_of_the_executed_elements():
     torch.testing.assert_close(back[played], -scored.ratio[played])
 
 
-@pytest.mark.checks("advantage/rank_grpo", "Rank-GRPO")
+@pytest.mark.checks("advantage/rank_grpo")
 def test_ratios_of_actions_are_the_geometric_means_of_their_tokens():
     """The ratio of Rank-GRPO's unit; clipped, its gradient is that of the surrogate over units."""
     draws = torch.Generator().manual_seed(0)

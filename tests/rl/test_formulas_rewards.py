@@ -34,7 +34,7 @@ def test_smooth_is_the_mean_square_of_every_change_inside_a_decision():
     torch.testing.assert_close(paid.rewards["smooth"], -0.5 * torch.tensor([[[0.0, 2.5], [0.0, 0.5]]]))
 
 
-@pytest.mark.checks("rewards/pav", "PAV")
+@pytest.mark.checks("rewards/pav")
 def test_pav_pays_the_advantage_of_a_prover_that_tries_several_times():
     rollouts = make_rollouts([2, 1], [0, 0], [1.0, 0.0])
     q, v = torch.tensor([[0.5, 1.2], [0.1, 0.9]]), torch.tensor([[0.2, 0.5], [0.1, 0.0]])
@@ -47,7 +47,7 @@ def test_pav_pays_the_advantage_of_a_prover_that_tries_several_times():
     torch.testing.assert_close(paid.row_return, rollouts.row_return + expected.sum(1))
 
 
-@pytest.mark.checks("rewards/partial_credit", "MLE-RL")
+@pytest.mark.checks("rewards/partial_credit")
 def test_milestones_are_paid_once_and_success_makes_up_to_one():
     rollouts = make_rollouts([3, 3, 2], [0, 0, 0], [0.0] * 3)
     progress = torch.tensor(
@@ -74,7 +74,7 @@ def test_milestones_are_paid_once_and_success_makes_up_to_one():
     assert paid.rewards["success"].sum((1, 2)).tolist() == pytest.approx([0.4, 1.0, 0.0])
 
 
-@pytest.mark.checks("rewards/partial_credit", "MLE-RL")
+@pytest.mark.checks("rewards/partial_credit")
 def test_milestones_begin_anew_with_the_next_episode_of_a_stream():
     rollouts = make_rollouts([4], [0], [0.0])
     progress = torch.tensor([[[1.0, 0.0], [0.0, 0.0], [0.5, 0.5], [0.0, 1.0]]])
@@ -86,7 +86,7 @@ def test_milestones_begin_anew_with_the_next_episode_of_a_stream():
     torch.testing.assert_close(paid.rewards["success"], expected)
 
 
-@pytest.mark.checks("weight/duration", "MLE-RL")
+@pytest.mark.checks("weight/duration")
 def test_duration_weighs_the_gradient_of_a_decision_by_its_time_over_the_mean():
     rollouts = make_rollouts([2, 1], [0, 0])
     valid = rollouts.valid.clone()

@@ -47,6 +47,7 @@ def first(advantage: torch.Tensor) -> list[float]:
 RAGGED = {"lengths": [2, 1, 3, 2, 2], "group": [7, 7, 7, 2, 2], "returns": [1.0, 0.0, 0.5, 2.0, 0.0]}
 
 
+@pytest.mark.checks("advantage/dr_grpo", "advantage/grpo", "advantage/rloo", "advantage/reinforce_pp")
 def test_yardsticks_by_hand():
     rollouts = make_rollouts(**RAGGED)
     std = np.std([1, 0, 0.5])
@@ -59,6 +60,7 @@ def test_yardsticks_by_hand():
     )
 
 
+@pytest.mark.checks("advantage/mc_grpo")
 def test_the_median_episode_of_an_odd_group_is_left_out():
     rollouts = make_rollouts([1] * 5, [0, 0, 0, 1, 1], [3.0, 0.0, 1.0, 2.0, 0.0])
     advantage, keep = group_advantages.mc_grpo(rollouts, CONTEXT, epsilon=0.0)
@@ -68,6 +70,7 @@ def test_the_median_episode_of_an_odd_group_is_left_out():
     assert first(advantage_of("mc_grpo", close, limit=3.0)) == pytest.approx([-1 / 1.1, 0.0, 3.0], abs=1e-4)
 
 
+@pytest.mark.checks("advantage/ngrpo")
 def test_a_group_of_failures_is_pushed_away_by_a_virtual_success():
     rollouts = make_rollouts([1] * 4, [0, 0, 1, 1], [0.0, 0.0, 1.0, 0.0])
     assert first(advantage_of("grpo", rollouts))[:2] == pytest.approx([0.0, 0.0])
@@ -76,6 +79,7 @@ def test_a_group_of_failures_is_pushed_away_by_a_virtual_success():
     assert guided[:2] == pytest.approx([-1 / 3 / spread] * 2, abs=1e-4)
 
 
+@pytest.mark.checks("advantage/w_reinforce")
 def test_signs_and_weights_of_w_reinforce():
     rollouts = make_rollouts([1, 1], [0, 0], [1.0, -1.0])
     assert first(advantage_of("w_reinforce", rollouts)) == pytest.approx([0.1, -1.0])
@@ -94,6 +98,7 @@ def test_a_small_reward_is_not_drowned_by_a_large_one():
     assert found[3] < -1
 
 
+@pytest.mark.checks("advantage/gigpo")
 def test_steps_in_the_same_state_are_compared_with_one_another():
     rollouts = make_rollouts([2, 2, 2], [0, 0, 0], [1.0, 0.0, 0.5])
     keys = torch.tensor([[5, 1], [5, 2], [6, 2]])
@@ -107,6 +112,7 @@ def test_steps_in_the_same_state_are_compared_with_one_another():
     assert steps[2].tolist() == pytest.approx([0.0, 0.25], abs=1e-5)
 
 
+@pytest.mark.checks("advantage/hgpo")
 def test_longer_shared_histories_weigh_more():
     rollouts = make_rollouts([2, 2, 2, 2], [0] * 4, [1.0, 0.0, 1.0, 0.0])
     keys = torch.tensor([[1, 9], [1, 9], [2, 9], [3, 9]])
@@ -130,6 +136,7 @@ def test_owners_of_shared_decisions():
     assert tree.owners(make_rollouts(**TREE)).tolist() == [[0, 0, 0], [0, 1, 1], [2, 2, 2], [2, 2, 3]]
 
 
+@pytest.mark.checks("advantage/tree_po")
 def test_subtree_means_give_tree_advantages():
     rollouts = make_rollouts(**TREE)
     values, _ = tree.subtree_values(rollouts)
@@ -138,6 +145,7 @@ def test_subtree_means_give_tree_advantages():
     assert first(advantage_of("tree_po", rollouts)) == pytest.approx([1.0, -1.0, 1.0, -1.0], abs=1e-5)
 
 
+@pytest.mark.checks("advantage/branch_grpo")
 def test_nodes_are_standardised_by_depth_and_shared_ones_counted_once():
     found = advantage_of("branch_grpo", make_rollouts(**TREE))
     assert found[:, 0].tolist() == [0.0] * 4  # both nodes are worth 0.5: no spread
@@ -147,6 +155,7 @@ def test_nodes_are_standardised_by_depth_and_shared_ones_counted_once():
     assert found[:, 2].tolist() == pytest.approx([1.0, -1.0, 1.0, -1.0], abs=1e-5)
 
 
+@pytest.mark.checks("advantage/fork")
 def test_a_fork_is_judged_against_its_siblings():
     found = advantage_of("fork", make_rollouts(**TREE), trajectory=0.0)
     assert found.tolist() == [[0, 0.5, 0], [0, -0.5, 0], [0, 0, 0.5], [0, 0, -0.5]]

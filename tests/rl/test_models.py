@@ -66,6 +66,7 @@ def test_implicit_rewards_find_the_units_that_matter(kind):
     assert float(rollouts.extras["process_accuracy"][0, 0]) > 0.9
 
 
+@pytest.mark.checks("advantage/process_rloo")
 def test_prime_advantages_equal_a_slow_reference():
     rollouts = make_rollouts([2, 3, 1, 2], [0, 0, 0, 1], [1.0, 0.0, 1.0, 1.0])
     draws = torch.Generator().manual_seed(0)
@@ -128,6 +129,7 @@ def test_models_resume_bitwise(kind):
         assert torch.equal(a.extras[names[kind]], b.extras[names[kind]])
 
 
+@pytest.mark.checks("advantage/egae")
 def test_returns_are_known_only_where_the_episode_ended_in_the_window():
     rollouts = make_rollouts([4], [0], [0.0])
     rollouts.terminated[:] = torch.tensor([[False, True, False, False]])

@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Callable, dict, Loss]] = {
     "rec two sides": (off_policy.rec, {"region": "two_side", "importance": False}, two_side_plain),
     "mdpo": (trust_region.mdpo, {"start": 0.55, "end": 0.55}, mirror),
     "awr": (regression.advantage_weighted, {"temperature": 0.5}, awr),
-    "clipped advantage": (regression.clipped_advantage, {}, positive_part),
+    "clipped advantage": (regression.clipped_advantage, {"form": "positive", "limit": 3.0}, positive_part),
     "opmd": (off_policy.opmd, {"tau": 0.7}, opmd),
     "asym_re": (off_policy.asym_re, {}, asym),
     "dcpo": (trust_region.dcpo, {}, dcpo),
@@ -98,6 +98,18 @@ CASES: dict[str, tuple[Callable, dict, Loss]] = {
 }
 
 
+@pytest.mark.checks(
+    "coefficient/decoupled_ppo",
+    "coefficient/cispo",
+    "coefficient/rec",
+    "coefficient/mdpo",
+    "coefficient/awr",
+    "coefficient/clipped_advantage",
+    "coefficient/opmd",
+    "coefficient/asym_re",
+    "coefficient/dcpo",
+    "coefficient/min_pro",
+)
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), lengths=st.lists(st.integers(1, 4), min_size=2, max_size=5))
@@ -120,6 +132,7 @@ def test_coefficients_are_gradients(name: str, seed: int, lengths: list[int]):
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.checks("coefficient/bapo")
 def test_bapo_widens_until_good_decisions_are_half():
     rollouts = make_rollouts([1] * 8, [0] * 8, steps=1)
     ratio = torch.tensor([1.0, 1.5, 3.0, 0.65, 0.7, 0.75, 1.0, 1.1], dtype=torch.float64)[:, None, None]
@@ -137,6 +150,7 @@ def test_bapo_widens_until_good_decisions_are_half():
     assert float(balanced[3, 0, 0]) == pytest.approx(0.65)
 
 
+@pytest.mark.checks("coefficient/grpo_guard")
 def test_the_guarded_ratio_stays_at_one_where_the_plain_one_drifts():
     draws = torch.Generator().manual_seed(0)
     std = torch.tensor([0.05, 0.1, 0.2], dtype=torch.float64)[:, None, None]  # a noise for each of three steps
@@ -152,6 +166,7 @@ def test_the_guarded_ratio_stays_at_one_where_the_plain_one_drifts():
     torch.testing.assert_close(guarded.exp().mean(0), torch.ones(1, 3, dtype=torch.float64), atol=5e-3, rtol=0)
 
 
+@pytest.mark.checks("coefficient/gaussian_kl")
 def test_an_exact_kl_clip_stops_only_what_moves_further_away():
     rollouts = make_rollouts([1] * 4, [0] * 4, steps=1)
     mean_old = torch.zeros(4, 1, 1, 2, 1, dtype=torch.float64)

@@ -42,6 +42,7 @@ def p3o_loss(total):
     )
 
 
+@pytest.mark.checks("coefficient/dpo", "coefficient/sppo", "coefficient/p3o")
 @pytest.mark.parametrize(
     ("function", "loss"),
     [(preferences.dpo, dpo_loss), (preferences.sppo, sppo_loss), (preferences.p3o, p3o_loss)],

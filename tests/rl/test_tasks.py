@@ -53,6 +53,7 @@ def test_a_bandit_prefers_categories_that_teach():
     assert played[np.arange(48) % 4 == 2].sum() > 0.5 * played.sum()
 
 
+@pytest.mark.checks("sampler/prompt_replay")
 def test_replayed_starts_wait_and_are_not_used_for_ever():
     sampler = ReplaySampler(share=1.0, cooldown=2, limit=3)
     draws = np.random.default_rng(0)
@@ -89,6 +90,7 @@ def test_beliefs_fade_with_time():
     assert forgetful.predict(np.array([0]))[0] > stubborn.predict(np.array([0]))[0] + 0.2
 
 
+@pytest.mark.checks("allocator/knapsack")
 @settings(max_examples=40, deadline=None)
 @given(
     rates=st.lists(st.floats(0.0, 1.0), min_size=2, max_size=4),
@@ -118,6 +120,7 @@ def test_allocators():
         allocation.knapsack(np.array([0.5]), 9, 1, 8)
 
 
+@pytest.mark.checks("allocator/dars")
 def test_hard_starts_get_more_episodes():
     rate, sizes = np.array([0.25, 0.5, 0.9, 0.0]), np.full(4, 8)
     assert allocation.Dars(most=32).extend(rate, sizes) == [3, 0, 0, 24]  # (4 - 8 * .375) / .375 = 2.67
@@ -125,12 +128,14 @@ def test_hard_starts_get_more_episodes():
     assert allocation.Uniform().extend(rate, sizes) == [0] * 4
 
 
+@pytest.mark.checks("selection/mixed_outcomes")
 def test_dapo_keeps_groups_with_mixed_outcomes():
     rollouts = make_rollouts([1] * 6, [0, 0, 1, 1, 2, 2], [1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
     assert selection.keep_mixed(rollouts, CONTEXT).tolist() == [False, False, True, True, False, False]
     assert selection.keep_mixed(rollouts.take(torch.tensor([0, 1])), CONTEXT).all()
 
 
+@pytest.mark.checks("selection/roc")
 def test_roc_keeps_the_shortest_successes_and_the_proportion():
     rollouts = make_rollouts([4, 1, 2, 3, 2, 2, 2, 2], [0] * 8, [1.0] * 4 + [-1.0] * 4)
     kept = selection.resample_on_correct(rollouts, CONTEXT, keep=0.5)
@@ -138,11 +143,13 @@ def test_roc_keeps_the_shortest_successes_and_the_proportion():
     assert int(kept[4:].sum()) == 2
 
 
+@pytest.mark.checks("selection/max_variance")
 def test_the_most_different_returns_are_kept():
     rollouts = make_rollouts([1] * 6, [0, 0, 0, 0, 1, 1], [0.0, 1.0, 0.4, 0.5, 0.0, 1.0])
     assert selection.max_variance(rollouts, CONTEXT, keep=0.5).tolist() == [True, True, False, False, False, True]
 
 
+@pytest.mark.checks("controllers/vcpo", "controllers/linear_decay", "controllers/kl_target")
 def test_controllers():
     assert Vcpo().step({"sequence_ess": 0.25}, CONTEXT) == {"lr_scale": 0.5}
     assert Vcpo(least=0.1).step({"sequence_ess": 0.0}, CONTEXT) == {"lr_scale": 0.1}

@@ -1,0 +1,316 @@
+"""Losses beside the policy's: their values by hand and their gradients by autograd of what the papers state."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Normal, kl_divergence
+from torch.nn import functional
+
+from robopolicy.core.policy import Decision, Scores
+from robopolicy.core.spec import STATE
+from robopolicy.rl.auxiliaries import distillation, imitation, regularisation, values
+from robopolicy.rl.context import AuxiliaryInputs, Context
+
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+
+
+@dataclass
+class Toy:
+    """A policy of fixed scores that also acts, finishes chains and has a loss, as far as a test sets them."""
+
+    scores: Any = None
+    decision: Any = None
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    spec: Any = None
+    asked: list[Any] = field(default_factory=list)
+
+    def log_prob(self, observation, latents) -> Scores:
+        self.asked.append(latents)
+        return self.scores if isinstance(self.scores, Scores) else self.scores(observation, latents)
+
+    def act(self, observation, generator, *, deterministic: bool = False) -> Decision:
+        return self.decision if isinstance(self.decision, Decision) else self.decision(observation, generator)
+
+    def reset(self, rows=None) -> None: ...
+
+    def loss(self, batch, generator) -> dict[str, Tensor]:
+        self.asked.append(batch)
+        return self.losses
+
+    def finish_chain(self, observation, latents: Tensor, next_step: Tensor) -> Tensor:
+        return latents * (1 + next_step[:, None, None])
+
+
+def inputs_of(**changes) -> AuxiliaryInputs:
+    given = {
+        "observation": {STATE: torch.zeros(2, 1, 1)},
+        "latents": {},
+        "mask": MASK,
+        "scores": Scores(torch.zeros(2, 3), torch.zeros(2, 3)),
+        "policy": Toy(),
+        "context": Context(torch.Generator().manual_seed(0), iteration=5, iterations=10),
+    }
+    return AuxiliaryInputs(**(given | changes))
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.checks("auxiliaries/kl_base")
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_estimators_of_the_kl_to_the_base(estimator: str):
+    x = random(2, 3)
+    base = Toy(Scores(random(2, 3, seed=1), x))
+    logp = (base.scores.logp + x).requires_grad_()
+    loss = regularisation.stay_near_base(inputs_of(base=base, scores=Scores(logp, x)), weight=0.7, estimator=estimator)
+    form = {"k1": lambda v: v, "k2": lambda v: v**2 / 2, "k3": lambda v: math.exp(-v) - 1 + v}[estimator]
+    expected = [form(value) for value in x[MASK].tolist()]
+    assert float(loss.detach()) == pytest.approx(0.7 * sum(expected) / 3)
+
+
+@pytest.mark.checks("auxiliaries/kl_base")
+def test_the_second_estimators_gradient_is_the_kls():
+    """Over a whole vocabulary, each word as often as the policy says it."""
+    logits, told = random(5).requires_grad_(), random(5, seed=1).log_softmax(-1)
+    said = logits.log_softmax(-1)
+    share = said.detach().exp()
+    (expected,) = torch.autograd.grad((said.exp() * (said - told)).sum(), logits, retain_graph=True)
+    terms = [
+        regularisation.stay_near_base(
+            inputs_of(
+                base=Toy(Scores(told[word].expand(1, 1), share)),
+                scores=Scores(said[word].expand(1, 1), share),
+                mask=torch.ones(1, 1, dtype=torch.bool),
+            ),
+            weight=1.0,
+            estimator="k2",
+        )
+        for word in range(5)
+    ]
+    (found,) = torch.autograd.grad((share * torch.stack(terms)).sum(), logits)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.checks("auxiliaries/entropy")
+def test_the_entropy_bonus_is_minus_the_mean_entropy():
+    entropy = random(2, 3).abs().requires_grad_()
+    loss = regularisation.entropy_bonus(inputs_of(scores=Scores(entropy, entropy)), weight=0.2)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(-0.2 * float(entropy.detach()[MASK].mean()))
+    assert entropy.grad is not None
+    torch.testing.assert_close(entropy.grad, -0.2 / 3 * MASK.double())
+
+
+@pytest.mark.checks("auxiliaries/velocity")
+def test_velocities_are_compared_in_units_of_the_spread():
+    mean, base, std = random(2, 3, 4, 2), random(2, 3, 4, 2, seed=1), 0.1 + random(2, 3, 1, 1, seed=2).abs()
+    own = Scores(mean[..., 0, 0], mean[..., 0, 0], {"mean": mean, "std": std})
+    loss = regularisation.stay_near_velocity(
+        inputs_of(scores=own, base=Toy(Scores(mean[..., 0, 0], mean[..., 0, 0], {"mean": base}))), weight=0.3
+    )
+    distance = ((mean - base) / std).square().mean((-2, -1))
+    assert float(loss) == pytest.approx(0.3 * float(distance[MASK].mean()))
+    # Twice the KL of Gaussians with this spread, so steps of equal noise stay equally near.
+    kl = kl_divergence(Normal(mean, std.expand_as(mean)), Normal(base, std.expand_as(mean))).mean((-2, -1))
+    torch.testing.assert_close(distance, 2 * kl)
+
+
+@pytest.mark.checks("auxiliaries/bc")
+def test_cloning_the_base_is_minus_the_likelihood_of_its_decisions():
+    logp = random(2, 3).requires_grad_()
+    latents = {"x": random(2, 3, seed=1)}
+    base = Toy(decision=Decision(torch.zeros(2, 1, 1), latents, logp.detach(), MASK))
+    policy = Toy(Scores(logp, logp))
+    loss = imitation.imitate_base(inputs_of(base=base, policy=policy), weight=0.4)
+    loss.backward()
+    assert policy.asked == [latents], "the base's decisions are scored, not the minibatch's"
+    assert float(loss.detach()) == pytest.approx(-0.4 * float(logp.detach()[MASK].mean()))
+    assert logp.grad is not None
+    torch.testing.assert_close(logp.grad, -0.4 / 3 * MASK.double())
+
+
+@pytest.mark.checks("auxiliaries/experts")
+def test_experts_are_learned_from_by_the_policys_own_loss():
+    batches = [{"number": 1}, {"number": 2}]
+    policy = Toy(losses={"actions": torch.tensor([1.0, 3.0]), "stop": torch.tensor([0.5, 0.0])})
+    inputs = inputs_of(policy=policy, experts=iter(batches))
+    assert [float(imitation.imitate_experts(inputs, weight=0.1)) for _ in batches] == pytest.approx([0.225] * 2)
+    assert policy.asked == batches
+
+
+def speaking(student: Tensor, teacher: Tensor, mask: Tensor = MASK, seed: int = 0) -> AuxiliaryInputs:
+    """A student and a teacher with these log-probabilities [n, k, V]."""
+    scores = [Scores(each[..., 0], each[..., 0], {"log_probabilities": each}) for each in (student, teacher)]
+    context = Context(torch.Generator().manual_seed(seed))
+    return inputs_of(scores=scores[0], teacher=Toy(scores[1]), mask=mask, context=context)
+
+
+@pytest.mark.checks("auxiliaries/distill")
+def test_distilling_tokens_is_the_mean_kl_of_the_student_to_the_teacher():
+    logits, teacher = random(2, 3, 5).requires_grad_(), random(2, 3, 5, seed=1).log_softmax(-1)
+    loss = distillation.distill(speaking(logits.log_softmax(-1), teacher), weight=0.5)
+    divergence = kl_divergence(Categorical(logits=logits), Categorical(logits=teacher))
+    (found,) = torch.autograd.grad(loss, logits)
+    (expected,) = torch.autograd.grad(0.5 * divergence[MASK].mean(), logits)
+    torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.checks("auxiliaries/distill")
+def test_distilling_gaussian_steps_is_their_kl_too():
+    mean, told, std = random(2, 3, 4, 2).requires_grad_(), random(2, 3, 4, 2, seed=1), random(2, 3, 1, 1).abs() + 0.1
+    scores = Scores(std[..., 0, 0], std[..., 0, 0], {"mean": mean, "std": std})
+    teacher = Toy(Scores(std[..., 0, 0], std[..., 0, 0], {"mean": told}))
+    loss = distillation.distill(inputs_of(scores=scores, teacher=teacher), weight=0.5)
+    divergence = kl_divergence(Normal(mean, std.expand_as(told)), Normal(told, std.expand_as(told))).mean((-2, -1))
+    torch.testing.assert_close(loss, 0.5 * divergence[MASK].mean())
+
+
+def tip_weights(student: np.ndarray, teacher: np.ndarray, alpha: float, gamma: float) -> np.ndarray:
+    """(H / log V)^alpha (JSD / log 2)^gamma, as in HJSang/OPSD_OnPolicyDistillation at 65ad87b (src/opd/losses.py)."""
+    p, q = np.exp(student), np.exp(teacher)
+    middle = np.log((p + q) / 2)
+    entropy = -(p * student).sum(-1) / math.log(p.shape[-1])
+    divergence = ((p * (student - middle)).sum(-1) + (q * (teacher - middle)).sum(-1)) / 2 / math.log(2)
+    return entropy**alpha * divergence**gamma
+
+
+@pytest.mark.checks("auxiliaries/distill")
+@pytest.mark.parametrize(("share", "alpha", "gamma"), [(0.25, 1.0, 1.0), (0.5, 2.0, 0.5)])
+def test_tip_draws_steps_without_replacement_by_entropy_and_divergence(share: float, alpha: float, gamma: float):
+    """Four steps: sure and alike, sure and wrong, unsure and alike, unsure and apart."""
+    student = torch.tensor([[4.0, 0, 0], [4.0, 0, 0], [0.5, 0.4, 0], [0.5, 0.4, 0]], dtype=torch.float64)[None]
+    teacher = torch.tensor([[3.5, 0, 0], [0, 4.0, 0], [0.4, 0.6, 0.1], [0, 0, 3.0]], dtype=torch.float64)[None]
+    student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    weights = tip_weights(student[0].numpy(), teacher[0].numpy(), alpha, gamma)
+    one = weights / weights.sum()
+    # Two without replacement: i first and j then, or the other way round.
+    first = one[:, None] * one[None] / (1 - one[:, None]) * (1 - np.eye(4))
+    included = one if share == 0.25 else (first + first.T).sum(1)
+    mask, context = torch.ones(1, 4, dtype=torch.bool), Context(torch.Generator().manual_seed(0))
+    counts = np.zeros(4)
+    for _ in range(600):
+        leaf = student.clone().requires_grad_()
+        inputs = speaking(leaf, teacher, mask)
+        loss = distillation.distill(
+            AuxiliaryInputs(**{**vars(inputs), "context": context}), share=share, alpha=alpha, gamma=gamma
+        )
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        counts += (gradient[0].abs().sum(-1) > 0).numpy()
+    assert counts.sum() == 600 * 4 * share
+    assert (counts / 600).tolist() == pytest.approx(included.tolist(), abs=0.06)
+    assert included[1] > included[0] and included[3] > included[2]
+
+
+class ByLength:
+    """Values actions by their sum and states by a number."""
+
+    def __init__(self, state: float):
+        self.state = state
+
+    def values(self, observation) -> Tensor:
+        return torch.full((len(observation[STATE]),), self.state, dtype=torch.float64)
+
+    def action_values(self, observation, actions: Tensor) -> Tensor:
+        return actions.sum((1, 2)) * observation[STATE][:, 0, 0]
+
+    def annotate(self, rollouts, context): ...
+
+    def tree(self): ...
+
+    def restore(self, tree): ...
+
+
+@pytest.mark.checks("auxiliaries/best_of_n")
+def test_the_best_of_several_decisions_is_imitated_where_it_beats_the_state():
+    state = torch.tensor([1.0, -1.0, 0.01], dtype=torch.float64)[:, None, None]
+    chunks = random(12, 2, 1)  # four candidates of three states, candidate after candidate
+
+    def act(observation, generator) -> Decision:
+        mask = torch.ones(12, 2, dtype=torch.bool)
+        return Decision(chunks, {"chunk": chunks, "owner": observation[STATE]}, torch.zeros(12, 2), mask)
+
+    theta = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+
+    def log_prob(observation, latents) -> Scores:
+        torch.testing.assert_close(latents["owner"], observation[STATE])  # each state is given its own candidate
+        logp = Normal(theta, 1.0).log_prob(latents["chunk"].squeeze(-1))
+        return Scores(logp, logp)
+
+    inputs = inputs_of(
+        observation={STATE: state}, policy=Toy(log_prob, act), models={"values": ByLength(0.1)}, mask=torch.ones(3, 2)
+    )
+    loss = values.best_of_n(inputs, candidates=4, weight=0.5, warmup=0)
+    order = torch.randperm(3, generator=torch.Generator().manual_seed(0)).tolist()
+    terms = []
+    for place, row in enumerate(order):
+        own = chunks[place::3]  # drawn for this state, in the order of the states chosen
+        worth = own.sum((1, 2)) * float(state[row])
+        if float(worth.max()) > 0.1:
+            terms.append(Normal(theta, 1.0).log_prob(own[int(worth.argmax())].squeeze(-1)))
+    assert len(terms) == 2, "of the third state no decision is worth more than the state"
+    expected = -0.5 * torch.cat(terms).mean()
+    torch.testing.assert_close(loss, expected, atol=1e-7, rtol=1e-6)
+    (found,) = torch.autograd.grad(loss, theta)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, theta)[0], atol=1e-7, rtol=1e-6)
+    assert float(values.best_of_n(inputs, warmup=9)) == 0
+
+
+@pytest.mark.checks("auxiliaries/spo")
+def test_step_preferences_equal_a_slow_reference():
+    """Normal steps around theta x; children are judged by what they lead to, and the base is the frozen reference."""
+    count, steps, children = 4, 3, 5
+    chain, std = random(count, steps + 1, 2, 1), 0.3 * torch.ones(count, 1, 1, 1, dtype=torch.float64)
+    theta = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
+
+    def normal(scale) -> Any:
+        def log_prob(observation, latents) -> Scores:
+            here = latents["chain"].gather(1, latents["chosen"][..., None, None].expand(-1, 1, 2, 1))
+            mean = scale * here
+            return Scores(mean[..., 0, 0], mean[..., 0, 0], {"mean": mean, "std": std[: len(mean)]})
+
+        return log_prob
+
+    state = torch.tensor([1.0, 1.0, -2.0, 1e-3], dtype=torch.float64)[:, None, None]
+    inputs = inputs_of(
+        observation={STATE: state},
+        latents={"chain": chain},
+        mask=torch.ones(count, steps, dtype=torch.bool),
+        policy=Toy(normal(theta)),
+        base=Toy(normal(0.85)),
+        models={"values": ByLength(0.0)},
+    )
+    loss = values.step_preferences(inputs, children=children, beta=4.0, clip=0.2, gap=0.07, weight=0.5, warmup=0)
+
+    draws = torch.Generator().manual_seed(0)
+    rows = torch.randperm(count, generator=draws)
+    step = torch.randint(steps, (count,), generator=draws)
+    noise = torch.randn((children, count, 2, 1), generator=draws).double()
+    start = chain[rows, step]
+    drawn = 0.9 * start + 0.3 * noise
+    worth = (drawn * (2 + step[:, None, None])).sum((2, 3)) * state[rows, 0, 0]
+    share = ((worth - worth.mean(0)) / (worth.std(unbiased=False) + 1e-6)).softmax(0)
+    terms = []
+    for place in range(count):
+        best, worst = int(worth[:, place].argmax()), int(worth[:, place].argmin())
+        if float(share[best, place] - share[worst, place]) <= 0.07:
+            continue
+        ratio = []
+        for child in (best, worst):
+            own, base = (
+                Normal(scale * start[place], 0.3).log_prob(drawn[child, place].detach()).mean()
+                for scale in (theta, 0.85)
+            )
+            ratio.append((own - base).clamp(math.log(0.8), math.log(1.2)))
+        terms.append(-functional.logsigmoid(4.0 * (ratio[0] - ratio[1])))
+    assert 0 < len(terms) < count, "a state whose children are worth alike says nothing"
+    expected = 0.5 * torch.stack(terms).mean()
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-5)
+    (found,) = torch.autograd.grad(loss, theta)
+    assert float(found) != 0
+    torch.testing.assert_close(found, torch.autograd.grad(expected, theta)[0], atol=1e-6, rtol=1e-5)

@@ -1,0 +1,95 @@
+"""What shares out an advantage among steps, by hand tables and slow references."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from made_rollouts import make_rollouts
+
+from robopolicy.core.spec import STATE
+from robopolicy.rl import credit
+from robopolicy.rl.context import Context
+
+CONTEXT = Context(torch.Generator(), iteration=0, iterations=10)
+
+
+@pytest.mark.checks("credit/denoising_discount")
+def test_noisy_steps_get_less_credit():
+    rollouts = make_rollouts([1], [0], steps=3)
+    found = credit.discount_denoising(rollouts, torch.full((1, 1, 3), 2.0), CONTEXT, gamma=0.5)
+    assert found.tolist() == [[[0.5, 1.0, 2.0]]]
+
+
+@pytest.mark.checks("credit/d3s_steps")
+def test_d3s_keeps_the_steps_with_the_largest_advantage_times_entropy():
+    entropy = torch.tensor([[[0.1, 2.0], [1.0, 0.5]], [[3.0, 0.2], [9.0, 9.0]]])
+    rollouts = make_rollouts([2, 1], [0, 0]).with_extras(entropy=entropy)
+    advantage = torch.tensor([[[5.0, 1.0], [-4.0, 2.0]], [[-0.5, 3.0], [9.0, 9.0]]])
+    # |A| H: .5, 2, 4, 1 | 1.5, .6; the last decision is padding.
+    for iteration, kept in ((0, [[0, 1, 1, 0], [0, 0]]), (5, [[0, 1, 1, 1], [1, 0]]), (10, [[1, 1, 1, 1], [1, 1]])):
+        found = credit.d3s_steps(rollouts, advantage, replace(CONTEXT, iteration=iteration), start=0.3)
+        expected = advantage[rollouts.mask] * torch.tensor([value for row in kept for value in row])
+        assert found[rollouts.mask].tolist() == expected.tolist(), iteration
+
+
+@pytest.mark.checks("credit/empg")
+def test_empg_equals_a_slow_reference():
+    lengths, draws = [3, 1, 2], np.random.default_rng(0)
+    entropy, advantage = draws.random((3, 3, 2)) * 2, draws.normal(size=(3, 3, 2))
+    rollouts = make_rollouts(lengths, [0] * 3).with_extras(entropy=torch.tensor(entropy))
+    found = credit.empg(rollouts, torch.tensor(advantage), CONTEXT, damping=1.5, clarity=0.7, bonus=0.2)
+
+    places = [(row, column) for row, length in enumerate(lengths) for column in range(length)]
+    mean = {place: entropy[place].mean() for place in places}
+    least, most = min(mean.values()), max(mean.values())
+    scaled = {place: (value - least) / (most - least) for place, value in mean.items()}
+    gain = {place: math.exp(-1.5 * value) for place, value in scaled.items()}
+    usual = sum(gain.values()) / len(gain)
+    shaped = {}
+    for row, column in places:
+        shaped[row, column] = advantage[row, column] * gain[row, column] / usual
+        if (row, column + 1) in scaled:
+            shaped[row, column] += 0.2 * math.exp(-0.7 * scaled[row, column + 1])
+    centre = np.mean(list(shaped.values()))
+    for place in places:
+        assert found[place].tolist() == pytest.approx((shaped[place] - centre).tolist())
+    assert not found[~rollouts.mask].any()
+
+
+@pytest.mark.checks("credit/seed_grpo")
+def test_seed_grpo_shrinks_by_the_entropy_of_what_a_start_leads_to():
+    rollouts = make_rollouts([1] * 6, [0, 0, 0, 0, 1, 1])
+    ends = torch.tensor([0.0, 9.0, 9.0, -9.0, 9.0, 9.0])[:, None, None, None].expand(6, 1, 1, 3)
+    rollouts = replace(rollouts, next_observation={STATE: ends})
+    found = credit.seed_grpo(rollouts, torch.full((6, 1, 2), 2.0), CONTEXT, alpha=0.5)[:, 0, 0]
+    # Clusters of 1, 2 and 1 of four: H = 2 (1/4) log 4 + (1/2) log 2 = 1.5 log 2 of at most log 4; then one of two.
+    shrunk = 2 * (1 - 0.5 * 1.5 * math.log(2) / math.log(4))
+    assert found.tolist() == pytest.approx([shrunk] * 4 + [2.0] * 2)
+
+
+@pytest.mark.checks("credit/vppo")
+def test_vppo_scales_episodes_by_their_mean_dependency_and_centres_the_scale():
+    rollouts = make_rollouts([1, 1, 1], [0, 0, 0], steps=2)
+    shift = torch.tensor([[-2.0, 1.0], [-0.5, 0.0], [0.0, 0.3]], dtype=torch.float64)[:, None]
+    rollouts = rollouts.with_extras(blackout_logp=rollouts.logp_behaviour + shift)
+    found = credit.vppo(rollouts, torch.ones(3, 1, 2, dtype=torch.float64), CONTEXT, share=0.5, low=0.8, high=1.2)
+    dependency = np.exp(shift.numpy()) - 1 - shift.numpy()
+    mean = dependency[:, 0].mean(1)
+    scale = 0.8 + 0.4 * (mean - mean.min()) / (mean.max() - mean.min())
+    scale /= scale.mean()
+    kept = np.array([[1, 0], [1, 0], [0, 1]])
+    torch.testing.assert_close(found[:, 0], torch.tensor(kept * scale[:, None]), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.checks("credit/instruction_contrast")
+def test_what_depends_on_the_instruction_weighs_more_in_good_and_less_in_bad_episodes():
+    rollouts = make_rollouts([1, 1], [0, 0], steps=3)
+    delta = torch.tensor([0.2, 5.0, -5.0], dtype=torch.float64).expand(2, 1, 3)
+    rollouts = rollouts.with_extras(contrast_logp=rollouts.logp_behaviour - delta)
+    advantage = torch.tensor([2.0, -1.0], dtype=torch.float64)[:, None, None].expand(2, 1, 3)
+    found = credit.instruction_contrast(rollouts, advantage, CONTEXT, share=0.4, epsilon=0.5)
+    good = [2 * (0.6 + 0.4 * math.exp(0.2)), 2 * (0.6 + 0.4 * 1.5), 2 * (0.6 + 0.4 * 0.5)]
+    bad = [-(0.6 + 0.4 * math.exp(-0.2)), -(0.6 + 0.4 * 0.5), -(0.6 + 0.4 * 1.5)]
+    assert found[:, 0].flatten().tolist() == pytest.approx(good + bad)
