@@ -123,12 +123,12 @@ def ngrpo(
     return broadcast(torch.where(counts, scaled, 0.0), rollouts)
 
 
-@mechanism(Slot.ADVANTAGE, "w_reinforce", source="PSR/NSR, Zhu et al. 2025, arXiv:2506.01347", needs=())
+@mechanism(Slot.ADVANTAGE, "w_reinforce", source="PSR/NSR, Zhu et al. 2025, arXiv:2506.01347", needs=(Need.EPISODES,))
 def w_reinforce(rollouts: Rollouts, context: Context, *, positive: float = 0.1) -> Tensor:
     """A = positive for a success, -1 for a failure: mostly learning from what went wrong, which keeps diversity.
 
-    positive=0 is NSR; positive=1 is plain REINFORCE on signs. Any layout of whole episodes; needs no groups. Returns
-    A [B, T], constant over an episode.
+    positive=0 is NSR; positive=1 is plain REINFORCE on signs. Whole episodes, in groups or alone. Returns A [B, T],
+    constant over an episode.
     """
     success = rollouts.row_success
     sign = torch.where(success, torch.full_like(rollouts.row_return, positive), -1.0)
