@@ -29,6 +29,7 @@ from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.policies import load_policy as load_alone
 from robopolicy.rl.critic import Critic, state_critic
+from robopolicy.training.acting import Acting
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
 from sims.recorded import DemonstratedWorld
@@ -300,6 +301,25 @@ def with_planning(section: PlanSection, policy: Policy, device: torch.device | s
         return policy
     planned = PlannedPolicy(policy, load_world_model(section.model, device), narrowed(PlanConfig, section))
     return _of_the_same_origin(planned, policy)
+
+
+def planned_acting(
+    section: PlanSection, world: World, imagined: Path | None = None, device: torch.device | str = "cpu"
+) -> Acting | None:
+    """Return who acts for a policy that is tuned in `world`: it, planning in a world model, None where none is named.
+
+    imagined: the checkpoint in whose imagination `world` plays; if that plans as well, it is one model with the
+    world's, refreshed with it. Raises ConfigError for a model without a decoder: policies in it read its latent.
+    """
+    if section.model is None:
+        return None
+    shared = imagined is not None and imagined.resolve() == section.model.resolve()
+    own = world.model if isinstance(world, ImaginedWorld) and shared else None
+    model = load_world_model(section.model, device) if own is None else own
+    if isinstance(model, DecoderFree):
+        raise ConfigError(f"plan.model={section.model} shows a latent: planning needs a model that shows observations.")
+    settings = narrowed(PlanConfig, section)
+    return lambda policy: PlannedPolicy(policy, model, settings)
 
 
 def _of_the_same_origin[Wrapper: Policy](wrapper: Wrapper, policy: Policy) -> Wrapper:

@@ -121,13 +121,21 @@ def test_the_whole_path(root, capsys):
     assert "already fine-tuned" in capsys.readouterr().out
 
 
-def test_imagination_that_is_interrupted_while_its_model_is_refreshed_ends_in_the_same_place(root, monkeypatch):
+@pytest.mark.parametrize(
+    "planned", [pytest.param(False, id="alone"), pytest.param(True, id="planned", marks=pytest.mark.slow)]
+)
+def test_imagination_that_is_interrupted_while_its_model_is_refreshed_ends_in_the_same_place(
+    planned, root, monkeypatch
+):
     make(root, "collect", "train", "worldmodel")
+    model = explicit(root)[1].removeprefix("imagine.")
+    plans = [f"plan.{model}", "plan.uncertainty=-1", "plan.candidates=2", "imagine.refresh_uncertainty=1"]
 
     def imagine(name):
+        name, settings = f"{name}_{planned}", plans if planned else []
         refreshed = "finetune.checkpoint_every=1", "imagine.refresh_every=1", "imagine.refresh_steps=5"
         shared = "finetune.iterations=3", "imagine.watch=8", "imagine.refresh_episodes=8", "imagine.gap=null"
-        return run(root, "imagine", f"run.name={name}", *refreshed, *shared, *explicit(root))
+        return run(root, "imagine", f"run.name={name}", *refreshed, *shared, *settings, *explicit(root))
 
     refreshes = []
 
@@ -141,7 +149,7 @@ def test_imagination_that_is_interrupted_while_its_model_is_refreshed_ends_in_th
         patch.setattr(imagined, "fit_stages", interrupted)
         assert imagine("broken") == INTERRUPTED
     assert imagine("broken") == 0
-    whole, broken = (root / "imagine" / name / "0" for name in ("whole", "broken"))
+    whole, broken = (root / "imagine" / f"{name}_{planned}" / "0" for name in ("whole", "broken"))
     for file in ("checkpoint/model.safetensors", "model/model.safetensors", "refreshes.json"):
         assert (whole / file).read_bytes() == (broken / file).read_bytes(), file
 

@@ -42,6 +42,10 @@ class ImagineSection:
     """How many of them join the data."""
     refresh_steps: int = 500
     """How many training steps follow."""
+    refresh_uncertainty: float | None = None
+    """With plan.model: what a unit of the model's uncertainty adds to a plan while those episodes are recorded, above 0
+    to go where the model does not know yet (COPlanner's optimistic exploration). Null for the policy without plans.
+    """
     rounds: int = 5
     """Of sft: how often it synthesises and imitates."""
     synthetic: int = 512

@@ -10,7 +10,9 @@ from worldmodels.configuration import PlanConfig
 class PlanSection(PlanConfig):
     """Planning in a world model: of several action chunks of the policy, execute the one with the best imagined return.
 
-    The other settings, such as discount and uncertainty penalty, are inherited.
+    The other settings, such as discount and uncertainty penalty, are inherited. finetune and imagine collect by it too:
+    with plan.uncertainty below 0 imagined rollouts stay where the model knows (COPlanner). Which of the chunks was
+    taken is not part of the policy's probabilities.
     """
 
     model: Path | None = None

@@ -22,6 +22,7 @@ from robopolicy.core.storage import read_json, recover_folder, replace_folder, s
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
+from robopolicy.training.acting import Acting
 from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.course import Course, Ended, score
 from robopolicy.training.finetune import Confirm, Evaluate, FinetuneResult
@@ -119,12 +120,14 @@ def synthesise_and_imitate(
     confirm: Confirm | None = None,
     course: Course,
     run: RunFolder | None = None,
+    acting: Acting | None = None,
 ) -> FinetuneResult:
     """Improve `policy` by imitating its own imagined successes; at the end it holds the best round's weights.
 
     Every round plays `rollouts` noisy episodes in the imagined `world`, keeps those that the model believes to succeed
     (of this round and of earlier ones), and fits the policy to them. Before the first and after every round it is
-    evaluated, and `course` says whether it goes on. A round counts as an iteration.
+    evaluated, and `course` says whether it goes on. A round counts as an iteration. acting: who plays for the policy,
+    None for itself.
     """
     generators, kept, imagined, turn = Generators(seed, next(policy.parameters()).device), [], 0, 0
     best: dict[str, Any] = {}
@@ -135,7 +138,8 @@ def synthesise_and_imitate(
         figures: dict[str, Any] = {"iteration": turn, "env_steps": imagined}
         if turn:
             seeds = episode_seeds(seed, f"synthesis/{turn}", rollouts)
-            played = record(world, policy, seeds, generator=generators["act"])
+            player = policy if acting is None else acting(policy)
+            played = record(world, player, seeds, generator=generators["act"])
             assert played.success is not None
             imagined += played.step_count
             figures |= {"env_steps": imagined, "success": float(played.success.float().mean())}

@@ -6,9 +6,18 @@ goes on from the last checkpoint and ends in the same place. world=worldmodel tu
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from robopolicy.build import as_seen_in, build_controller, build_critic, build_world, choose_device, load_policy
+from robopolicy.build import (
+    as_seen_in,
+    build_controller,
+    build_critic,
+    build_world,
+    choose_device,
+    load_policy,
+    planned_acting,
+)
 from robopolicy.configuration import Config
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
@@ -36,7 +45,7 @@ from worldmodels.encoding import EncodedPolicy
 
 VERB = Verb(
     summary="Fine-tune a policy with RL in its denoising chain or on its tokens",
-    sections=("run", "world", "finetune"),
+    sections=("run", "world", "plan", "finetune"),
     example="robopolicy finetune recipe=push_cube run.seed=1",
     target="finetune.policy",
     world_from={"finetune.policy": "train/checkpoint"},
@@ -85,7 +94,7 @@ def run(config: Config) -> int:
         evaluate=evaluate,
         confirm=confirm,
         seed=config.run.seed,
-        guidance=guidance_of(config, world),
+        guidance=guidance_of(config, world, config.world.model),
     )
     seconds = time.perf_counter() - started
     seeds = evaluation_seeds(config, section.evaluate_episodes)
@@ -139,15 +148,19 @@ def film(config: Config, world: World, policies: Mapping[str, Policy], folder: R
     write_video(beside(*clips), folder.path / "base_and_tuned.mp4")
 
 
-def guidance_of(config: Config, world: World) -> Guidance:
-    """Load what the configured mechanisms lean on: a teacher, demonstrated states, successful episodes of experts."""
+def guidance_of(config: Config, world: World, imagined: Path | None = None) -> Guidance:
+    """Load what the configured mechanisms lean on: a teacher, demonstrated states, successful episodes of experts.
+
+    imagined: the world model's checkpoint in which `world` plays, None for another world.
+    """
     section, device = config.finetune, choose_device(config.run)
     recorded = [read_dataset(path, cameras=world.spec.cameras) for path in section.experts]
     experts = Episodes.concatenate(recorded) if recorded else None
     if experts is not None and experts.success is not None:
         experts = experts.select(experts.success)
     teacher = None if section.teacher is None else as_seen_in(world, load_policy(section.teacher, device))
-    return Guidance(teacher, demonstrated(config, world), experts)
+    acting = planned_acting(config.plan, world, imagined, device)
+    return Guidance(teacher, demonstrated(config, world), experts, acting)
 
 
 def demonstrated(config: Config, world: World) -> Demonstrations | None:

@@ -29,6 +29,7 @@ from robopolicy.build import (
     build_world,
     choose_device,
     load_policy,
+    planned_acting,
     save_encoder,
 )
 from robopolicy.configuration import Config
@@ -46,6 +47,7 @@ from robopolicy.evaluation.two_worlds import TwoWorlds
 from robopolicy.origins import origin_of_section
 from robopolicy.policies import load_policy as load_alone
 from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.training.acting import Acting
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.course import Course, Ended, Oversight
 from robopolicy.training.finetune import FinetuneResult, finetune
@@ -79,7 +81,7 @@ UNWATCHED = (
 
 VERB = Verb(
     summary="Fine-tune inside a world model, with imagined and real success side by side",
-    sections=("run", "world", "finetune", "imagine"),
+    sections=("run", "world", "plan", "finetune", "imagine"),
     example="robopolicy imagine recipe=push_cube",
     target="finetune.policy",
     world_from={"finetune.policy": "train/checkpoint", "imagine.model": "worldmodel/checkpoint"},
@@ -126,7 +128,7 @@ def run(config: Config) -> int:
     inside = {"base": as_seen_in(worlds.imagined, base), "tuned": policy}
     refresh = refresh_of(config, worlds, model, folder) if chosen.refresh_every else None
     started = time.perf_counter()
-    tuned = learn(config, policy, worlds, folder, refresh)
+    tuned = learn(config, policy, worlds, model, folder, refresh)
     seconds = time.perf_counter() - started
     if isinstance(worlds.imagined.model, DecoderFree):
         save_encoder(worlds.imagined.model, folder.checkpoint)
@@ -175,6 +177,13 @@ def open_worlds(config: Config, base: Policy, model: Path, device: torch.device)
 def refresh_of(config: Config, worlds: Worlds, model: Path, folder: RunFolder) -> ModelRefresh:
     """Return what trains the model on, in both imagined worlds, with new real episodes of the policy."""
     chosen = config.imagine
+    in_reality = worlds.in_reality
+    if chosen.refresh_uncertainty is not None:
+        optimistic = replace(config.plan, uncertainty=chosen.refresh_uncertainty)
+        exploring = planned_acting(optimistic, worlds.training, model, choose_device(config.run))
+        if exploring is None:
+            raise ConfigError("imagine.refresh_uncertainty explores by planning: set plan.model, imagine.model say.")
+        in_reality = lambda policy: exploring(worlds.in_reality(policy))  # noqa: E731
     return ModelRefresh(
         [cast(LearnedModel, each.model) for each in (worlds.training, worlds.imagined)],
         worlds.real,
@@ -184,14 +193,17 @@ def refresh_of(config: Config, worlds: Worlds, model: Path, folder: RunFolder) -
         chosen.refresh_episodes,
         chosen.refresh_steps,
         config.run.seed,
-        worlds.in_reality,
+        in_reality,
     )
 
 
 def learn(
-    config: Config, policy: Trainable, worlds: Worlds, folder: RunFolder, refresh: ModelRefresh | None
+    config: Config, policy: Trainable, worlds: Worlds, model: Path, folder: RunFolder, refresh: ModelRefresh | None
 ) -> FinetuneResult:
-    """Fine-tune `policy` in the training world, watched in both others; it ends as the best of `imagine.keep`."""
+    """Fine-tune `policy` in the training world, watched in both others; it ends as the best of `imagine.keep`.
+
+    model: the checkpoint in which they imagine.
+    """
     section, chosen, device = config.finetune, config.imagine, choose_device(config.run)
     validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
     watch = TwoWorlds(
@@ -206,7 +218,8 @@ def learn(
         confirming=partial(confirming_seeds, config),
     )
     if chosen.method == "sft":
-        return imitate(config, policy, worlds.training, watch, folder)
+        acting = planned_acting(config.plan, worlds.training, model, device)
+        return imitate(config, policy, worlds.training, watch, folder, acting)
     tuning, leash = held_near(narrowed(FinetuneConfig, section), chosen)
     return finetune(
         policy,
@@ -217,7 +230,7 @@ def learn(
         evaluate=watch.evaluate,
         confirm=watch.confirm,
         seed=config.run.seed,
-        guidance=guidance_of(config, worlds.training),
+        guidance=guidance_of(config, worlds.training, model),
         after_checkpoint=refresh,
         oversight=Oversight(chosen.patience, leash, chosen.tighten),
     )
@@ -244,9 +257,14 @@ def judge_all(config: Config, world: World, policies: Mapping[str, Policy]) -> d
 
 
 def imitate(
-    config: Config, policy: Trainable, training_world: World, watch: TwoWorlds, folder: RunFolder
+    config: Config,
+    policy: Trainable,
+    training_world: World,
+    watch: TwoWorlds,
+    folder: RunFolder,
+    acting: Acting | None = None,
 ) -> FinetuneResult:
-    """Run the rounds of synthesis, filter and imitation."""
+    """Run the rounds of synthesis, filter and imitation; acting: who plays for the policy, None for itself."""
     chosen = config.imagine
     policy.requires_grad_(True)
     return synthesise_and_imitate(
@@ -262,6 +280,7 @@ def imitate(
         confirm=watch.confirm,
         course=Course(Oversight(chosen.patience), config.finetune.target_success),
         run=folder,
+        acting=acting,
     )
 
 

@@ -1,6 +1,7 @@
 """Imitation beside reinforcement, averaged policies, who acts, experts as rows, planning in imagined training."""
 
 import copy
+import math
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -26,6 +27,9 @@ from robopolicy.training.experience import decisions_at
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.update import Learner
+from worldmodels.configuration import PlanConfig
+from worldmodels.planning import PlannedPolicy
+from worldmodels.protocol import Imagined
 
 CONFIG = FinetuneConfig(
     algorithm="grpo",
@@ -241,3 +245,57 @@ def test_the_whole_of_dagger_comes_to_its_teacher_and_survives_a_resume(tmp_path
     assert float(end.abs().mean()) < 0.3 * float(start.abs().mean())
     with pytest.raises(ConfigError, match="needs a teacher"):
         tuned(config)
+
+
+class Guessing:
+    """A model of the bandit whose uncertainty is how far to the right an action points."""
+
+    def __init__(self):
+        self.spec = replace(BanditWorld(1).spec, rewards=("reward",))
+
+    def initial(self, context, seeds):
+        return {"place": torch.from_numpy(context.last(STATE).astype("float32")), "seed": torch.from_numpy(seeds)}
+
+    def imagine(self, latent, actions):
+        over = torch.zeros(len(actions), dtype=torch.bool)
+        seen = {STATE: latent["place"]}
+        return latent, Imagined(seen, {"reward": torch.zeros(len(actions))}, over, over, actions[:, 0].float().exp())
+
+
+@pytest.mark.checks("COPlanner")
+def test_imagined_rollouts_avoid_what_the_model_does_not_know_and_exploration_seeks_it():
+    def right(uncertainty: float | None) -> tuple[float, Rollouts]:
+        policy, config = ChainPolicy(std=0.5), replace(CONFIG, groups=8)
+        plan = None if uncertainty is None else PlanConfig(8, 2, uncertainty=uncertainty)
+        acting = None if plan is None else lambda learner: PlannedPolicy(learner, Guessing(), plan)
+        draws, world = torch.Generator().manual_seed(0), BanditWorld(12)
+        algorithm, acts = build_algorithm(config), Guidance(acting=acting).who_acts(None)
+        rollouts = make_collector(world, policy, algorithm, config, 0, draws, acting=acts).collect(0)
+        scores = policy.log_prob(*decisions_at(rollouts, rollouts.alive, world.spec.instructions)).logp
+        torch.testing.assert_close(scores, rollouts.logp_behaviour[rollouts.alive])  # still the policy's own decisions
+        return float(rollouts.actions[rollouts.alive][..., 0].mean()), rollouts
+
+    cautious, alone, curious = (right(uncertainty)[0] for uncertainty in (-1.0, None, 1.0))
+    assert cautious < alone - 0.4
+    assert curious > alone + 0.4
+
+
+@pytest.mark.checks("COPlanner")
+def test_a_plan_is_worth_its_discounted_rewards_and_uncertainties():
+    first = torch.tensor([[0.1, 0.0], [0.3, 0.0]])
+    config = PlanConfig(2, 3, discount=0.9, uncertainty=-0.5)
+
+    class Steady:
+        spec = ChainPolicy().spec
+
+        def act(self, observation, generator, *, deterministic=False) -> Decision:
+            rows = len(observation[STATE])
+            return Decision(first.repeat(rows // 2, 1)[:, None])
+
+        def reset(self, rows=None) -> None:
+            pass
+
+    planned = PlannedPolicy(Steady(), Guessing(), config)
+    planned.act({STATE: torch.zeros(1, 1, 2)}, torch.Generator().manual_seed(0))
+    slow = [-0.5 * math.exp(step) * (1 + 0.9 + 0.81) for step in (0.1, 0.3)]
+    assert planned.last_scores[0].tolist() == pytest.approx(slow, rel=1e-5)
