@@ -32,6 +32,8 @@ class Extras:
     """[B, T] share of the demonstration that the episode began after. Added in collecting groups; read by hints."""
     taught: Tensor | None = None
     """[B, T] bool, the teacher acted. Added in collecting where the two take turns; read by `Rollouts.played`."""
+    replayed: Tensor | None = None
+    """[B, T] bool, rows of earlier iterations that are learned from again. Added by PROPS; read by `Rollouts.fresh`."""
     state_key: Tensor | None = None
     """[B, T] int64, equal for states that count as the same. Added by collectors that know better than rounding."""
     entropy: Tensor | None = None

@@ -194,6 +194,26 @@ class RecordsMeans(Protocol):
 
 
 @runtime_checkable
+class MatchesNoise(Protocol):
+    """A policy whose decisions may be scored by denoising their own action, which is made noisy at K levels.
+
+    scored_by_matching: whether they are; `spec.scored_steps` is then the number of levels.
+    """
+
+    @property
+    def scored_by_matching(self) -> bool:
+        """See the class."""
+        ...
+
+    def noisy_actions(self, latents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what the levels of recorded decisions make of their actions, [N, K, P, A], and the times [N, K].
+
+        A time is in [0, 1]: 0 is the (normalised) action itself, 1 is noise alone.
+        """
+        ...
+
+
+@runtime_checkable
 class CachesCondition(Protocol):
     """A policy that encodes images once, when it acts, with a frozen encoder; `log_prob` reuses the features.
 

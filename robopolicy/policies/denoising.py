@@ -22,7 +22,7 @@ from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.fields import select_fields
-from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, reduce_logp
+from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, noisy_actions, reduce_logp
 from robopolicy.policies.network import (
     ChunkNetwork,
     Condition,
@@ -106,7 +106,7 @@ class DenoisingPolicy(nn.Module):
             history=self.config.history,
             chunk=self.config.chunk,
             prediction=self.config.prediction_steps,
-            scored_steps=self.config.matching_samples if self._matching else self.finetuned_steps,
+            scored_steps=self.config.matching_samples if self.scored_by_matching else self.finetuned_steps,
             fps=self.fps,
             instructions=self.instructions,
         )
@@ -117,11 +117,6 @@ class DenoisingPolicy(nn.Module):
         if self.base is None:
             return None
         return {"steps": self.finetuned_steps, "train_encoder": self._train_encoder}
-
-    @property
-    def _matching(self) -> bool:
-        """Whether decisions are scored by minus the denoising loss at random levels (see `matching`)."""
-        return self.config.likelihood is Likelihood.MATCHING
 
     @property
     def reads_instructions(self) -> bool:
@@ -168,7 +163,7 @@ class DenoisingPolicy(nn.Module):
         not counted: they are kept with the initial noise. Raises ConfigError with likelihood=matching, else what `act`
         raises.
         """
-        if self._matching:
+        if self.scored_by_matching:
             raise ConfigError("likelihood=matching keeps no chains to go on from: set branch_sampling_step=null.")
         return self._act(observation, generator, False, Kept(latents["chain"], count))
 
@@ -180,7 +175,7 @@ class DenoisingPolicy(nn.Module):
         (score the behaviour the same way); "condition" replaces the observation when the encoder is fixed. extras: see
         `chain_scores` and `matching_scores`. Raises SpecError where chain or observation do not fit.
         """
-        if self._matching:
+        if self.scored_by_matching:
             condition = self._condition(observation, latents)
             return matching_scores(self.config, self.schedule, self.network, condition, latents)
         chain = latents["chain"]
@@ -189,6 +184,15 @@ class DenoisingPolicy(nn.Module):
             raise SpecError(f"The chain has shape {list(chain.shape)}, this policy's are [N, {str(expected)[1:-1]}].")
         condition = self._condition(observation, latents)
         return chain_scores(self.config, self.schedule, self.first_step, self.network, condition, latents)
+
+    @property
+    def scored_by_matching(self) -> bool:
+        """Whether decisions are scored by minus the denoising loss at random levels (likelihood=matching)."""
+        return self.config.likelihood is Likelihood.MATCHING
+
+    def noisy_actions(self, latents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what recorded levels make of normalised actions, [N, n, P, A], and their times [N, n] in [0, 1]."""
+        return noisy_actions(self.schedule, latents)
 
     @torch.no_grad()
     def finish_chain(self, observation: TensorObservation, latents: Tensor, next_step: Tensor) -> Tensor:
@@ -257,7 +261,7 @@ class DenoisingPolicy(nn.Module):
         count = steps if steps is not None else self.config.finetuned_steps or (total + 1) // 2
         if not 1 <= count <= total:
             raise ConfigError(f"{count} fine-tuned steps do not fit a chain of {total}: choose 1 to {total}.")
-        if not self._matching and not bool(self.schedule.density[total - count :].any()):
+        if not self.scored_by_matching and not bool(self.schedule.density[total - count :].any()):
             raise ConfigError(
                 f"None of the last {count} steps has noise, so there is nothing to score: fine-tune more steps, "
                 "set flow_noise=constant, or raise eta or min_sampling_std."
@@ -306,7 +310,7 @@ class DenoisingPolicy(nn.Module):
             (batch, config.prediction_steps, self.action.size),
             generator,
             device,
-            noisy=not deterministic and not self._matching,
+            noisy=not deterministic and not self.scored_by_matching,
             noise_clip=config.noise_clip,
             scored=slice(first, None),
             noisy_steps=config.noisy_steps,
@@ -324,7 +328,7 @@ class DenoisingPolicy(nn.Module):
         chain = sample_chain(schedule, first, leading, scored, draws, learned_std=learned_std, kept=kept)
         actions = self._actions(chain.final)
         latents = self._latents(chain, condition, generator)
-        if self._matching:
+        if self.scored_by_matching:
             return self._matched(actions, latents, condition, deterministic)
         mask = choices(schedule, first, draws, kept)
         logp = torch.zeros(mask.shape, device=device)
@@ -345,13 +349,13 @@ class DenoisingPolicy(nn.Module):
 
     def _latents(self, chain: Chain, condition: Condition, generator: torch.Generator) -> dict[str, Tensor]:
         """Return what scores a decision again: its chain, or what matching draws for its action."""
-        if self._matching:
+        if self.scored_by_matching:
             latents = matching_latents(chain.final, self.schedule, self.config.matching_samples, generator)
         else:
             latents = {"chain": chain.latents}
         if self.caches_condition:
             latents |= condition
-        if self.record_means and not self._matching:
+        if self.record_means and not self.scored_by_matching:
             latents["mean"] = chain.normal.mean
         return latents
 

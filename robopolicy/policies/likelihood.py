@@ -102,6 +102,17 @@ def matching_latents(action: Tensor, schedule: Schedule, samples: int, generator
     return {"action": action, "noise": noise.to(action.device), "level": level.to(action.device)}
 
 
+def noisy_actions(schedule: Schedule, latents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the noisy actions [N, n, P, A] that `matching_scores` denoises, and their times [N, n] in [0, 1].
+
+    latents: as `matching_latents` returns them.
+    """
+    noise, level = latents["noise"], latents["level"]
+    clean = latents["action"][:, None].expand(noise.shape).flatten(0, 1)
+    noisy = schedule.corrupt(clean, noise.flatten(0, 1), level.flatten())
+    return noisy.reshape(noise.shape), schedule.level_times(level.flatten()).reshape(level.shape)
+
+
 def matching_scores(
     config: DenoisingPolicyConfig,
     schedule: Schedule,

@@ -62,7 +62,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sppo": {"advantage": "grpo", "coefficient": "sppo", "weight": "constant"},
     "p3o": {"advantage": "grpo", "coefficient": "p3o", "weight": "constant"},
     "ac_flow": {
-        "advantage": "gae",
+        "models": ("flow_critic",),
+        "advantage": "flow_values",
         "coefficient": "clipped_advantage",
         "weight": "step_mean",
         "auxiliaries": ("velocity",),
@@ -70,8 +71,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "afd": {
         "models": ("discriminator",),
         "advantage": "discriminator",
-        "coefficient": "clipped_advantage",
+        "coefficient": "negative_aware",
         "weight": "step_mean",
+        "auxiliaries": ("velocity",),
     },
     "fpo": {
         "advantage": "gae",

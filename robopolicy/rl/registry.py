@@ -50,8 +50,11 @@ class Need(Enum):
     WHOLE_GROUPS = "minibatches of whole groups (group_size >= 2)"
     CATEGORICAL = "steps drawn from categorical distributions (a token policy)"
     GAUSSIAN = "steps drawn from Gaussians (a denoising policy)"
-    MEANS = "the means of the behaviour's steps (a denoising policy, which then keeps them)"
-    FINISHES = "a policy that can complete a half-made decision without noise (a denoising policy)"
+    MEANS = "the means of the behaviour's steps (a denoising policy with likelihood=chain, which then keeps them)"
+    FINISHES = (
+        "a policy that can complete a half-made decision without noise (a denoising policy with likelihood=chain)"
+    )
+    MATCHING = "decisions scored by denoising their own action (a denoising policy with likelihood=matching)"
     CRITIC = "a critic"
     IMAGES = "camera images in the observation"
     INSTRUCTIONS = "a world with several instructions"
@@ -62,6 +65,7 @@ class Need(Enum):
     BASE = "the base policy, frozen"
     IMPLICIT = "a model that rewards every step (models=[prime] or [oprl])"
     VALUES = "a model of action values (models=[q_ensemble])"
+    FLOW_VALUES = "a critic of noisy actions (models=[flow_critic])"
     ENTROPY = "the entropy of every step under the policy that acted"
     BLACKOUT_SCORES = "scores of the same steps with patches of the camera images made black (cameras)"
     CONTRAST_SCORES = "scores of the same steps under another instruction (a world with several instructions)"

@@ -88,6 +88,8 @@ class FinetuneConfig(AlgorithmConfig):
     """How many updates old the weights that collect are made to be, in turns and repeatably."""
     props: int = 0
     """Collect in so many parts, the later ones steered away from what has been sampled too often (PROPS), 0 for off."""
+    props_past: int = 0
+    """Earlier iterations whose rollouts props keeps: they are steered away from too, and learned from again."""
     teacher_acts: float = 0.0
     """Share of the decisions, drawn at random, that the teacher takes at first (DAgger's mixture; not learned from but
     by auxiliaries such as dagger), 0 for none.
@@ -110,7 +112,7 @@ class FinetuneConfig(AlgorithmConfig):
     scored_steps: int = 0
     """Random steps of each decision that a minibatch scores (cheaper, noisier), 0 for all."""
     critic_warmup: int = 1
-    """First iterations that train the critic alone."""
+    """First iterations that train the critic alone, be it of states or of noisy actions."""
     learning_rate: float = 5e-4
     """The policy's learning rate."""
     actor_warmup: int = 30
@@ -166,6 +168,8 @@ class FinetuneConfig(AlgorithmConfig):
                 f"staleness {self.staleness} collects in a thread, delay {self.delay} in turns with old weights, props "
                 f"{self.props} with adjusted ones: choose one."
             )
+        if self.props_past and not self.props:
+            raise ConfigError(f"props_past is {self.props_past} without props: set props to 2 parts or more.")
         if self.overprovision and self.props:
             raise ConfigError(
                 f"overprovision {self.overprovision} leaves groups to the next part of props {self.props}."

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.policy import FinishesChain, Policy, RecordsMeans, ScoredPolicy, Scores, Trainable
+from robopolicy.core.policy import FinishesChain, MatchesNoise, Policy, RecordsMeans, ScoredPolicy, Scores, Trainable
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.rollouts import Rollouts
@@ -173,6 +173,11 @@ class _Finetuning:
         self._hold()
         self._resume()
 
+    @property
+    def _has_critic(self) -> bool:
+        """Whether there is one that warms up before the policy follows it: of states, or of noisy actions."""
+        return self.critic is not None or Need.FLOW_VALUES in self.algorithm.needs
+
     def _have(self, critic: Critic | None) -> frozenset[Need]:
         """What mechanisms may count on."""
         have = {
@@ -183,10 +188,11 @@ class _Finetuning:
         }
         if critic is not None:
             have |= {Need.CRITIC, Need.FINISHED}
-        if isinstance(self.policy, RecordsMeans):
-            have.add(Need.MEANS)
-        if isinstance(self.policy, FinishesChain):
-            have.add(Need.FINISHES)
+        if isinstance(self.policy, MatchesNoise) and self.policy.scored_by_matching:
+            have.add(Need.MATCHING)  # such decisions hold no chain
+        else:
+            have |= {Need.MEANS} if isinstance(self.policy, RecordsMeans) else set()
+            have |= {Need.FINISHES} if isinstance(self.policy, FinishesChain) else set()
         if self.config.group_size > 1:
             have |= {Need.GROUPS, Need.WHOLE_GROUPS}
         if self.config.starts:
@@ -244,9 +250,10 @@ class _Finetuning:
             self._context,
             self.generators["minibatches"],
             self._where,
-            train_actor=self.critic is None or self.iteration >= self.config.critic_warmup,
+            train_actor=not self._has_critic or self.iteration >= self.config.critic_warmup,
         )
         updated = time.perf_counter()
+        collected_rollouts = collected_rollouts.fresh
         metrics = {**episode_metrics(collected_rollouts), **learning, **update}
         if self.config.staleness or self.config.delay or self.config.overprovision:
             played = collected_rollouts.played
@@ -285,13 +292,13 @@ class _Finetuning:
         prepared = self.algorithm.prepare(rollouts, self._context)
         require_finite("the advantage", prepared.extras["advantage"], self._where)
         if rollouts.whole:
-            self.collector.observe(rollouts, prepared)
+            self.collector.observe(rollouts.fresh, prepared.fresh)
         prepared = prepared.without(following=True)  # targets and advantages are made: nothing looks ahead any more
         if self.replay is not None:
             prepared = self.replay.mix(prepared, self._context)
         if rollouts.whole:
-            groups = Segments.of(rollouts.group)
-            self.history = (*self.history, *groups.mean(rollouts.row_return).tolist())[-256:]
+            fresh = rollouts.fresh
+            self.history = (*self.history, *Segments.of(fresh.group).mean(fresh.row_return).tolist())[-256:]
         stale = prepared.played & (prepared.policy_version != self.iteration)
         if bool(stale.any()) and self.config.proximal == "current":
             prepared = replace(prepared, logp_proximal=rescored(prepared, self.policy, instructions)[0])

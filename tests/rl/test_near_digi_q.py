@@ -17,8 +17,6 @@ from robopolicy.rl.context import AuxiliaryInputs, Context, Tools
 from robopolicy.rl.side_models.q_ensemble import QEnsemble, td_target
 from robopolicy.training.state import load_trainer, save_trainer
 
-CHECKED = pytest.mark.checks("models/q_ensemble", "advantage/q_values", "Digi-Q")
-
 
 class Drawing(nn.Module):
     """Its decisions are always the same action; the log-probability of action a is -(a - mean)^2."""
@@ -69,7 +67,7 @@ def corridor(count: int, seed: int = 0, mark: float = 0.0) -> Rollouts:
     return rollouts
 
 
-@CHECKED
+@pytest.mark.checks("models/q_ensemble", "advantage/q_values", "Digi-Q")
 def test_targets_by_hand():
     reward, decay = torch.tensor([1.0, 0.25, -1.0]), torch.tensor([0.81, 0.9, 0.81])
     following, over = torch.tensor([2.0, 5.0, -1.0]), torch.tensor([False, True, False])
@@ -77,7 +75,7 @@ def test_targets_by_hand():
     torch.testing.assert_close(found, torch.tensor([2.62, 0.25, -1.81]))
 
 
-@CHECKED
+@pytest.mark.checks("models/q_ensemble", "advantage/q_values", "Digi-Q")
 def test_values_are_of_the_actions_that_the_policy_draws_whoever_made_the_data():
     """Behaviour wins half the time at B; the policy would always win. Q(A) = .5^2 V(B), V(B) = Q(B, +1) = 1."""
     policy = Drawing(1.0)
@@ -109,7 +107,7 @@ def seen_marks(model: QEnsemble, rollouts: Rollouts, seed: int) -> Tensor:
     return torch.cat(marks)
 
 
-@CHECKED
+@pytest.mark.checks("models/q_ensemble", "advantage/q_values", "Digi-Q")
 def test_earlier_decisions_are_learned_from_and_the_oldest_make_room():
     model = QEnsemble(tools(Drawing()), target="td", epochs=1, width=8, capacity=24)
     assert seen_marks(model, corridor(8, mark=0.0), 0).unique().tolist() == [0.0]
@@ -127,7 +125,7 @@ def test_earlier_decisions_are_learned_from_and_the_oldest_make_room():
     assert fresh.tree()["replayed"] == {}
 
 
-@CHECKED
+@pytest.mark.checks("models/q_ensemble", "advantage/q_values", "Digi-Q")
 def test_a_checkpoint_goes_on_byte_for_byte_with_what_was_kept(tmp_path):
     def make() -> QEnsemble:
         torch.manual_seed(0)
@@ -144,7 +142,7 @@ def test_a_checkpoint_goes_on_byte_for_byte_with_what_was_kept(tmp_path):
     assert torch.equal(a.extras["v"], b.extras["v"])
 
 
-@CHECKED
+@pytest.mark.checks("models/q_ensemble", "advantage/q_values", "Digi-Q")
 def test_the_preset_learns_by_differences_from_kept_data_and_imitates_the_best():
     algorithm = build_algorithm(AlgorithmConfig(algorithm="digi_q"))
     options = algorithm.models["q_ensemble"].keywords  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.run import RunFolder
 from robopolicy.data.record import record
 from robopolicy.policies import DenoisingPolicy
-from robopolicy.policies.configuration import DenoisingPolicyConfig
+from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.presets import PRESETS
 from robopolicy.rl.ratio_level import RatioLevel
@@ -38,6 +38,7 @@ GAUSSIAN_MEANS = {"grpo_guard"}
 FROM_SUCCESS = {"w_reinforce", "pacs"}
 FROM_OUTCOMES = {"prime", "spear"}
 NEED_TEACHER = {"distillation", "afd"}
+BY_MATCHING = {"ac_flow", "afd"}
 OWN_TESTS = {"spa", "digi_q", "ac_flow"}
 IMPROVING = [
     name for name in PRESETS if name not in {*FROM_SUCCESS, *GAUSSIAN_MEANS, *FROM_OUTCOMES, *NEED_TEACHER, *OWN_TESTS}
@@ -81,8 +82,8 @@ def test_imitating_the_best_by_action_values_raises_the_return():
     assert after["success"] > before["success"]
 
 
-def small_policy(world):
-    config = DenoisingPolicyConfig(width=16, depth=1, sampling_steps=3)
+def small_policy(world, **changes):
+    config = DenoisingPolicyConfig(width=16, depth=1, sampling_steps=3, **changes)
     spec = world.spec
     policy = DenoisingPolicy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions)
     policy.prepare_finetuning(2)
@@ -96,7 +97,8 @@ NOTHING_WITHOUT_SUCCESS = {"spear", "pacs", "digi_q"}
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_run_on_a_denoising_policy(name: str):
     world = make_world("reach_planar", 8)
-    policy = small_policy(world)
+    scored = {"likelihood": Likelihood.MATCHING} if name in BY_MATCHING else {}
+    policy = small_policy(world, **scored)
     weight = policy.trainable_parameters()[0].detach().clone()
     config = replace(
         CONFIG, algorithm=name, iterations=2, groups=3, group_size=3, epochs=1, critic_warmup=1, branch_at=(1,)
@@ -136,7 +138,6 @@ OTHERS = [
     {"replay": "spear"},
     {"replay": "remix", "coefficient": "decoupled_ppo", "minibatch_episodes": 4},
     {"auxiliaries": ("velocity",), "coefficient": "awr"},
-    {"coefficient": "clipped_advantage"},
     {"coefficient": "mdpo", "controllers": ("linear_decay",)},
     {"ratio_level": RatioLevel.EPISODE_SUM},
 ]

@@ -44,11 +44,17 @@ CONFIG = FinetuneConfig(
 )
 """The base needs nothing: signs of outcomes, weighted regression."""
 
-GIVERS = {Need.IMPLICIT: "prime", Need.VALUES: "q_ensemble", Need.PREFERENCE: "discriminator"}
+GIVERS = {
+    Need.IMPLICIT: "prime",
+    Need.VALUES: "q_ensemble",
+    Need.PREFERENCE: "discriminator",
+    Need.FLOW_VALUES: "flow_critic",
+}
+BY_MATCHING = {Need.MATCHING, Need.FLOW_VALUES}
 SEVERAL = {Slot.CREDIT, Slot.REWARD, Slot.SELECTION, Slot.AUXILIARY, Slot.CONTROLLER, Slot.MODEL}
 REFUSED = {
     "denoising": {Need.CATEGORICAL},
-    "tokens": {Need.GAUSSIAN, Need.MEANS, Need.FINISHES},
+    "tokens": {Need.GAUSSIAN, Need.MEANS, Need.FINISHES, *BY_MATCHING},
 }
 """Needs that a kind of policy can never meet."""
 
@@ -80,7 +86,8 @@ def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: 
     seen = Need.BLACKOUT_SCORES in entry.needs
     world = SeeingWorld(4)
     make = denoising_policy if kind == "denoising" else token_policy
-    policy = make(world, cameras=seen)
+    scored = {"likelihood": Likelihood.MATCHING} if entry.needs & BY_MATCHING and kind == "denoising" else {}
+    policy = make(world, cameras=seen, **scored)
     policy.prepare_finetuning()
     needs_teacher = entry.needs & {Need.TEACHER, Need.SAME_STEPS, Need.TEACHER_SCORES, Need.PREFERENCE}
     teacher = None
@@ -97,7 +104,7 @@ def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: 
         critic = state_critic(world.spec.observation, 1, width=8, instructions=world.spec.instructions)
     config = alone(entry)
     if entry.needs & REFUSED[kind]:
-        with pytest.raises(ConfigError, match=rf"{entry.name} needs "):
+        with pytest.raises(ConfigError, match=rf"({'|'.join((entry.name, *(config.models or ())))}) needs "):
             finetune(policy, critic, world, config, guidance=guidance)
         return
     if (entry.name, kind) == ("entropy", "denoising"):

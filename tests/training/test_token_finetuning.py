@@ -32,8 +32,8 @@ CONFIG = FinetuneConfig(
     target_kl=None,
     evaluate_every=0,
 )
-FOR_CHAINS = {"dppo", "grpo_guard", "ac_flow"}
-"""What discounts along a chain or needs the means of its steps."""
+FOR_CHAINS = {"dppo", "grpo_guard", "ac_flow", "afd"}
+"""What discounts along a chain, needs the means of its steps or denoises actions."""
 
 
 def token_policy(world, seed: int = 0, **token):
@@ -58,7 +58,7 @@ def test_presets(name: str):
     world = make_world("push_choice", 6)
     policy = token_policy(world)
     before = [parameter.detach().clone() for parameter in policy.parameters()]
-    teacher = token_policy(world, seed=1) if name in ("distillation", "afd") else None
+    teacher = token_policy(world, seed=1) if name == "distillation" else None
     tune(replace(CONFIG, algorithm=name, branch_at=(1,)), world, policy, guidance=Guidance(teacher))
     changed = any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert changed or name == "spear"  # which is paid for success alone

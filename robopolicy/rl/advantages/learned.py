@@ -73,11 +73,24 @@ def q_values(rollouts: Rollouts, context: Context) -> Tensor:
     return torch.where(rollouts.alive, standardise(advantage, rollouts.alive), 0.0)
 
 
+@mechanism(Slot.ADVANTAGE, "flow_values", source="AC-Flow, arXiv:2510.18072", needs=(Need.FLOW_VALUES,))
+def flow_values(rollouts: Rollouts, context: Context) -> Tensor:
+    """A = R - V(s, x_t, t) at the noisy actions x_t of a decision, by the model flow_critic, standardised.
+
+    What a noisy action already tells of the outcome is taken out of it: the noisiest levels are credited with all that
+    the decision gained on its state, the cleanest ones with what even the action did not say. Reads
+    extras["flow_return"] [B, T] and ["flow_value"] [B, T, K]; returns A [B, T, K].
+    """
+    advantage = rollouts.extras["flow_return"][..., None] - rollouts.extras["flow_value"]
+    return standardise(advantage, rollouts.alive[..., None].expand(advantage.shape))
+
+
 @mechanism(Slot.ADVANTAGE, "discriminator", source="AFD, arXiv:2605.26105", needs=(Need.PREFERENCE,))
 def discriminator(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = how much a decision looks like the teacher's, by the model discriminator, standardised over the batch.
+    """A = D(s, a) - mean D: how much more a decision looks like the teacher's than the student's decisions do.
 
-    Reads extras["preference"] [B, T]; returns A [B, T].
+    D is the model discriminator; standardised over the batch of the student's own decisions. Reads
+    extras["preference"] [B, T]; returns A [B, T].
     """
     return standardise(rollouts.extras["preference"], rollouts.alive)
 

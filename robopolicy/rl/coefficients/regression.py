@@ -4,6 +4,7 @@ import torch
 
 from robopolicy.core.segments import Segments
 from robopolicy.rl.context import Coefficients, Scored
+from robopolicy.rl.options import unknown_option
 from robopolicy.rl.registry import Need, Slot, mechanism
 
 
@@ -45,13 +46,44 @@ def nothing(scored: Scored) -> Coefficients:
 def advantage_weighted(scored: Scored, *, temperature: float = 1.0, limit: float = 10.0) -> Coefficients:
     """Regression on one's own decisions, weighted: c = min(exp(A / temperature), limit); no ratio is needed.
 
-    With policy.likelihood=matching the regression is flow matching (AC-Flow's actor).
+    With policy.likelihood=matching the regression is denoising or flow matching.
     """
     weight = (scored.advantage / temperature).exp().clamp(max=limit)
     return weight, {"weight_mean": weight[scored.mask].mean()}
 
 
-@mechanism(Slot.COEFFICIENT, "clipped_advantage", source="AC-Flow, arXiv:2510.18072 (clipped advantage weights)")
-def clipped_advantage(scored: Scored, *, limit: float = 3.0) -> Coefficients:
-    """Regression on decisions that were better than expected: c = clip(A, 0, limit)."""
-    return scored.advantage.clamp(0, limit), {}
+@mechanism(Slot.COEFFICIENT, "clipped_advantage", source="AC-Flow, arXiv:2510.18072", needs=(Need.MATCHING,))
+def clipped_advantage(
+    scored: Scored, *, limit: float = 2.0, temperature: float = 1.0, form: str = "exponential"
+) -> Coefficients:
+    """Matching of one's own decisions, weighted by the clipped advantage: c = w(clip(A, -limit, limit) / temperature).
+
+    form: w is exponential, exp(x), which with A = R is the reward-weighted flow matching that AC-Flow extends; or
+    positive, max(x, 0), which leaves out what was worse than expected. Neither pushes away from anything. Raises
+    ConfigError for another form.
+    """
+    forms = {"exponential": torch.exp, "positive": torch.relu}
+    if form not in forms:
+        raise unknown_option("clipped_advantage.form", form, forms)
+    weight = forms[form](scored.advantage.clamp(-limit, limit) / temperature)
+    return weight, {"weight_mean": weight[scored.mask].mean()}
+
+
+@mechanism(
+    Slot.COEFFICIENT,
+    "negative_aware",
+    source="AFD, arXiv:2605.26105; DiffusionNFT, arXiv:2509.16117",
+    needs=(Need.MATCHING,),
+)
+def negative_aware(scored: Scored, *, limit: float = 5.0) -> Coefficients:
+    """Matching towards decisions that were better, away from those that were worse: c = clip(A, -limit, limit).
+
+        L = limit / (2 beta) (w |v+ - u|^2 + (1 - w) |v- - u|^2),   w = (1 + clip(A) / limit) / 2
+        v+ = (1 - beta) v' + beta v,   v- = (1 + beta) v' - beta v,   v' = v without gradient
+
+    is AFD's loss of a prediction v and its target u, up to a factor, and has the gradient of clip(A) |v - u|^2 / 2
+    whatever beta is. So a decision with A < 0 is unlearned as strongly as one with A > 0 is learned. Deviation:
+    DiffusionNFT, which the loss is from, holds v' at the policy that acted; what holds this one is target_kl and
+    auxiliaries=[velocity], AFD's nearness to the reference (which AFD weighs by w too).
+    """
+    return scored.advantage.clamp(-limit, limit), {}
