@@ -138,6 +138,26 @@ class Rollouts:
         """[B] bool: the row has succeeded; in the whole layout, the episode's outcome."""
         return (self.success & self.alive).any(1)
 
+    @property
+    def fresh(self) -> "Rollouts":
+        """The rows that were played for this iteration, without those of earlier ones."""
+        replayed = self.extras.replayed
+        return self if replayed is None else self.take((~replayed[:, 0]).nonzero().squeeze(1))
+
+    def tree(self) -> dict[str, Any]:
+        """Return what `of` needs, as nested tensors for a checkpoint."""
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        final = self.final_images
+        images = None if final is None else {"images": final.images, "place": final.place}
+        return {**found, "extras": dict(self.extras.items()), "final_images": images}
+
+    @staticmethod
+    def of(tree: Mapping[str, Any]) -> "Rollouts":
+        """Return the rollouts that `tree` is of."""
+        found: dict[str, Any] = {**tree}
+        images = found.pop("final_images")
+        return Rollouts(**found, final_images=None if images is None else FinalImages(**images))
+
     def flat(self) -> "Rollouts":
         """Merge rows and time: every [B, T, ...] becomes [B * T, 1, ...], so decisions can be drawn as minibatches."""
         rows = {name: getattr(self, name) for name in ROW_FIELDS if getattr(self, name) is not None}

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.player import Player, PolicyActor

@@ -7,7 +7,7 @@ the difference.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -45,19 +45,14 @@ class _Buffer:
         """Return all tensors."""
         return {
             "iterations": [iteration for iteration, _ in self.kept],
-            "rollouts": {str(place): _plain(rollouts) for place, (_, rollouts) in enumerate(self.kept)},
+            "rollouts": {str(place): rollouts.tree() for place, (_, rollouts) in enumerate(self.kept)},
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from all tensors."""
         count = len(tree["iterations"])
-        parts = [Rollouts(**tree["rollouts"][str(place)]).without(following=True) for place in range(count)]
+        parts = [Rollouts.of(tree["rollouts"][str(place)]).without(following=True) for place in range(count)]
         self.kept = list(zip(tree["iterations"], parts, strict=True))
-
-
-def _plain(rollouts: Rollouts) -> dict[str, Any]:
-    found = {item.name: getattr(rollouts, item.name) for item in fields(Rollouts) if item.name != "final_images"}
-    return {**found, "extras": dict(rollouts.extras.items())}
 
 
 def _older(rollouts: Rollouts, first_group: int) -> Rollouts:

@@ -1,6 +1,8 @@
 """PROPS: less sampling error than independent draws, on categories where it can be counted; and it trains."""
 
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ import torch
 from bandit_toys import BanditWorld, ChainPolicy, mean_reward
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.training.collection.props import sampling_error_loss
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.run import RunFolder
+from robopolicy.training.collection.props import PropsCollector, sampling_error_loss
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 
@@ -47,11 +51,13 @@ def draw(seed: int, adjusted: bool, total: int = 100, every: int = 10) -> float:
     return error(counts, policy.exp().numpy())
 
 
+@pytest.mark.checks("PROPS")
 def test_sampling_error_is_lower_than_that_of_independent_draws():
     seeds = range(40)
     assert np.mean([draw(seed, True) for seed in seeds]) < 0.8 * np.mean([draw(seed, False) for seed in seeds])
 
 
+@pytest.mark.checks("PROPS")
 def test_no_unit_is_pushed_below_the_clip():
     log_ratio = torch.tensor([[-0.5], [0.0], [0.5]], requires_grad=True)
     sampling_error_loss(log_ratio, torch.ones(3, 1, dtype=torch.bool), 0.1, 0.0).backward()
@@ -71,3 +77,53 @@ def test_a_bandit_improves(algorithm: str):
 def test_ways_of_collecting_exclude_one_another():
     with pytest.raises(ConfigError, match="choose one"):
         replace(CONFIG, delay=2)
+    with pytest.raises(ConfigError, match="props_past is 1 without props"):
+        replace(CONFIG, props=0, props_past=1)
+
+
+@pytest.mark.checks("PROPS")
+def test_the_loss_is_that_of_the_clipped_surrogate_with_an_advantage_of_minus_one():
+    draws = torch.Generator().manual_seed(0)
+    log_ratio = (0.3 * torch.randn(64, 3, generator=draws, dtype=torch.float64)).requires_grad_()
+    mask = torch.rand(64, 3, generator=draws) < 0.8
+    ratio = log_ratio.exp()
+    surrogate = torch.minimum(-ratio, -ratio.clamp(0.9, 1.1))  # PPO's, to be maximised, with A = -1
+    divergence = ratio * log_ratio - (ratio - 1)  # sum over actions of phi log (phi / theta), from samples of theta
+    expected = (-surrogate + 0.1 * divergence)[mask].sum() / mask.sum()
+    torch.testing.assert_close(sampling_error_loss(log_ratio, mask, 0.1, 0.1), expected)
+
+
+def kept_run(folder: Path, iterations: int) -> tuple[ChainPolicy, list[dict], list[Rollouts]]:
+    """Train with two iterations kept; return the policy, its records, and what it learned from."""
+    seen: list[Rollouts] = []
+    policy, world = ChainPolicy(), BanditWorld(16)
+    config = replace(CONFIG, props=2, props_past=2, groups=4, group_size=4, iterations=iterations, checkpoint_every=2)
+    collect = PropsCollector.collect
+
+    def spy(self: PropsCollector, iteration: int) -> Rollouts:
+        seen.append(collect(self, iteration))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PropsCollector, "collect", spy)
+        finetune(policy, None, world, config, RunFolder(folder))
+    return policy, RunFolder(folder).metrics()[1:], seen
+
+
+@pytest.mark.checks("PROPS")
+def test_past_iterations_come_back_as_the_policys_own_and_count_once(tmp_path: Path):
+    policy, records, seen = kept_run(tmp_path / "whole", 6)
+    assert [len(found.group) for found in seen] == [16, 32, 48, 48, 48, 48], "two iterations are kept"
+    assert [len(found.fresh.group) for found in seen] == [16] * 6
+    for before, now in pairwise(seen):
+        old = now.take(now.extras["replayed"][:, 0].nonzero().squeeze(1))
+        torch.testing.assert_close(old.actions[-16:], before.fresh.actions, rtol=0, atol=0)
+        assert not torch.equal(old.logp_behaviour[-16:], before.fresh.logp_behaviour), "scored by the policy of now"
+    assert [record["episodes"] for record in records] == [16.0] * 6
+    assert records[-1]["env_steps"] == sum(int(found.fresh.duration.sum()) for found in seen)
+
+    kept_run(tmp_path / "parts", 2)
+    resumed, again, _ = kept_run(tmp_path / "parts", 6)
+    for name, value in policy.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert [record["success"] for record in again] == [record["success"] for record in records]

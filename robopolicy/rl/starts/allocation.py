@@ -34,7 +34,7 @@ class Uniform:
 
 
 def information_gain(rate: Array) -> Array:
-    """Return p (1 - p)^2 [n]: how much a gradient step on starts of these success rates [n] gains (arXiv:2509.25849)."""
+    """Return p (1 - p)^2 [n]: what a gradient step on starts of these success rates [n] gains (arXiv:2509.25849)."""
     return rate * (1 - rate) ** 2
 
 

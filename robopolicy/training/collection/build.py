@@ -55,7 +55,8 @@ def make_collector(
             rollout_length=max(1, config.rollout_length // config.props),
         )
         instructions = world.spec.instructions
-        return PropsCollector(in_turns(actor, share), policy, actor, instructions, generator, config.props)
+        inner, past = in_turns(actor, share), config.props_past
+        return PropsCollector(inner, policy, actor, instructions, generator, config.props, past=past)
     if config.delay:
         return DelayedCollector(in_turns(actor, config), policy, actor, config.delay)
     return BackgroundCollector(in_turns(actor, config), policy, actor, config.staleness)

@@ -3,13 +3,16 @@
 An iteration's data comes in parts. After each part a copy of the policy learns to make what was drawn so far a little
 less likely, and plays the next part: what is rare in the data so far comes up more. All parts together look more like
 the policy's distribution than as many independent samples do, and are learned from as if they had been drawn from it.
+So are the rollouts of some earlier iterations, where they are kept: what is played is what they lack.
 
 Source: Corrado & Hanna 2023, arXiv:2311.08290 (proximal robust on-policy sampling). On denoising chains the steps are
 the transition densities of all steps (the paper has Gaussian heads).
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +42,9 @@ class PropsCollector(CopyCollector):
     """Collects each iteration's rollouts in `parts`, the later ones with an adjusted copy of the policy.
 
     generator: draws the minibatches of the adjustment, which starts from the policy anew for each part, so that there
-    is nothing of it to save. rate, epochs, minibatch: of its Adam; epsilon: width of its clip; kl_weight, kl_stop: how
-    it is held near the policy, and where it ends.
+    is nothing of it to save. past: how many earlier iterations are kept; their rows come back after the fresh ones,
+    with `replayed` among the extras. rate, epochs, minibatch: of its Adam; epsilon: width of its clip; kl_weight,
+    kl_stop: how it is held near the policy, and where it ends.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class PropsCollector(CopyCollector):
         generator: torch.Generator,
         parts: int,
         *,
+        past: int = 0,
         rate: float = 1e-4,
         epochs: int = 4,
         epsilon: float = 0.1,
@@ -61,19 +66,35 @@ class PropsCollector(CopyCollector):
     ):
         super().__init__(collector, policy, actor)
         self.parts, self.instructions, self.generator = parts, instructions, generator
+        self.past: deque[Rollouts] = deque(maxlen=past)
         self.rate, self.epochs, self.epsilon, self.minibatch = rate, epochs, epsilon, minibatch
         self.kl_weight, self.kl_stop = kl_weight, kl_stop
 
     def collect(self, iteration: int) -> Rollouts:
-        """Return all parts of an iteration, scored by the policy itself."""
+        """Return all parts of an iteration, and after them the rollouts that are kept, scored by the policy itself."""
         played: list[Rollouts] = []
+        past = [self._as_own(rollouts) for rollouts in self.past]
         for part in range(self.parts):
             self.actor.load_state_dict(self.policy.state_dict())
-            if played:
-                self._adjust(played)
+            if past or played:
+                self._adjust([*past, *played])
             found = self.collector.batch(iteration * self.parts + part, iteration)
             played.append(self._as_own(found))
-        return concatenate(played)
+        fresh = concatenate(played)
+        if not self.past.maxlen:
+            return fresh
+        self.past.append(fresh)
+        own = [_marked(fresh, False, iteration), *(_marked(rollouts, True, iteration) for rollouts in past)]
+        return concatenate(own)
+
+    def tree(self) -> dict[str, Any]:
+        """Return the collector's state and the rollouts that are kept."""
+        return {**super().tree(), "past": {str(place): rollouts.tree() for place, rollouts in enumerate(self.past)}}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        super().restore(tree)
+        self.past.extend(Rollouts.of(tree["past"][str(place)]) for place in range(len(tree["past"])))
 
     def _adjust(self, played: list[Rollouts]) -> None:
         """Make what was played less likely under the actor, within a trust region.
@@ -118,3 +139,9 @@ class PropsCollector(CopyCollector):
         """Score what the actor played with the policy: it is learned from as the policy's own."""
         logp, _ = rescored(rollouts, self.policy, self.instructions)
         return replace(rollouts, logp_behaviour=torch.where(rollouts.mask, logp, 0.0))
+
+
+def _marked(rollouts: Rollouts, replayed: bool, iteration: int) -> Rollouts:
+    """Say whether rows are of an earlier iteration; to the learner they are all the present policy's."""
+    known = replace(rollouts, policy_version=torch.full_like(rollouts.policy_version, iteration))
+    return known.with_extras(replayed=torch.full_like(rollouts.terminated, replayed))
