@@ -67,7 +67,7 @@ def learner_of(policy: Trainable, config: FinetuneConfig, **parts) -> Learner:
     return Learner(policy, None, None, build_algorithm(single), single, instructions, **parts)
 
 
-@pytest.mark.checks("controller/imitation_mix", "DataMind")
+@pytest.mark.checks("controllers/imitation_mix", "DataMind")
 def test_the_loss_is_the_mix_of_imitation_and_reinforcement():
     policy = ChainPolicy(seed=1)
     rollouts = whole_episodes(policy)
@@ -203,7 +203,7 @@ def test_what_the_teacher_does_is_played_but_no_choice_of_the_learners(algorithm
     assert torch.equal(rollouts.played, rollouts.alive)
 
 
-@pytest.mark.checks("auxiliary/dagger", "DAgger-LM")
+@pytest.mark.checks("auxiliaries/dagger", "DAgger-LM")
 def test_dagger_is_the_learners_own_loss_on_the_teachers_labels_of_every_state():
     policy, rollouts = ChainPolicy(seed=2), whole_episodes(ChainPolicy(seed=1))
     config = replace(CONFIG, coefficient="none", auxiliaries=("dagger",), options={"dagger": {"weight": 0.5}})
