@@ -30,7 +30,8 @@ def advantage_of(name: str, rollouts: Rollouts, **options) -> torch.Tensor:
 def annotated(rollouts: Rollouts, seed: int) -> Rollouts:
     """Add what models and a critic would have said."""
     draws = torch.Generator().manual_seed(seed)
-    names = {"q": (), "v": (), "preference": (), "advantage_gae": (), "process": rollouts.mask.shape[-1:]}
+    names = {"q": (), "v": (), "preference": (), "advantage_gae": (), "flow_return": ()}
+    names |= dict.fromkeys(("process", "flow_value"), rollouts.mask.shape[-1:])
     drawn = {name: torch.randn((*rollouts.shape, *trailing), generator=draws) for name, trailing in names.items()}
     alive = rollouts.alive
     start = rollouts.group[:, None].expand(rollouts.shape)

@@ -88,8 +88,8 @@ def mc_grpo(
 
     Made for tiny groups: play an odd number G + 1, learn from G. With an even number nothing is left out. A is bounded
     by `limit`, which is ours: where more than half of a group agree the deviation is 0, and who differs, as of binary
-    rewards, would get 1 / epsilon; the bound then sets the scale. Returns A [B, T] and which episodes are learned from,
-    [B] bool.
+    rewards, would get 1 / epsilon; the bound then sets the scale. Left out: in the authors' code what is not 0 is also
+    multiplied by the group's size over their number. Returns A [B, T] and which episodes are learned from, [B] bool.
     """
     returns, counts, groups = outcomes(rollouts)
     centred = returns - groups.median(returns, counts)[groups.index]

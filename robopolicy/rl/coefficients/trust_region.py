@@ -137,7 +137,8 @@ def hapo(scored: Scored, *, pivot: float = 0.8, clip_strength: float = 1.0, gain
     the lower width becomes low (1 - clip_strength h), elsewhere the upper one high (1 + clip_strength h). The advantage
     becomes A (1 + gain h) outside the neutral zone of ratios, half of these widths around 1, where h > 0 (a fork that
     moves counts more), and inside it where h <= 0 (a sure step that stays counts less). The paper's temperature by
-    entropy belongs to how the policy samples, and is not here.
+    entropy belongs to how the policy samples, its average over tokens to the advantage; neither is here. In the
+    authors' code h comes out positive on both sides, so that sure steps move further too: this is the paper's h.
     """
     h = entropy_level(scored.extra("entropy"), scored.mask, pivot)
     low = scored.clip_low * (1 - clip_strength * h.clamp(max=0))
