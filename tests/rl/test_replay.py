@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from made_rollouts import make_rollouts
 
@@ -20,6 +21,7 @@ def batch(returns: list[float], seed: int = 0):
     return replace(rollouts, policy_version=version).with_extras(advantage=advantage.clone())
 
 
+@pytest.mark.checks("replay/spear")
 def test_good_episodes_come_back_judged_against_the_median_of_recent_groups():
     spear = Spear(warmup=0.0, weight=0.5, share=10.0)
     first = batch([1.0, 0.0, 0.9, 0.1], seed=1)
@@ -34,6 +36,7 @@ def test_good_episodes_come_back_judged_against_the_median_of_recent_groups():
     torch.testing.assert_close(mixed.extras["advantage"][:4], today.extras["advantage"])
 
 
+@pytest.mark.checks("replay/spear")
 def test_what_is_no_longer_better_than_most_is_left_out_and_the_weight_grows():
     spear = Spear(warmup=0.5, weight=1.0, share=10.0)
     spear.mix(batch([1.0, 0.0], seed=1), iteration(0))
@@ -57,6 +60,7 @@ def test_the_buffer_is_bounded_and_survives_a_restart():
     assert torch.equal(first.extras["advantage"], second.extras["advantage"])
 
 
+@pytest.mark.checks("replay/remix")
 def test_remix_mixes_recent_rows_until_it_goes_on_policy():
     remix = ReMix(keep=2, share=0.5, until=0.6)
     parts = [batch([1.0, 0.0, 2.0, 3.0], seed=number) for number in range(4)]
