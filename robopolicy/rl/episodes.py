@@ -37,7 +37,8 @@ class _Running:
     """One episode, waiting or in flight: how many decisions it has taken, and where it came from.
 
     snapshot, returned: state and return so far where it waits to go on from; parent: number of the episode it branched
-    off, -1: none; number: its own, -1: not begun.
+    off, -1: none, at decision branch_decision, of which it shares branch_step steps, -1: none; number: its own, -1: not
+    begun.
     """
 
     request: Request
@@ -47,6 +48,12 @@ class _Running:
     parent: int = -1
     number: int = -1
     branch_decision: int = -1
+    branch_step: int = -1
+
+    @property
+    def origin(self) -> tuple[int, int, int]:
+        """Where it branched off: parent, decision and step."""
+        return self.parent, self.branch_decision, self.branch_step
 
     def tree(self) -> dict[str, Any]:
         """Return what `of` needs."""
@@ -54,7 +61,7 @@ class _Running:
         request = [self.request.seed, self.request.group, self.request.task]
         return {
             "request": request,
-            "place": [self.steps, self.returned, self.parent, self.number, self.branch_decision],
+            "place": [self.steps, self.returned, self.number, *self.origin],
             "snapshot": {name: torch.as_tensor(value) for name, value in state.items()},
         }
 
@@ -63,10 +70,9 @@ class _Running:
         """Return the episode that `tree` is of."""
         seed, group, task = tree["request"]
         state = {name: value.numpy() for name, value in tree["snapshot"].items()}
-        steps, returned, parent, number, branched = tree["place"]
-        return _Running(
-            Request(seed, group, task), steps, Snapshot(state) if state else None, returned, parent, number, branched
-        )
+        steps, returned, number, parent, decision, shared = tree["place"]
+        snapshot = Snapshot(state) if state else None
+        return _Running(Request(seed, group, task), steps, snapshot, returned, parent, number, decision, shared)
 
 
 class EpisodePlayer:
@@ -85,12 +91,12 @@ class EpisodePlayer:
         self.world, self.policy = world, policy
         self.branching = branching or Branching()
         self.traced = StateVector.of(world.spec) if trace else None
-        step = self.branching.step
+        step, steps = self.branching.step, self.branching.steps
         if step is not None and not isinstance(policy, Resumes):
             raise ConfigError(
                 f"{type(policy).__name__} cannot go on inside a decision: set branch_sampling_step to null."
             )
-        if step is not None and not 0 <= step < policy.spec.scored_steps:
+        if step is not None and not 0 <= steps[0] <= steps[-1] < policy.spec.scored_steps:
             raise ConfigError(
                 f"branch_sampling_step is {step}, a decision has {policy.spec.scored_steps} scored steps: choose one "
                 "of them, from 0."
@@ -103,7 +109,7 @@ class EpisodePlayer:
         self.waiting: deque[_Running] = deque()
         self.parts: list[dict[str, Any]] = []
         self.finished: dict[int, int] = {}
-        self.lineage: dict[int, tuple[int, int]] = {}
+        self.lineage: dict[int, tuple[int, int, int]] = {}
         self.shared: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.after: dict[int, dict[str, Tensor]] = {}
         self.count = 0
@@ -205,7 +211,7 @@ class EpisodePlayer:
         self.waiting.extend(_Running.of(tree["waiting"][str(place)]) for place in range(len(tree["waiting"])))
         self.parts = [tree["parts"]] if tree["parts"] else []
         self.finished = dict(tree["finished"])
-        self.lineage = {number: (parent, step) for number, parent, step in tree["lineage"]}
+        self.lineage = {number: (parent, step, shared) for number, parent, step, shared in tree["lineage"]}
         self.shared = {(key[0], key[1]): tree["shared"][str(place)] for place, key in enumerate(tree["shared_at"])}
         self.after = {int(number): images for number, images in tree["after"].items()}
         self.count = tree["count"]
@@ -232,7 +238,7 @@ class EpisodePlayer:
         for index, running in taken:
             if running.number < 0:
                 running.number, self.count = self.count, self.count + 1
-                self.lineage[running.number] = (running.parent, running.branch_decision)
+                self.lineage[running.number] = running.origin
             self.rows[index], self.returns[index] = running, running.returned
         starts = [(index, running.request) for index, running in taken if running.snapshot is None]
         played = len(starts)
@@ -250,43 +256,42 @@ class EpisodePlayer:
             rows = np.array([index for index, _ in kept])
             self.player.restore(self.world, _joined([snapshot for _, snapshot in kept]), rows)
 
-    def _branch(self) -> None:
-        """Where it is time, keep the state and queue children that go on from it, before anything else waiting.
+    def _splits(self, running: _Running) -> tuple[int, ...]:
+        """Return after how many steps of the decision before it an episode splits; one that began there, only later."""
+        if running.steps not in self.branching.at:
+            return ()
+        begun = running.branch_step if running.branch_decision == running.steps else None
+        return tuple(step for step in self.branching.steps if begun is None or step > begun)
 
-        A child does not split again where it began.
-        """
-        at = self.branching.at
-        due = [
-            (index, running)
-            for index, running in enumerate(self.rows)
-            if running is not None and running.steps in at and running.branch_decision != running.steps
-        ]
+    def _branch(self) -> None:
+        """Where it is time, keep the state and queue children that go on from it, before anything else waiting."""
+        due = [(index, row) for index, row in enumerate(self.rows) if row is not None and self._splits(row)]
         if not due:
             return
         assert isinstance(self.world, Snapshots)
         states = self.world.snapshot([index for index, _ in due])
         for place, (index, running) in enumerate(due):
             state, returned, step = states.take([place]), float(self.returns[index]), running.steps
-            for _ in range(self.branching.width - 1):
-                self.waiting.appendleft(
-                    _Running(running.request, step, state, returned, running.number, branch_decision=step)
-                )
+            for shared in self._splits(running) * (self.branching.width - 1):
+                child = _Running(running.request, step, state, returned, running.number, -1, step, shared)
+                self.waiting.appendleft(child)
 
     def _shared_latents(self, device: torch.device) -> tuple[dict[str, Tensor], Tensor] | None:
         """Return the steps that rows go on from, which have just branched off inside a decision, and how many."""
-        step = self.branching.step
         due = {
             index: self.shared[running.parent, running.steps]
             for index, running in enumerate(self.rows)
-            if running is not None and running.branch_decision == running.steps and step is not None
+            if running is not None and running.branch_decision == running.steps and running.branch_step >= 0
         }
-        if not due or step is None:
+        if not due:
             return None
         some = next(iter(due.values()))
         latents = {name: value.new_zeros((len(self.rows), *value.shape)) for name, value in some.items()}
         count = torch.full((len(self.rows),), -1, device=device)
         for index, found in due.items():
-            count[index] = step
+            running = self.rows[index]
+            assert running is not None
+            count[index] = running.branch_step
             for name, value in found.items():
                 latents[name][index] = value
         return latents, count
@@ -295,10 +300,9 @@ class EpisodePlayer:
         """Record the column's live rows as flat decisions with number, group and step of their episodes."""
         place: list[tuple[int, int, int]] = []
         rows: list[int] = []
-        at, step = self.branching.at, self.branching.step
         for index, running in enumerate(self.rows):
             if running is not None:
-                if step is not None and running.steps in at and running.branch_decision != running.steps:
+                if max(self._splits(running), default=-1) >= 0:
                     kept = {name: value[index].clone() for name, value in column["latents"].items()}
                     self.shared[running.number, running.steps] = kept
                 place.append((running.number, running.request.group, running.steps))
@@ -328,8 +332,9 @@ class EpisodePlayer:
         position[row, place[:, 2]] = torch.arange(len(place), device=device)
         own = position >= 0
         lineage = [self.lineage[number] for number in numbers]
-        parents = [order.get(parent, -1) for parent, _ in lineage]
-        steps = [step if parent in order else -1 for parent, step in lineage]
+        parents = [order.get(parent, -1) for parent, *_ in lineage]
+        steps = [step if parent in order else -1 for parent, step, _ in lineage]
+        shared = [max(shared, 0) for *_, shared in lineage]
         for child, (parent, step) in enumerate(zip(parents, steps, strict=True)):  # parents come before their children
             if parent >= 0:
                 position[child, :step] = position[parent, :step]
@@ -350,7 +355,7 @@ class EpisodePlayer:
             group=torch.tensor(group, device=device),
             parent=torch.tensor(parents, device=device),
             branch_decision=torch.tensor(steps, device=device),
-            branch_sampling_step=self._branch_sampling_steps(steps, device),
+            branch_sampling_step=None if self.branching.step is None else torch.tensor(shared, device=device),
             whole=True,
             final_images=final_images,
         )
@@ -365,11 +370,6 @@ class EpisodePlayer:
         place[row, there.sum(1) - 1] = row + 1
         place[:, -1] = row + 1  # a value after padding counts nowhere, but is asked for
         return FinalImages({key: torch.stack([each[key] for each in after]) for key in after[0]}, place)
-
-    def _branch_sampling_steps(self, steps: list[int], device: torch.device) -> Tensor | None:
-        """Return how many steps each row shares of the decision it branched at, None where branches share none."""
-        kept = self.branching.step
-        return None if kept is None else torch.tensor([kept if step >= 0 else 0 for step in steps], device=device)
 
     def _drop(self, which: Tensor, by: int) -> None:
         """Forget episodes of these numbers (by 0) or groups (by 1), and their decisions."""

@@ -25,24 +25,34 @@ class Branching:
     """at: decisions (from 0) at which every running episode splits; width: into how many, itself among them.
 
     step: how many steps of the decision the branches share (BranchGRPO's tree over the denoising chain; 0 shares the
-    initial noise), None: they split before it and share nothing of it. Raises ConfigError unless width is at least 2
-    and the decisions are distinct and from 0.
+    initial noise), several for a split after each of so many, at which every branch splits again; None: they split
+    before the decision and share nothing of it. Raises ConfigError unless width is at least 2 and decisions and steps
+    are distinct and from 0.
     """
 
     at: tuple[int, ...] = ()
     width: int = 2
-    step: int | None = None
+    step: int | tuple[int, ...] | None = None
 
     def __post_init__(self):
         if self.width < 2 or any(step < 0 for step in self.at) or len(set(self.at)) != len(self.at):
             raise ConfigError(
                 f"branch_width is {self.width}, branch_at {list(self.at)}: split in 2 or more, at 0 or later."
             )
+        if isinstance(self.step, tuple) and (not self.step or len(set(self.step)) != len(self.step)):
+            raise ConfigError(f"branch_sampling_step is {list(self.step)}: name distinct steps, or null for none.")
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """How many steps of the decision are shared at each split there, in order; -1: it is made afresh."""
+        if self.step is None:
+            return (-1,)
+        return (self.step,) if isinstance(self.step, int) else tuple(sorted(self.step))
 
     @property
     def leaves(self) -> int:
         """Episodes that one root becomes, if none ends before the last split."""
-        return self.width ** len(self.at)
+        return self.width ** (len(self.at) * len(self.steps))
 
 
 def groups_of(seeds: Sequence[int] | Array, sizes: int | Sequence[int], tasks: Sequence[int] = ()) -> list[Request]:

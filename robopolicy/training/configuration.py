@@ -74,8 +74,10 @@ class FinetuneConfig(AlgorithmConfig):
     """Decisions before which every running episode splits into branch_width that go on from the same state."""
     branch_width: int = 2
     """Episodes that go on where one splits."""
-    branch_sampling_step: int | None = None
-    """Steps of the decision there that branches share, null for none."""
+    branch_sampling_step: int | tuple[int, ...] | None = None
+    """Steps of the decision there that branches share, null for none; several, such as [0,2], for a split after each of
+    so many, where every branch splits again.
+    """
     overprovision: float = 0.0
     """Groups in flight beyond those that an iteration learns from, as a share of them: it does not wait for the longest
     episodes, which go on in the next one (APRIL). 0 waits for all.
@@ -96,6 +98,10 @@ class FinetuneConfig(AlgorithmConfig):
     """
     teacher_until: float = 0.5
     """Share of the run at which that has fallen to 0, linearly."""
+    expert_rows: float = 0.0
+    """Episodes of experts that join each iteration's own, as a share of their number, with advantages by their returns
+    (DynaWeb; token policies and algorithms that compare episodes), 0 for none.
+    """
     proximal: Literal["current", "behaviour", "average"] = "current"
     """What the decisions of older policies are clipped around (coefficient=decoupled_ppo also weighs by it): current,
     the policy before the update (AReaL); behaviour, the policy that acted, whose log-probabilities are recorded with
@@ -179,6 +185,8 @@ class FinetuneConfig(AlgorithmConfig):
                 f"teacher_acts is {self.teacher_acts}, teacher_until {self.teacher_until}: a share in [0, 1] of the "
                 "decisions, and one above 0 of the run."
             )
+        if self.expert_rows < 0:
+            raise ConfigError(f"expert_rows is {self.expert_rows}; it must be at least 0.")
         if not 0 <= self.proximal_decay < 1:
             raise ConfigError(
                 f"proximal_decay is {self.proximal_decay}; it must be in [0, 1), where 0 averages nothing."
