@@ -98,21 +98,22 @@ def gtpo(
         A <- (A - penalty H) d,   H the episode's mean entropy
 
     d is 2 in positive and 0 in negative episodes for a token that both a positive and a negative episode of the group
-    chose at the same place, in an unbroken run from the start, else 1. Episodes with H above entropy_limit (ln 2, for
-    words: a fresh policy over n action bins has up to ln n) are left out; where that is all of them, a warning says so.
-    Runs from the end, also in the paper, are not treated: episodes of a robot do not end alike. Entropies are in nats.
+    chose at the same place, in an episode's unbroken run of such tokens from its start, else 1. Episodes with H above
+    entropy_limit (ln 2, for words: a fresh policy over n action bins has up to ln n) are left out; where that is all of
+    them, a warning says so. Runs from the end, also in the paper, are not treated: episodes of a robot do not end
+    alike; nor is a loss divided by the number of its protected tokens, as in the authors' code. Entropies are in nats.
     Takes and returns A [B, T, K].
     """
-    # same[i, j, s]: both rows chose the same token at place s; cummin keeps the unbroken run from the start, so it ends
-    # at the first difference. A conflict is a token shared with a good and with a bad episode of the group.
+    # same[i, j, s]: both rows chose the same token at place s. A conflict is a token that a good and a bad episode of
+    # the group chose there, whichever they are; cummin keeps an episode's run from its start, up to the first other.
     tokens = rollouts.latents["tokens"].flatten(1)
     good = (advantage > 0).any((1, 2))
     bad = (advantage < 0).any((1, 2))
     same = (tokens[:, None] == tokens[None]) & rollouts.mask.flatten(1)[:, None] & rollouts.mask.flatten(1)[None]
-    together = (rollouts.group[:, None] == rollouts.group[None])[..., None] & same.cummin(-1).values
+    together = (rollouts.group[:, None] == rollouts.group[None])[..., None] & same
     shared_with_good = (together & good[None, :, None]).any(1)
     shared_with_bad = (together & bad[None, :, None]).any(1)
-    conflict = (shared_with_good & shared_with_bad).reshape(advantage.shape)
+    conflict = (shared_with_good & shared_with_bad).cummin(-1).values.reshape(advantage.shape)
     factor = torch.where(conflict & good[:, None, None], 2.0, torch.ones_like(advantage))
     factor = torch.where(conflict & bad[:, None, None], 0.0, factor)
     mean = (entropy_of(rollouts) * rollouts.mask).sum((1, 2)) / rollouts.mask.sum((1, 2)).clamp(min=1)

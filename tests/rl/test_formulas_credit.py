@@ -93,3 +93,17 @@ def test_what_depends_on_the_instruction_weighs_more_in_good_and_less_in_bad_epi
     good = [2 * (0.6 + 0.4 * math.exp(0.2)), 2 * (0.6 + 0.4 * 1.5), 2 * (0.6 + 0.4 * 0.5)]
     bad = [-(0.6 + 0.4 * math.exp(-0.2)), -(0.6 + 0.4 * 0.5), -(0.6 + 0.4 * 1.5)]
     assert found[:, 0].flatten().tolist() == pytest.approx(good + bad)
+
+
+@pytest.mark.checks("credit/gtpo")
+def test_gtpo_protects_tokens_that_good_and_bad_episodes_chose_at_the_same_place():
+    """Masks: build_conflict_mask of github.com/winstonsmith1897/GTPO at 5d33811, forward half."""
+    tokens = torch.tensor([[3, 1, 5], [3, 2, 5], [4, 1, 6], [3, 1, 5]])[..., None]
+    entropy = torch.zeros(4, 3, 1)
+    rollouts = make_rollouts([3] * 4, [0, 0, 0, 1], steps=1).with_extras(entropy=entropy)
+    rollouts = replace(rollouts, latents={"tokens": tokens})
+    advantage = torch.tensor([1.0, -1.0, -1.0, 1.0])[:, None, None].expand(4, 3, 1)
+    found = credit.gtpo(rollouts, advantage, CONTEXT)[..., 0]
+    # The first shares its first and third tokens with the second, its second with the third, which are both bad: an
+    # unbroken run. The run of the others ends where a token of theirs is nobody else's; the last has no group.
+    assert found.tolist() == [[2, 2, 2], [0, -1, -1], [-1, -1, -1], [1, 1, 1]]
