@@ -158,6 +158,9 @@ class _Finetuning:
         self.learner = Learner(
             policy, self.critic, base, self.algorithm, config, instructions, self.models, self.teacher, experts
         )
+        self.expert_rows = guidance.expert_rows(
+            policy, instructions, config.expert_rows, self.algorithm, self.generators
+        )
         self.turns = guidance.turns(config.teacher_acts, config.teacher_until)
         draws, acting = self.generators["act"], guidance.who_acts(self.turns)
         demonstrations = guidance.demonstrations
@@ -296,6 +299,8 @@ class _Finetuning:
         prepared = prepared.without(following=True)  # targets and advantages are made: nothing looks ahead any more
         if self.replay is not None:
             prepared = self.replay.mix(prepared, self._context)
+        if self.expert_rows is not None:
+            prepared = self.expert_rows.beside(prepared, self._context)
         if rollouts.whole:
             fresh = rollouts.fresh
             self.history = (*self.history, *Segments.of(fresh.group).mean(fresh.row_return).tolist())[-256:]

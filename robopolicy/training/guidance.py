@@ -9,10 +9,14 @@ import torch
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, ScoredPolicy, Trainable
+from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import PolicySpec
+from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.registry import Need
 from robopolicy.training.acting import Acting, TeacherTurns
+from robopolicy.training.collection.build import WHOLE
 from robopolicy.training.demonstrations import Demonstrations
+from robopolicy.training.expert_rows import ExpertRows
 from robopolicy.training.pretrain import regression_batches
 
 EXPERT_BATCH = 256
@@ -29,6 +33,23 @@ class Guidance:
     demonstrations: Demonstrations | None = None
     experts: Episodes | None = None
     acting: Acting | None = None
+
+    def expert_rows(
+        self, policy: Trainable, instructions: tuple[str, ...], share: float, algorithm: Algorithm, draws: Generators
+    ) -> ExpertRows | None:
+        """Return what adds `share` times as many episodes of the experts to an iteration's own, None for 0.
+
+        Raises ConfigError where there are no experts, where rollouts are no whole episodes, and what `ExpertRows` does.
+        """
+        if not share:
+            return None
+        if self.experts is None:
+            raise ConfigError(f"expert_rows={share:g} needs episodes of experts (experts=[DATASET]).")
+        if not algorithm.needs & WHOLE:
+            raise ConfigError(
+                f"expert_rows={share:g} needs an algorithm that learns from whole episodes, such as grpo."
+            )
+        return ExpertRows(policy, self.experts, instructions, share, draws["expert rows"], algorithm.rewards)
 
     def turns(self, first: float, until: float) -> TeacherTurns | None:
         """Return the turns that the teacher takes, None for `first` 0; ConfigError where there is no teacher."""

@@ -10,11 +10,15 @@ import pytest
 import torch
 from bandit_toys import BanditWorld, ChainPolicy
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Trainable
+from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE
+from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig
+from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import EpisodePlayer
@@ -23,7 +27,8 @@ from robopolicy.training.acting import TeacherTurns
 from robopolicy.training.average import PolicyAverage
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.experience import decisions_at
+from robopolicy.training.experience import decisions_at, rescored, with_executed
+from robopolicy.training.expert_rows import ExpertRows, expert_rollouts
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.update import Learner
@@ -299,3 +304,110 @@ def test_a_plan_is_worth_its_discounted_rewards_and_uncertainties():
     planned.act({STATE: torch.zeros(1, 1, 2)}, torch.Generator().manual_seed(0))
     slow = [-0.5 * math.exp(step) * (1 + 0.9 + 0.81) for step in (0.1, 0.3)]
     assert planned.last_scores[0].tolist() == pytest.approx(slow, rel=1e-5)
+
+
+def speaking(chunk: int = 2, decoding: TokenDecoding = TokenDecoding.CAUSAL) -> TokenPolicy:
+    """The smallest token policy for the bandit."""
+    token = TokenConfig(width=8, depth=1, heads=2, feed_forward=8, bins=5, decoding=decoding, decode_steps=2)
+    spec = BanditWorld(1).spec
+    config = TokenPolicyConfig(chunk=chunk, token=token)
+    policy = TokenPolicy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions)
+    policy.prepare_finetuning()
+    return policy
+
+
+class TracedWorld(BanditWorld):
+    """The bandit, which also says what it was like after every control step: the same."""
+
+    def step(self, actions):
+        state = self.context[:, None].repeat(actions.shape[1], 1).astype("float32")
+        return replace(super().step(actions), trace={STATE: state})
+
+
+@pytest.mark.checks("DynaWeb")
+def test_own_episodes_told_back_are_the_rollouts_they_came_from():
+    world, policy = TracedWorld(6, horizon=3, with_task=True), speaking()
+    played = EpisodePlayer(world, policy, trace=True).play(groups_of([1, 2], 3), torch.Generator().manual_seed(0))
+    played = with_executed(played, policy, world.spec.instructions)
+    episodes = Episodes.of(played, world.spec)
+    told = expert_rollouts(policy, episodes, torch.arange(6), world.spec.instructions, torch.Generator())
+    assert told.shape == played.shape == (6, 2)
+    for name in ("valid", "mask", "terminated", "truncated", "success", "task"):
+        assert torch.equal(getattr(told, name), getattr(played, name)), name
+    assert torch.equal(told.latents["tokens"][:, 0], played.latents["tokens"][:, 0])
+    assert torch.equal(told.latents["executed"], played.latents["executed"])
+    torch.testing.assert_close(told.actions[told.valid], played.actions[told.valid])
+    torch.testing.assert_close(told.rewards["reward"], torch.where(played.valid, played.rewards["reward"], 0.0))
+    torch.testing.assert_close(told.observation[STATE], played.observation[STATE])
+    scores = rescored(told, policy, world.spec.instructions)[0]
+    torch.testing.assert_close(scores, torch.where(played.mask, played.logp_behaviour, 0.0), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.checks("DynaWeb")
+@pytest.mark.parametrize("decoding", list(TokenDecoding))
+def test_experts_join_the_rollouts_with_advantages_by_their_returns_and_ratios_of_one(decoding: TokenDecoding):
+    world, policy = BanditWorld(6, horizon=4, with_task=True), speaking(decoding=decoding)
+    draws = torch.Generator().manual_seed(0)
+    own = EpisodePlayer(world, policy).play(groups_of([1, 2], 3), draws)
+    own = own.with_extras(advantage=torch.randn(own.mask.shape, generator=draws), episode_steps=own.mask.sum(-1))
+    experts = aiming_episodes()
+    rows = ExpertRows(policy, experts, world.spec.instructions, 0.5, torch.Generator().manual_seed(1))
+    mixed = rows.beside(own.without(following=True), Context(draws, iteration=7))
+    assert len(mixed.group) == 9
+    torch.testing.assert_close(mixed.extras["advantage"][:6], own.extras["advantage"])
+    returns = mixed.row_return
+    slow = (returns[6:] - returns.mean()) / (returns.std(unbiased=False) + 1e-6)
+    expected = slow[:, None, None].expand(mixed.mask[6:].shape)
+    torch.testing.assert_close(mixed.extras["advantage"][6:], expected)
+    assert bool((slow > 0).all())
+    assert mixed.group[6:].tolist() == [2, 3, 4]
+    assert {tuple(row) for row in mixed.actions[6:].flatten(1).tolist()} <= {
+        tuple(row) for row in experts.actions.reshape(4, -1).tolist()
+    }
+    scores = rescored(mixed, policy, world.spec.instructions)[0]
+    torch.testing.assert_close(scores[6:], mixed.logp_behaviour[6:].float())
+    assert bool((mixed.policy_version[6:] == 7).all())
+    with pytest.raises(ConfigError, match="cannot tell"):
+        ExpertRows(ChainPolicy(), experts, world.spec.instructions, 0.5, draws)
+
+
+def aiming_episodes() -> Episodes:
+    """Four episodes of four steps that go where the bandit pays most."""
+    context = 0.2 * torch.rand(4, 1, 2, generator=torch.Generator().manual_seed(0)) - 0.1
+    actions = (context + torch.tensor([0.5, -0.5])).expand(4, 4, 2)
+    spec = BanditWorld(1).spec
+    return Episodes(
+        spec.observation,
+        spec.action,
+        spec.fps,
+        {STATE: context.expand(4, 5, 2).reshape(20, 2)},
+        actions.reshape(16, 2),
+        torch.full((4,), 4),
+        spec.instructions * 2,
+        rewards={"reward": torch.zeros(16)},
+        step_success=torch.ones(16, dtype=torch.bool),
+    )
+
+
+@pytest.mark.checks("DynaWeb")
+def test_a_token_policy_learns_from_experts_rows_and_goes_on_after_a_kill(tmp_path):
+    config = replace(CONFIG, expert_rows=0.5, ratio_tolerance=1e-4, iterations=4, learning_rate=1e-2)
+
+    def tuned_tokens(section: FinetuneConfig, run: Path | None = None) -> TokenPolicy:
+        policy, folder = speaking(), None if run is None else RunFolder(run)
+        world = BanditWorld(12, with_task=True)
+        finetune(policy, None, world, section, folder, guidance=Guidance(experts=aiming_episodes()))
+        return policy
+
+    def likelihood(policy: TokenPolicy) -> float:
+        instructions = BanditWorld(1).spec.instructions
+        told = expert_rollouts(policy, aiming_episodes(), torch.arange(4), instructions, torch.Generator())
+        return float(rescored(told, policy, instructions)[0].mean())
+
+    whole = tuned_tokens(config)
+    assert likelihood(whole) > likelihood(tuned_tokens(replace(config, expert_rows=0.0))) + 0.05
+    tuned_tokens(replace(config, iterations=2), tmp_path)
+    assert same(dict(whole.state_dict()), dict(tuned_tokens(config, tmp_path).state_dict()))
+    streams = build_algorithm(replace(config, algorithm="ppo", advantage="gae"))
+    with pytest.raises(ConfigError, match="whole episodes"):
+        Guidance(experts=aiming_episodes()).expert_rows(whole, (), 0.5, streams, Generators(0))

@@ -52,6 +52,10 @@ class Decoding(Protocol):
         """
         ...
 
+    def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return latents with which `sample` could have said the tokens [N, K]."""
+        ...
+
     def score(self, language: ActionLanguage, prompt: Prompt, latents: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probabilities [N, K, V] from which the K recorded tokens were drawn."""
         ...
@@ -97,6 +101,10 @@ class CausalDecoding(nn.Module):
             if place + 1 < self.length:
                 hidden = language.model.extend(prompt.reading, language.embedding(token)[:, None])
         return {"tokens": torch.stack(tokens, 1)}, torch.stack(scores, 1)
+
+    def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the tokens [N, K], which have one order."""
+        return {"tokens": tokens}
 
     def score(self, language: ActionLanguage, prompt: Prompt, latents: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probabilities [N, K, V] given each token's predecessors."""
@@ -162,6 +170,12 @@ class MaskedDecoding(nn.Module):
             now = order == step
             tokens, logp = torch.where(now, drawn, tokens), torch.where(now, drawn_logp, logp)
         return {"tokens": tokens, "order": order}, logp
+
+    def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the tokens [N, K] and an "order" [N, K] in which the S passes commit as many of them, at random."""
+        draws = torch.rand(tokens.shape, generator=generator, device=generator.device).to(tokens.device)
+        ends = torch.tensor(self.schedule, device=tokens.device).cumsum(0)
+        return {"tokens": tokens, "order": torch.bucketize(draws.argsort(-1).argsort(-1), ends, right=True)}
 
     def score(self, language: ActionLanguage, prompt: Prompt, latents: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probabilities [N, K, V], those of a position from the pass in which it was committed.

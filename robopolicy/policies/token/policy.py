@@ -193,6 +193,14 @@ class TokenPolicy(nn.Module):
             every = every.gather(1, chosen[..., None].expand(-1, -1, every.shape[-1]))
         return Scores(logp, entropy, {"log_probabilities": every})
 
+    def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the latents [N, ...] with which `act` would have said action chunks [N, C, A], in the world's units.
+
+        generator: draws the order in which masked decoding would have said them.
+        """
+        tokens = self.action_tokens.encode(self.action_normalizer(actions.float()))
+        return self.decoding.told(tokens, generator)
+
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"tokens": [N]}: the mean cross entropy of the demonstrated tokens, at temperature 1.
 
