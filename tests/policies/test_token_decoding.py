@@ -71,6 +71,7 @@ def decoding(policy: TokenPolicy) -> MaskedDecoding:
         {"actions": ActionTokens.FREQUENCIES, "resolution": 4.0},
     ],
 )
+@pytest.mark.checks("CJ-GRPO/EOSER/ASS")
 def test_scores_are_those_of_the_states_in_which_tokens_were_drawn(changes: dict[str, Any], temperature: float):
     policy, observation = disturb(make(temperature=temperature, **changes)), observe()
     decision = policy.act(observation, generator())
@@ -117,6 +118,7 @@ def test_scores_are_those_of_plain_passes_without_a_cache():
         (8, 4, DecodeSchedule.ASCENDING, (1, 2, 4, 1)),
     ],
 )
+@pytest.mark.checks("CJ-GRPO/EOSER/ASS")
 def test_schedules_by_hand(latents: int, steps: int, schedule: DecodeSchedule, expected: tuple[int, ...]):
     assert commit_schedule(latents, steps, schedule) == expected
 

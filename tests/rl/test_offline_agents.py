@@ -47,6 +47,7 @@ def test_sampled_densities_are_the_scored_ones_and_integrate_to_one():
     assert float(mass) == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.checks("RAVL")
 def test_agreement_is_the_number_of_critics_where_all_are_one_and_less_where_not():
     critics = Critics(4, 3, 2, 16, 2)
     data = batch()
@@ -58,6 +59,7 @@ def test_agreement_is_the_number_of_critics_where_all_are_one_and_less_where_not
     assert float(gradient_agreement(different, data.state, data.action).detach()) < 2.0
 
 
+@pytest.mark.checks("RAVL")
 def test_targets_by_hand():
     agent = Sac(SacConfig(critics=3, width=16, depth=1, temperature=0.5), 3, 2, 0)
     data = batch()
@@ -103,6 +105,7 @@ def test_values_are_bounded_by_rewards():
 
 
 @pytest.mark.slow
+@pytest.mark.checks("RAVL")
 def test_short_rollouts_in_a_perfect_model_explode_and_both_cures_hold():
     found = {}
     for arm, epochs in (("base", 3), ("patched", 3), ("RAVL", 2)):

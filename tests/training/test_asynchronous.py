@@ -39,6 +39,7 @@ def collectors() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "collector"]
 
 
+@pytest.mark.checks("AReaL")
 def test_a_bandit_improves_on_stale_data_within_the_bound(tmp_path: Path):
     policy = ChainPolicy()
     before = mean_reward(policy, True)["reward"]
@@ -66,6 +67,7 @@ def test_delayed_weights_are_exactly_as_old_as_asked_for_and_repeatable(tmp_path
     assert mean_reward(policy, True)["reward"] == pytest.approx(scores[0], abs=1e-6)
 
 
+@pytest.mark.checks("AReaL")
 def test_behaviour_and_proximal_probabilities_are_kept_apart(monkeypatch: pytest.MonkeyPatch):
     seen: list[Rollouts] = []
     update = Learner.update

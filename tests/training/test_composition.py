@@ -11,12 +11,14 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from rl.made_rollouts import make_rollouts
 from seeing_toys import SeeingWorld, denoising_policy, token_policy
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.world import Step
 from robopolicy.policies.configuration import Likelihood
 from robopolicy.rl.context import Context
 from robopolicy.rl.critic import state_critic
@@ -32,7 +34,7 @@ CONFIG = FinetuneConfig(
     iterations=1,
     rollout_length=2,
     groups=2,
-    group_size=2,
+    group_size=3,
     starts=4,
     epochs=1,
     minibatch=64,
@@ -48,6 +50,14 @@ LACKS = {
     "tokens": {Need.GAUSSIAN, Need.MEANS, Need.FINISHES, Need.MATCHING},
 }
 """What a kind of policy cannot have: denoising scores its chain, matching the loss it was trained by."""
+
+
+class MixedWorld(SeeingWorld):
+    """Every other row succeeds, so that the outcomes of every group are mixed, also those of a fresh policy."""
+
+    def step(self, actions: np.ndarray) -> Step:
+        step = super().step(actions)
+        return replace(step, success=step.terminated & (np.arange(self.batch_size) % 2 == 0))
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,9 @@ def configured(needs: frozenset[Need], combination: Combination) -> FinetuneConf
     models = tuple(GIVERS[need] for need in sorted(needs & set(GIVERS), key=lambda need: need.name))
     other = combination.other
     chosen = (other.name,) if other.slot is Slot.CREDIT else other.name
-    return replace(CONFIG, models=models, advantage=combination.advantage.name, **{other.slot.value: chosen})
+    options = {"gtpo": {"entropy_limit": 9.0}} if other.name == "gtpo" else {}  # a fresh policy's are above its default
+    names = {"advantage": combination.advantage.name, other.slot.value: chosen}
+    return replace(CONFIG, models=models, options=options, **names)
 
 
 def needs_of(combination: Combination) -> frozenset[Need]:
@@ -104,7 +116,7 @@ def needs_of(combination: Combination) -> frozenset[Need]:
 def play(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     needs, kind = needs_of(combination), combination.kind
     seen = Need.BLACKOUT_SCORES in needs
-    world = SeeingWorld(4)
+    world = MixedWorld(6)
     changes = {}
     if kind == "denoising" and Need.MATCHING in needs:
         kind, changes = "matching", {"likelihood": Likelihood.MATCHING}
@@ -137,9 +149,7 @@ def play(combination: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: value for name, value in stats.items() if not math.isfinite(value)} == {}
     assert all(bool(parameter.isfinite().all()) for parameter in policy.parameters())
     changed = any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
-    assert changed == (stats["gradient_norm"] > 0)
-    if combination.other.name == "none":
-        assert not changed, "with auxiliary losses alone nothing follows the advantage"
+    assert changed == (combination.other.name != "none"), "none: with auxiliary losses alone nothing is followed"
 
 
 @pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.name)
@@ -168,14 +178,12 @@ def test_the_draw_covers_everything_twice():
     assert all(count[kind, entry.slot, entry.name] >= 2 for kind, entry in everything)
 
 
-@pytest.mark.filterwarnings("ignore:gtpo leaves out every episode")
 @pytest.mark.parametrize("combination", drawn(), ids=str)
 def test_a_draw_of_combinations_runs_or_is_refused(combination: Combination, monkeypatch: pytest.MonkeyPatch):
     play(combination, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:gtpo leaves out every episode")
 @pytest.mark.parametrize("combination", EVERY, ids=str)
 def test_every_combination_runs_or_is_refused(combination: Combination, monkeypatch: pytest.MonkeyPatch):
     play(combination, monkeypatch)

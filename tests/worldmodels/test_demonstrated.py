@@ -50,6 +50,7 @@ def test_agreeing_to_the_end_succeeds_and_is_paid_a_step():
     assert total.tolist() == [LENGTHS[int(number)] for number in observation[STATE][:, -1, 0]]
 
 
+@pytest.mark.checks("UI-S1")
 def test_disagreeing_is_patched_a_few_times_and_then_fails():
     world = make(patches=2)
     world.reset(seeds=[1, 2, 3])

@@ -55,6 +55,7 @@ def test_generated_steps_obey_the_dynamics(learned):
 
 
 @pytest.mark.slow
+@pytest.mark.checks("Policy-Guided Diffusion")
 def test_guidance_climbs_the_policy_and_keeps_the_dynamics(learned):
     model, _ = learned
 
@@ -70,6 +71,7 @@ def test_guidance_climbs_the_policy_and_keeps_the_dynamics(learned):
     assert errors[1] < 0.1
 
 
+@pytest.mark.checks("Policy-Guided Diffusion")
 def test_the_weight_of_the_guidance_is_that_of_the_paper():
     # By hand: 1 - s + 0.3 sin(pi s) with sin(pi / 6) = 0.5, sin(pi / 4) = 0.7071068, sin(pi / 2) = 1.
     table = {0.0: 1.0, 1 / 6: 5 / 6 + 0.15, 0.25: 0.96213203, 0.5: 0.8, 0.75: 0.46213203, 5 / 6: 1 / 6 + 0.15, 1.0: 0.0}
@@ -80,6 +82,7 @@ def test_the_weight_of_the_guidance_is_that_of_the_paper():
 
 
 @pytest.mark.parametrize("steepness", [1.0, 1000.0])
+@pytest.mark.checks("Policy-Guided Diffusion")
 def test_the_push_is_as_long_as_its_weight_however_steep_the_policy(begun, steepness):
     model, _ = begun
 

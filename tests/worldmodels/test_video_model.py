@@ -182,6 +182,7 @@ def test_checkpoints_round_trip(begun, tmp_path):
     check_round_trip(begun[0], tmp_path / "model")
 
 
+@pytest.mark.checks("Ctrl-World")
 def test_history_is_spaced_in_rollouts_as_in_training(fresh, monkeypatch):
     """The frames, poses and actions that training gathers are those that a rollout over the same frames remembers."""
     model, data = fresh
@@ -206,6 +207,7 @@ def test_history_is_spaced_in_rollouts_as_in_training(fresh, monkeypatch):
     assert torch.allclose(trained.history_actions[0], trained.history_actions[0, :1])
 
 
+@pytest.mark.checks("Ctrl-World")
 def test_what_is_remembered_moves_on_with_every_chunk(fresh):
     model, data = fresh
     long = int((data.lengths >= 8).nonzero()[0, 0])
@@ -269,6 +271,7 @@ def test_an_earlier_frame_does_not_see_later_ones(begun):
     assert not torch.allclose(first[:, 2], second[:, 2], atol=1e-3)
 
 
+@pytest.mark.checks("Sword")
 def test_own_predictions_take_the_place_of_true_history():
     data = recorded(20)
     config = replace(TINY, bootstrap=1.0, bootstrap_steps=1, collapse=0.0, first_share=1.0, memory_noise=0.0)
