@@ -75,21 +75,24 @@ def hgpo(
 ) -> Tensor:
     """Step groups of growing context: compare with decisions that share the last 1, 2, ... states; longer weigh more.
 
-    A = sum_k w_k A_k over the levels where A_k is not 0, w_k proportional to (k + 1)^alpha; a decision that is alone at
-    every level gets 0. resolution: as in `state_keys`. Returns A [B, T].
+    A = sum_k w_k A_k over the k = 1, ..., context_length + 1 last states where A_k is not 0, w_k proportional to
+    (k + 1)^alpha; a decision that is alone at every level gets 0, and one with fewer states behind it takes no part in
+    the longer ones. resolution: as in `state_keys`. Returns A [B, T].
     """
     to_go = returns_to_go(rollouts, context.discount)
-    state, counts = state_keys(rollouts, resolution), rollouts.alive.flatten()
+    state, length = state_keys(rollouts, resolution), rollouts.shape[1]
+    time = torch.arange(length, device=state.device)
     keys = [per_decision(rollouts.group, rollouts)]
     total, weight = torch.zeros_like(to_go.flatten()), torch.zeros_like(to_go.flatten())
     # Each level adds one more earlier state to the key, so its groups are subsets of the level's before: fewer members
-    # that are more alike, less bias and more variance, which the weights (level + 1)^alpha trade.
-    for level in range(context_length + 1):
+    # that are more alike, less bias and more variance, which the weights trade.
+    for earlier in range(min(context_length + 1, length)):
         shifted = torch.full_like(state, -1)
-        shifted[:, level:] = state[:, : state.shape[1] - level]
+        shifted[:, earlier:] = state[:, : length - earlier]
         keys.append(shifted.flatten())
+        counts = (rollouts.alive & (time >= earlier)).flatten()
         advantage, _ = group_baseline(to_go.flatten(), Segments.of(*keys), counts, scale=True)
-        share = torch.where(advantage != 0, float((level + 1) ** alpha), 0.0)
+        share = torch.where(advantage != 0, float((earlier + 2) ** alpha), 0.0)
         total, weight = total + share * advantage, weight + share
     return (total / weight.clamp(min=1e-9)).reshape(to_go.shape)
 
@@ -110,7 +113,7 @@ def step_groups(
     return episode_weight * episode + step_weight * step.reshape(to_go.shape)
 
 
-@mechanism(Slot.ADVANTAGE, "rank_grpo", source="Rank-GRPO (unit = one action)", needs=(Need.GROUPS,))
+@mechanism(Slot.ADVANTAGE, "rank_grpo", source="Rank-GRPO, arXiv:2510.20150", needs=(Need.GROUPS,))
 def rank_grpo(rollouts: Rollouts, context: Context, *, per_action: bool = False) -> Tensor:
     """A = what followed a unit, standardised within the group at the same place; the ratio is the unit's mean.
 
