@@ -166,6 +166,23 @@ def test_a_fork_adds_to_the_episodes_advantage():
     torch.testing.assert_close(found, torch.tensor(episode[:, None] + 2 * rise).float(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.checks("advantage/hgpo")
+@pytest.mark.parametrize(
+    ("context_length", "alpha", "published"),
+    [
+        (2, 1.0, [[-0.608828, -0.626329, 0.718385], [-0.653377, -0.923429, -1.015341], [-0.296989, 1.453372, 0.0]]),
+        (1, 2.0, [[-0.608828, -0.611473, 0.610072], [-0.653377, -0.904852, -1.021243], [-0.296989, 1.442181, 0.0]]),
+    ],
+)
+def test_hgpo_gives_the_figures_of_its_authors_code(context_length: int, alpha: float, published: list[list[float]]):
+    """Figures: recipe/hgpo/core_hgpo.py of verl-agent, in the copy github.com/xlan156/verl-agent at 8ca3a46."""
+    rollouts = make_rollouts([3, 3, 2, 3, 3], [0] * 5, [1.0, 0.0, 2.0, 4.0, 3.0], steps=1)
+    state = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 0], [4, 2, 1], [1, 1, 3]])
+    found = step.hgpo(rollouts.with_extras(state_key=state), CONTEXT, context_length=context_length, alpha=alpha)
+    others = [[0.0, 0.240965, 2.197721], [-0.519731, -0.118796, 1.336305]]
+    torch.testing.assert_close(found, torch.tensor([*published, *others]), atol=2e-5, rtol=0)
+
+
 @pytest.mark.checks("advantage/step_groups")
 def test_step_groups_compare_what_followed_the_same_step():
     rollouts = make_rollouts([3, 2, 2, 1], [0, 0, 0, 1], steps=1)
