@@ -8,6 +8,6 @@ class AlgorithmsSection:
     """Which algorithm, or building block of algorithms, to explain."""
 
     name: str = ""
-    """A preset (an algorithm such as grpo), a mechanism (one building block of it) or a paper (such as BAPO); papers for
-    a table of those, empty for a list of all presets and mechanisms.
+    """A preset (an algorithm such as grpo), a mechanism (one building block of it) or a paper (such as BAPO); `papers`
+    for a table of those, empty for all presets and mechanisms.
     """

@@ -64,7 +64,8 @@ class Paper:
 @cache
 def papers() -> tuple[Paper, ...]:
     """Return every row, in the order of the file."""
-    return tuple(map(_paper, json.loads(FILE.read_text(encoding="utf-8"))))
+    rows: list[Mapping[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return tuple(map(_paper, rows))
 
 
 def _paper(row: Mapping[str, Any]) -> Paper:

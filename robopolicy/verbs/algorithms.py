@@ -90,10 +90,11 @@ def explain(entry: Mechanism) -> None:
     for need in sorted(entry.needs, key=lambda item: item.name):
         output.print(f"  needs {need.value}", markup=False)
     for paper in papers_of(f"{entry.slot.value}/{entry.name}"):
-        number = f", arXiv:{paper.arxiv}" if paper.arxiv else ""
-        checked = f"; checked by {', '.join(paper.tests)}" if paper.tests else ""
-        output.print(f"  paper {paper.id}{number}: {paper.said}{checked}", markup=False)
-        output.print(f"  effect on success: {effect(paper, published())}", markup=False)
+        lines = [f"paper {paper.id}, arXiv:{paper.arxiv}: {paper.said}"]
+        lines += [f"  checked by {test}" for test in paper.tests]
+        lines += [f"  effect on success: {effect(paper, published())}"]
+        for line in lines:
+            output.print(f"  {line}", markup=False, soft_wrap=True)
     output.print()
 
 
