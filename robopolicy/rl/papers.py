@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from robopolicy.core.narrowing import is_sequence
 from robopolicy.core.resources import resource
 
 FILE = Path(__file__).with_name("papers.json")
@@ -69,7 +70,7 @@ def papers() -> tuple[Paper, ...]:
 
 
 def _paper(row: Mapping[str, Any]) -> Paper:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    values: dict[str, Any] = {key: tuple(value) if is_sequence(value) else value for key, value in row.items()}
     return Paper(**values)
 
 
