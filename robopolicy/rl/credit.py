@@ -141,13 +141,14 @@ def vppo(
     """Learn from the steps that depend on the image, and more from episodes that look.
 
     extras["blackout_logp"] [B, T, K] scores the same steps with patches of the images made black; dependency
-    d = exp(x) - 1 - x with x = that minus the original log-probability (k3). Of the n steps of an episode the
-    ceil(share n) with the largest d are kept; its advantage is scaled by its mean d, mapped to [low, high] and centred
-    at 1. Takes and returns A [B, T, K].
+    d = exp(x) - 1 - x with x = that minus the original log-probability (k3), at most 10. Of the n steps of an episode
+    the ceil(share n) with the largest d are kept; its advantage is scaled by its mean d, mapped to [low, high] and
+    centred at 1. Takes and returns A [B, T, K].
     """
-    shift = (rollouts.extras["blackout_logp"] - rollouts.logp_behaviour).clamp(-10, 10)
-    # k3 of KL(seeing || blind): never negative, 0 where the image does not matter.
-    dependency = torch.where(rollouts.mask, torch.expm1(shift) - shift, 0.0)
+    shift = (rollouts.extras["blackout_logp"] - rollouts.logp_behaviour).clamp(-20, 20)
+    # k3 of KL(seeing || blind): never negative, 0 where the image does not matter; bounded as in the authors' code, so
+    # that one step that is far likelier without the image does not set the scale of all episodes.
+    dependency = torch.where(rollouts.mask, (torch.expm1(shift) - shift).clamp(max=10.0), 0.0)
     steps = rollouts.mask.sum((1, 2))
     order = torch.where(rollouts.mask, dependency, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)
     rank = order.argsort(dim=1)

@@ -46,6 +46,22 @@ def test_none_moves_nothing():
     assert c.shape == rollouts.mask.shape and not c.any() and not stats
 
 
+@pytest.mark.checks("coefficient/dcpo")
+def test_rare_tokens_may_move_further_up_to_ten_times():
+    """The table of DCPO's README: q = .9 may fall to .69 and rise to 1.06, q = .01 to .005 and .05."""
+    old = torch.tensor([0.9, 0.9, 0.9, 0.9, 0.01, 0.01, 0.01, 1e-4, 1e-4], dtype=torch.float64)
+    new = torch.tensor([0.70, 0.68, 1.05, 1.07, 0.0051, 0.049, 0.052, 0.99e-3, 1.01e-3], dtype=torch.float64)
+    falls = torch.tensor([1, 1, 0, 0, 1, 0, 0, 0, 0], dtype=torch.bool)
+    rollouts = make_rollouts([1] * 9, [0] * 9, steps=1)
+    rollouts = replace(rollouts, logp_behaviour=old.log()[:, None, None])
+    advantage = torch.where(falls, -1.0, 1.0).double()[:, None, None]
+    c, _ = trust_region.dcpo(make_scored(rollouts, new.log()[:, None, None], advantage))
+    kept = [True, False, True, False, True, True, False, True, False]
+    assert (c.flatten() != 0).tolist() == kept
+    free, _ = trust_region.dcpo(make_scored(rollouts, new.log()[:, None, None], advantage), most=100.0)
+    assert (free.flatten() != 0).tolist() == [*kept[:8], True]
+
+
 @pytest.mark.checks("coefficient/opd")
 def test_on_policy_distillation_is_the_gradient_of_the_reverse_kl():
     """Over a vocabulary, each word as often as the student says it: E[-c grad log pi] = grad KL(pi || teacher)."""

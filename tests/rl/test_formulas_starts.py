@@ -77,6 +77,11 @@ def test_dars_brings_hard_starts_to_the_signal_of_a_half():
     # Hardness-weighted: 2 (1 - a) N / 2, so (6 - 3) / .375 = 8 and (14 - 3.5) / .21875 = 48.
     assert allocation.Dars(weighted=True, most=64).extend(rate, sizes) == [8, 48, 0]
     assert allocation.Dars(weighted=True, most=40).extend(rate, sizes) == [8, 24, 0]
+    # Where nothing succeeded a is half a success, .5 / 8: (4 - 8 * .1171875) / .1171875 = 26.1, rounded up as by the
+    # authors (schedule_ET and schedule_HW of github.com/yangzhch6/DARS at 9b21b71), and (7.5 - .9375) / .1171875 = 56.
+    assert allocation.Dars(most=64).extend(np.zeros(1), np.array([8])) == [27]
+    assert allocation.Dars(weighted=True, most=80).extend(np.zeros(1), np.array([8])) == [56]
+    assert allocation.Dars(most=64).extend(np.array([0.4]), np.array([8])) == [1]  # (4 - 3.84) / .48 = .33
 
 
 @pytest.mark.checks("allocator/uniform")

@@ -44,18 +44,18 @@ def _positive_share(scored: Scored, bottom: float, top: float) -> Tensor:
 
 
 @mechanism(Slot.COEFFICIENT, "dcpo", source="DCPO, arXiv:2509.02333", needs=(Need.CATEGORICAL,))
-def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2) -> Coefficients:
+def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2, most: float = 10.0) -> Coefficients:
     """PPO with bounds that depend on the old probability q: rare tokens may move further.
 
-        (1 + sqrt(max(1 - 4 low / q, 0))) / 2  <=  r  <=  (1 + sqrt(1 + 4 high / q)) / 2
+        (1 + sqrt(max(1 - 4 low / q, 0))) / 2  <=  r  <=  min((1 + sqrt(1 + 4 high / q)) / 2, most)
 
-    A probability is needed, not a density: token policies only.
+    most: as in the authors' code. A probability is needed, not a density: token policies only.
     """
     # The roots of |r - 1| pi = width with pi = r q: the change is weighed by the new probability, so the rarer a token
     # was, the further its ratio may go, as sqrt(width / q) for q -> 0.
     old = (scored.logp - scored.log_ratio).exp().clamp(min=1e-12)
     bottom = 0.5 + 0.5 * (1 - 4 * low / old).clamp(min=0).sqrt()
-    top = 0.5 + 0.5 * (1 + 4 * high / old).sqrt()
+    top = (0.5 + 0.5 * (1 + 4 * high / old).sqrt()).clamp(max=most)
     return ppo(scored.log_ratio, scored.advantage, 1 - bottom, top - 1, scored.clamped), {}
 
 
