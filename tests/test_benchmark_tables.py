@@ -11,6 +11,7 @@ from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.resources import resource
 from robopolicy.evaluation.intervals import wilson
+from robopolicy.runs import run_path
 from robopolicy.verbs import bench
 
 ROOT = Path(__file__).parents[1]
@@ -175,8 +176,14 @@ def test_a_recipe_is_measured_once_by_its_name_alone_and_rows_of_seeds_add_up(tm
     assert "reach_planar, seed 1, collect" in shown and "reach_planar, seed 0, collect" not in shown
     found = json.loads(published.read_text())
     assert list(found["recipes"]["reach_planar"]) == ["0", "1"] and found["recipes"]["reach_planar"]["0"] == row
+    found["recipes"]["reach_planar"]["0_threads_1"] = {**row, "threads": 1}
     spread, each = recipes.tables(found)
-    assert spread.lines[0][2] == "2" and " to " in spread.lines[0][4]
-    assert [line[0] for line in each.lines] == ["`reach_planar`, seed 0", "`reach_planar`, seed 1"]
+    assert [line[2:4] for line in spread.lines] == [["2", "2"], ["1", "1"]], "threads, seeds"
+    assert " to " in spread.lines[0][5] and "one seed" in spread.lines[1][5]
+    assert [line[0] for line in each.lines] == [f"`reach_planar`, seed {seed}" for seed in (0, 1, 0)]
+    alone = compose(["bench.overrides=['run.threads=1']"])
+    chosen = recipes.settings_of(alone, tmp_path, "push_cube_pixels", 3)
+    assert recipes.row_path(tmp_path, "push_cube_pixels", chosen).name == "3_threads_1.json"
+    assert run_path(chosen, "train").parts[-2:] == ("push_cube_pixels_threads_1", "3")
     with pytest.raises(ConfigError, match="there is no 'reach_plana'"):
         run(tmp_path, "bench.name=recipes", "bench.only=[reach_plana]")

@@ -4,7 +4,8 @@ A recipe is run as a newcomer would: collect demonstrations, pre-train by behavi
 other setting. Every stage has a run folder of its own under runs/bench/recipes and is not run again once it is done.
 The same seed repeats a run exactly only on one machine with the same number of threads; elsewhere floating-point sums
 round differently, and the policies differ. So the table shows the spread over seeds, and every row records the machine,
-packages and commit it was measured with.
+packages and commit it was measured with. With another number of threads (bench.overrides=['run.threads=1']) runs stand
+beside the others in the same folder, and in a row of their own.
 """
 
 import time
@@ -12,13 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.rule import Rule
 
 from robopolicy.benchmarks.rates import rate_text, short, spread_text
 from robopolicy.benchmarks.runs import chosen_from
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json, write_json
-from robopolicy.runs import output, run_path
+from robopolicy.runs import output, run_name, run_path
 from robopolicy.verbs import collect, finetune, train
 from robopolicy.verbs.bench import Benchmark, Table
 
@@ -37,12 +39,13 @@ STAGES = {"collect": collect.run, "train": train.run, "finetune": finetune.run}
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"recipes": {recipe: {seed: row}}}: all results under `root`, after measuring those that are asked for."""
+    """Return {"recipes": {recipe: {name: row}}}: all results under `root`, after measuring those that are asked for."""
     for recipe in chosen_from(config, RECIPES):
         for seed in config.bench.seeds:
-            path = row_path(root, recipe, seed)
+            chosen = settings_of(config, root, recipe, seed)
+            path = row_path(root, recipe, chosen)
             if not path.exists():
-                write_json(path, measure(config, root, recipe, seed))
+                write_json(path, measure(recipe, chosen))
     rows = {
         recipe: {path.stem: read_json(path) for path in sorted((root / "rows" / recipe).glob("*.json"))}
         for recipe in RECIPES
@@ -50,23 +53,34 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
     return {"recipes": {recipe: found for recipe, found in rows.items() if found}}
 
 
-def row_path(root: Path, recipe: str, seed: int) -> Path:
-    """Return the path of the results of a recipe and seed."""
-    return root / "rows" / recipe / f"{seed}.json"
+def settings_of(config: Config, root: Path, recipe: str, seed: int) -> Config:
+    """Return the configuration of all stages of a recipe, named by its threads where there are not as many as usual."""
+    settings = [f"recipe={recipe}", f"run.root={root}", f"run.seed={seed}", *config.bench.overrides]
+    usual = compose(settings)
+    other = _other_threads(usual)
+    return compose([*settings, f"run.name={run_name(usual)}{other}"]) if other else usual
 
 
-def measure(config: Config, root: Path, recipe: str, seed: int) -> dict[str, Any]:
+def _other_threads(chosen: Config) -> str:
+    """Return what names of runs end with where there are not as many threads as usual."""
+    return "" if chosen.run.threads == Config().run.threads else f"_threads_{chosen.run.threads}"
+
+
+def row_path(root: Path, recipe: str, chosen: Config) -> Path:
+    """Return the path of the results of a recipe: rows/<recipe>/<seed>.json, or <seed>_threads_<n>.json."""
+    return root / "rows" / recipe / f"{chosen.run.seed}{_other_threads(chosen)}.json"
+
+
+def measure(recipe: str, chosen: Config) -> dict[str, Any]:
     """Run the missing stages of a recipe, and return its row of results.
 
     base, tuned: success rates of the deterministic policies before and after fine-tuning, on the same episode seeds;
     seconds: wall time of every stage in this process, of fine-tuning as its run counted it; threads, commit, packages
     and so on: what it was measured with.
     """
-    settings = [f"recipe={recipe}", f"run.root={root}", f"run.seed={seed}", *config.bench.overrides]
-    chosen = compose(settings)
     seconds: dict[str, float] = {}
     for name, stage in STAGES.items():
-        output.print(Rule(f"[bold]{recipe}, seed {seed}, {name}", align="left"))
+        output.print(Rule(f"[bold]{recipe}, seed {chosen.run.seed}, {name}", align="left"))
         started = time.perf_counter()
         stage(chosen)
         seconds[name] = time.perf_counter() - started
@@ -87,24 +101,25 @@ def measure(config: Config, root: Path, recipe: str, seed: int) -> dict[str, Any
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return two tables: success rates over seeds (mean, range), and of every seed with its Wilson interval."""
     spread, each = [], []
-    for recipe, seeds in figures["recipes"].items():
-        rows = list(seeds.values())
-        rates = [spread_text(row[when]["success_rate"] for row in rows) for when in ("base", "tuned")]
-        minutes = sorted(row["seconds"]["finetune"] / 60 for row in rows)
-        steps = sum(row["env_steps"] for row in rows) / len(rows)
-        taken = f"{minutes[0]:.0f} to {minutes[-1]:.0f}" if len(rows) > 1 else f"{minutes[0]:.0f}"
-        spread.append([f"`{recipe}`", RECIPES[recipe], str(len(rows)), *rates, f"{steps / 1e3:,.0f}", taken])
-        for seed, row in seeds.items():
+    for recipe, found in figures["recipes"].items():
+        for threads in sorted({row["threads"] for row in found.values()}, reverse=True):
+            rows = [row for row in found.values() if row["threads"] == threads]
+            rates = [spread_text(row[when]["success_rate"] for row in rows) for when in ("base", "tuned")]
+            minutes = np.median([row["seconds"]["finetune"] / 60 for row in rows])
+            steps = np.mean([row["env_steps"] for row in rows])
+            numbers = f"{steps / 1e3:,.0f}", f"{minutes:.0f}"
+            spread.append([f"`{recipe}`", RECIPES[recipe], str(threads), str(len(rows)), *rates, *numbers])
+        for name, row in found.items():
             each.append(
                 [
-                    f"`{recipe}`, seed {seed}",
+                    f"`{recipe}`, seed {name.split('_')[0]}",
                     *(rate_text(row[when]) for when in ("base", "tuned")),
                     str(row["base"]["episodes"]),
                     str(row["threads"]),
                     (row["commit"] or "")[:7],
                 ]
             )
-    header = ["recipe", "policy", "seeds", "base", "fine-tuned", "steps / 1e3", "minutes of fine-tuning"]
+    header = ["recipe", "policy", "threads", "seeds", "base", "fine-tuned", "steps / 1e3", "minutes of fine-tuning"]
     title = "How much training varies: mean over seeds (lowest to highest)"
     single = ["run", "base", "fine-tuned", "episodes", "threads", "commit"]
     return [

@@ -10,14 +10,16 @@ class BenchSection:
     name: str = "sims"
     """One of those that the help of bench lists, or the dotted path of your own."""
     rounds: int = 13
-    """For sims, rounds of timing in which the simulators take turns; for algorithms, 0 skips timing an iteration."""
+    """For sims and collection, rounds of timing in which those compared take turns; for algorithms, 0 skips timing an
+    iteration.
+    """
     tasks: tuple[str, ...] = ("push_cube", "pick_place")
-    """Tasks, read by algorithms, ranking, imagination and test_time_planning."""
+    """Tasks, read by algorithms, collection, ranking, imagination and test_time_planning."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Random seeds, one run for each; read by all benchmarks but sims."""
     only: tuple[str, ...] = ()
-    """Which rows of the results to run: recipes, methods (algorithms), ablations (mechanisms), experimental arms
-    (edge_of_reach, imagination), plans (test_time_planning) or kinds of model (ranking); [] for all.
+    """Which rows of the results to run: recipes, methods (algorithms), policies (collection), ablations (mechanisms),
+    experimental arms (edge_of_reach, imagination), plans (test_time_planning) or kinds of model (ranking); [] for all.
     """
     overrides: tuple[str, ...] = ()
     """Settings for every run, quoted: bench.overrides=['finetune.iterations=10']. What a method sets itself takes

@@ -4,6 +4,7 @@
   interleaved in one process.
 - recipes: demonstrations, pre-training and fine-tuning with nothing but a recipe's name, seed by seed.
 - algorithms: success against environment steps on the same tasks, base policies and seeds.
+- collection: not waiting for the longest episodes, how much faster and as good?
 - mechanisms: ten small experiments, each asking whether a paper's claim shows.
 
 Of world models:
@@ -59,6 +60,7 @@ BENCHMARKS = Registry(
             "sims",
             "recipes",
             "algorithms",
+            "collection",
             "mechanisms",
             "ranking",
             "imagination",

@@ -1,0 +1,168 @@
+"""Groups in flight beyond those that an iteration waits for (APRIL): how much faster, and does it learn as well?
+
+Speed is that of a policy which mostly succeeds, whose episodes end early except for a few that run to their time limit:
+what an iteration waits for. The ways of collecting take turns in one process. Learning is GRPO with a decoupled ratio
+from the same base policies, with as many episodes.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from robopolicy.benchmarks.rates import rate_text, short, spread_text
+from robopolicy.benchmarks.runs import Variant, chosen_from, pretrained, run_variant
+from robopolicy.build import build_world, choose_device
+from robopolicy.configuration import Config, compose
+from robopolicy.core.policy import require_trainable
+from robopolicy.core.progress import progress
+from robopolicy.core.structured import narrowed
+from robopolicy.policies import load_policy
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.training.collection.episodes import EpisodeCollector
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.verbs.bench import Benchmark, Table
+
+SHARES = {"waits for all": 0.0, "half more in flight": 0.5, "as many more": 1.0, "twice as many more": 2.0}
+"""Row of the table -> finetune.overprovision."""
+
+LEARNING = (
+    "finetune.algorithm=grpo",
+    "finetune.coefficient=decoupled_ppo",
+    "finetune.iterations=60",
+    "finetune.learning_rate=3e-4",
+    "finetune.clip=0.05",
+    "finetune.clip_base=0.05",
+    "finetune.target_kl=0.03",
+)
+
+POLICIES = {
+    "diffusion": Variant("diffusion", ("finetune.target_success=0.9", "finetune.videos=0")),
+    "token": Variant(
+        "token",
+        (
+            "finetune.algorithm=step_grpo",
+            "finetune.groups=32",
+            "finetune.learning_rate=1.5e-4",
+            "finetune.epochs=2",
+            "finetune.minibatch=1024",
+            "finetune.target_kl=0.2",
+            "finetune.ratio_tolerance=1e-4",
+            "finetune.finetuned_steps=null",
+            "finetune.target_success=0.9",
+            "finetune.videos=0",
+        ),
+    ),
+}
+"""Whose episodes are collected: fine-tuned until most of them succeed. Tokens take most of their time in the network,
+which answers for every row, whether or not its episode has ended.
+"""
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"speed": {task: {policy: {way: figures}}}, "learning": {task: {way: runs}}}, doing what is missing."""
+    policies = chosen_from(config, POLICIES)
+    speed, learning = {}, {}
+    for task in config.bench.tasks:
+        speed[task] = {name: speed_of(config, root, task, name) for name in policies}
+        learning[task] = {way: learned(config, root, task, way) for way in ("waits for all", "as many more")}
+    return {"speed": speed, "learning": learning}
+
+
+def speed_of(config: Config, root: Path, task: str, name: str) -> dict[str, dict[str, Any]]:
+    """Return, for every way of collecting, episodes a second (median over rounds) and what was collected.
+
+    success: of all episodes; staleness: mean age of decisions, in iterations; held: most groups that were left over.
+    """
+    run_variant(config, root, task, f"good_{name}", POLICIES[name], config.bench.seeds[0])
+    checkpoint = root / task / "finetune" / f"good_{name}" / str(config.bench.seeds[0]) / "checkpoint"
+    chosen = compose([f"recipe={task}", *LEARNING, "finetune.groups=32", *config.bench.overrides])
+    device, section = choose_device(chosen.run), narrowed(FinetuneConfig, chosen.finetune)
+    policy = require_trainable(load_policy(checkpoint, device))
+    collectors = {}
+    for way, share in SHARES.items():
+        world = build_world(chosen.world, policy, batch_size=section.groups * section.group_size, device=device)
+        settings, draws = replace(section, overprovision=share), torch.Generator(device).manual_seed(0)
+        collectors[way] = EpisodeCollector(world, policy, build_algorithm(settings), settings, 0, draws)
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in SHARES}
+    with progress(f"{task}, {name}", config.bench.rounds * len(SHARES)) as advance:
+        for turn in range(config.bench.rounds):
+            for way, collector in collectors.items():
+                found[way].append(timed(collector, turn))
+                advance()
+    for collector in collectors.values():
+        collector.world.close()
+    return {way: summary(rows[len(rows) // 4 :]) for way, rows in found.items()}  # it takes turns to fill the backlog
+
+
+def timed(collector: EpisodeCollector, turn: int) -> dict[str, float]:
+    """Collect once; return seconds, and what came of it."""
+    started = time.perf_counter()
+    rollouts = collector.collect(turn)
+    seconds = time.perf_counter() - started
+    return {
+        "seconds": seconds,
+        "episodes": len(rollouts.group),
+        "successes": int(rollouts.row_success.sum()),
+        "staleness": float((turn - rollouts.policy_version[rollouts.played]).float().mean()),
+        "held": len(collector.player.held),
+    }
+
+
+def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return what the turns of one way of collecting amount to."""
+    return {
+        "episodes_per_second": float(np.median([row["episodes"] / row["seconds"] for row in rows])),
+        "success_rate": sum(row["successes"] for row in rows) / sum(row["episodes"] for row in rows),
+        "staleness": float(np.mean([row["staleness"] for row in rows])),
+        "held": max(int(row["held"]) for row in rows),
+    }
+
+
+def learned(config: Config, root: Path, task: str, way: str) -> list[dict[str, Any]]:
+    """Return, seed by seed, success of base and fine-tuned policy, and the episodes that were played."""
+    found = []
+    for seed in config.bench.seeds:
+        pretrained(config, root, task, "diffusion", seed)
+        variant = Variant("diffusion", (*LEARNING, f"finetune.overprovision={SHARES[way]}", "finetune.videos=0"))
+        run = run_variant(config, root, task, way.replace(" ", "_"), variant, seed)
+        rates = {when: short(run.result[when]["deterministic"]) for when in ("base", "tuned")}
+        episodes = sum(row["episodes"] for row in run.records if "episodes" in row)
+        found.append({**rates, "collected": int(episodes), "env_steps": run.result["env_steps"]})
+    return found
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return a table of speed and one of learning a task."""
+    found = []
+    for task, policies in figures["speed"].items():
+        lines = []
+        for policy, ways in policies.items():
+            whole = next(iter(ways.values()))["episodes_per_second"]
+            for way, row in ways.items():
+                speed = row["episodes_per_second"]
+                numbers = [f"{speed:.0f}", f"{speed / whole:.2f}", f"{100 * row['success_rate']:.1f} %"]
+                lines.append([f"{policy}, {way}", *numbers, f"{row['staleness']:.2f}", str(row["held"])])
+        header = ["policy, groups", "episodes / s", "ratio", "success", "age, iterations", "most groups left over"]
+        found.append(Table(f"{task}: collecting 256 episodes of mixed length (median of turns)", header, lines))
+    for task, ways in figures["learning"].items():
+        lines = []
+        for way, rows in ways.items():
+            spreads = [spread_text(row[when]["success_rate"] for row in rows) for when in ("base", "tuned")]
+            steps = np.mean([row["env_steps"] for row in rows])
+            lines.append([way, *spreads, ", ".join(rate_text(row["tuned"]) for row in rows), f"{steps / 1e3:,.0f}"])
+        header = ["groups", "base", "fine-tuned", "each seed", "steps / 1e3"]
+        found.append(Table(f"{task}: learning from them, mean over seeds (range)", header, lines))
+    return found
+
+
+BENCHMARK = Benchmark(
+    "How much faster is collecting that does not wait for the longest episodes, and does it learn as well?",
+    ("tasks", "seeds", "only", "rounds", "overrides"),
+    benchmark,
+    tables,
+)
