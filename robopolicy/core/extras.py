@@ -68,6 +68,8 @@ class Extras:
     """[B, T] generalised advantage estimate. Added for Need.CRITIC; read by the advantages gae and egae."""
     advantage: Tensor | None = None
     """[B, T, K] what every step's coefficient is made of. Added by `Algorithm.prepare`."""
+    pruned: Tensor | None = None
+    """[B, T, K] bool, steps that no gradient is taken through. Added by `Algorithm.prepare`; read by the learner."""
     episode_steps: Tensor | None = None
     """[B, T] int64, scored steps of the whole row. Added by `Algorithm.prepare`; read by the weight episode_mean."""
 

@@ -1,7 +1,7 @@
 """An algorithm is a choice of mechanisms, one or several a slot; presets are named choices."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,8 +60,9 @@ class Algorithm:
     def prepare(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Select rows, add `advantage` [B, T, K] to the extras, and drop rows that the advantage does not learn from.
 
-        An advantage mechanism returns A [B, T] or [B, T, K], alone or with keep [B] bool. Where episodes branch, what
-        they share gets the mean of their advantages.
+        An advantage mechanism returns A [B, T] or [B, T, K], alone or with keep [B] bool: what to learn from; or keep
+        [B, T, K]: what to take gradients through (the rest is `pruned` in the extras). Where episodes branch, what they
+        share gets the mean of their advantages.
         """
         for choice in self.selection:
             rollouts = rollouts.take(choice(rollouts, context).nonzero().squeeze(-1))
@@ -72,6 +73,8 @@ class Algorithm:
             advantage = advantage[..., None].expand(rollouts.mask.shape)
         for function in self.credit:
             advantage = function(rollouts, advantage, context)
+        if keep is not None and keep.dim() == 3:
+            rollouts, keep = replace(rollouts, mask=rollouts.mask & keep).with_extras(pruned=~keep), None
         scored = rollouts.mask & rollouts.alive[..., None]
         rollouts = rollouts.with_extras(
             advantage=torch.where(scored, advantage, 0.0),

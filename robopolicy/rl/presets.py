@@ -17,7 +17,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weight": "episode_mean",
         "ratio_level": RatioLevel.EPISODE_MEAN,
     },
-    "branch_grpo": {"advantage": "branch_grpo", "coefficient": "ppo", "weight": "step_mean"},
+    "branch_grpo": {
+        "advantage": "branch_grpo",
+        "coefficient": "ppo",
+        "weight": "step_mean",
+        "options": {"branch_grpo": {"beta": 1.0, "width": "extremes"}},
+    },
     "mc_grpo": {"advantage": "mc_grpo", "coefficient": "ppo", "weight": "step_mean"},
     "ngrpo": {
         "advantage": "ngrpo",

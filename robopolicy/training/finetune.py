@@ -196,7 +196,7 @@ class _Finetuning:
         else:
             have |= {Need.MEANS} if isinstance(self.policy, RecordsMeans) else set()
             have |= {Need.FINISHES} if isinstance(self.policy, FinishesChain) else set()
-        if self.config.group_size > 1:
+        if self.config.group_size > 1 or self.config.branch_at:  # the leaves of one root are a group
             have |= {Need.GROUPS, Need.WHOLE_GROUPS}
         if self.config.starts:
             have.add(Need.STARTS)

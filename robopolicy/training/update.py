@@ -72,6 +72,7 @@ class Learner:
         self.knobs: dict[str, float] = {}
         self.stats: dict[str, float] = {}
         self.before_step: list[Tensor] = []
+        self.live: Tensor | None = None
         self.by_episode = bool(algorithm.needs & WHOLE) or config.minibatch_episodes > 0
         self.average = PolicyAverage(policy, config.proximal_decay) if config.proximal == "average" else None
 
@@ -86,6 +87,7 @@ class Learner:
         rows: list[dict[str, Tensor]] = []
         stopped = False
         source = self._source(rollouts)
+        self.live = self._live(source)
         for _ in range(self.config.epochs):
             for index in self._minibatches(source, draws):
                 batch = source.take(index)
@@ -260,14 +262,21 @@ class Learner:
             "clamped": scored.clamped.float().sum(),
         }
 
+    def _live(self, source: Rollouts) -> Tensor | None:
+        """Return which steps are not pruned in every decision alike, [k] of K; None where none is."""
+        pruned = source.extras.pruned
+        dead = None if pruned is None or not len(pruned) else pruned.flatten(0, 1).all(0)
+        return None if dead is None or not bool(dead.any()) else (~dead).nonzero().squeeze(1)
+
     def _choose_steps(self, batch: Rollouts, draws: torch.Generator) -> tuple[Tensor, bool]:
         """Return the indices of the steps to score, [b, t, k], and whether they are a choice."""
         count, total = self.config.scored_steps, self.sampling_steps
-        shape = (*batch.shape, total)
-        if not 0 < count < total:
-            return torch.arange(total, device=draws.device).expand(shape), False
+        steps = torch.arange(total, device=draws.device) if self.live is None else self.live
+        shape = (*batch.shape, len(steps))
+        if not 0 < count < len(steps):
+            return steps.expand(shape), len(steps) < total
         draw = torch.rand(shape, generator=draws, device=draws.device)
-        return draw.topk(count, dim=-1).indices, True
+        return steps[draw.topk(count, dim=-1).indices], True
 
     @torch.no_grad()
     def _take_back(self) -> None:

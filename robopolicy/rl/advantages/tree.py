@@ -3,16 +3,30 @@
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import integers
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.rl.advantages.group import broadcast, group_normalised, outcomes
 from robopolicy.rl.context import Context
+from robopolicy.rl.options import unknown_option
 from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 def in_sampling_steps(rollouts: Rollouts) -> bool:
     """Whether episodes branch inside decisions, so that nodes of their tree are steps, not decisions."""
     return rollouts.branch_sampling_step is not None and bool((rollouts.branch_sampling_step > 0).any())
+
+
+def lineage(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+    """Return the position [B] of every row's parent, -1: none, and the decision (or step) [B] it branched off at."""
+    branch = rollouts.branch_decision
+    if in_sampling_steps(rollouts):
+        assert rollouts.branch_sampling_step is not None
+        branch = branch * rollouts.mask.shape[-1] + rollouts.branch_sampling_step
+    position = torch.full((int(rollouts.episode.max()) + 1,), -1, dtype=torch.int64, device=rollouts.episode.device)
+    position[rollouts.episode] = torch.arange(len(branch), device=position.device)
+    return torch.where(rollouts.parent >= 0, position[rollouts.parent.clamp(min=0)], -1), branch
 
 
 def owners(rollouts: Rollouts) -> Tensor:
@@ -22,18 +36,12 @@ def owners(rollouts: Rollouts) -> Tensor:
     parent does). Rows with the same owner at t have everything up to t in common: the leaves of one subtree.
     """
     count, length = rollouts.shape
-    branch = rollouts.branch_decision
-    if in_sampling_steps(rollouts):
-        assert rollouts.branch_sampling_step is not None
-        steps = rollouts.mask.shape[-1]
-        branch, length = branch * steps + rollouts.branch_sampling_step, length * steps
-    position = torch.full((int(rollouts.episode.max()) + 1,), -1, dtype=torch.int64, device=rollouts.episode.device)
-    position[rollouts.episode] = torch.arange(count, device=position.device)
-    parent = torch.where(rollouts.parent >= 0, position[rollouts.parent.clamp(min=0)], -1)
-    time = torch.arange(length, device=position.device)[None]
+    length *= rollouts.mask.shape[-1] if in_sampling_steps(rollouts) else 1
+    parent, branch = lineage(rollouts)
+    time = torch.arange(length, device=parent.device)[None]
     # Start with every row owning its decisions, and pass what lies before its branch on to the parent until nothing
     # moves: each round climbs one generation, so a tree of depth d is done after d rounds.
-    owner = torch.arange(count, device=position.device)[:, None].expand(count, length)
+    owner = torch.arange(count, device=parent.device)[:, None].expand(count, length)
     for _ in range(count):
         shared = (time < branch[owner]) & (parent[owner] >= 0)
         if not bool(shared.any()):
@@ -52,6 +60,30 @@ def subtree_values(rollouts: Rollouts) -> tuple[Tensor, Segments]:
     nodes = Segments.of(owner.flatten(), time.flatten())
     returns = rollouts.row_return[:, None].expand(owner.shape).flatten()
     return nodes.mean(returns)[nodes.index].reshape(owner.shape), nodes
+
+
+def fused_values(rollouts: Rollouts, beta: float) -> Tensor:
+    """Return the returns of the leaves fused up the tree by the probability of the ways there, as `subtree_values`.
+
+        value(node) = sum over its branches of softmax(beta log p(branch)) value(branch)
+
+    p: of the step (or the scored steps of the decision) with which a branch parts from the others. Source: BranchGRPO.
+    """
+    owner, (parent, branch) = owners(rollouts), lineage(rollouts)
+    edge = torch.where(rollouts.mask, rollouts.logp_behaviour, 0.0)
+    edge = beta * (edge.flatten(1) if in_sampling_steps(rollouts) else edge.sum(-1))
+    row, value, end = torch.arange(len(parent), device=parent.device), rollouts.row_return, owner.shape[1]
+    values = value[:, None].repeat(1, end)
+    for split in sorted(set(integers(branch[parent >= 0])), reverse=True):
+        values[:, split:end], end = value[:, None], split
+        # Who branched off later is part of its parent's value by now.
+        here = (parent < 0) | (branch <= split)
+        forks = Segments.of(torch.where((parent >= 0) & (branch == split), parent, row)[here])
+        logit, leaf = edge[here, split].to(value.dtype), value[here]
+        weight = (logit - forks.maximum(logit)[forks.index]).exp()
+        value = value.masked_scatter(here, (forks.sum(weight * leaf) / forks.sum(weight))[forks.index])
+    values[:, :end] = value[:, None]
+    return values.gather(0, owner)
 
 
 def shared_credit(rollouts: Rollouts, advantage: Tensor) -> Tensor:
@@ -106,13 +138,27 @@ def tree_po(rollouts: Rollouts, context: Context, *, by_size: bool = False) -> T
 
 
 @mechanism(Slot.ADVANTAGE, "branch_grpo", source="BranchGRPO, arXiv:2509.06040", needs=(Need.GROUPS,))
-def branch_grpo(rollouts: Rollouts, context: Context) -> Tensor:
-    """A node's value is the mean of its leaves, standardised among the nodes of its depth in the same tree.
+def branch_grpo(
+    rollouts: Rollouts,
+    context: Context,
+    *,
+    beta: float = 0.0,
+    width: str = "all",
+    share: float = 0.5,
+    depth: int = 0,
+    slide: int = 30,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A node's value is what its leaves return, standardised among the nodes of its depth in the same tree.
 
-    0 for depths with a single node or without spread. Without a tree it is GRPO at every step. Returns A [B, T], or
-    [B, T, K] where episodes branch inside decisions.
+    beta: 0 for the mean of the leaves, else the power of the probabilities that weigh them (`fused_values`; 1 is the
+    paper's). 0 for depths with a single node or without spread. Without a tree it is GRPO at every step. width, share,
+    depth, slide: through which leaves and which steps no gradient is taken (`kept_leaves`, `kept_steps`); all
+    is played, and all counts in the values. Returns A [B, T], or [B, T, K] where episodes branch inside decisions; with
+    pruning also what is kept, [B, T, K] bool. Raises ConfigError for another width or too large a depth.
     """
     values, nodes = subtree_values(rollouts)
+    if beta:
+        values = fused_values(rollouts, beta)
     first = torch.zeros(nodes.count, dtype=torch.bool, device=values.device)
     flat, alive = values.flatten(), _nodes_alive(rollouts, values).flatten()
     # A node stands in every row of its subtree; only its first place counts in the depth's mean and spread, so that a
@@ -127,7 +173,63 @@ def branch_grpo(rollouts: Rollouts, context: Context) -> Tensor:
     size = depths.size(counted)[depths.index]
     scaled = (flat - mean) / (std + 1e-8)
     found = torch.where(alive & (size > 1) & (std > 1e-6), scaled, 0.0)
-    return _as_steps(found.reshape(values.shape), rollouts)
+    advantage = _as_steps(found.reshape(values.shape), rollouts)
+    if width == "all" and not depth:
+        return advantage
+    return advantage, kept_leaves(rollouts, width, share) & kept_steps(rollouts, depth, context.iteration // slide)
+
+
+def kept_leaves(rollouts: Rollouts, width: str, share: float = 0.5) -> Tensor:
+    """Return through what a gradient is taken where some leaves are pruned after their last split, [B, T, K] bool.
+
+    width: all leaves are kept; branch, the best of those that part from each other last; or extremes, the best and the
+    worst of a group's leaves, half of `share` of them each and one at least. The split itself is kept, and all before.
+    Source: width pruning, BranchGRPO. Raises ConfigError for another width.
+    """
+    if width not in ("all", "branch", "extremes"):
+        raise unknown_option("branch_grpo.width", width, ("all", "branch", "extremes"))
+    (parent, _), returns = lineage(rollouts), rollouts.row_return
+    if width == "all" or not bool((parent >= 0).any()):
+        return torch.ones_like(rollouts.mask)
+    owner = owners(rollouts)
+    length, row = owner.shape[1], torch.arange(len(parent), device=parent.device)
+    time = torch.arange(length, device=parent.device)
+    nodes = Segments.of(owner.flatten(), time.expand(owner.shape).flatten())
+    alone = (nodes.size()[nodes.index] == 1).reshape(owner.shape)
+    parted = torch.where(alone, time, length).amin(1).clamp(max=length - 1)  # where it is a leaf from on
+    root = row
+    while bool((parent[root] >= 0).any()):
+        root = torch.where(parent[root] >= 0, parent[root], root)
+    trees = torch.bincount(root, minlength=len(row))[root] > 1
+    if width == "branch":
+        before = owner.gather(1, (parted - 1).clamp(min=0)[:, None])[:, 0]
+        forks = Segments.of(torch.where(parted > 0, before, root), parted)
+        best = forks.rank(-returns, trees) == 0
+    else:
+        forks = Segments.of(rollouts.group)
+        rank, size = forks.rank(returns, trees), forks.size(trees)[forks.index]
+        number = (share * size).long().clamp(min=2)
+        best = (rank >= size - number // 2) | (rank < number - number // 2)
+    kept = (best | ~trees)[:, None] | (time <= parted[:, None])
+    return _as_steps(kept, rollouts) if kept.shape != rollouts.shape else kept[..., None].expand(rollouts.mask.shape)
+
+
+def kept_steps(rollouts: Rollouts, depth: int, shift: int) -> Tensor:
+    """Return through what a gradient is taken where `depth` steps of every decision are pruned, [B, T, K] bool.
+
+    The window of pruned steps lies at the end of the chain and has moved `shift` steps towards its beginning, at most
+    up to the step with which branches part last. Source: depth pruning, BranchGRPO. Raises ConfigError where it does
+    not fit behind that step.
+    """
+    steps = rollouts.mask.shape[-1]
+    first = int(rollouts.branch_sampling_step.max()) + 1 if rollouts.branch_sampling_step is not None else 1
+    if depth > steps - first:
+        raise ConfigError(
+            f"branch_grpo.depth is {depth}; of {steps} steps at most the last {steps - first} can be pruned."
+        )
+    start = max(first, steps - depth - shift)
+    step = torch.arange(steps, device=rollouts.mask.device)
+    return ((step < start) | (step >= start + depth)).expand(rollouts.mask.shape)
 
 
 @mechanism(Slot.ADVANTAGE, "fork", source="PORTool, arXiv:2510.26020", needs=(Need.GROUPS,))
