@@ -129,7 +129,8 @@ class AuxiliaryInputs:
     observation, latents: what the policy was given to score, [n, ...]; mask: [n, k] bool, which steps were choices;
     scores: its differentiable scores; policy: what is fine-tuned; base: the frozen policy that fine-tuning started
     from (None unless Need.BASE is declared); teacher: another policy, or None; experts: batches of recorded decisions
-    for `policy.loss`, or None; models: what is learned beside the policy, by name.
+    for `policy.loss`, or None; models: what is learned beside the policy, by name; proximal: log-probabilities of
+    the same steps [n, k] under the policy before the update, or whatever else is clipped around.
     """
 
     observation: TensorObservation
@@ -142,6 +143,7 @@ class AuxiliaryInputs:
     teacher: Policy | None = None
     experts: Iterator[dict[str, Any]] | None = None
     models: Mapping[str, SideModel] = field(default_factory=dict[str, SideModel])
+    proximal: Tensor | None = None
 
     @property
     def action_values(self) -> ActionValues:

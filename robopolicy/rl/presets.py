@@ -45,7 +45,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rewards": ("success_only",),
         "replay": "spear",
     },
-    "remix": {"advantage": "grpo", "coefficient": "decoupled_ppo", "weight": "step_mean", "replay": "remix"},
+    "remix": {
+        "advantage": "grpo",
+        "coefficient": "decoupled_ppo",
+        "weight": "step_mean",
+        "replay": "remix",
+        "auxiliaries": ("kl_convex",),
+    },
     "prime": {
         "models": ("prime",),
         "selection": ("mixed_outcomes",),

@@ -8,7 +8,7 @@ the difference.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,15 @@ class Replay(Protocol):
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from `tree`."""
+        ...
+
+
+@runtime_checkable
+class Reincarnates(Protocol):
+    """A replay that at some iteration makes the policy its own base, from which it goes on."""
+
+    def reincarnates(self, context: Context) -> bool:
+        """Return whether that is now."""
         ...
 
 
@@ -132,15 +141,23 @@ class Spear(_Buffer):
 
 @mechanism(Slot.REPLAY, "remix", source="ReMix, arXiv:2507.06892", needs=())
 class ReMix(_Buffer):
-    """Mix episodes of the last `keep` iterations into each batch, with the advantages they had.
+    """Mix episodes of the last `keep` iterations into each batch, then reincarnate: go on from there, on-policy.
 
-    share: older rows per row of today. Use coefficient=decoupled_ppo, which weighs by the probabilities they were drawn
-    with, capped. From `until` of the run on only today's rows are used: back on-policy at the end.
+    The paper's three parts: older rows with the advantages they had, `share` per row of today, and more updates to data
+    (finetune.epochs); a mix of the KL penalties to the base and to the policy before the update,
+    auxiliaries=[kl_convex]; and at `until` of the run the base becomes the policy as it is (reincarnate), from where
+    only today's rows are used. coefficient=decoupled_ppo weighs older rows by the probabilities they were drawn with,
+    capped (the paper clips each row around its own ratio to them). Shares and weights are ours: the abstract has none.
     """
 
-    def __init__(self, *, keep: int = 2, share: float = 0.5, until: float = 0.7):
+    def __init__(self, *, keep: int = 2, share: float = 0.5, until: float = 0.7, reincarnate: bool = True):
         super().__init__()
-        self.keep, self.share, self.until = keep, share, until
+        self.keep, self.share, self.until, self.reincarnate = keep, share, until, reincarnate
+
+    def reincarnates(self, context: Context) -> bool:
+        """Return whether this is the first iteration on-policy."""
+        before = (context.iteration - 1) / max(1, context.iterations)
+        return self.reincarnate and before < self.until <= context.share
 
     def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Return today's rows and older ones."""

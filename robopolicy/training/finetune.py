@@ -32,6 +32,7 @@ from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context, SideModel, Tools
 from robopolicy.rl.critic import Critic
 from robopolicy.rl.registry import Need
+from robopolicy.rl.replay import Reincarnates
 from robopolicy.rl.returns import ReturnScale
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
@@ -299,6 +300,8 @@ class _Finetuning:
         prepared = prepared.without(following=True)  # targets and advantages are made: nothing looks ahead any more
         if self.replay is not None:
             prepared = self.replay.mix(prepared, self._context)
+            if isinstance(self.replay, Reincarnates) and self.replay.reincarnates(self._context):
+                self.learner.rebase()
         if self.expert_rows is not None:
             prepared = self.expert_rows.beside(prepared, self._context)
         if rollouts.whole:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Policy, ScoredPolicy, Scores, Trainable
+from robopolicy.core.policy import Policy, Scores, Trainable
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.segments import Segments
 from robopolicy.nn.optimisers import (
@@ -45,7 +45,7 @@ class Learner:
         self,
         policy: Trainable,
         critic: Critic | None,
-        base: ScoredPolicy | None,
+        base: Trainable | None,
         algorithm: Algorithm,
         config: FinetuneConfig,
         instructions: tuple[str, ...],
@@ -71,6 +71,7 @@ class Learner:
         self.steps = 0
         self.knobs: dict[str, float] = {}
         self.stats: dict[str, float] = {}
+        self.reborn = False
         self.before_step: list[Tensor] = []
         self.live: Tensor | None = None
         self.by_episode = bool(algorithm.needs & WHOLE) or config.minibatch_episodes > 0
@@ -200,6 +201,7 @@ class Learner:
             teacher=self.teacher,
             experts=self.experts,
             models=self.models,
+            proximal=batch.proximal.gather(-1, step)[alive],
             context=context,
         )
         auxiliaries = {name: self._scale(name) * self.algorithm.auxiliaries[name](inputs) for name in self._asked()}
@@ -286,6 +288,12 @@ class Learner:
         if self.average is not None and self.before_step:
             self.average.take_back()
 
+    def rebase(self) -> None:
+        """Let the base be the policy as it is now: what holds it near its base starts from here."""
+        if self.base is not None:
+            self.base.load_state_dict(self.policy.state_dict())
+            self.reborn = True
+
     def tree(self) -> dict[str, Any]:
         """Return everything that changes, for a checkpoint."""
         return {
@@ -297,6 +305,7 @@ class Learner:
             "actor_optimiser": optimiser_tree(self.optimiser),
             "critic_optimiser": {} if self.critic_optimiser is None else optimiser_tree(self.critic_optimiser),
             **({} if self.average is None else {"average": self.average.tree()}),
+            **({"base": self.base.state_dict()} if self.reborn and self.base is not None else {}),
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
@@ -309,3 +318,6 @@ class Learner:
             restore_optimiser(self.critic_optimiser, tree["critic_optimiser"])
         if self.average is not None:
             self.average.restore(tree["average"])
+        if self.base is not None and "base" in tree:
+            self.base.load_state_dict(tree["base"])
+            self.reborn = True

@@ -22,6 +22,7 @@ from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import EpisodePlayer
+from robopolicy.rl.replay import ReMix
 from robopolicy.rl.requests import groups_of
 from robopolicy.training.acting import TeacherTurns
 from robopolicy.training.average import PolicyAverage
@@ -231,14 +232,13 @@ def test_the_whole_of_dagger_comes_to_its_teacher_and_survives_a_resume(tmp_path
         auxiliaries=("dagger",),
         replay="aggregate",
         teacher_acts=0.9,
-        iterations=8,
-        learning_rate=2e-2,
-        epochs=4,
+        iterations=6,
+        learning_rate=3e-2,
     )
     guidance = Guidance(Pointing())
     whole = tuned(config, guidance=guidance)
-    steady = replace(config, teacher_until=1e9)  # no schedule over a number of iterations
-    tuned(replace(steady, iterations=4), tmp_path / "parts", guidance)
+    steady = replace(config, teacher_until=1e9, iterations=3, checkpoint_every=1)  # no schedule along the run
+    tuned(replace(steady, iterations=2), tmp_path / "parts", guidance)
     assert same(tuned(steady, guidance=guidance), tuned(steady, tmp_path / "parts", guidance))
     policy = ChainPolicy()
     policy.load_state_dict(whole)
@@ -411,3 +411,53 @@ def test_a_token_policy_learns_from_experts_rows_and_goes_on_after_a_kill(tmp_pa
     streams = build_algorithm(replace(config, algorithm="ppo", advantage="gae"))
     with pytest.raises(ConfigError, match="whole episodes"):
         Guidance(experts=aiming_episodes()).expert_rows(whole, (), 0.5, streams, Generators(0))
+
+
+@pytest.mark.checks("auxiliaries/kl_convex", "ReMix")
+def test_the_convex_penalty_lies_between_the_base_and_the_policy_before_the_update():
+    before, policy, base = ChainPolicy(seed=1), ChainPolicy(seed=2), ChainPolicy(seed=3)
+    rollouts = whole_episodes(before)
+    options = {"kl_convex": {"weight": 0.2, "base": 0.3}}
+    config = replace(CONFIG, coefficient="none", auxiliaries=("kl_convex",), options=options)
+    learner = learner_of(policy, config)
+    learner.base = base
+    observation, latents = decisions_at(rollouts, rollouts.alive, BanditWorld(1).spec.instructions)
+    mine = copy.deepcopy(policy)
+    logp, penalty = mine.log_prob(observation, latents).logp, torch.zeros(())
+    for share, other in (
+        (0.3, base.log_prob(observation, latents).logp),
+        (0.7, rollouts.logp_behaviour[rollouts.alive]),
+    ):
+        ratio = (other.detach() - logp).clamp(-10, 10).exp()
+        penalty = penalty + 0.2 * share * (ratio - 1 - ratio.log()).mean()
+    expected = torch.autograd.grad(penalty, list(mine.parameters()))
+    for found, slow in zip(gradient_of(learner, rollouts), expected, strict=True):
+        torch.testing.assert_close(found, slow, atol=1e-6, rtol=1e-4)
+
+
+class Breaking(BanditWorld):
+    """The bandit, which breaks after so many steps of the world."""
+
+    def __init__(self, batch_size: int, steps: int):
+        super().__init__(batch_size)
+        self.steps = steps
+
+    def step(self, actions):
+        if self.calls == self.steps:
+            raise RuntimeError("broken")
+        return super().step(actions)
+
+
+@pytest.mark.checks("replay/remix", "ReMix")
+def test_remix_makes_the_policy_its_base_once_and_goes_on_on_policy_after_a_kill_too(tmp_path):
+    replay = ReMix(until=0.5)
+    now = [replay.reincarnates(Context(torch.Generator(), iteration=number, iterations=5)) for number in range(5)]
+    assert now == [False, False, False, True, False]
+    strong = {"kl_convex": {"weight": 1.0, "base": 1.0}, "remix": {"until": 0.5}}
+    config = replace(CONFIG, algorithm="remix", options=strong, checkpoint_every=1, learning_rate=2e-2)
+    whole = tuned(config)
+    kept = {**strong, "remix": {"until": 0.5, "reincarnate": False}}
+    assert not same(whole, tuned(replace(config, options=kept)))
+    with pytest.raises(RuntimeError, match="broken"):
+        finetune(ChainPolicy(), None, Breaking(12, 14), config, RunFolder(tmp_path))  # in the last of four iterations
+    assert same(whole, tuned(config, tmp_path))

@@ -60,3 +60,20 @@ def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: 
     if estimator not in forms:
         raise unknown_option("kl_base.estimator", estimator, forms)
     return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, forms[estimator], 0.0)).sum()
+
+
+@mechanism(Slot.AUXILIARY, "kl_convex", source="ReMix (KL-convex constraint), arXiv:2507.06892", needs=(Need.BASE,))
+def stay_between(inputs: AuxiliaryInputs, *, weight: float = 0.01, base: float = 0.5) -> Tensor:
+    """Stay near the base, for stability, and near the policy before the update, for freedom to move on:
+
+        weight (base KL(pi || pi_base) + (1 - base) KL(pi || pi_before))
+
+    Both by k3 = exp(-x) - 1 + x on the steps that were chosen, x = log pi - log of the other, [n, k], limited to +-10.
+    Returns a scalar. Raises ConfigError without a base policy.
+    """
+    with torch.no_grad():
+        first = given(inputs.base, "base").log_prob(inputs.observation, inputs.latents).logp
+    own = inputs.scores.logp
+    apart = [(own - other).clamp(-10, 10) for other in (first, given(inputs.proximal, "proximal"))]
+    penalty = sum(part * (torch.expm1(-x) + x) for part, x in zip((base, 1 - base), apart, strict=True))
+    return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, penalty, 0.0)).sum()
