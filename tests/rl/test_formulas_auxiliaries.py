@@ -285,7 +285,7 @@ def test_step_preferences_equal_a_slow_reference():
         base=Toy(normal(0.85)),
         models={"values": ByLength(0.0)},
     )
-    loss = values.step_preferences(inputs, children=children, beta=4.0, clip=0.2, gap=0.07, weight=0.5, warmup=0)
+    loss = values.step_preferences(inputs, children=children, beta=4.0, clip=0.2, gap=0.3, weight=0.5, warmup=0)
 
     draws = torch.Generator().manual_seed(0)
     rows = torch.randperm(count, generator=draws)
@@ -294,11 +294,12 @@ def test_step_preferences_equal_a_slow_reference():
     start = chain[rows, step]
     drawn = 0.9 * start + 0.3 * noise
     worth = (drawn * (2 + step[:, None, None])).sum((2, 3)) * state[rows, 0, 0]
-    share = ((worth - worth.mean(0)) / (worth.std(unbiased=False) + 1e-6)).softmax(0)
+    spread = float((worth - worth.mean(0)).square().mean().sqrt()) + 1e-6  # among the children of a state
     terms = []
     for place in range(count):
         best, worst = int(worth[:, place].argmax()), int(worth[:, place].argmin())
-        if float(share[best, place] - share[worst, place]) <= 0.07:
+        pair = (worth[[best, worst], place] / spread).softmax(0)
+        if float(pair[0] - pair[1]) <= 0.3:
             continue
         ratio = []
         for child in (best, worst):

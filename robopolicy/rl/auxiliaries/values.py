@@ -72,11 +72,11 @@ def step_preferences(
     """Prefer, among several next latents of the same step, the one whose predicted clean action is worth most.
 
     `children` are drawn from one latent of the policy's own chain, each finished without noise and judged by the action
-    values; best and worst are kept if softmax of their values (scaled to the batch's spread) differs by more than
-    `gap`. The loss is `step_preference_loss`, its reference the frozen base policy. Deviation: the whole remainder of
-    the chain replaces a step-aware scorer. On at most `decisions` states n of a minibatch, not in the first `warmup`
-    iterations; the latents are [children, n, P, A]. Returns a scalar, 0 where no pair is kept. Raises ConfigError
-    without a model of action values.
+    values; best and worst are kept if the softmax of their two values, in units of the spread among the children of a
+    state, differs by more than `gap`. The loss is `step_preference_loss`, its reference the frozen base policy.
+    Deviation: the whole remainder of the chain replaces a step-aware scorer. On at most `decisions` states n of a
+    minibatch, not in the first `warmup` iterations; the latents are [children, n, P, A]. Returns a scalar, 0 where no
+    pair is kept. Raises ConfigError without a model of action values.
     """
     if inputs.context.iteration < warmup:
         return torch.zeros((), device=inputs.mask.device)
@@ -99,9 +99,10 @@ def step_preferences(
     with torch.no_grad():
         actions = policy.finish_chain(repeated, latents.flatten(0, 1), (step + 1).repeat(children))
         value = model.action_values(repeated, actions).reshape(children, -1)
-        share = ((value - value.mean(0)) / (value.std(unbiased=False) + 1e-6)).softmax(0)
         best, worst = value.argmax(0), value.argmin(0)
-        kept = share.max(0).values - share.min(0).values > gap
+        # The softmax of two values differs by tanh of half their distance.
+        spread = (value - value.mean(0)).square().mean().sqrt() + 1e-6
+        kept = torch.tanh((value.amax(0) - value.amin(0)) / (2 * spread)) > gap
     place = torch.arange(len(rows), device=mean.device)
 
     def log_ratio(child: Tensor) -> Tensor:
