@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError, did_you_mean, require_extra
+from robopolicy.core.finite_values import listed
 from robopolicy.core.narrowing import is_mapping, is_sequence
 
 if TYPE_CHECKING:
@@ -75,8 +76,7 @@ class WordTokenizer:
         """Nothing beyond the instructions is needed."""
 
     def _known(self, word: str) -> str:
-        few = ", ".join(self.words[:_NAMED]) + (", ..." if len(self.words) > _NAMED else "")
-        return f"{did_you_mean(word, self.words)} It knows {few or 'no words'}."
+        return f"{did_you_mean(word, self.words)} It knows {listed(list(self.words), _NAMED) or 'no words'}."
 
 
 class PretrainedTokenizer:

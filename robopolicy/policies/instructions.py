@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from robopolicy.core.errors import SpecError
+from robopolicy.core.finite_values import listed
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import TASK
 
@@ -22,9 +23,9 @@ def given_instructions(observation: TensorObservation, rows: int, known: Sequenc
     if all(texts):
         return texts
     if len(known) != 1 and "" not in known:
-        listed = ", ".join(f"'{text}'" for text in known[:_NAMED]) + (", ..." if len(known) > _NAMED else "")
+        names = listed([f"'{text}'" for text in known], _NAMED)
         state = f"has no '{TASK}'" if given is None else f"has an empty '{TASK}' in row {texts.index('')}"
         raise SpecError(
-            f"The observation {state}, and the policy was trained on {len(known)} instructions: {listed}. Say which."
+            f"The observation {state}, and the policy was trained on {len(known)} instructions: {names}. Say which."
         )
     return [text or ("" if "" in known else known[0]) for text in texts]
