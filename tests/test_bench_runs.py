@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from robopolicy.benchmarks import imagination, ranking, test_time_planning
-from robopolicy.benchmarks.runs import Changes
+from robopolicy.benchmarks import collection, imagination, ranking, test_time_planning
+from robopolicy.benchmarks.runs import Changes, Variant
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
 from robopolicy.verbs import bench, collect, imagine, train, worldmodel
@@ -95,6 +95,22 @@ def test_a_policy_stands_beside_itself_looking_ahead(tmp_path, monkeypatch, caps
     assert policies == {"0", "100"}, "the policy that is judged and the one that the model saw share no seed"
     assert benchmark(tmp_path, *chosen) == 0
     assert "seed 100" not in capsys.readouterr().out, "nothing is done twice"
+
+
+def test_ways_of_collecting_stand_beside_one_another(tmp_path, monkeypatch, capsys):
+    brief = (*collection.LEARNING, "finetune.groups=4", "finetune.group_size=2", "finetune.iterations=1")
+    monkeypatch.setattr(collection, "LEARNING", brief)
+    monkeypatch.setattr(collection, "POLICIES", {"diffusion": Variant("diffusion", brief)})
+    chosen = "bench.name=collection", "bench.tasks=[reach_planar]", "bench.rounds=4"
+    assert benchmark(tmp_path, *chosen) == 0
+    assert "reach_planar: learning from them" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "bench/collection/benchmark.json").read_text())
+    ways = figures["speed"]["reach_planar"]["diffusion"]
+    assert list(ways) == list(collection.SHARES)
+    assert [row["held"] for row in ways.values()] == [0, 16, 32, 64], "as many groups as were over-provisioned"
+    assert ways["waits for all"]["staleness"] == 0 < ways["twice as many more"]["staleness"]
+    runs = figures["learning"]["reach_planar"]
+    assert [row[0]["collected"] for row in runs.values()] == [8, 8]
 
 
 @pytest.mark.slow
