@@ -20,7 +20,10 @@ def masked_share(chosen: Tensor, mask: Tensor) -> Tensor:
 
 @mechanism(Slot.COEFFICIENT, "decoupled_ppo", source="AReaL, arXiv:2505.24298; Hilton et al. 2022, arXiv:2110.00641")
 def decoupled_ppo(scored: Scored, *, limit: float = 5.0) -> Coefficients:
-    """PPO clipped around the proximal policy, times proximal / behaviour, capped at `limit` and without gradient."""
+    """PPO clipped around the proximal policy, times proximal / behaviour, capped at `limit` and without gradient.
+
+    The papers have no cap; AReaL's code drops steps above 5 or, as here, caps them.
+    """
     c = ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
     weight = scored.staleness.exp().clamp(max=limit)
     return weight * c, {"staleness_weight": weight[scored.mask].mean()}
