@@ -7,6 +7,7 @@ from pathlib import Path
 from marked import marked
 from papers import FILE, README, TESTS, naming, refreshed, written
 
+from robopolicy.benchmarks.mechanisms import ABLATIONS
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.rl.papers import Paper, effect, papers
@@ -100,6 +101,15 @@ def test_marks_are_of_mechanisms_or_papers():
 
 def test_the_readmes_table_is_what_the_data_give():
     assert README.read_text() == written(README.read_text()), "run: python tests/papers.py"
+
+
+def test_every_ablation_is_of_a_paper_and_every_paper_names_one_that_exists():
+    named = {paper.check.partition("/")[0] for paper in ROWS if paper.check}
+    assert named == set(ABLATIONS)
+    for paper in ROWS:
+        name, _, variant = paper.check.partition("/")
+        assert not paper.check or not variant or variant in ABLATIONS[name].variants, paper.id
+        assert not paper.check or variant or len(ABLATIONS[name].variants) == 2, f"{paper.id}: which of the variants?"
 
 
 def test_a_papers_own_tests_come_first():
