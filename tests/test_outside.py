@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 from torch import nn
 
 from robopolicy.cli import main
+from robopolicy.core.controller_conformance import check_controller
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.data.lerobot_format import read_dataset
+from sims.registry import make_world
 from worldmodels import load_world_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,6 +72,37 @@ def test_a_gymnasium_environment_that_nobody_registered(tmp_path, world):
     settings = [f"world.name={world}", "world.options.horizon=30", f"collect.controller={PACKAGE}.controller:Straight"]
     assert robopolicy("collect", *settings, "collect.episodes=6", root=tmp_path) == 0
     assert result(tmp_path, "collect", named(world))["success_rate"] == 1.0
+
+
+def test_a_controller_is_checked_where_it_acts(tmp_path, capsys):
+    target = f"{PACKAGE}.controller:Straight"
+    assert robopolicy("check", target, f"world.name={BALL}", "world.options.horizon=30", root=tmp_path) == 0
+    assert f"collect.controller={target}): 12 of 12 succeeded." in " ".join(capsys.readouterr().out.split())
+    assert robopolicy("check", target, "world=push_cube", root=tmp_path) == 1
+    assert "breaks its contract" in (shown := " ".join(capsys.readouterr().out.split()))
+    assert "act raised ValueError" in shown and "It was shown observation.state [12, 1, 6]" in shown
+
+
+@pytest.mark.parametrize(
+    ("act", "promise"),
+    [
+        (lambda rows: np.zeros((rows, 1, 2)), r"act returned \[12, 1, 2\] for 12 rows"),
+        (lambda rows: np.zeros((rows, 3)), r"one control step for each, \[12, 2\]"),
+        (lambda rows: np.full((rows, 2), np.nan), "act returned NaN or infinity in rows 0, 1, 2, 3"),
+        (lambda rows: np.full((rows, 2), "up"), "not numbers"),
+    ],
+)
+def test_a_controller_that_breaks_a_promise_is_told_which(act, promise):
+    class Broken:
+        def reset(self, rows=None):
+            pass
+
+        def act(self, observation):
+            return act(len(observation["observation.state"]))
+
+    world = make_world("reach_planar", 12)
+    with pytest.raises(AssertionError, match=promise):
+        check_controller(Broken, world)
 
 
 @pytest.mark.parametrize("kind", [f"{PACKAGE}.policy:GaussianPolicy", "gaussian_mlp"])

@@ -1,8 +1,9 @@
 """Checks something of yours against its contract, and says what it can be used for.
 
-The target is a checkpoint folder, a world's name, or the dotted path, package.module:Name, of a world, a policy or a
-world model. A policy or world model without a checkpoint is built, and tried on a dozen episodes that random actions
-play in the configured world. What fails is named in a sentence, and the exit status is 1.
+The target is a checkpoint folder, a world's name, or the dotted path, package.module:Name, of a world, a policy, a
+world model or a controller. A policy or world model without a checkpoint is built, and tried on a dozen episodes that
+random actions play in the configured world; a controller plays them itself. What fails is named in a sentence, and the
+exit status is 1.
 """
 
 from collections.abc import Callable
@@ -15,17 +16,19 @@ import numpy as np
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.core.conformance import check_world
+from robopolicy.core.controller_conformance import check_controller
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, RobopolicyError
 from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.registry import Kinds, is_dotted, load_dotted
 from robopolicy.core.spec import Observation, WorldSpec
-from robopolicy.core.world import Renders, Rows, Snapshots, World
+from robopolicy.core.world import Controller, Renders, Rows, Snapshots, World
 from robopolicy.data.record import record
 from robopolicy.policies.checkpoint import build_policy
 from robopolicy.policies.registry import POLICIES
 from robopolicy.runs import output, publish
 from robopolicy.verbs.verb import Verb
+from sims.controllers import load_controller
 from sims.names import WORLDS, suite_of
 from sims.registry import make_world
 from worldmodels.checkpoint import holds_world_model, load_world_model
@@ -74,11 +77,34 @@ def checker(config: Config, target: str) -> tuple[str, Callable[[], list[str]]]:
     if not is_dotted(target):
         raise ConfigError(f"'{target}' is neither a folder, nor registered, nor a dotted path, package.module:Name.")
     found = load_dotted(target, "Target")
+    if is_controller(found):
+        return "a controller", partial(controller_lines, config, target)
     config_of = getattr(found, "configuration", None) or (found if hasattr(found, "builds") else None)
     if config_of is None:
         return "a world", partial(world_lines, config, target)
     made = load_dotted(found.builds, "Target") if hasattr(found, "builds") else found
     return kind_checker(config, POLICIES if hasattr(made, "act") else WORLD_MODELS, target)
+
+
+def is_controller(found: Any) -> bool:
+    """Whether what a dotted path names makes a controller: a class that acts and is nothing else, or returns one."""
+    if not isinstance(found, type):
+        found = getattr(found, "__annotations__", {}).get("return")
+    return found is Controller or (
+        callable(getattr(found, "act", None)) and not any(hasattr(found, name) for name in ("spec", "configuration"))
+    )
+
+
+def controller_lines(config: Config, target: str) -> list[str]:
+    """Check a controller in the configured world, and let it play."""
+    world = build_world(config.world, batch_size=EPISODES, seed=config.run.seed)
+    try:
+        check_controller(lambda: load_controller(target, world.spec), world)
+        won = record(world, load_controller(target, world.spec), np.arange(EPISODES)).success
+    finally:
+        world.close()
+    judged = "nobody says when an episode has succeeded" if won is None else f"{won.sum()} of {EPISODES} succeeded"
+    return [f"You can collect with it (collect.controller={target}): {judged}.", tried_in(config)]
 
 
 def checkpoint_checker(config: Config, folder: Path) -> tuple[str, Callable[[], list[str]]]:
