@@ -8,4 +8,5 @@ class CheckSection:
     """What is checked against its contract."""
 
     target: str = ""
-    """A checkpoint folder, a name, or the dotted path, package.module:Name, of a world, policy or world model."""
+    """A checkpoint folder, a name, or the dotted path, package.module:Name, of a world, policy, world model or
+    controller."""
