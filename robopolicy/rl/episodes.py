@@ -29,6 +29,7 @@ from robopolicy.core.spec import require_fit
 from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Snapshot, Snapshots, World
 from robopolicy.rl.collect import column
+from robopolicy.rl.growing import moved, shared_in_groups, surprise
 from robopolicy.rl.requests import Branching, Request
 
 
@@ -38,7 +39,7 @@ class _Running:
 
     snapshot, returned: state and return so far where it waits to go on from; parent: number of the episode it branched
     off, -1: none, at decision branch_decision, of which it shares branch_step steps, -1: none; number: its own, -1: not
-    begun.
+    begun; surprise: of its last decision; still: how many decisions in a row have moved nothing.
     """
 
     request: Request
@@ -49,6 +50,8 @@ class _Running:
     number: int = -1
     branch_decision: int = -1
     branch_step: int = -1
+    surprise: float = 0.0
+    still: int = 0
 
     @property
     def origin(self) -> tuple[int, int, int]:
@@ -61,7 +64,7 @@ class _Running:
         request = [self.request.seed, self.request.group, self.request.task]
         return {
             "request": request,
-            "place": [self.steps, self.returned, self.number, *self.origin],
+            "place": [self.steps, self.returned, self.number, *self.origin, self.surprise, self.still],
             "snapshot": {name: torch.as_tensor(value) for name, value in state.items()},
         }
 
@@ -70,26 +73,36 @@ class _Running:
         """Return the episode that `tree` is of."""
         seed, group, task = tree["request"]
         state = {name: value.numpy() for name, value in tree["snapshot"].items()}
-        steps, returned, number, parent, decision, shared = tree["place"]
+        steps, returned, number, *rest = tree["place"]
         snapshot = Snapshot(state) if state else None
-        return _Running(Request(seed, group, task), steps, snapshot, returned, parent, number, decision, shared)
+        parent, *rest = rest
+        return _Running(Request(seed, group, task), steps, snapshot, returned, parent, number, *rest)
 
 
 class EpisodePlayer:
     """Plays requests in the rows of a world; holds what is in flight between two calls of `play`.
 
     branching: where episodes split, None for nowhere; trace: keep what every control step led to, so that `Episodes.of`
-    can be made of what a policy with chunks played. Raises SpecError where the policy does not fit the world, and
+    can be made of what a policy with chunks played; stop_still: decisions in a row that move nothing after which an
+    episode is stopped, as by a time limit, 0 for never. Raises SpecError where the policy does not fit the world, and
     ConfigError where rows are to split in a world that cannot save and restore them, or inside decisions of a policy
     that cannot go on from there, or at a step that a decision does not have.
     """
 
-    def __init__(self, world: World, policy: Policy, branching: Branching | None = None, *, trace: bool = False):
+    def __init__(
+        self,
+        world: World,
+        policy: Policy,
+        branching: Branching | None = None,
+        *,
+        trace: bool = False,
+        stop_still: int = 0,
+    ):
         require_fit(policy.spec, world.spec)
         if branching is not None and branching.at and not isinstance(world, Snapshots):
             raise ConfigError(f"The world '{world.spec.name}' cannot save its rows, so episodes cannot branch in it.")
         self.world, self.policy = world, policy
-        self.branching = branching or Branching()
+        self.branching, self.stop_still = branching or Branching(), stop_still
         self.traced = StateVector.of(world.spec) if trace else None
         step, steps = self.branching.step, self.branching.steps
         if step is not None and not isinstance(policy, Resumes):
@@ -165,7 +178,8 @@ class EpisodePlayer:
                 found = column(played, self.world.spec.instructions, generator.device, version)
                 if self.traced is not None:
                     found["extras"]["trace"] = torch.as_tensor(self.traced.pack(played.step.trace)).to(generator.device)
-                done, after = np.flatnonzero(played.ended), found.pop("images_after")
+                ended = played.ended | self._stopped(found) if self.stop_still else played.ended
+                done, after = np.flatnonzero(ended), found.pop("images_after")
                 self._keep(found, generator.device)
                 for index in map(int, done):
                     running = self.rows[index]
@@ -270,11 +284,28 @@ class EpisodePlayer:
             return
         assert isinstance(self.world, Snapshots)
         states = self.world.snapshot([index for index, _ in due])
+        more = self.branching.width - 1
+        children = [more] * len(due)
+        if self.branching.uncertain:
+            children = shared_in_groups([row.request.group for _, row in due], [row.surprise for _, row in due], more)
         for place, (index, running) in enumerate(due):
             state, returned, step = states.take([place]), float(self.returns[index]), running.steps
-            for shared in self._splits(running) * (self.branching.width - 1):
+            for shared in self._splits(running) * children[place]:
                 child = _Running(running.request, step, state, returned, running.number, -1, step, shared)
                 self.waiting.appendleft(child)
+
+    def _stopped(self, column: dict[str, Any]) -> Array:
+        """Count the decisions that moved nothing, and end the episodes [B] bool that have too many in a row."""
+        stopped = np.zeros(len(self.rows), dtype=bool)
+        for index, moves in enumerate(moved(column["observation"], column["next_observation"])):
+            running = self.rows[index]
+            if running is not None:
+                running.still = 0 if moves else running.still + 1
+                stopped[index] = running.still >= self.stop_still
+        cut = torch.as_tensor(stopped, device=column["truncated"].device)
+        column["truncated"] = column["truncated"] | cut & ~column["terminated"] & ~column["horizon_end"]
+        self.player.running = self.player.running & ~stopped
+        return stopped
 
     def _shared_latents(self, device: torch.device) -> tuple[dict[str, Tensor], Tensor] | None:
         """Return the steps that rows go on from, which have just branched off inside a decision, and how many."""
@@ -300,8 +331,11 @@ class EpisodePlayer:
         """Record the column's live rows as flat decisions with number, group and step of their episodes."""
         place: list[tuple[int, int, int]] = []
         rows: list[int] = []
+        surprises = surprise(column["logp_behaviour"], column["mask"]) if self.branching.uncertain else None
         for index, running in enumerate(self.rows):
             if running is not None:
+                if surprises is not None:
+                    running.surprise = float(surprises[index])
                 if max(self._splits(running), default=-1) >= 0:
                     kept = {name: value[index].clone() for name, value in column["latents"].items()}
                     self.shared[running.number, running.steps] = kept

@@ -26,13 +26,15 @@ class Branching:
 
     step: how many steps of the decision the branches share (BranchGRPO's tree over the denoising chain; 0 shares the
     initial noise), several for a split after each of so many, at which every branch splits again; None: they split
-    before the decision and share nothing of it. Raises ConfigError unless width is at least 2 and decisions and steps
-    are distinct and from 0.
+    before the decision and share nothing of it. uncertain: the branches due to a group's episodes that stand at a
+    decision together are shared out among them by how surprising their last decisions were (TreePO). Raises ConfigError
+    unless width is at least 2 and decisions and steps are distinct and from 0.
     """
 
     at: tuple[int, ...] = ()
     width: int = 2
     step: int | tuple[int, ...] | None = None
+    uncertain: bool = False
 
     def __post_init__(self):
         if self.width < 2 or any(step < 0 for step in self.at) or len(set(self.at)) != len(self.at):

@@ -74,9 +74,17 @@ class FinetuneConfig(AlgorithmConfig):
     """Decisions before which every running episode splits into branch_width that go on from the same state."""
     branch_width: int = 2
     """Episodes that go on where one splits."""
+    branch_by: Literal["all", "uncertainty"] = "all"
+    """Who gets the branches at a decision: all running episodes alike, or by uncertainty (TreePO): those of a group
+    that stand there together share as many out, more to those whose last decision was less likely.
+    """
     branch_sampling_step: int | tuple[int, ...] | None = None
     """Steps of the decision there that branches share, null for none; several, such as [0,2], for a split after each of
     so many, where every branch splits again.
+    """
+    stop_still: int = 0
+    """Decisions in a row that move nothing after which a whole episode is stopped early, as by a time limit, 0 for
+    never.
     """
     overprovision: float = 0.0
     """Groups in flight beyond those that an iteration learns from, as a share of them: it does not wait for the longest
@@ -180,6 +188,8 @@ class FinetuneConfig(AlgorithmConfig):
             raise ConfigError(
                 f"overprovision {self.overprovision} leaves groups to the next part of props {self.props}."
             )
+        if self.stop_still < 0:
+            raise ConfigError(f"stop_still is {self.stop_still}; it must be at least 0.")
         if not 0 <= self.teacher_acts <= 1 or self.teacher_until <= 0:
             raise ConfigError(
                 f"teacher_acts is {self.teacher_acts}, teacher_until {self.teacher_until}: a share in [0, 1] of the "

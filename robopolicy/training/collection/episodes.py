@@ -53,8 +53,10 @@ class EpisodeCollector:
         self.sampler = algorithm.sampler()
         self.allocator = algorithm.allocator()
         self.hint = None if algorithm.hint is None else algorithm.hint()
-        branching = Branching(config.branch_at, config.branch_width, config.branch_sampling_step)
-        self.player = EpisodePlayer(world, policy if acts is None else acts, branching)
+        uncertain = config.branch_by == "uncertainty"
+        branching = Branching(config.branch_at, config.branch_width, config.branch_sampling_step, uncertain)
+        actor = policy if acts is None else acts
+        self.player = EpisodePlayer(world, actor, branching, stop_still=config.stop_still)
         self.provision = math.ceil((1 + config.overprovision) * config.groups)
         self.start_of: dict[int, int] = {}
         self.depth_of: dict[int, float] = {}
