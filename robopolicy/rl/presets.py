@@ -40,7 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "truncated_ppo": {"advantage": "egae", "coefficient": "ppo", "weight": "step_mean"},
     "spear": {
         "advantage": "grpo",
-        "coefficient": "decoupled_ppo",
+        "coefficient": "clip_cov",
         "weight": "step_mean",
         "rewards": ("success_only",),
         "replay": "spear",

@@ -29,6 +29,26 @@ def decoupled_ppo(scored: Scored, *, limit: float = 5.0) -> Coefficients:
     return weight * c, {"staleness_weight": weight[scored.mask].mean()}
 
 
+@mechanism(Slot.COEFFICIENT, "clip_cov", source="Clip-Cov, arXiv:2505.22617; SPEAR, arXiv:2509.22601")
+def clip_cov(scored: Scored, *, share: float = 0.02, limit: float = 5.0) -> Coefficients:
+    """Decoupled PPO without the steps that take most entropy: those whose probability goes along with their advantage.
+
+        cov = (log pi - mean) (A - mean),   over the minibatch's scored steps
+
+    sums to what a step of the policy gradient takes from the entropy. The `share` of steps with the largest, where it
+    is above 0, get no gradient; they are counted in the averages. Deviation: Clip-Cov draws them at random between
+    bounds on cov that were tuned to words. limit: as in decoupled_ppo.
+    """
+    c, stats = decoupled_ppo(scored, limit=limit)
+    mask, logp, advantage = scored.mask, scored.logp, scored.advantage
+    product = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
+    covariance = torch.where(mask, product, -torch.inf)
+    count = int(share * int(mask.sum()))
+    taken = torch.zeros_like(mask).flatten().scatter(0, covariance.flatten().topk(count).indices, True)
+    taken = taken.reshape(mask.shape) & (covariance > 0)
+    return torch.where(taken, 0.0, c), {**stats, "covariance": covariance[mask].mean()}
+
+
 @mechanism(Slot.COEFFICIENT, "cispo", source="MiniMax-M1, arXiv:2506.13585")
 def cispo(scored: Scored, *, low: float = 1.0, high: float = 0.28) -> Coefficients:
     """REINFORCE weighted by the clipped ratio: c = clip(r, 1 - low, 1 + high) A; no step ever loses its gradient."""
