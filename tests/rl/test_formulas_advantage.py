@@ -241,12 +241,52 @@ def test_salt_merges_equal_steps_and_leaves_the_others():
     # First step: rows 0 and 1 do the same in the same state, row 2 something else; row 3 is of another start.
     # Second step: rows 0 and 2 do the same in the same state, row 1 does it elsewhere.
     taken = torch.tensor([[0.0, 5.0], [0.0, 5.0], [9.0, 5.0], [0.0, 5.0]])
-    actions = taken[..., None, None].expand(4, 2, 2, 1)
-    found = step.salt(replace(rollouts, actions=actions).with_extras(state_key=state), CONTEXT)
+    actions = taken[..., None, None].expand(4, 2, 2, 1).clone()
+    actions[1, 0] += 0.3  # within a quarter of the spread, which is 3.1: still the same action
+    rollouts = replace(rollouts, actions=actions).with_extras(state_key=state)
+    found = step.salt(rollouts, CONTEXT)
     episode = standardised([3.0, 1.0, -1.0])  # sqrt(3/2), 0, -sqrt(3/2)
     shared_first, shared_second = (episode[0] + episode[1]) / 2, (episode[0] + episode[2]) / 2
     expected = [[shared_first, shared_second], [shared_first, episode[1]], [episode[2], shared_second], [0.0, 0.0]]
     torch.testing.assert_close(found, torch.tensor(expected).float(), atol=1e-5, rtol=0)
+    apart = step.salt(rollouts, CONTEXT, resolution=0.02)[:2, 0]
+    torch.testing.assert_close(apart, torch.tensor(episode[:2]).float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.checks("advantage/q_values")
+def test_q_values_are_compared_with_the_state_and_standardised():
+    q, v = torch.tensor([[3.0, 1.0], [0.5, 9.0]]), torch.tensor([[1.0, 2.0], [0.5, 1.0]])
+    found = learned.q_values(make_rollouts([2, 1], [0, 1]).with_extras(q=q, v=v), CONTEXT)
+    expected = [*standardised([2.0, -1.0, 0.0]), 0.0]
+    assert found.flatten().tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.checks("advantage/ngrpo")
+def test_ngrpo_counts_virtual_episodes_in_mean_and_spread():
+    returns = [0.75, 0.0, 0.25, 1.0, 0.5]
+    rollouts = make_rollouts([1] * 5, [0, 0, 0, 1, 1], returns)
+    found = group.ngrpo(rollouts, replace(CONTEXT, memory={}), best=2.0, virtual=2)[:, 0]
+    first, second = standardised([0.75, 0.0, 0.25, 2.0, 2.0]), standardised([1.0, 0.5, 2.0, 2.0])
+    assert found.tolist() == pytest.approx([*first[:3], *second[:2]], abs=1e-4)
+
+
+SAS = [
+    ([0.0, 1.0, 0.0, 0.0], [-0.5, 1.5, -0.5, -0.5]),
+    ([1.0, 1.0, 1.0, 1.0], [0.363803, 0.363803, 0.363803, 0.363803]),
+    ([2.0, 0.0, 1.0, 0.5], [1.531847, -1.041522, 0.245163, -0.357204]),
+    ([0.0, 1.0, 1.0, 2.0], [-1.128165, 0.076718, 0.076718, 1.345987]),
+]
+"""Four visits of a start: returns, and what they are worth."""
+
+
+@pytest.mark.checks("advantage/sas")
+def test_sas_gives_the_figures_of_its_authors_code():
+    """Figures: compute_dcpo_outcome_advantage of github.com/lime-RL/DCPO at 01787b0 (core_algos.py)."""
+    context = replace(CONTEXT, memory={})
+    for returns, published in SAS:
+        rollouts = make_rollouts([1] * 4, [0] * 4, returns, steps=1)
+        found = group.sas(rollouts.with_extras(start=torch.full((4, 1), 5)), context)[:, 0]
+        assert found.tolist() == pytest.approx(published, abs=1e-5)
 
 
 @pytest.mark.checks("advantage/process_steps")

@@ -39,10 +39,12 @@ def test_empg_equals_a_slow_reference():
     lengths, draws = [3, 1, 2], np.random.default_rng(0)
     entropy, advantage = draws.random((3, 3, 2)) * 2, draws.normal(size=(3, 3, 2))
     rollouts = make_rollouts(lengths, [0] * 3).with_extras(entropy=torch.tensor(entropy))
+    rollouts.mask[2, 1, 1] = False  # a decision of one step
     found = credit.empg(rollouts, torch.tensor(advantage), CONTEXT, damping=1.5, clarity=0.7, bonus=0.2)
 
     places = [(row, column) for row, length in enumerate(lengths) for column in range(length)]
-    mean = {place: entropy[place].mean() for place in places}
+    steps = {place: rollouts.mask[place].numpy() for place in places}
+    mean = {place: entropy[place][steps[place]].mean() for place in places}
     least, most = min(mean.values()), max(mean.values())
     scaled = {place: (value - least) / (most - least) for place, value in mean.items()}
     gain = {place: math.exp(-1.5 * value) for place, value in scaled.items()}
@@ -52,9 +54,9 @@ def test_empg_equals_a_slow_reference():
         shaped[row, column] = advantage[row, column] * gain[row, column] / usual
         if (row, column + 1) in scaled:
             shaped[row, column] += 0.2 * math.exp(-0.7 * scaled[row, column + 1])
-    centre = np.mean(list(shaped.values()))
+    centre = np.concatenate([shaped[place][steps[place]] for place in places]).mean()
     for place in places:
-        assert found[place].tolist() == pytest.approx((shaped[place] - centre).tolist())
+        assert found[place].tolist() == pytest.approx(((shaped[place] - centre) * steps[place]).tolist())
     assert not found[~rollouts.mask].any()
 
 

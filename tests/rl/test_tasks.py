@@ -111,6 +111,7 @@ def test_the_knapsack_is_optimal(rates, low, room, share):
             assert value >= allocation.signal_value(np.array(sizes), rate).sum() - 1e-12
 
 
+@pytest.mark.checks("allocator/knapsack", "allocator/uniform")
 def test_allocators():
     uncertain = allocation.Knapsack(least=2, most=20).plan(np.array([0.01, 0.5, 0.99, 0.3]), 8)
     assert sum(uncertain) == 32

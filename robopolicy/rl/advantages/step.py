@@ -131,12 +131,9 @@ def rank_grpo(rollouts: Rollouts, context: Context, *, per_action: bool = False)
         )
     valid = rollouts.valid.flatten(1)
     reward = torch.stack(list(rollouts.rewards.values())).sum(0).flatten(1)
-    last = torch.arange(chunk, device=valid.device) == (rollouts.duration - 1)[..., None]
-    ends = (last & rollouts.ended[..., None]).flatten(1)
-    # Actions that were not played (a chunk cut short) neither pay nor discount, so a return passes through them.
-    to_go = discounted_sums(
-        torch.where(valid, reward, 0.0), torch.where(valid, context.discount, 1.0).to(reward.dtype), ~ends
-    )
+    # Actions that were not played (the rest of a chunk cut short, padding) neither pay nor discount: whole episodes.
+    discount = torch.where(valid, context.discount, 1.0).to(reward.dtype)
+    to_go = discounted_sums(torch.where(valid, reward, 0.0), discount, torch.ones_like(valid))
     place = torch.arange(valid.shape[1], device=valid.device).expand(valid.shape)
     row = rollouts.group[:, None].expand(valid.shape)
     keys = Segments.of(row.flatten(), place.flatten())
