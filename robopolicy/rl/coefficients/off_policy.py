@@ -30,14 +30,15 @@ def decoupled_ppo(scored: Scored, *, limit: float = 5.0) -> Coefficients:
 
 
 @mechanism(Slot.COEFFICIENT, "clip_cov", source="Clip-Cov, arXiv:2505.22617; SPEAR, arXiv:2509.22601")
-def clip_cov(scored: Scored, *, share: float = 0.02, limit: float = 5.0) -> Coefficients:
+def clip_cov(scored: Scored, *, share: float = 0.0002, limit: float = 5.0) -> Coefficients:
     """Decoupled PPO without the steps that take most entropy: those whose probability goes along with their advantage.
 
         cov = (log pi - mean) (A - mean),   over the minibatch's scored steps
 
     sums to what a step of the policy gradient takes from the entropy. The `share` of steps with the largest, where it
-    is above 0, get no gradient; they are counted in the averages. Deviation: Clip-Cov draws them at random between
-    bounds on cov that were tuned to words. limit: as in decoupled_ppo.
+    is above 0, get no gradient; they are counted in the averages. The published share is so small that minibatches of
+    fewer than 1 / share steps lose none. Deviation: Clip-Cov draws them at random between bounds on cov that were tuned
+    to words. limit: as in decoupled_ppo.
     """
     c, stats = decoupled_ppo(scored, limit=limit)
     mask, logp, advantage = scored.mask, scored.logp, scored.advantage
