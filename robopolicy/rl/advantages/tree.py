@@ -56,8 +56,7 @@ def subtree_values(rollouts: Rollouts) -> tuple[Tensor, Segments]:
     Nodes are decisions, [B, T] and [B * T], or, where episodes branch inside them, steps, [B, T * K] and [B * T * K].
     """
     owner = owners(rollouts)
-    time = torch.arange(owner.shape[1], device=owner.device).expand(owner.shape)
-    nodes = Segments.of(owner.flatten(), time.flatten())
+    nodes = _nodes(owner)
     returns = rollouts.row_return[:, None].expand(owner.shape).flatten()
     return nodes.mean(returns)[nodes.index].reshape(owner.shape), nodes
 
@@ -98,10 +97,15 @@ def shared_credit(rollouts: Rollouts, advantage: Tensor) -> Tensor:
     if in_sampling_steps(rollouts) or advantage.dim() == 3:
         advantage = advantage if advantage.dim() == 3 else advantage[..., None].expand(shape)
         owner = owner if owner.shape[1] == shape[1] * steps else owner.repeat_interleave(steps, 1)
-    flat = advantage.flatten(1)
-    place = torch.arange(flat.shape[1], device=flat.device).expand(flat.shape)
-    nodes = Segments.of(owner.flatten(), place.flatten())
-    return nodes.mean(flat.flatten())[nodes.index].reshape(advantage.shape)
+    nodes = _nodes(owner)
+    return nodes.mean(advantage.flatten())[nodes.index].reshape(advantage.shape)
+
+
+def _nodes(owner: Tensor) -> Segments:
+    """Return what has the same owner [B, L], a row's position, at the same place, flat: sorting would take longer."""
+    count, length = owner.shape
+    place = torch.arange(length, device=owner.device)
+    return Segments((owner * length + place).flatten(), count * length)
 
 
 def _nodes_alive(rollouts: Rollouts, values: Tensor) -> Tensor:
@@ -167,8 +171,7 @@ def branch_grpo(
     leader = nodes.minimum(order.double(), alive, empty=-1.0)
     counted = alive & (leader[nodes.index] == order)
     first[nodes.index[counted]] = True
-    time = torch.arange(values.shape[1], device=values.device).expand(values.shape).flatten()
-    depths = Segments.of(rollouts.group[:, None].expand(values.shape).flatten(), time)
+    depths = _nodes(Segments.of(rollouts.group).index[:, None].expand(values.shape))
     mean, std = depths.mean(flat, counted)[depths.index], depths.std(flat, counted)[depths.index]
     size = depths.size(counted)[depths.index]
     scaled = (flat - mean) / (std + 1e-8)
@@ -194,7 +197,7 @@ def kept_leaves(rollouts: Rollouts, width: str, share: float = 0.5) -> Tensor:
     owner = owners(rollouts)
     length, row = owner.shape[1], torch.arange(len(parent), device=parent.device)
     time = torch.arange(length, device=parent.device)
-    nodes = Segments.of(owner.flatten(), time.expand(owner.shape).flatten())
+    nodes = _nodes(owner)
     alone = (nodes.size()[nodes.index] == 1).reshape(owner.shape)
     parted = torch.where(alone, time, length).amin(1).clamp(max=length - 1)  # where it is a leaf from on
     root = row
