@@ -166,6 +166,21 @@ def test_a_fork_adds_to_the_episodes_advantage():
     torch.testing.assert_close(found, torch.tensor(episode[:, None] + 2 * rise).float(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.checks("advantage/gigpo")
+def test_gigpo_gives_the_figures_of_its_authors_code_without_deviations_and_divides_both_terms_with_them():
+    """Figures: gigpo/core_gigpo.py of verl-agent (mean_norm), in the copy github.com/xlan156/verl-agent at 8ca3a46."""
+    rollouts = make_rollouts([3] * 4, [0] * 4, [1.0, 0.0, 4.0, 3.0], steps=1)
+    rollouts = rollouts.with_extras(state_key=torch.tensor([[1, 2, 3], [1, 2, 3], [1, 1, 2], [4, 2, 1]]))
+    found = step.gigpo(rollouts, CONTEXT, step_weight=0.5, scale=False)
+    published = [[-1.4, -1.5, -0.75], [-2.43125, -2.625, -2.25], [1.69375, 2.06875, 3.375], [1.0, 0.75, 2.06875]]
+    torch.testing.assert_close(found, torch.tensor(published), atol=1e-5, rtol=0)
+    scaled = step.gigpo(rollouts, CONTEXT, step_weight=0.5)
+    episode, third = standardised([1.0, 0.0, 4.0, 3.0]), standardised([1.0, 0.0])  # the last two are in state 3
+    expected = [episode[0] + 0.5 * third[0], episode[1] + 0.5 * third[1]]
+    assert scaled[:2, 2].tolist() == pytest.approx(expected, abs=1e-4)
+    assert float(scaled[3, 0]) == pytest.approx(episode[3], abs=1e-4)  # alone in state 4
+
+
 @pytest.mark.checks("advantage/hgpo")
 @pytest.mark.parametrize(
     ("context_length", "alpha", "published"),

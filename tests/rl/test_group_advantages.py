@@ -104,8 +104,8 @@ def test_steps_in_the_same_state_are_compared_with_one_another():
     rollouts = make_rollouts([2, 2, 2], [0, 0, 0], [1.0, 0.0, 0.5])
     keys = torch.tensor([[5, 1], [5, 2], [6, 2]])
     rollouts = rollouts.with_extras(state_key=keys)
-    episode = first(advantage_of("grpo", rollouts))
-    found = advantage_of("gigpo", rollouts, step_weight=1.0)
+    episode = first(advantage_of("dr_grpo", rollouts))
+    found = advantage_of("gigpo", rollouts, step_weight=1.0, scale=False)
     steps = found - torch.tensor(episode)[:, None]
     # start state 5: returns to go 0.81 and 0 (discount 0.9 ** 2 control steps); state 2: 0 and 0.5
     assert steps[0].tolist() == pytest.approx([0.405, 0.0], abs=1e-5)

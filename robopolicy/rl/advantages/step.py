@@ -11,7 +11,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.returns import discounted_sums
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments, distinct
-from robopolicy.rl.advantages.group import broadcast, group_normalised, outcomes
+from robopolicy.rl.advantages.group import broadcast, dr_grpo, group_normalised, outcomes
 from robopolicy.rl.advantages.tree import per_decision
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -55,17 +55,17 @@ def state_keys(rollouts: Rollouts, resolution: float) -> Tensor:
 
 @mechanism(Slot.ADVANTAGE, "gigpo", source="GiGPO, Feng et al. 2025, arXiv:2505.10978", needs=(Need.GROUPS,))
 def gigpo(
-    rollouts: Rollouts, context: Context, *, step_weight: float = 1.0, resolution: float = 0.25, scale: bool = False
+    rollouts: Rollouts, context: Context, *, step_weight: float = 1.0, resolution: float = 0.25, scale: bool = True
 ) -> Tensor:
     """Episode advantage plus step advantage: what followed, against other visits of the same state in the group.
 
-    step_weight: of the step advantage; resolution: as in `state_keys`; scale: divide it by the standard deviation among
-    the visits too. Returns A [B, T].
+    step_weight: of the step advantage; resolution: as in `state_keys`; scale: divide either by its standard deviation,
+    of the group's returns and among the visits (the paper has both forms). Returns A [B, T].
     """
     to_go = returns_to_go(rollouts, context.discount)
     keys = Segments.of(per_decision(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten())
     step, _ = group_baseline(to_go.flatten(), keys, rollouts.alive.flatten(), scale)
-    episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
+    episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts) if scale else dr_grpo(rollouts, context)
     return episode + step_weight * step.reshape(to_go.shape)
 
 
