@@ -201,7 +201,7 @@ class Learner:
             teacher=self.teacher,
             experts=self.experts,
             models=self.models,
-            proximal=batch.proximal.gather(-1, step)[alive],
+            proximal=batch.proximal.gather(-1, step)[alive] if self.algorithm.auxiliaries else None,
             context=context,
         )
         auxiliaries = {name: self._scale(name) * self.algorithm.auxiliaries[name](inputs) for name in self._asked()}
