@@ -21,9 +21,14 @@ PLACE = re.compile(r"<!-- papers -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def naming(row: Mapping[str, Any], marks: Mapping[str, list[str]]) -> list[str]:
-    """Return the tests that are marked for a paper or for a mechanism that carries it, the paper's own first."""
-    own = marks.get(row["id"], [])
-    return [*own, *sorted({test for name in row["mechanisms"] for test in marks.get(name, [])} - set(own))]
+    """Return the tests that are marked for a paper or for a mechanism that carries it.
+
+    Those that the row names keep their order, so that the table shows the one that says most; then come the paper's own
+    and those of its mechanisms.
+    """
+    others = sorted({test for name in row["mechanisms"] for test in marks.get(name, [])})
+    found = dict.fromkeys([*marks.get(row["id"], []), *others])
+    return list(dict.fromkeys([*(test for test in row["tests"] if test in found), *found]))
 
 
 def refreshed(rows: list[dict[str, Any]], marks: Mapping[str, list[str]]) -> str:
