@@ -102,7 +102,7 @@ def test_the_exact_bound_is_the_kl_of_the_executed_elements():
     std = 0.1 + torch.rand(1, 1, 3, 1, 1, generator=draws, dtype=torch.float64).expand(shape)
     rollouts = replace(rollouts, valid=valid, latents={"mean": old})
     extras: dict[str, Tensor] = {"mean": mean, "std": std}
-    advantage = torch.ones(2, 2, 3, dtype=torch.float64)
+    advantage = torch.full((2, 2, 3), 2.0, dtype=torch.float64)
     scored = make_scored(rollouts, rollouts.logp_behaviour + 0.1, advantage, extras=extras)
     found, spread = trust_region.mean_shift(scored)
     torch.testing.assert_close(spread, std[..., 0, 0])
@@ -114,9 +114,40 @@ def test_the_exact_bound_is_the_kl_of_the_executed_elements():
     # Every step has moved the way its advantage asks; beyond the bound it stops.
     bound = float(expected[played].median())
     c, _ = trust_region.gaussian_kl(scored, nats=bound)
-    torch.testing.assert_close(c[played], scored.ratio[played] * (expected[played] <= bound))
+    torch.testing.assert_close(c[played], 2 * scored.ratio[played] * (expected[played] <= bound))
     back, _ = trust_region.gaussian_kl(replace(scored, advantage=-advantage), nats=bound)
-    torch.testing.assert_close(back[played], -scored.ratio[played])
+    torch.testing.assert_close(back[played], -2 * scored.ratio[played])
+
+
+@pytest.mark.checks("coefficient/grpo_guard")
+def test_the_shift_of_summed_log_probabilities_is_summed_over_executed_elements():
+    draws = torch.Generator().manual_seed(0)
+    rollouts = make_rollouts([2, 1], [0, 0], steps=2)
+    valid = rollouts.valid.clone()
+    valid[0, 1, 1] = False
+    old, mean = (0.1 * torch.randn(2, 2, 2, 3, 1, generator=draws, dtype=torch.float64) for _ in range(2))
+    std = torch.full_like(old, 0.3)
+    rollouts = replace(rollouts, valid=valid, latents={"mean": old})
+    advantage = torch.randn(2, 2, 2, generator=draws, dtype=torch.float64)
+    scored = make_scored(
+        rollouts, rollouts.logp_behaviour + 0.1, advantage, (9.0, 9.0), extras={"mean": mean, "std": std}
+    )
+    c, _ = trust_region.grpo_guard(scored, summed=True)
+    element = kl_divergence(Normal(old, std), Normal(mean, std))[..., :2, :] * valid[:, :, None, :, None]
+    regulated = (0.3 * (0.1 + element.sum((-2, -1)))).exp()
+    played = rollouts.alive
+    torch.testing.assert_close(c[played], (0.3 * regulated * advantage)[played])
+
+
+@pytest.mark.checks("coefficient/mdpo")
+def test_the_step_of_mirror_descent_falls_linearly_over_the_run():
+    rollouts = make_rollouts([1], [0], steps=1)
+    log_ratio = torch.full((1, 1, 1), 0.2, dtype=torch.float64)
+    scored = make_scored(rollouts, rollouts.logp_behaviour + log_ratio, torch.full_like(log_ratio, 3.0))
+    for share, step in ((0.0, 1.0), (0.25, 0.775), (1.0, 0.1)):
+        c, stats = trust_region.mdpo(replace(scored, share=share), start=1.0, end=0.1)
+        assert float(c) == pytest.approx(float(log_ratio.exp()) * (3.0 - 0.2 / step))
+        assert float(stats["mirror_step"]) == pytest.approx(step)
 
 
 @pytest.mark.checks("advantage/rank_grpo")

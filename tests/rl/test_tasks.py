@@ -150,15 +150,28 @@ def test_the_most_different_returns_are_kept():
     assert selection.max_variance(rollouts, CONTEXT, keep=0.5).tolist() == [True, True, False, False, False, True]
 
 
-@pytest.mark.checks("controllers/vcpo", "controllers/linear_decay", "controllers/kl_target")
-def test_controllers():
+@pytest.mark.checks("controllers/vcpo")
+def test_vcpo_scales_by_the_square_root_of_the_share_that_is_effective():
     assert Vcpo().step({"sequence_ess": 0.25}, CONTEXT) == {"lr_scale": 0.5}
+    assert Vcpo().step({}, CONTEXT) == Vcpo().step({"sequence_ess": 1.1}, CONTEXT) == {"lr_scale": 1.0}
     assert Vcpo(least=0.1).step({"sequence_ess": 0.0}, CONTEXT) == {"lr_scale": 0.1}
-    half = Context(torch.Generator(), iteration=5, iterations=10)
-    assert LinearDecay(final=0.0).step({}, half) == {"lr_scale": 0.5}
-    controller = KlTarget(target=0.01, factor=2.0)
-    assert controller.step({"kl": 0.1}, CONTEXT) == {"lr_scale": 0.5}
-    other = KlTarget(target=0.01, factor=2.0)
+
+
+@pytest.mark.checks("controllers/linear_decay")
+@pytest.mark.parametrize(("iteration", "scale"), [(0, 1.0), (5, 0.6), (10, 0.2)])
+def test_the_learning_rate_falls_linearly(iteration: int, scale: float):
+    context = Context(torch.Generator(), iteration=iteration, iterations=10)
+    assert LinearDecay(final=0.2).step({}, context)["lr_scale"] == pytest.approx(scale)
+
+
+@pytest.mark.checks("controllers/kl_target")
+def test_the_learning_rate_holds_the_kl_between_two_thirds_and_one_and_a_half_of_its_target():
+    controller = KlTarget(target=0.03, factor=2.0, least=0.25, most=1.5)
+    moved = [
+        controller.step({"kl": value}, CONTEXT)["lr_scale"] for value in (0.046, 0.044, 0.021, 0.019, 0.019, 0.019)
+    ]
+    assert moved == [0.5, 0.5, 0.5, 1.0, 1.5, 1.5]
+    other = KlTarget(target=0.03, factor=2.0, least=0.25, most=1.5)
     other.restore(controller.state())
-    assert other.step({"kl": 0.001}, CONTEXT) == {"lr_scale": 1.0}
-    assert other.step({"kl": 0.01}, CONTEXT) == {"lr_scale": 1.0}
+    assert [other.step({"kl": 1.0}, CONTEXT)["lr_scale"] for _ in range(3)] == [0.75, 0.375, 0.25]
+    assert other.step({}, CONTEXT) == {"lr_scale": 0.25}
