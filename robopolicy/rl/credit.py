@@ -134,16 +134,16 @@ def vppo(
     advantage: Tensor,
     context: Context,
     *,
-    share: float = 0.2,
-    low: float = 0.8,
-    high: float = 1.2,
+    share: float = 0.4,
+    low: float = 0.9,
 ) -> Tensor:
     """Learn from the steps that depend on the image, and more from episodes that look.
 
     extras["blackout_logp"] [B, T, K] scores the same steps with patches of the images made black; dependency
     d = exp(x) - 1 - x with x = that minus the original log-probability (k3), at most 10. Of the n steps of an episode
-    the ceil(share n) with the largest d are kept; its advantage is scaled by its mean d, mapped to [low, high] and
-    centred at 1. Takes and returns A [B, T, K].
+    the ceil(share n) with the largest d are kept; its advantage is scaled by its mean d, mapped linearly so that the
+    least of the batch gives `low` and the mean of all scales is 1. The authors' entropy penalty (0.06) is the auxiliary
+    `entropy`, off here. Takes and returns A [B, T, K].
     """
     shift = (rollouts.extras["blackout_logp"] - rollouts.logp_behaviour).clamp(-20, 20)
     # k3 of KL(seeing || blind): never negative, 0 where the image does not matter; bounded as in the authors' code, so
@@ -154,8 +154,8 @@ def vppo(
     rank = order.argsort(dim=1)
     kept = (rank < (share * steps).ceil()[:, None]).reshape(advantage.shape)
     mean = dependency.sum((1, 2)) / steps.clamp(min=1)
-    scale = low + (high - low) * _among(mean, torch.ones_like(mean, dtype=torch.bool))
-    scale = scale / scale.mean()
+    place = _among(mean, torch.ones_like(mean, dtype=torch.bool))
+    scale = low + (1 - low) * place / place.mean() if bool(place.any()) else torch.ones_like(place)
     return torch.where(kept & rollouts.mask, advantage, 0.0) * scale[:, None, None]
 
 
@@ -166,8 +166,10 @@ def seed_grpo(
     """Shrink updates on starts where the policy does many different things: A (1 - alpha SE / SE_max).
 
     SE is the entropy of a group over clusters of final states: vectors of the last decision's next observation, divided
-    by their standard deviation over the batch and rounded to multiples of `resolution`. Takes and returns A [B, T, K];
-    an episode's entries share one factor, never below 0.
+    by their standard deviation over the batch and rounded to multiples of `resolution`. Clusters are weighed by how
+    many episodes end in them, the paper's clusters of meaning by their likelihood under the policy, which for whole
+    episodes of densities would be one episode's alone; of its shapes this is the linear one. Takes and returns A
+    [B, T, K]; an episode's entries share one factor, never below 0.
     """
     last = rollouts.alive.sum(1) - 1
     rows = torch.arange(len(last), device=last.device)

@@ -115,7 +115,9 @@ def test_scores_are_those_of_plain_passes_without_a_cache():
         (1, 4, DecodeSchedule.ASCENDING, (1,)),
         (6, 4, DecodeSchedule.ASCENDING, (1, 2, 3)),
         (7, 4, DecodeSchedule.ASCENDING, (1, 2, 4)),
-        (8, 4, DecodeSchedule.ASCENDING, (1, 2, 4, 1)),
+        (8, 4, DecodeSchedule.ASCENDING, (1, 2, 5)),
+        (5, 4, DecodeSchedule.ASCENDING, (1, 2, 2)),
+        (128, 4, DecodeSchedule.ASCENDING, (1, 2, 4, 8, 16, 32, 65)),
     ],
 )
 @pytest.mark.checks("CJ-GRPO/EOSER/ASS")

@@ -60,12 +60,21 @@ def test_gradient_equals_autograd_of_the_clipped_surrogate(seed, rows, latents, 
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
 
 
-@pytest.mark.checks("coefficient/ppo")
-def test_dual_clip_stops_runaway_ratios_of_bad_actions():
-    log_ratio = torch.tensor([[math.log(5.0)]])
-    bad = torch.tensor([[-1.0]])
-    assert float(ppo(log_ratio, bad, 0.2, 0.2)) == pytest.approx(-5.0)
-    assert float(ppo(log_ratio, bad, 0.2, 0.2, dual_clip=3.0)) == 0.0
+@pytest.mark.checks("coefficient/ppo", "Dual clip")
+def test_dual_clip_is_the_gradient_of_a_bounded_loss_of_bad_actions():
+    """max(min(r A, clip(r) A), c A) for A < 0, Ye et al. 2020, eq. 5: no gradient beyond r = c."""
+    ratio = torch.tensor([0.7, 0.9, 1.1, 1.3, 2.9, 3.1, 5.0], dtype=torch.float64)
+    log_ratio = ratio.log().requires_grad_()
+    for sign in (-1.0, 1.0):
+        advantage = torch.full_like(ratio, sign)
+        moved = log_ratio.exp()
+        surrogate = torch.minimum(moved * advantage, moved.clamp(0.8, 1.2) * advantage)
+        if sign < 0:
+            surrogate = torch.maximum(surrogate, 3.0 * advantage)
+        (expected,) = torch.autograd.grad(surrogate.sum(), log_ratio)
+        torch.testing.assert_close(ppo(log_ratio.detach(), advantage, 0.2, 0.2, dual_clip=3.0), expected)
+    bad = ppo(log_ratio.detach(), -torch.ones_like(ratio), 0.2, 0.2, dual_clip=3.0)
+    assert bad[-3:].tolist() == pytest.approx([-2.9, 0.0, 0.0])
 
 
 def test_clip_schedule_runs_from_base_to_epsilon_and_survives_a_single_unit():

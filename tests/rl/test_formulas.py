@@ -111,7 +111,7 @@ def test_vppo_keeps_the_same_share_of_every_episode():
     rollouts = make_rollouts([2, 1], [0, 0], steps=2)
     shift = torch.tensor([[[-3.0, -2.0], [-2.5, 0.0]], [[-0.2, -0.1], [0.0, 0.0]]])
     rollouts = rollouts.with_extras(blackout_logp=rollouts.logp_behaviour + shift)
-    found = credit.vppo(rollouts, torch.ones(2, 2, 2), CONTEXT, share=0.3, low=1.0, high=1.0)
+    found = credit.vppo(rollouts, torch.ones(2, 2, 2), CONTEXT, share=0.3, low=1.0)
     # ceil(0.3 * 4) = 2 steps of the episode that looks, ceil(0.3 * 2) = 1 of the one that hardly does.
     assert found.tolist() == [[[1, 0], [1, 0]], [[1, 0], [0, 0]]]
 
@@ -218,8 +218,11 @@ def test_ngrpo_remembers_the_best_of_the_run_and_clips_as_the_paper():
     context = replace(CONTEXT, memory={})
     group.ngrpo(make_rollouts([1, 1], [0, 0], [1.0, 0.0], steps=1), context)
     failed = group.ngrpo(make_rollouts([1, 1], [0, 0], [0.0, 0.0], steps=1), context)[:, 0]
-    # Returns 0, 0 and a virtual 1: mean 1/3, standard deviation sqrt(2) / 3.
-    assert failed.tolist() == pytest.approx([-(0.5**0.5)] * 2, abs=1e-4)
+    # Returns 0, 0 and a virtual 1: mean 1/3, standard deviation sqrt(1/3), as one of three.
+    assert failed.tolist() == pytest.approx([-(1 / 3) * 3**0.5] * 2, abs=1e-4)
+    # The paper's example of one success in eight.
+    one = group.ngrpo(make_rollouts([1] * 8, [0] * 8, [1.0] + [0.0] * 7, steps=1), context)[:, 0]
+    assert one[:2].tolist() == pytest.approx([1.764, -0.504], abs=1e-3)
     found = build_algorithm(AlgorithmConfig(algorithm="ngrpo")).coefficient(
         scored_at([0.83, 0.85, 1.23, 1.25], [-1.0, -1.0, 1.0, 1.0])
     )

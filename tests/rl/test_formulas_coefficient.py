@@ -1,5 +1,6 @@
 """Coefficients against autograd of what they stand for, where no other test has it."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -60,6 +61,9 @@ def test_rare_tokens_may_move_further_up_to_ten_times():
     assert (c.flatten() != 0).tolist() == kept
     free, _ = trust_region.dcpo(make_scored(rollouts, new.log()[:, None, None], advantage), most=100.0)
     assert (free.flatten() != 0).tolist() == [*kept[:8], True]
+    bad = trust_region.dcpo(make_scored(rollouts, old.log()[:, None, None] + math.log(9.9), -torch.ones(9, 1, 1)))[0]
+    far = trust_region.dcpo(make_scored(rollouts, old.log()[:, None, None] + math.log(10.1), -torch.ones(9, 1, 1)))[0]
+    assert bad.flatten().tolist() == pytest.approx([-9.9] * 9) and not far.any(), "bad ones are let go beyond ten"
 
 
 @pytest.mark.checks("coefficient/opd")

@@ -76,13 +76,17 @@ def test_vppo_scales_episodes_by_their_mean_dependency_and_centres_the_scale():
     rollouts = make_rollouts([1, 1, 1], [0, 0, 0], steps=2)
     shift = torch.tensor([[-2.0, 1.0], [-0.5, 0.0], [0.0, 4.0]], dtype=torch.float64)[:, None]
     rollouts = rollouts.with_extras(blackout_logp=rollouts.logp_behaviour + shift)
-    found = credit.vppo(rollouts, torch.ones(3, 1, 2, dtype=torch.float64), CONTEXT, share=0.5, low=0.8, high=1.2)
+    found = credit.vppo(rollouts, torch.ones(3, 1, 2, dtype=torch.float64), CONTEXT, share=0.5, low=0.8)
     dependency = np.minimum(np.exp(shift.numpy()) - 1 - shift.numpy(), 10.0)  # e^4 - 5 is 49.6
     mean = dependency[:, 0].mean(1)
-    scale = 0.8 + 0.4 * (mean - mean.min()) / (mean.max() - mean.min())
-    scale /= scale.mean()
+    place = (mean - mean.min()) / (mean.max() - mean.min())
+    most = 0.8 + 0.2 / place.mean()
+    scale = 0.8 + place * (most - 0.8)
+    assert scale.min() == pytest.approx(0.8) and scale.mean() == pytest.approx(1.0)
     kept = np.array([[1, 0], [1, 0], [0, 1]])
     torch.testing.assert_close(found[:, 0], torch.tensor(kept * scale[:, None]), atol=1e-6, rtol=1e-6)
+    alike = rollouts.with_extras(blackout_logp=rollouts.logp_behaviour + shift[:1])
+    assert credit.vppo(alike, torch.ones(3, 1, 2), CONTEXT, low=0.8)[:, 0, 0].tolist() == [1.0] * 3
 
 
 @pytest.mark.checks("credit/instruction_contrast")

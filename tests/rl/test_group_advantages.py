@@ -76,7 +76,7 @@ def test_a_group_of_failures_is_pushed_away_by_a_virtual_success():
     rollouts = make_rollouts([1] * 4, [0, 0, 1, 1], [0.0, 0.0, 1.0, 0.0])
     assert first(advantage_of("grpo", rollouts))[:2] == pytest.approx([0.0, 0.0])
     guided = first(advantage_of("ngrpo", rollouts, best=1.0))
-    spread = np.std([0, 0, 1])
+    spread = np.std([0, 0, 1], ddof=1)
     assert guided[:2] == pytest.approx([-1 / 3 / spread] * 2, abs=1e-4)
 
 

@@ -189,7 +189,7 @@ def test_the_best_of_n_is_imitated_where_it_beats_the_state():
         models={"known": Known()},  # type: ignore[dict-item]
     )
     loss = best_of_n(inputs, candidates=3)
-    # Two states of three imitate -2: the mean of (-2 - mean)^2 over them, whose gradient at mean 0 is 4.
-    assert loss.item() == pytest.approx(4.0)
+    # Two states of three imitate -2: (-2 - mean)^2 of each over three states, whose gradient at mean 0 is 4 a state.
+    assert loss.item() == pytest.approx(8 / 3)
     (gradient,) = torch.autograd.grad(loss, policy.mean)
-    assert gradient.item() == pytest.approx(4.0)
+    assert gradient.item() == pytest.approx(8 / 3)

@@ -55,7 +55,9 @@ def asym(logp, old, advantage, scored):
 def dcpo(logp, old, advantage, scored):
     q = old.exp()
     low = 0.5 + 0.5 * (1 - 4 * 0.16 / q).clamp(min=0).sqrt()
-    return clipped((logp - old).exp(), advantage, low, 0.5 + 0.5 * (1 + 4 * 0.2 / q).sqrt())
+    ratio = (logp - old).exp()
+    loss = clipped(ratio, advantage, low, (0.5 + 0.5 * (1 + 4 * 0.2 / q).sqrt()).clamp(max=10))
+    return torch.where(advantage < 0, torch.minimum(loss, -10 * advantage), loss)
 
 
 def min_pro(logp, old, advantage, scored):

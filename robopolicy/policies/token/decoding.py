@@ -227,11 +227,13 @@ class MaskedDecoding(nn.Module):
 def commit_schedule(length: int, steps: int, schedule: DecodeSchedule) -> tuple[int, ...]:
     """Return how many of K = `length` positions each pass commits; they add up to K. Raises ConfigError.
 
-    EVEN: `steps` passes of as equal size as possible. ASCENDING: 1, 2, 4, ... until all are said, so that the first
-    tokens, which are said knowing least, are said most carefully (ASS, arXiv:2509.23924); steps does not matter.
+    EVEN: `steps` passes of as equal size as possible. ASCENDING: 1, 2, 4, ... and the rest in the last pass, so that the
+    first tokens, which are said knowing least, are said most carefully (ASS, arXiv:2509.23924); steps does not matter.
+    What is learned weighs all tokens alike, where the paper averages within every pass first.
     """
     if schedule is DecodeSchedule.ASCENDING:
-        return tuple(min(2**step, length - 2**step + 1) for step in range(length.bit_length()))
+        passes = max(1, (length - 1).bit_length())
+        return (*(2**step for step in range(passes - 1)), length - 2 ** (passes - 1) + 1)
     if not 1 <= steps <= length:
         raise ConfigError(
             f"decode_steps is {steps}, but a chunk has {length} tokens and every pass says at least one: "

@@ -107,9 +107,9 @@ def ngrpo(
     """GRPO with virtual episodes of the best possible return in every group, so that all-fail groups get A < 0.
 
     best: that return, null for the best of the run so far (set it where nothing succeeds at first); virtual: how many.
-    The preset clips as the paper does, at 0.16 below and 0.24 above. For tokens: being pushed away from what failed
-    spreads a categorical policy out, but moves the mean of a Gaussian step without end. Returns A [B, T], constant over
-    an episode.
+    The spread is that of a sample (n - 1), as in the paper's figures. The preset clips as the paper does, at 0.16 below
+    and 0.24 above. For tokens: being pushed away from what failed spreads a categorical policy out, but moves the mean
+    of a Gaussian step without end. Returns A [B, T], constant over an episode.
     """
     returns, counts, groups = outcomes(rollouts)
     seen = float(returns[counts].max()) if bool(counts.any()) else 0.0
@@ -118,7 +118,7 @@ def ngrpo(
     size = groups.size(counts) + virtual
     mean = (groups.sum(returns, counts) + virtual * top) / size
     squares = groups.sum((returns - mean[groups.index]).square(), counts) + virtual * (top - mean).square()
-    std = (squares / size).sqrt()
+    std = (squares / (size - 1).clamp(min=1)).sqrt()
     scaled = (returns - mean[groups.index]) / (std[groups.index] + epsilon)
     return broadcast(torch.where(counts, scaled, 0.0), rollouts)
 

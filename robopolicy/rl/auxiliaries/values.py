@@ -38,9 +38,10 @@ def best_of_n(
         better = best > model.values(here)
     rows = winner * len(chosen) + torch.arange(len(chosen), device=winner.device)
     latents = {key: item[rows] for key, item in decision.latents.items()}
-    mask = decision.mask[rows] & better[:, None]
+    mask = decision.mask[rows]
     logp = policy.log_prob(here, latents).logp
-    return -weight * (step_mean(mask) * torch.where(mask, logp, 0.0)).sum()
+    # the mean over all states, as in the authors' code: the fewer are improved on, the weaker the push
+    return -weight * (step_mean(mask) * torch.where(mask & better[:, None], logp, 0.0)).sum()
 
 
 def step_preference_loss(better: Tensor, worse: Tensor, beta: float, clip: float) -> Tensor:

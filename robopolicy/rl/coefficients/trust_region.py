@@ -49,14 +49,15 @@ def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2, most: float = 
 
         (1 + sqrt(max(1 - 4 low / q, 0))) / 2  <=  r  <=  min((1 + sqrt(1 + 4 high / q)) / 2, most)
 
-    most: as in the authors' code. A probability is needed, not a density: token policies only.
+    most: as in the authors' code, which also lets go of bad steps whose ratio is beyond it (a dual clip). Their loss is
+    averaged within every episode first: weight=episode_mean. A probability is needed, not a density: token policies.
     """
     # The roots of |r - 1| pi = width with pi = r q: the change is weighed by the new probability, so the rarer a token
     # was, the further its ratio may go, as sqrt(width / q) for q -> 0.
     old = (scored.logp - scored.log_ratio).exp().clamp(min=1e-12)
     bottom = 0.5 + 0.5 * (1 - 4 * low / old).clamp(min=0).sqrt()
     top = (0.5 + 0.5 * (1 + 4 * high / old).sqrt()).clamp(max=most)
-    return ppo(scored.log_ratio, scored.advantage, 1 - bottom, top - 1, scored.clamped), {}
+    return ppo(scored.log_ratio, scored.advantage, 1 - bottom, top - 1, scored.clamped, dual_clip=most), {}
 
 
 def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:

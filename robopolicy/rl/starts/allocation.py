@@ -77,7 +77,9 @@ def knapsack(rate: Array, budget: int, low: int, high: int) -> Array:
 class Knapsack(Uniform):
     """Solve a knapsack: starts of uncertain outcome get large groups, the same number of episodes in all.
 
-    Predicted rates come from the sampler, so starts have to come back: starts=N. least, most: group sizes.
+    Predicted rates come from the sampler, so starts have to come back: starts=N. least, most: group sizes. Rates here
+    are means of Beta beliefs, never 0 or 1, and a start never seen counts as one half. The authors' code gives it the
+    usual size, those that always succeed the least, and to those that never succeed what the others do not need.
     """
 
     def __init__(self, *, least: int = 2, most: int = 32):
