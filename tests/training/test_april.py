@@ -15,6 +15,7 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
 from robopolicy.core.world import Snapshot
 from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.episodes import EpisodePlayer
 from robopolicy.training.collection.episodes import EpisodeCollector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import decisions_at
@@ -97,6 +98,37 @@ def test_whole_groups_come_back_and_only_what_is_missing_is_asked_for():
     assert asked == [20, *[16] * 99]
     assert max(returned.values()) == 8, "no group comes back twice"
     assert recycled > 100
+
+
+def begun_by(player: EpisodePlayer) -> dict[int, list[list[float]]]:
+    """The actions so far of the episodes of every group that is held, in the order in which they began."""
+    found: dict[int, dict[int, list[float]]] = {}
+    for part in player.parts:
+        for (number, group, step), action in zip(
+            part["place"].tolist(), part["actions"][:, 0, 0].tolist(), strict=True
+        ):
+            actions = found.setdefault(group, {}).setdefault(number, [])
+            assert len(actions) == step
+            actions.append(action)
+    return {group: [rows[number] for number in sorted(rows)] for group, rows in found.items()}
+
+
+@pytest.mark.checks("APRIL")
+def test_what_is_in_flight_goes_on_where_it_was():
+    """The decisions so far of episodes that are held are the first ones of what comes back, made by older policies."""
+    collector, held, gone_on = collector_of(CONFIG), {}, 0
+    for iteration in range(12):
+        found = collector.collect(iteration)
+        versions = [row[alive].tolist() for row, alive in zip(found.policy_version, found.alive, strict=True)]
+        assert all(row == sorted(row) for row in versions)
+        for group, episodes in held.items():
+            rows = [row for row, of in enumerate(found.group.tolist()) if of == group]
+            for row, begun in zip(rows, episodes, strict=False):  # later ones had not begun
+                assert found.actions[row, : len(begun), 0, 0].tolist() == begun
+                assert max(versions[row][: len(begun)]) < iteration, "played before this iteration"
+                gone_on += len(versions[row]) > len(begun)
+        held = begun_by(collector.player)
+    assert gone_on > 20
 
 
 def test_a_batch_does_not_wait_for_the_longest_episodes():

@@ -10,7 +10,7 @@ from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
 from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
-from robopolicy.rl.algorithm import Algorithm
+from robopolicy.rl.algorithm import Algorithm, build_algorithm
 from robopolicy.rl.coefficients import ppo as coefficients
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.rl.ratio_level import RatioLevel
@@ -18,6 +18,7 @@ from robopolicy.training import update
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.state import load_trainer, save_trainer
+from robopolicy.training.update import Learner
 
 CONFIG = FinetuneConfig(
     iterations=40,
@@ -270,3 +271,23 @@ def test_a_resumed_run_must_have_the_same_configuration(tmp_path: Path):
     _tune(replace(CONFIG, iterations=1), tmp_path)
     with pytest.raises(ConfigError, match=r"learning_rate was 0\.005, now 0\.1"):
         _tune(replace(CONFIG, iterations=1, learning_rate=0.1), tmp_path)
+
+
+@pytest.mark.checks("DAPO")
+def test_ratios_may_rise_further_than_they_may_fall(monkeypatch: pytest.MonkeyPatch):
+    """DAPO's clip-higher: 0.2 below and 0.28 above reach the coefficient."""
+    config = FinetuneConfig(algorithm="grpo", clip=0.2, clip_high=0.28, groups=4, group_size=4, iterations=1)
+    policy = ChainPolicy()
+    learner = Learner(policy, None, None, build_algorithm(config), config, ("",))
+    torch.testing.assert_close(learner.clip_low, torch.full((2,), 0.2))
+    torch.testing.assert_close(learner.clip_high, torch.full((2,), 0.28))
+    seen: list[tuple[float, float]] = []
+    ppo = coefficients.ppo
+
+    def spy(log_ratio, advantage, low, high, *others):
+        seen.append((float(low.min()), float(high.max())))
+        return ppo(log_ratio, advantage, low, high, *others)
+
+    monkeypatch.setattr(coefficients, "ppo", spy)
+    finetune(policy, None, BanditWorld(16), replace(config, evaluate_every=0))
+    assert seen and all(each == (pytest.approx(0.2), pytest.approx(0.28)) for each in seen)
