@@ -66,7 +66,8 @@ def fused_values(rollouts: Rollouts, beta: float) -> Tensor:
 
         value(node) = sum over its branches of softmax(beta log p(branch)) value(branch)
 
-    p: of the step (or the scored steps of the decision) with which a branch parts from the others. Source: BranchGRPO.
+    p: of the step (or the scored steps of the decision) with which a branch parts from the others. Returns [B, T], or
+    [B, T * K] where episodes branch inside decisions. Source: BranchGRPO.
     """
     owner, (parent, branch) = owners(rollouts), lineage(rollouts)
     edge = torch.where(rollouts.mask, rollouts.logp_behaviour, 0.0)
