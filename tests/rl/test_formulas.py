@@ -252,6 +252,12 @@ def test_episodes_with_a_void_turn_are_dropped():
     rollouts = replace(rollouts, next_observation={STATE: after})
     assert selection.drop_void(rollouts, CONTEXT).tolist() == [True, False, True]
     assert selection.drop_void(replace(rollouts, next_observation={STATE: before}), CONTEXT).all()
+    # What counts as moving is relative to the spread, here 8.9: 0.05 is half a hundredth of it.
+    wide = torch.tensor([-10.0, 10.0, -10.0, 10.0, 0.0, 0.0]).reshape(3, 2, 1, 1).expand(3, 2, 1, 3)
+    shift = torch.tensor([1.0, 1.0, 1.0, 0.05, 1.0, 1.0]).reshape(3, 2, 1, 1)
+    rollouts = replace(rollouts, observation={STATE: wide}, next_observation={STATE: wide + shift})
+    assert selection.drop_void(rollouts, CONTEXT, still=1e-2).tolist() == [True, False, True]
+    assert selection.drop_void(rollouts, CONTEXT, still=1e-3).all()
 
 
 @pytest.mark.checks("auxiliaries/spo")

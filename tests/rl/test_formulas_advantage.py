@@ -114,6 +114,21 @@ def test_bnpo_normalises_each_of_several_rewards_by_itself():
         group.bnpo(both, CONTEXT, ranges={"rewards": (0.0, 1.0)})
 
 
+RISK = [-0.092155, -3.870493, -0.18431, -0.092155, -3.870493, -0.18431, -13.510114, -7.549772, -11.125977]
+
+
+@pytest.mark.checks("advantage/risk_po")
+def test_risk_po_gives_the_figures_of_its_authors_code():
+    """Figures: core_algos.py of github.com/RTkenny/RiskPO, 65ec40c: bundles of 2, quantiles tracked at 1.2 and 1.8."""
+    returns = [0.9, 0.1, 0.6, 0.8, 0.3, 1.0, 0.2, 0.7, 0.4]
+    rollouts = make_rollouts([1] * 9, [0, 0, 0, 1, 1, 1, 2, 2, 2], returns, steps=1)
+    found = group.risk_po(rollouts, replace(CONTEXT, memory={"risk_po": [1.2, 1.8]}), bundle=2)[:, 0]
+    assert found.tolist() == pytest.approx(RISK, abs=1e-4)
+    # One sum a bundle has no spread to be divided by: (-.6 / .6 - 1.5 * .2 / .2) / 2.5.
+    single = group.risk_po(make_rollouts([1], [0], [1.0]), replace(CONTEXT, memory={"risk_po": [1.2, 1.8]}))
+    assert float(single[0, 0]) == pytest.approx(-1.0, abs=1e-4)
+
+
 @pytest.mark.checks("advantage/gdpo")
 def test_gdpo_equals_a_slow_reference():
     draws = np.random.default_rng(0)

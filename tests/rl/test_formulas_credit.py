@@ -113,3 +113,7 @@ def test_gtpo_protects_tokens_that_good_and_bad_episodes_chose_at_the_same_place
     # The first shares its first and third tokens with the second, its second with the third, which are both bad: an
     # unbroken run. The run of the others ends where a token of theirs is nobody else's; the last has no group.
     assert found.tolist() == [[2, 2, 2], [0, -1, -1], [-1, -1, -1], [1, 1, 1]]
+    rollouts = rollouts.with_extras(entropy=torch.tensor([0.3, 0.5, 9.0])[:, None].expand(4, 3, 1))
+    rollouts.mask[:, 2] = False  # the mean is over steps that were chosen
+    found = credit.gtpo(rollouts, advantage, CONTEXT, penalty=0.5)[..., 0]
+    assert found[0].tolist() == pytest.approx([1.6, 1.6, 0.0])

@@ -131,9 +131,9 @@ def rank_grpo(rollouts: Rollouts, context: Context, *, per_action: bool = False)
         )
     valid = rollouts.valid.flatten(1)
     reward = torch.stack(list(rollouts.rewards.values())).sum(0).flatten(1)
-    # Actions that were not played (the rest of a chunk cut short, padding) neither pay nor discount: whole episodes.
-    discount = torch.where(valid, context.discount, 1.0).to(reward.dtype)
-    to_go = discounted_sums(torch.where(valid, reward, 0.0), discount, torch.ones_like(valid))
+    # Actions that were not played lie at the end, the rest of a last chunk and padding: there is nothing to earn there.
+    reward = torch.where(valid, reward, 0.0)
+    to_go = discounted_sums(reward, torch.full_like(reward, context.discount), torch.ones_like(valid))
     place = torch.arange(valid.shape[1], device=valid.device).expand(valid.shape)
     row = rollouts.group[:, None].expand(valid.shape)
     keys = Segments.of(row.flatten(), place.flatten())
