@@ -14,13 +14,6 @@ def step_mean(mask: Tensor) -> Tensor:
     return mask.float() / mask.sum().clamp(min=1)
 
 
-def decision_mean(mask: Tensor) -> Tensor:
-    """Every decision [..., K] counts the same, whatever its number of steps: the mean of their means."""
-    per_decision = mask.sum(-1, keepdim=True)
-    decisions = (per_decision > 0).sum().clamp(min=1)
-    return mask.float() / per_decision.clamp(min=1) / decisions
-
-
 def episode_mean(mask: Tensor) -> Tensor:
     """Every row [t, K] counts the same, whatever its length: the mean of per-episode means (GRPO, GSPO)."""
     per_row = mask.sum((-2, -1), keepdim=True)
@@ -40,15 +33,6 @@ def weigh_steps(mask: Tensor, rollouts: Rollouts) -> Tensor:
     Takes a mask [b, t, K] and returns weights of that shape.
     """
     return step_mean(mask)
-
-
-@mechanism(Slot.WEIGHT, "decision_mean", source="sequence mean of a single decision")
-def weigh_decisions(mask: Tensor, rollouts: Rollouts) -> Tensor:
-    """Every decision counts the same, whatever its number of steps.
-
-    Takes a mask [b, t, K] and returns weights of that shape.
-    """
-    return decision_mean(mask)
 
 
 @mechanism(Slot.WEIGHT, "episode_mean", source="GRPO, arXiv:2402.03300")

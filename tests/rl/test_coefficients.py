@@ -13,7 +13,7 @@ from robopolicy.rl.diagnostics import approximate_kl, clip_fraction, effective_s
 from robopolicy.rl.objective import policy_loss, value_loss
 from robopolicy.rl.ratio_level import RatioLevel
 from robopolicy.rl.ratios import log_ratios
-from robopolicy.rl.weights import constant_denominator, decision_mean, step_mean
+from robopolicy.rl.weights import constant_denominator, step_mean
 
 
 @pytest.mark.checks("coefficient/ppo")
@@ -110,11 +110,10 @@ def test_policy_loss_is_blind_to_masked_units_even_if_not_finite():
     assert logp.grad.tolist() == [[-2.0, 0.0]]
 
 
-@pytest.mark.checks("weight/step_mean", "weight/decision_mean", "weight/constant")
+@pytest.mark.checks("weight/step_mean", "weight/constant")
 def test_weights_sum_to_one_and_differ_in_what_counts_equally():
     mask = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
     assert step_mean(mask).tolist() == [[0.25] * 3, [0.25, 0.0, 0.0], [0.0] * 3]
-    torch.testing.assert_close(decision_mean(mask), torch.tensor([[1 / 6] * 3, [0.5, 0.0, 0.0], [0.0] * 3]))
     assert float(constant_denominator(mask, 8.0).sum()) == 0.5
     assert float(step_mean(torch.zeros(2, 2, dtype=torch.bool)).sum()) == 0.0
 

@@ -95,8 +95,8 @@ def test_on_policy_distillation_is_capped_and_may_learn_from_the_outcome_too():
     assert both.tolist() == pytest.approx([5.5, -4.0, -1.5])
 
 
-@pytest.mark.checks("coefficient/gaussian_kl")
-def test_the_exact_bound_is_the_kl_of_the_executed_elements():
+@pytest.mark.checks("coefficient/grpo_guard")
+def test_the_shift_is_the_kl_of_the_executed_elements():
     draws = torch.Generator().manual_seed(0)
     rollouts = make_rollouts([2, 1], [0, 0], steps=3)
     valid = rollouts.valid.clone()
@@ -115,12 +115,6 @@ def test_the_exact_bound_is_the_kl_of_the_executed_elements():
     expected[0, 1] = element[0, 1, :, :1].mean((-2, -1))
     played = rollouts.alive
     torch.testing.assert_close(found[played], expected[played])
-    # Every step has moved the way its advantage asks; beyond the bound it stops.
-    bound = float(expected[played].median())
-    c, _ = trust_region.gaussian_kl(scored, nats=bound)
-    torch.testing.assert_close(c[played], 2 * scored.ratio[played] * (expected[played] <= bound))
-    back, _ = trust_region.gaussian_kl(replace(scored, advantage=-advantage), nats=bound)
-    torch.testing.assert_close(back[played], -2 * scored.ratio[played])
 
 
 @pytest.mark.checks("coefficient/grpo_guard")

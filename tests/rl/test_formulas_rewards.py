@@ -99,14 +99,13 @@ def test_duration_weighs_the_gradient_of_a_decision_by_its_time_over_the_mean():
     assert float(found.sum()) == pytest.approx(1.0)
 
 
-@pytest.mark.checks("weight/step_mean", "weight/decision_mean", "weight/episode_mean", "weight/constant")
+@pytest.mark.checks("weight/step_mean", "weight/episode_mean", "weight/constant")
 def test_what_counts_alike_in_each_average():
     """Two episodes: two decisions of 3 and 1 steps, and one decision of 2 steps."""
     mask = torch.tensor([[[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [0, 0, 0]]], dtype=torch.bool)
     rollouts = make_rollouts([2, 1], [0, 0], steps=3)
     tables = {
         weights.weigh_steps: [[1 / 6, 1 / 6, 1 / 6, 1 / 6], [1 / 6, 1 / 6]],
-        weights.weigh_decisions: [[1 / 9, 1 / 9, 1 / 9, 1 / 3], [1 / 6, 1 / 6]],
         weights.weigh_episodes: [[1 / 8, 1 / 8, 1 / 8, 1 / 8], [1 / 4, 1 / 4]],
         weights.weigh_constantly: [[1 / 12, 1 / 12, 1 / 12, 1 / 12], [1 / 12, 1 / 12]],
     }

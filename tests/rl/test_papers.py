@@ -19,8 +19,7 @@ ROWS, MARKS = papers(), marked(TESTS)
 NUMBER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 WITHOUT_PAPER = {
     "sampler/uniform", "rewards/success_only", "rewards/hurry", "rewards/smooth", "rewards/effort",
-    "coefficient/gaussian_kl", "coefficient/none", "weight/decision_mean", "auxiliaries/kl_base",
-    "controllers/linear_decay",
+    "coefficient/none", "auxiliaries/kl_base", "controllers/linear_decay",
 }  # fmt: skip
 """Mechanisms that are nobody's paper: schedules, textbook penalties, switches."""
 

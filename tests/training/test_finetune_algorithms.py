@@ -126,7 +126,7 @@ OTHERS = [
     {"rewards": ("success_only", "hurry")},
     {"weight": "duration"},
     {"coefficient": "decoupled_ppo"},
-    {"coefficient": "gaussian_kl"},
+    {"coefficient": "grpo_guard"},
     {"coefficient": "min_pro", "minibatch_episodes": 3},
     {"sampler": "mopps", "starts": 6},
     {"sampler": "sec", "starts": 6},

@@ -224,7 +224,7 @@ def test_means_that_a_likelihood_does_not_keep_are_refused_with_a_reason():
     policy = denoising_policy(world, kind=PolicyKind.FLOW, likelihood=Likelihood.MATCHING)
     policy.prepare_finetuning()
     with pytest.raises(ConfigError, match="means"):
-        finetune(policy, None, world, replace(CONFIG, coefficient="gaussian_kl"))
+        finetune(policy, None, world, replace(CONFIG, coefficient="grpo_guard"))
 
 
 def test_a_base_is_copied_only_where_it_is_declared(monkeypatch: pytest.MonkeyPatch):

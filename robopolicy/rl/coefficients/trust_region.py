@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.rl.coefficients.off_policy import masked_share
 from robopolicy.rl.coefficients.ppo import ppo
 from robopolicy.rl.context import Coefficients, Scored
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -78,20 +77,6 @@ def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
     distance = ((mean - old).square() / (2 * std.square().clamp(min=1e-12)))[..., :chunk, :] * executed
     count = (executed.sum((3, 4)) * mean.shape[-1]).clamp(min=1)
     return distance.sum((3, 4)) / count, std.expand(mean.shape).flatten(3)[..., 0]
-
-
-@mechanism(Slot.COEFFICIENT, "gaussian_kl", source="exact trust region of a Gaussian step", needs=(Need.MEANS,))
-def gaussian_kl(scored: Scored, *, nats: float = 0.005) -> Coefficients:
-    """PPO whose clip is exact: a step stops once KL(old || new) of its Gaussian exceeds `nats` a dimension.
-
-    Steps beyond the bound keep their gradient only where it brings them back.
-    """
-    divergence, _ = mean_shift(scored)
-    # A (r - 1) > 0: this step has already moved the way its advantage asks; only those may be stopped.
-    away = scored.advantage * (scored.ratio - 1) > 0
-    kept = (divergence <= nats) | ~away
-    c = torch.where(kept & ~scored.clamped, scored.ratio * scored.advantage, 0.0)
-    return c, {"gaussian_kl": divergence[scored.mask].mean(), "kept": masked_share(kept, scored.mask)}
 
 
 def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
