@@ -265,6 +265,10 @@ def test_a_state_of_another_version_is_told(tmp_path: Path):
     save_trainer(RunFolder(tmp_path).resume_point, {key: tree[key] for key in tree if key != "course"})
     with pytest.raises(CheckpointError, match=r"another version .*course"):
         _tune(replace(CONFIG, iterations=2), tmp_path)
+    older = {**tree, "config": {key: value for key, value in tree["config"].items() if key != "clip"} | {"cut": 0.2}}
+    save_trainer(RunFolder(tmp_path).resume_point, older)
+    with pytest.raises(CheckpointError, match=r"another version .*clip, cut"):
+        _tune(replace(CONFIG, iterations=2), tmp_path)
 
 
 def test_a_resumed_run_must_have_the_same_configuration(tmp_path: Path):
