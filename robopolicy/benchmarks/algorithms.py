@@ -31,14 +31,20 @@ GENTLE = (
 )
 """Small steps for methods without a critic: their advantages are noisier."""
 
+TREE = (
+    "finetune.algorithm=branch_grpo",
+    "finetune.group_size=2",
+    "finetune.branch_at=[2,5]",
+    "finetune.minibatch=1024",
+)
+"""Eight leaves a start; half of the decisions are pruned, so half as many in a minibatch make as many steps."""
+
 METHODS: dict[str, Variant] = {
     "PPO": Variant("diffusion"),
     "flow PPO": Variant("flow"),
     "GRPO": Variant("diffusion", ("finetune.algorithm=grpo", *GENTLE)),
     "step GRPO": Variant("diffusion", ("finetune.algorithm=step_grpo", *GENTLE)),
-    "BranchGRPO": Variant(
-        "diffusion", ("finetune.algorithm=branch_grpo", "finetune.group_size=2", "finetune.branch_at=[2,5]", *GENTLE)
-    ),
+    "BranchGRPO": Variant("diffusion", (*TREE, *GENTLE)),
     "GRPO-Guard": Variant(
         "diffusion", ("finetune.algorithm=grpo_guard", *GENTLE, "finetune.clip=0.003", "finetune.clip_base=0.003")
     ),
@@ -100,16 +106,15 @@ def measure(config: Config, root: Path, task: str, name: str) -> dict[str, Any]:
 
 EQUAL_LEAVES = {
     "GRPO, 8 episodes a start": ("finetune.algorithm=grpo", "finetune.group_size=8"),
-    "BranchGRPO, 2 roots x 4 leaves": (
-        "finetune.algorithm=branch_grpo",
-        "finetune.group_size=2",
-        "finetune.branch_at=[2,5]",
-    ),
-    "BranchGRPO, split inside the chain": (
-        "finetune.algorithm=branch_grpo",
-        "finetune.group_size=2",
-        "finetune.branch_at=[2,5]",
-        "finetune.branch_sampling_step=2",
+    "BranchGRPO, 2 roots x 4 leaves": TREE,
+    "BranchGRPO, one step pruned too": (*TREE, "finetune.options.branch_grpo.depth=1"),
+    "BranchGRPO, nothing pruned": (*TREE, "finetune.minibatch=2048", "finetune.options.branch_grpo.width=all"),
+    "BranchGRPO, split inside the chain": (*TREE, "finetune.branch_sampling_step=2"),
+    "BranchGRPO, three splits of a chain": (
+        *TREE,
+        "finetune.group_size=1",
+        "finetune.branch_at=[2]",
+        "finetune.branch_sampling_step=[0,1,2]",
     ),
 }
 
