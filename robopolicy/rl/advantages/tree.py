@@ -156,22 +156,21 @@ def branch_grpo(
     """A node's value is what its leaves return, standardised among the nodes of its depth in the same tree.
 
     beta: 0 for the mean of the leaves, else the power of the probabilities that weigh them (`fused_values`; 1 is the
-    paper's). 0 for depths with a single node or without spread. Without a tree it is GRPO at every step. width, share,
-    depth, slide: through which leaves and which steps no gradient is taken (`kept_leaves`, `kept_steps`); all
-    is played, and all counts in the values. Returns A [B, T], or [B, T, K] where episodes branch inside decisions; with
+    paper's). 0 for depths with a single node or without spread; the spread is the population's (the authors' code takes
+    the sample's, the same but for a factor of each depth). Without a tree it is GRPO at every step. width, share,
+    depth, slide: through which leaves and which steps no gradient is taken (`kept_leaves`, `kept_steps`); all is
+    played, and all counts in the values. Returns A [B, T], or [B, T, K] where episodes branch inside decisions; with
     pruning also what is kept, [B, T, K] bool. Raises ConfigError for another width or too large a depth.
     """
     values, nodes = subtree_values(rollouts)
     if beta:
         values = fused_values(rollouts, beta)
-    first = torch.zeros(nodes.count, dtype=torch.bool, device=values.device)
     flat, alive = values.flatten(), _nodes_alive(rollouts, values).flatten()
     # A node stands in every row of its subtree; only its first place counts in the depth's mean and spread, so that a
     # node weighs the same however many leaves it has.
     order = torch.arange(len(flat), device=flat.device)
     leader = nodes.minimum(order.double(), alive, empty=-1.0)
     counted = alive & (leader[nodes.index] == order)
-    first[nodes.index[counted]] = True
     depths = _nodes(Segments.of(rollouts.group).index[:, None].expand(values.shape))
     mean, std = depths.mean(flat, counted)[depths.index], depths.std(flat, counted)[depths.index]
     size = depths.size(counted)[depths.index]
