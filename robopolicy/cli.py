@@ -1,5 +1,6 @@
 """The command line: one verb per job, `robopolicy VERB [TARGET] [section.key=value ...] [json=PATH]`."""
 
+import re
 import string
 import sys
 import textwrap
@@ -34,6 +35,9 @@ WIDEST = 120
 
 NARROW = 110
 """Columns below which a setting's meaning follows its value, instead of standing in a column of its own."""
+
+MANY = 40
+"""Settings of a section beyond which a verb's page says little about each."""
 
 SHARED = ("run", "world", "plan")
 """Sections that many verbs read: the help of a verb only names their keys."""
@@ -164,7 +168,7 @@ def print_help(name: str, verb: Verb, config: "Config", output: Console, section
     folded = [part for part in found if _is_folded(part.path, name)]
     for part in found:
         if part not in folded:
-            print_section(part, output, width)
+            print_section(part, output, width, brief=len(part.keys) > MANY)
     if folded:
         output.print(f"\n[bold]More settings[/], explained by robopolicy {name} --help SECTION:", highlight=False)
         table = Table(box=None, show_header=False, padding=(0, 2), width=width)
@@ -184,11 +188,21 @@ def print_groups(output: Console, width: int) -> None:
         output.print(f"[bold]{group}=[/] one of: {', '.join(options)}", highlight=False, width=width)
 
 
-def print_section(section: "Described", output: Console, width: int) -> None:
-    """Print the settings of a section within `width` columns: in three columns, or key=value and meaning in one."""
+def print_section(section: "Described", output: Console, width: int, brief: bool = False) -> None:
+    """Print the settings of a section within `width` columns: in three columns, or key=value and meaning in one.
+
+    brief: of every meaning only the first sentence, and of what is null only the key.
+    """
     output.print(f"\n[bold cyan]{section.path}.KEY=VALUE[/]  {escape(section.text)}", highlight=False, width=width)
+    rows = section.keys
+    if brief:
+        unset = [key for key, value, _ in rows if value == "null"]
+        rows = [(key, value, re.split(r"(?<=\.) (?=[A-Z0-9])", meaning)[0]) for key, value, meaning in rows]
+        rows = [row for row in rows if row[0] not in unset]
+        said = f"Not set (null): {', '.join(unset)}. All in full: --help {section.path}"
+        output.print(textwrap.fill(said, width - 2, initial_indent="  ", subsequent_indent="    "), highlight=False)
     if width < NARROW:
-        for key, value, meaning in section.keys:
+        for key, value, meaning in rows:
             said = textwrap.fill(f"  {key}={value}  {meaning}", width, subsequent_indent=4 * " ")
             text = Text(said, style="dim")
             text.stylize("not dim bold", 2, 2 + len(key))
@@ -199,7 +213,7 @@ def print_section(section: "Described", output: Console, width: int) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(style="cyan", overflow="fold", max_width=24)
     table.add_column(style="dim", ratio=1)
-    for row in section.keys:
+    for row in rows:
         table.add_row(*map(escape, row))
     output.print(table, highlight=False)
 

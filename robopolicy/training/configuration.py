@@ -75,7 +75,7 @@ class FinetuneConfig(AlgorithmConfig):
     branch_width: int = 2
     """Episodes that go on where one splits."""
     branch_by: Literal["all", "uncertainty"] = "all"
-    """Who gets the branches at a decision: all running episodes alike, or by uncertainty (TreePO): those of a group
+    """Who gets the branches at a decision: all running episodes alike, or by uncertainty (TreePO). Then those of a group
     that stand there together share as many out, more to those whose last decision was less likely.
     """
     branch_sampling_step: int | tuple[int, ...] | None = None
@@ -101,19 +101,19 @@ class FinetuneConfig(AlgorithmConfig):
     props_past: int = 0
     """Earlier iterations whose rollouts props keeps: they are steered away from too, and learned from again."""
     teacher_acts: float = 0.0
-    """Share of the decisions, drawn at random, that the teacher takes at first (DAgger's mixture; not learned from but
-    by auxiliaries such as dagger), 0 for none.
+    """Share of the decisions that the teacher takes at first (DAgger's mixture), 0 for none. They are drawn at random,
+    and not learned from but by auxiliaries such as dagger.
     """
     teacher_until: float = 0.5
     """Share of the run at which that has fallen to 0, linearly."""
     expert_rows: float = 0.0
-    """Episodes of experts that join each iteration's own, as a share of their number, with advantages by their returns
-    (DynaWeb; token policies and algorithms that compare episodes), 0 for none.
+    """Episodes of experts that join each iteration's own (DynaWeb), as a share of their number, 0 for none. They have
+    advantages by their returns; for token policies and algorithms that compare episodes.
     """
     proximal: Literal["current", "behaviour", "average"] = "current"
-    """What the decisions of older policies are clipped around (coefficient=decoupled_ppo also weighs by it): current,
-    the policy before the update (AReaL); behaviour, the policy that acted, whose log-probabilities are recorded with
-    every decision; average, an exponential moving average of past policies (PPO-EWMA), for all decisions.
+    """What the decisions of older policies are clipped around. Current is the policy before the update (AReaL);
+    behaviour the policy that acted, whose log-probabilities are recorded with every decision; average an exponential
+    moving average of past policies (PPO-EWMA), for all decisions. coefficient=decoupled_ppo also weighs by it.
     """
     proximal_decay: float = 0.889
     """Of that average, an update of the policy: the centre of its mass lies decay / (1 - decay) updates back."""

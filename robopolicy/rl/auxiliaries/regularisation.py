@@ -64,7 +64,7 @@ def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: 
 
 @mechanism(Slot.AUXILIARY, "kl_convex", source="ReMix (KL-convex constraint), arXiv:2507.06892", needs=(Need.BASE,))
 def stay_between(inputs: AuxiliaryInputs, *, weight: float = 0.01, base: float = 0.5) -> Tensor:
-    """Stay near the base, for stability, and near the policy before the update, for freedom to move on:
+    """Stay near the base, for stability, and near the policy before the update, for freedom to move on.
 
         weight (base KL(pi || pi_base) + (1 - base) KL(pi || pi_before))
 
