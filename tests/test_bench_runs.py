@@ -97,6 +97,7 @@ def test_a_policy_stands_beside_itself_looking_ahead(tmp_path, monkeypatch, caps
     assert "seed 100" not in capsys.readouterr().out, "nothing is done twice"
 
 
+@pytest.mark.slow
 def test_ways_of_collecting_stand_beside_one_another(tmp_path, monkeypatch, capsys):
     brief = (*collection.LEARNING, "finetune.groups=4", "finetune.group_size=2", "finetune.iterations=1")
     monkeypatch.setattr(collection, "LEARNING", brief)

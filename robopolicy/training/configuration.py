@@ -75,8 +75,8 @@ class FinetuneConfig(AlgorithmConfig):
     branch_width: int = 2
     """Episodes that go on where one splits."""
     branch_by: Literal["all", "uncertainty"] = "all"
-    """Who gets the branches at a decision: all running episodes alike, or by uncertainty (TreePO). Then those of a group
-    that stand there together share as many out, more to those whose last decision was less likely.
+    """Who gets the branches at a decision: all running episodes alike, or by uncertainty (TreePO). Then those of a
+    group that stand there together share as many out, more to those whose last decision was less likely.
     """
     branch_sampling_step: int | tuple[int, ...] | None = None
     """Steps of the decision there that branches share, null for none; several, such as [0,2], for a split after each of

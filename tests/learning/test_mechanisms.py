@@ -76,6 +76,7 @@ def test_mc_grpo_a_median_of_three_flips_fewer_signs_than_a_mean_of_two():
     assert flipped_three < 0.6 * flipped_two
 
 
+@pytest.mark.slow
 def test_ngrpo_gets_a_policy_off_a_wrong_habit_that_grpo_never_leaves():
     """The first choice is nearly always the same wrong one, so nearly all groups are all-fail."""
     stuck = {"lengths": (4,), "bias": 4.0, "iterations": 100}

@@ -81,7 +81,7 @@ def done(policy: Any, text: str) -> Tensor:
     return policy.act(observe([text], 64), generator(1), deterministic=True).actions[:, 0]
 
 
-@pytest.mark.parametrize("kind", list(PolicyKind))
+@pytest.mark.parametrize("kind", [PolicyKind.FLOW, pytest.param(PolicyKind.DIFFUSION, marks=pytest.mark.slow)])
 def test_opposite_instructions_in_one_state_are_told_apart_only_by_a_text_encoder(kind: PolicyKind):
     listens = taught(replace(CONFIG, kind=kind))
     assert listens.reads_instructions
@@ -233,7 +233,8 @@ class ToldWorld(BanditWorld):
         return replace(step, rewards={"reward": np.where(step.valid, -error, 0.0)})
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("dppo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "dppo"])
 def test_fine_tuning_moves_opposite_tasks_in_opposite_directions(algorithm: str):
     """Imitation did +-0.4, the reward is for +-0.8; the trainer itself checks that scores equal those of `act`."""
     policy = taught(size=0.4)

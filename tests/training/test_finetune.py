@@ -52,9 +52,9 @@ def _tune(config: FinetuneConfig, folder: Path | None = None, policy: ChainPolic
     "changes",
     [
         {},
-        {"ratio_level": RatioLevel.DECISION_MEAN},
+        pytest.param({"ratio_level": RatioLevel.DECISION_MEAN}, marks=pytest.mark.slow),
         {"scored_steps": 1},
-        {"auxiliaries": ("bc",), "options": {"bc": {"weight": 0.001}}},
+        pytest.param({"auxiliaries": ("bc",), "options": {"bc": {"weight": 0.001}}}, marks=pytest.mark.slow),
     ],
     ids=["step ratios", "one ratio a decision", "random steps", "with a BC term"],
 )

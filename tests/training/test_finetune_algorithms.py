@@ -46,7 +46,13 @@ IMPROVING = [
 """The others learn from successes, which the bandit's start does not have, or need a denoising policy."""
 
 
-@pytest.mark.parametrize("name", IMPROVING)
+QUICK = {"dppo", "grpo", "gspo", "remix", "fpo"}
+"""Those of every kind: chains with a critic, groups, episode ratios, replay, matching. The others are slow tests."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in IMPROVING]
+)
 def test_presets_improve_a_bandit(name: str):
     policy = ChainPolicy()
     before = mean_reward(policy, True)["reward"]

@@ -21,7 +21,7 @@ from worldmodels.video.model import VideoModel
 outside = pytest.importorskip("outside_robotics.model", reason="install it with: pip install -e tests/outside")
 LatentModel = outside.LatentModel
 
-READOUT = ReadoutConfig(batch_size=8, imagined_steps=16, members=2)
+READOUT = ReadoutConfig(batch_size=8, imagined_steps=4, members=2)
 KINDS = {
     "ensemble": (EnsembleModel, EnsembleConfig(members=2, width=16, depth=1, head_width=16), point_world),
     "ensemble, sampled": (EnsembleModel, EnsembleConfig(members=2, width=16, head_width=16, sample=True), point_world),

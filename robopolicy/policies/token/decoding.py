@@ -227,9 +227,9 @@ class MaskedDecoding(nn.Module):
 def commit_schedule(length: int, steps: int, schedule: DecodeSchedule) -> tuple[int, ...]:
     """Return how many of K = `length` positions each pass commits; they add up to K. Raises ConfigError.
 
-    EVEN: `steps` passes of as equal size as possible. ASCENDING: 1, 2, 4, ... and the rest in the last pass, so that the
-    first tokens, which are said knowing least, are said most carefully (ASS, arXiv:2509.23924); steps does not matter.
-    What is learned weighs all tokens alike, where the paper averages within every pass first.
+    EVEN: `steps` passes of as equal size as possible. ASCENDING: 1, 2, 4, ... and the rest in the last pass, so that
+    the first tokens, which are said knowing least, are said most carefully (ASS, arXiv:2509.23924); steps does not
+    matter. What is learned weighs all tokens alike, where the paper averages within every pass first.
     """
     if schedule is DecodeSchedule.ASCENDING:
         passes = max(1, (length - 1).bit_length())
