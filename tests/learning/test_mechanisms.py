@@ -101,6 +101,7 @@ def test_gigpo_credits_steps_by_what_followed_the_same_state():
     assert stepwise.mean() > plain.mean() + 0.05
 
 
+@pytest.mark.slow
 def test_mopps_proposes_starts_that_still_teach(tmp_path: Path):
     setting = {"lengths": tuple(range(1, 9)), "starts": 100, "groups": 8, "group_size": 6}
     uniform, _ = signals(tmp_path / "uniform", **setting)
@@ -108,6 +109,7 @@ def test_mopps_proposes_starts_that_still_teach(tmp_path: Path):
     assert chosen > 1.15 * uniform
 
 
+@pytest.mark.slow
 def test_knapsack_plays_more_where_outcomes_are_uncertain(tmp_path: Path):
     setting = {"lengths": (1, 2, 3, 4, 5), "starts": 200, "groups": 12, "iterations": 40}
     uniform, before = signals(tmp_path / "uniform", **setting)
@@ -132,6 +134,7 @@ def test_bapo_survives_steps_on_stale_data_that_break_ppo():
     assert adaptive.mean() > 0.75
 
 
+@pytest.mark.slow
 def test_tree_po_needs_fewer_steps_for_as_many_leaves():
     """Two roots of four leaves each beside eight separate episodes: the prefix of a tree is played once."""
     separate, steps = successes((4,), group_size=8, groups=8, iterations=40)

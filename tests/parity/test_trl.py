@@ -16,9 +16,13 @@ from robopolicy.rl.ratio_level import RatioLevel
 from robopolicy.rl.ratios import log_ratios
 from robopolicy.rl.weights import constant_denominator, episode_mean, step_mean
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    GRPOTrainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+
+def trainer_of_trl():
+    """Import it where it is used: it takes ten seconds, which every worker would pay for collecting this file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+
 
 LOW, HIGH, LENGTH = 0.2, 0.28, 9
 
@@ -67,7 +71,7 @@ def trl_gradient(logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, los
         "old_per_token_logps": old,
         "num_items_in_batch": mask.sum(),
     }
-    GRPOTrainer._compute_loss(trainer, None, inputs).backward()
+    trainer_of_trl()._compute_loss(trainer, None, inputs).backward()
     assert leaf.grad is not None
     return leaf.grad
 

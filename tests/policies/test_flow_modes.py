@@ -133,7 +133,9 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    "name", [name if name == "FPO" else pytest.param(name, marks=pytest.mark.slow) for name in TRAINED]
+)
 def test_fine_tuning_improves(name: str):
     mode, changes = TRAINED[name]
     policy = make(MODES[mode])

@@ -64,7 +64,9 @@ def test_presets_improve_a_bandit(name: str):
     assert mean_reward(policy, True)["reward"] > before / 3
 
 
-@pytest.mark.parametrize("name", sorted(FROM_SUCCESS | FROM_OUTCOMES))
+@pytest.mark.parametrize(
+    "name", ["w_reinforce", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pacs", "prime", "spear"))]
+)
 def test_presets_that_learn_from_outcomes_raise_a_low_success_rate(name: str):
     policy = ChainPolicy()
     finetune(policy, None, BanditWorld(64), replace(CONFIG, algorithm="grpo", iterations=25), seed=0)
