@@ -110,6 +110,7 @@ def test_the_same_command_again_ends_as_if_nothing_had_happened(zygote, folder: 
     assert not found.wrong, "\n".join(f"killed before {place}: {wrong}" for place, wrong in found.wrong.items())
 
 
+@pytest.mark.slow
 def test_runs_that_are_killed_for_good_go_on(zygote, tmp_path: Path):
     zygote(prepare, tmp_path, [Job("collect", ("collect", *SHARED))])
     for name, operations in {"collect": (40, 100), "train": (66,)}.items():

@@ -251,7 +251,7 @@ def helped(verb: str, width: int, *arguments: str, sections: tuple[str, ...] = (
     return shown.getvalue()
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("verb", VERBS.names())
 def test_help_fits_a_page_whatever_is_chosen(verb, width):
     kinds = {"worldmodel": WORLD_MODELS, "policy": POLICIES}

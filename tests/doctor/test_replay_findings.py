@@ -142,7 +142,10 @@ ARM_BREAKS = {
 }
 
 
-@pytest.mark.parametrize("case", ARM_BREAKS)
+@pytest.mark.parametrize(
+    "case",
+    [case if case in ("late", "centimetres") else pytest.param(case, marks=pytest.mark.slow) for case in ARM_BREAKS],
+)
 def test_a_break_in_arm_reach_is_named(arm, case):
     world, data = arm
     change, check, text = ARM_BREAKS[case]
