@@ -39,6 +39,18 @@ TREE = (
 )
 """Eight leaves a start; half of the decisions are pruned, so half as many in a minibatch make as many steps."""
 
+TOKEN_GRPO = (
+    "finetune.algorithm=step_grpo",
+    "finetune.groups=32",
+    "finetune.learning_rate=1.5e-4",
+    "finetune.epochs=2",
+    "finetune.minibatch=1024",
+    "finetune.target_kl=0.2",
+    "finetune.ratio_tolerance=1e-4",
+    "finetune.finetuned_steps=null",
+)
+"""Of token policies."""
+
 METHODS: dict[str, Variant] = {
     "PPO": Variant("diffusion"),
     "flow PPO": Variant("flow"),
@@ -51,20 +63,7 @@ METHODS: dict[str, Variant] = {
     "MC-GRPO": Variant(
         "diffusion", ("finetune.algorithm=mc_grpo", "finetune.group_size=3", "finetune.groups=170", *GENTLE)
     ),
-    "token GRPO": Variant(
-        "token",
-        (
-            "finetune.algorithm=step_grpo",
-            "finetune.iterations=120",
-            "finetune.groups=32",
-            "finetune.learning_rate=1.5e-4",
-            "finetune.epochs=2",
-            "finetune.minibatch=1024",
-            "finetune.target_kl=0.2",
-            "finetune.ratio_tolerance=1e-4",
-            "finetune.finetuned_steps=null",
-        ),
-    ),
+    "token GRPO": Variant("token", (*TOKEN_GRPO, "finetune.iterations=120")),
 }
 """Rows of the tables. Methods that compare groups play 512 episodes an iteration, with tokens 256."""
 

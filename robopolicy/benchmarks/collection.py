@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from robopolicy.benchmarks.algorithms import GENTLE, TOKEN_GRPO
 from robopolicy.benchmarks.rates import rate_text, short, spread_text
 from robopolicy.benchmarks.runs import Variant, chosen_from, pretrained, run_variant
 from robopolicy.build import build_world, choose_device
@@ -30,34 +31,10 @@ from robopolicy.verbs.bench import Benchmark, Table
 SHARES = {"waits for all": 0.0, "half more in flight": 0.5, "as many more": 1.0, "twice as many more": 2.0}
 """Row of the table -> finetune.overprovision."""
 
-LEARNING = (
-    "finetune.algorithm=grpo",
-    "finetune.coefficient=decoupled_ppo",
-    "finetune.iterations=60",
-    "finetune.learning_rate=3e-4",
-    "finetune.clip=0.05",
-    "finetune.clip_base=0.05",
-    "finetune.target_kl=0.03",
-)
+LEARNING = ("finetune.algorithm=grpo", "finetune.coefficient=decoupled_ppo", *GENTLE)
 
-POLICIES = {
-    "diffusion": Variant("diffusion", ("finetune.target_success=0.9", "finetune.videos=0")),
-    "token": Variant(
-        "token",
-        (
-            "finetune.algorithm=step_grpo",
-            "finetune.groups=32",
-            "finetune.learning_rate=1.5e-4",
-            "finetune.epochs=2",
-            "finetune.minibatch=1024",
-            "finetune.target_kl=0.2",
-            "finetune.ratio_tolerance=1e-4",
-            "finetune.finetuned_steps=null",
-            "finetune.target_success=0.9",
-            "finetune.videos=0",
-        ),
-    ),
-}
+GOOD = "finetune.target_success=0.9", "finetune.videos=0"
+POLICIES = {"diffusion": Variant("diffusion", GOOD), "token": Variant("token", (*TOKEN_GRPO, *GOOD))}
 """Whose episodes are collected: fine-tuned until most of them succeed. Tokens take most of their time in the network,
 which answers for every row, whether or not its episode has ended.
 """

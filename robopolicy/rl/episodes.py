@@ -11,7 +11,7 @@ What parent and children share is played once. The children's rows hold a copy o
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -59,24 +59,22 @@ class _Running:
         return self.parent, self.branch_decision, self.branch_step
 
     def tree(self) -> dict[str, Any]:
-        """Return what `of` needs."""
+        """Return what `of` needs. The state that a request asks to begin in is the snapshot, or was left behind."""
         state: Mapping[str, Array] = {} if self.snapshot is None else self.snapshot.arrays
-        request = [self.request.seed, self.request.group, self.request.task]
+        plain = {
+            item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("request", "snapshot")
+        }
         return {
-            "request": request,
-            "place": [self.steps, self.returned, self.number, *self.origin, self.surprise, self.still],
+            "request": [self.request.seed, self.request.group, self.request.task],
             "snapshot": {name: torch.as_tensor(value) for name, value in state.items()},
+            "plain": plain,
         }
 
     @staticmethod
     def of(tree: Mapping[str, Any]) -> "_Running":
         """Return the episode that `tree` is of."""
-        seed, group, task = tree["request"]
         state = {name: value.numpy() for name, value in tree["snapshot"].items()}
-        steps, returned, number, *rest = tree["place"]
-        snapshot = Snapshot(state) if state else None
-        parent, *rest = rest
-        return _Running(Request(seed, group, task), steps, snapshot, returned, parent, number, *rest)
+        return _Running(Request(*tree["request"]), snapshot=Snapshot(state) if state else None, **tree["plain"])
 
 
 class EpisodePlayer:
@@ -409,7 +407,7 @@ class EpisodePlayer:
         """Forget episodes of these numbers (by 0) or groups (by 1), and their decisions."""
         flat = _join(self.parts)
         gone = torch.isin(flat["place"][:, by], which.to(flat["place"].device))
-        dropped = set(flat["place"][gone, 0].tolist())
+        dropped = set(flat["place"][gone, 0].unique().tolist())
         self.parts = [] if bool(gone.all()) else [_tree(lambda tensor: tensor[~gone], flat)]
         self.finished = {number: group for number, group in self.finished.items() if number not in dropped}
         self.lineage = {number: origin for number, origin in self.lineage.items() if number not in dropped}

@@ -90,7 +90,7 @@ def test_whole_groups_come_back_and_only_what_is_missing_is_asked_for():
         assert complete_before <= set(sizes), "what was left over comes first"
         recycled += len(before & set(sizes))
         assert len(collector.player.held) == 4, "the backlog is what was over-provisioned, and never more"
-        assert set(collector.start_of) == collector.player.held
+        assert set(collector.begun) == collector.player.held
         for group in sizes:
             rows = found.take(torch.tensor([place for place, of in enumerate(found.group.tolist()) if of == group]))
             start = rows.observation["observation.state"][:, 0]

@@ -58,8 +58,7 @@ class EpisodeCollector:
         actor = policy if acts is None else acts
         self.player = EpisodePlayer(world, actor, branching, stop_still=config.stop_still)
         self.provision = math.ceil((1 + config.overprovision) * config.groups)
-        self.start_of: dict[int, int] = {}
-        self.depth_of: dict[int, float] = {}
+        self.begun: dict[int, tuple[int, float]] = {}
 
     def collect(self, iteration: int) -> Rollouts:
         """Return an iteration's episodes, padded to the longest, made by the policy as it is now."""
@@ -105,13 +104,12 @@ class EpisodeCollector:
     def _groups(self, batch: int, version: int) -> Rollouts:
         """Play the groups that sampler and allocator ask for, and what the allocator adds after seeing them."""
         config, first = self.config, batch * self.provision
-        held = len(self.player.held)
-        seeds, starts = self._propose(batch, self.provision - held)
+        seeds, starts = self._propose(batch, self.provision - len(self.player.held))
         _, pool = start_pool(self.seed, config.starts, len(self.world.spec.instructions))
         tasks = [pool[start] for start in starts] if pool else []
-        self.start_of |= {first + number: int(start) for number, start in enumerate(starts)}
         states, depths = self._hinted(batch, starts)
-        self.depth_of |= {first + number: depth for number, depth in enumerate(depths)}
+        begun = zip(starts.tolist(), depths, strict=True)
+        self.begun |= {first + number: origin for number, origin in enumerate(begun)}
 
         def requests(sizes: list[int]) -> list[Request]:
             asked = groups_of(seeds, sizes, tasks)
@@ -124,12 +122,15 @@ class EpisodeCollector:
         if sum(more):
             added = self.player.play(requests(more), self.generator, version=version)
             rollouts = concatenate([rollouts, added])
-        groups, device = rollouts.group.tolist(), rollouts.group.device
-        start = torch.tensor([self.start_of[group] for group in groups], device=device)
-        depth = torch.tensor([self.depth_of[group] for group in groups], device=device)
-        self.start_of = {group: start for group, start in self.start_of.items() if group in self.player.held}
-        self.depth_of = {group: depth for group, depth in self.depth_of.items() if group in self.player.held}
-        shape = rollouts.shape
+        origins, device, shape = (
+            [self.begun[group] for group in rollouts.group.tolist()],
+            rollouts.group.device,
+            rollouts.shape,
+        )
+        start = torch.tensor([start for start, _ in origins], device=device)
+        depth = torch.tensor([depth for _, depth in origins], device=device)
+        held = self.player.held
+        self.begun = {group: origin for group, origin in self.begun.items() if group in held}
         return rollouts.with_extras(start=start[:, None].expand(shape), hint=depth[:, None].expand(shape))
 
     def _more(self, rollouts: Rollouts, first: int, count: int) -> list[int]:
@@ -178,14 +179,13 @@ class EpisodeCollector:
             "sampler": self.sampler.state(),
             "hint": {} if self.hint is None else self.hint.state(),
             "player": self.player.tree(),
-            "start_of": [list(pair) for pair in self.start_of.items()],
-            "depth_of": [list(pair) for pair in self.depth_of.items()],
+            "begun": {str(group): list(origin) for group, origin in self.begun.items()},
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from `tree`."""
         self.sampler.restore(tree["sampler"])
         self.player.restore(tree["player"])
-        self.start_of, self.depth_of = dict(tree["start_of"]), dict(tree["depth_of"])
+        self.begun = {int(group): (start, depth) for group, (start, depth) in tree["begun"].items()}
         if self.hint is not None:
             self.hint.restore(tree["hint"])
