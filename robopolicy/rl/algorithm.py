@@ -46,15 +46,20 @@ class Algorithm:
     replay: Callable[[], Replay] | None
     hint: Callable[[], Hints] | None
     entries: tuple[Mechanism, ...]
+    name: str = ""
+    own_needs: frozenset[Need] = frozenset()
+    """What the preset `name` needs, whatever its mechanisms do."""
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What its mechanisms need."""
-        needs = frozenset[Need]().union(*(entry.needs for entry in self.entries))
+        """What it and its mechanisms need."""
+        needs = self.own_needs.union(*(entry.needs for entry in self.entries))
         return needs | {Need.WHOLE_EPISODES} if self.ratio_level.whole_episodes else needs
 
     def check(self, have: frozenset[Need]) -> None:
         """Raise ConfigError naming the first mechanism that cannot work with what there is."""
+        for need in sorted(self.own_needs - have, key=lambda item: item.name):
+            raise ConfigError(f"algorithm={self.name} needs {need.value}; this combination has none.")
         require(list(self.entries), have)
 
     def prepare(self, rollouts: Rollouts, context: Context) -> Rollouts:
@@ -86,12 +91,13 @@ class Algorithm:
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
     """Bind the chosen mechanisms and their options; raises ConfigError for unknown names, options and option owners."""
     entries: list[Mechanism] = []
-    preset: Mapping[str, Mapping[str, Any]] = PRESETS.get(config.algorithm, {}).get("options", {})
+    preset = PRESETS.get(config.algorithm, {})
+    options: Mapping[str, Mapping[str, Any]] = preset.get("options", {})
 
     def one(slot: Slot, name: str) -> Callable[..., Any]:
         entry = find(slot, name)
         entries.append(entry)
-        return choose(slot, name, {**preset.get(entry.name, {}), **config.options.get(entry.name, {})})
+        return choose(slot, name, {**options.get(entry.name, {}), **config.options.get(entry.name, {})})
 
     def several(slot: Slot) -> dict[str, Callable[..., Any]]:
         return {find(slot, name).name: one(slot, name) for name in config.of(slot.value, ())}
@@ -116,6 +122,8 @@ def build_algorithm(config: AlgorithmConfig) -> Algorithm:
         replay=maybe(Slot.REPLAY),
         hint=maybe(Slot.HINT),
         entries=tuple(entries),
+        name=config.algorithm,
+        own_needs=frozenset(preset.get("needs", ())),
     )
     used = {entry.name for entry in entries}
     for name in config.options:

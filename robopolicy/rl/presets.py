@@ -1,8 +1,9 @@
-"""Algorithms by name: what each puts into the slots; every slot can be overridden."""
+"""Algorithms by name: what each puts into the slots (every slot can be overridden), and what it needs beside that."""
 
 from typing import Any
 
 from robopolicy.rl.ratio_level import RatioLevel
+from robopolicy.rl.registry import Need
 
 PRESETS: dict[str, dict[str, Any]] = {
     "dppo": {"advantage": "gae", "credit": ("denoising_discount",), "coefficient": "ppo", "weight": "step_mean"},
@@ -91,6 +92,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "coefficient": "ppo",
         "weight": "step_mean",
         "ratio_level": RatioLevel.DECISION_MEAN,
+        "needs": (Need.MATCHING,),
     },
     "distillation": {"advantage": "grpo", "coefficient": "opd", "weight": "step_mean"},
 }

@@ -265,7 +265,7 @@ def started(name: str, policy: DenoisingPolicy, folder: Path | None = None, **ch
 
 
 @pytest.mark.checks("models/flow_critic", "coefficient/negative_aware", "AC-Flow", "AFD")
-@pytest.mark.parametrize("name", ["ac_flow", "afd"])
+@pytest.mark.parametrize("name", ["ac_flow", "afd", "fpo"])
 def test_a_policy_that_is_not_trained_by_matching_is_refused_and_told_the_setting(name: str):
     with pytest.raises(
         ConfigError, match=r"needs decisions scored by denoising their own action .*likelihood=matching"

@@ -38,16 +38,16 @@ GAUSSIAN_MEANS = {"grpo_guard"}
 FROM_SUCCESS = {"w_reinforce", "pacs"}
 FROM_OUTCOMES = {"prime", "spear"}
 NEED_TEACHER = {"distillation", "afd"}
-BY_MATCHING = {"ac_flow", "afd"}
-OWN_TESTS = {"spa", "digi_q", "ac_flow"}
+BY_MATCHING = {"ac_flow", "afd", "fpo"}
+OWN_TESTS = {"spa", "digi_q", "ac_flow", "fpo"}
 IMPROVING = [
     name for name in PRESETS if name not in {*FROM_SUCCESS, *GAUSSIAN_MEANS, *FROM_OUTCOMES, *NEED_TEACHER, *OWN_TESTS}
 ]
 """The others learn from successes, which the bandit's start does not have, or need a denoising policy."""
 
 
-QUICK = {"dppo", "grpo", "gspo", "remix", "fpo"}
-"""Those of every kind: chains with a critic, groups, episode ratios, replay, matching. The others are slow tests."""
+QUICK = {"dppo", "grpo", "gspo", "remix"}
+"""Those of every kind: chains with a critic, groups, episode ratios, replay. The others are slow tests."""
 
 
 @pytest.mark.parametrize(

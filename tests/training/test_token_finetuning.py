@@ -32,7 +32,7 @@ CONFIG = FinetuneConfig(
     target_kl=None,
     evaluate_every=0,
 )
-FOR_CHAINS = {"dppo", "grpo_guard", "ac_flow", "afd"}
+FOR_CHAINS = {"dppo", "grpo_guard", "ac_flow", "afd", "fpo"}
 """What discounts along a chain, needs the means of its steps or denoises actions."""
 
 
