@@ -27,7 +27,8 @@ from robopolicy.core.world import Snapshot, World
 from robopolicy.evaluation.curves import value_curves
 from robopolicy.evaluation.report import Section
 from robopolicy.evaluation.success import evaluate_policy
-from robopolicy.rl.offline.sac import Sac, SacConfig
+from robopolicy.rl.offline.configuration import SacConfig
+from robopolicy.rl.offline.sac import Sac
 from robopolicy.training.imagined_values import (
     AgentController,
     EdgeValue,

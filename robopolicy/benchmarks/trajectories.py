@@ -25,7 +25,8 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.core.transitions import Transitions
 from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.success import evaluate_policy
-from robopolicy.rl.offline.td3_bc import Td3Bc, Td3BcConfig
+from robopolicy.rl.offline.configuration import Td3BcConfig
+from robopolicy.rl.offline.td3_bc import Td3Bc
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.imagined_values import AgentController, Interface
 from robopolicy.training.stages import fit_stages

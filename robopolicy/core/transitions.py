@@ -1,4 +1,4 @@
-"""`Transitions`: single steps, recorded or imagined, from which world models and agents with critics learn."""
+"""`Transitions`: steps or whole action chunks, recorded or imagined, from which models and critics learn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,12 +12,15 @@ from robopolicy.core.spec import check_finite
 
 @dataclass(frozen=True)
 class Transitions:
-    """N steps.
+    """N steps, or N decisions of several steps each.
 
     state, next_state: [N, S], a `StateVector`; action: [N, A], in the world's units or an agent's; reward: [N];
     terminated: [N] bool, the task ended with this step: a time limit or the end of imagination is no end, its next
     state has a value. Where known, success: [N] bool, the episode has succeeded by the end of this step; episode: [N]
-    int64, the episode it is of.
+    int64, the episode it is of. Of decisions that take more than one step: decay: [N], what a reward that follows is
+    worth now, discount ** duration; reward is then the discounted sum within. next_action: [N, A], what was done next;
+    it means nothing after the end, and where `next_known` [N] bool is False. outcome: [N], the discounted return from
+    here to the end of the episode, minus infinity where a time limit hid the rest.
     """
 
     state: Tensor
@@ -27,6 +30,10 @@ class Transitions:
     terminated: Tensor
     success: Tensor | None = None
     episode: Tensor | None = None
+    decay: Tensor | None = None
+    next_action: Tensor | None = None
+    next_known: Tensor | None = None
+    outcome: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.state)
@@ -37,6 +44,14 @@ class Transitions:
         if self.success is None:
             raise DataError("These transitions do not say which of them succeeded.")
         return self.success
+
+    def backup(self, following: Tensor, discount: float) -> Tensor:
+        """Return reward + decay * following [N], the reward alone where the task ended.
+
+        following: [N], what the next state is worth; discount: of a step, for transitions without `decay`.
+        """
+        decay = discount if self.decay is None else self.decay
+        return self.reward + decay * torch.where(self.terminated, 0.0, following)
 
     def check(self) -> "Transitions":
         """Raise NonFiniteError naming what is not finite."""

@@ -1,4 +1,4 @@
-"""What every agent that learns from batches is saved by."""
+"""What every agent that learns from batches does alike: how it is asked, and how it is saved."""
 
 import copy
 from typing import Any
@@ -6,12 +6,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.transitions import Transitions
+from robopolicy.rl.offline.networks import Critics
+
 
 class OfflineAgent(torch.nn.Module):
-    """Networks with the optimisers that move them, by name; `config` has the discount of a step."""
+    """A critic and an actor with the optimisers that move them, by name; `config` has the discount of a step.
+
+    States are vectors [N, S], actions vectors [N, A] in [-1, 1]: of one step, or of a whole chunk laid out flat. It is
+    made by Class(config, state, action, seed) with the sizes S and A.
+    """
 
     config: Any
+    critics: Critics
     optimisers: dict[str, torch.optim.Optimizer]
+
+    def fit_statistics(self, state: Tensor) -> None:
+        """Standardise states as these [N, S] are, everywhere alike; nothing else about them is learned."""
+        raise NotImplementedError
+
+    def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
+        """Take one step of everything on N transitions; returns figures by name, scalars."""
+        raise NotImplementedError
+
+    def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return actions [N, A], without noise where there is no generator."""
+        raise NotImplementedError
+
+    def value(self, state: Tensor) -> Tensor:
+        """Return what it expects to earn from states [N, S] on, [N]."""
+        raise NotImplementedError
+
+    def action_values(self, state: Tensor, action: Tensor) -> Tensor:
+        """Return every critic's Q [M, N], differentiable in the actions; their smallest is what agents trust."""
+        return self.critics(state, action)
 
     @property
     def discount(self) -> float:

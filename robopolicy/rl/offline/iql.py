@@ -4,37 +4,15 @@ Source: Kostrikov et al. 2021, arXiv:2110.06169.
 """
 
 import copy
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import ConfigError
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.members import follow
 from robopolicy.rl.offline.agent import OfflineAgent
+from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.networks import Actor, Critics, Values
-
-
-@dataclass(frozen=True)
-class IqlConfig:
-    """Defaults of the paper for locomotion; temperature, cap: of the weight exp(temperature * advantage).
-
-    Raises ConfigError unless expectile and discount are in (0, 1).
-    """
-
-    expectile: float = 0.7
-    temperature: float = 3.0
-    cap: float = 100.0
-    width: int = 256
-    depth: int = 2
-    rate: float = 3e-4
-    discount: float = 0.99
-    tau: float = 0.005
-
-    def __post_init__(self):
-        if not 0 < self.expectile < 1 or not 0 < self.discount < 1:
-            raise ConfigError(f"expectile {self.expectile} and discount {self.discount} must be in (0, 1).")
 
 
 class Iql(OfflineAgent):
@@ -46,7 +24,7 @@ class Iql(OfflineAgent):
         with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
             torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
             self.actor = Actor(state, action, config.width, config.depth)
-            self.critics = Critics(2, state, action, config.width, config.depth)
+            self.critics = Critics(2, state, action, config.width, config.depth, config.layer_norm)
             self.values = Values(state, config.width, config.depth)
         self.slow = copy.deepcopy(self.critics).requires_grad_(False)
         self.optimisers = {
@@ -67,8 +45,7 @@ class Iql(OfflineAgent):
         config = self.config
         with torch.no_grad():
             recorded = self.slow(batch.state, batch.action).min(0).values
-            following = torch.where(batch.terminated, 0.0, self.values(batch.next_state))
-            target = batch.reward + config.discount * following
+            target = batch.backup(self.values(batch.next_state), config.discount)
         value = self.values(batch.state)
         value_loss = expectile_loss(recorded - value, config.expectile).mean()
         critic_loss = (self.critics(batch.state, batch.action) - target).square().mean(1).sum()

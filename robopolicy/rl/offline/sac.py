@@ -6,45 +6,16 @@ MOPO use there.
 """
 
 import copy
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import ConfigError
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.members import follow
 from robopolicy.rl.offline.agent import OfflineAgent
+from robopolicy.rl.offline.configuration import SacConfig
 from robopolicy.rl.offline.networks import Actor, Critics
-
-
-@dataclass(frozen=True)
-class SacConfig:
-    """Defaults of RAVL's experiments but for the width.
-
-    critics: N, of which the smallest counts, for targets and for the actor; diversity: weight of the critics' penalty
-    for agreeing about how Q changes with the action; target_entropy: null for minus the number of action elements.
-    Raises ConfigError unless critics >= 1, diversity >= 0 and discount is in (0, 1).
-    """
-
-    critics: int = 10
-    diversity: float = 1.0
-    width: int = 256
-    depth: int = 3
-    layer_norm: bool = False
-    rate: float = 3e-4
-    discount: float = 0.99
-    tau: float = 0.005
-    target_entropy: float | None = None
-    learn_temperature: bool = True
-    temperature: float = 1.0
-
-    def __post_init__(self):
-        if self.critics < 1 or self.diversity < 0:
-            raise ConfigError(f"critics {self.critics} must be at least 1, diversity {self.diversity} at least 0.")
-        if not 0 < self.discount < 1:
-            raise ConfigError(f"discount {self.discount} must be in (0, 1).")
 
 
 class Sac(OfflineAgent):
@@ -76,7 +47,7 @@ class Sac(OfflineAgent):
         with torch.no_grad():
             action, density = self.actor.sample(batch.next_state, generator)
             value = self.slow(batch.next_state, action).min(0).values - self.log_temperature.exp() * density
-            return batch.reward + self.config.discount * torch.where(batch.terminated, 0.0, value)
+            return batch.backup(value, self.config.discount)
 
     def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
         """Take one step of critics, actor and temperature; returns figures by name, scalars.

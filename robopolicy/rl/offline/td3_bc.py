@@ -1,39 +1,16 @@
 """TD3+BC: a deterministic actor that climbs Q and stays with the data (Fujimoto & Gu 2021, arXiv:2106.06860)."""
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import ConfigError
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.members import Members, follow
 from robopolicy.rl.offline.agent import OfflineAgent
+from robopolicy.rl.offline.configuration import Td3BcConfig
 from robopolicy.rl.offline.networks import Critics, Standardiser
-
-
-@dataclass(frozen=True)
-class Td3BcConfig:
-    """Defaults of the paper: alpha weighs Q (scaled to a mean size of 1) against imitation; policy_noise, noise_clip:
-    of the target's action; delay: critic updates per actor update.
-    """
-
-    alpha: float = 2.5
-    width: int = 256
-    depth: int = 2
-    rate: float = 3e-4
-    discount: float = 0.99
-    tau: float = 0.005
-    policy_noise: float = 0.2
-    noise_clip: float = 0.5
-    delay: int = 2
-    layer_norm: bool = False
-
-    def __post_init__(self):
-        if self.alpha < 0 or self.delay < 1 or not 0 < self.discount < 1:
-            raise ConfigError("TD3+BC needs alpha >= 0, delay >= 1 and a discount in (0, 1).")
 
 
 class DeterministicActor(torch.nn.Module):
@@ -79,7 +56,7 @@ class Td3Bc(OfflineAgent):
             noise = (config.policy_noise * noise).clamp(-config.noise_clip, config.noise_clip)
             action = (self.slow_actor(batch.next_state) + noise).clamp(-1, 1)
             value = self.slow_critics(batch.next_state, action).min(0).values
-            return batch.reward + config.discount * torch.where(batch.terminated, 0.0, value)
+            return batch.backup(value, config.discount)
 
     def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
         """Take one step of the critics, and every `delay` of them one of the actor; returns figures by name, scalars.

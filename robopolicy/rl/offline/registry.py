@@ -1,0 +1,14 @@
+"""Agents that learn from recorded data, by name."""
+
+from robopolicy.core.registry import Kinds
+
+AGENTS = Kinds(
+    "offline agent",
+    "robopolicy.offline_agents",
+    {
+        "iql": "robopolicy.rl.offline.configuration:IqlConfig",
+        "td3_bc": "robopolicy.rl.offline.configuration:Td3BcConfig",
+        "edac": "robopolicy.rl.offline.configuration:SacConfig",
+    },
+)
+"""Name -> configuration, a dataclass whose `builds` names the `OfflineAgent`: Class(config, state, action, seed)."""
