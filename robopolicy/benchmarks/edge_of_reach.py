@@ -28,13 +28,13 @@ from robopolicy.evaluation.curves import value_curves
 from robopolicy.evaluation.report import Section
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.rl.offline.configuration import SacConfig
+from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.sac import Sac
 from robopolicy.training.imagined_values import (
     AgentController,
     EdgeValue,
     Explorer,
     ImaginedValuesConfig,
-    Interface,
     learn_in_imagination,
 )
 from robopolicy.verbs.bench import Benchmark, Table
@@ -143,7 +143,7 @@ def build_problem(name: str, seed: int) -> Problem:
 
 def random_play(world: MujocoWorld, seed: int) -> tuple[Transitions, Starts]:
     """Return transitions of random actions, and starts in the states they began in (the seed chooses)."""
-    interface = Interface(world.spec)
+    interface = Interface.of(world.spec)
     generator = torch.Generator().manual_seed(derive(seed, "random play"))
 
     def at_random(state: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig
         raise ConfigError("The true values of this world are not known: arm 'patched' has nothing to pay.")
     diversity = problem.diversity if arm.critics > 2 else 0.0
     settings = {**problem.agent.__dict__, "critics": arm.critics, "diversity": diversity}
-    interface = Interface(problem.real.spec)
+    interface = Interface.of(problem.real.spec)
     agent = Sac(SacConfig(**settings), interface.size, interface.actions, derive(seed, "agent"))
     agent.fit_statistics(problem.recorded.state)
     world = problem.imagined(Truncation(steps=None if arm.whole else problem.steps), arm.penalty)

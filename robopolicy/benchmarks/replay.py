@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.world import Snapshot
-from robopolicy.training.imagined_values import Interface
+from robopolicy.rl.offline.interface import Interface
 from sims.engine import MujocoWorld
 from sims.registry import load_task
 
@@ -31,7 +31,7 @@ def physics(state: np.ndarray) -> dict[str, np.ndarray]:
 def replay(states: Tensor, actions: Tensor) -> Tensor:
     """Return where the simulator ends up, [R, L, 19], from states [R, 19] under actions [R, L, 2] in its units."""
     world = MujocoWorld(load_task(TASK), len(states))
-    interface = Interface(world.spec)
+    interface = Interface.of(world.spec)
     world.reset(seeds=np.arange(len(states)))
     arrays = {**world.snapshot().arrays, **physics(states.numpy())}
     seen = []

@@ -26,9 +26,10 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.rl.offline.configuration import Td3BcConfig
+from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.td3_bc import Td3Bc
 from robopolicy.training.configuration import FitConfig
-from robopolicy.training.imagined_values import AgentController, Interface
+from robopolicy.training.imagined_values import AgentController
 from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
@@ -149,7 +150,7 @@ def truth_by_guidance(seed: int, scale: Scale) -> dict[str, Any]:
     {"error_after_steps"}}, errors in standard deviations of the data.
     """
     episodes, world = collect(TASK, seed, scale.recorded, scale.noise), make_world(TASK, 1, seed=seed)
-    interface, generators = Interface(world.spec), Generators(seed)
+    interface, generators = Interface.of(world.spec), Generators(seed)
     model = generator_of(scale.trajectories, world.spec, episodes, scale.fit, seed, generators)
     ensemble = EnsembleModel.build(EnsembleConfig(), world.spec, episodes, derive(seed, "ensemble"))
     fit_stages(ensemble, episodes, FitConfig(steps=scale.fit, learning_rate=3e-3, checkpoint_every=10**9), generators)
@@ -173,7 +174,7 @@ def agents_trained(seed: int, scale: Scale) -> dict[str, Any]:
     """Return the success of agents on real data and on generated data beside it, by what they learned from."""
     episodes = collect(TAUGHT_TASK, seed, scale.taught_recorded, scale.taught_noise)
     world, generators = make_world(TAUGHT_TASK, EPISODES, seed=seed), Generators(seed)
-    interface, config = Interface(world.spec), replace(scale.trajectories, length=scale.taught_length)
+    interface, config = Interface.of(world.spec), replace(scale.trajectories, length=scale.taught_length)
     model = generator_of(config, world.spec, episodes, scale.taught_fit, seed, generators)
     recorded = recorded_batch(episodes, interface)
 
@@ -206,7 +207,7 @@ def _ensemble_error(
     latent = {"state": state, "seed": rows.clone(), "step": torch.zeros(len(rows), dtype=torch.int64)}
     states, actions = [], []
     for _ in range(length):
-        action = torch.from_numpy(interface.to_world(agent.act(latent["state"]))).float()
+        action = torch.from_numpy(interface.to_world(agent.act(latent["state"]))[:, 0]).float()
         latent, _ = model.imagine(latent, action)
         states.append(latent["state"])
         actions.append(action)

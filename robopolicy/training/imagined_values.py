@@ -20,11 +20,11 @@ from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, episode_seeds
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import Observation, WorldSpec
+from robopolicy.core.spec import Observation
 from robopolicy.core.transitions import Transitions
-from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Rows, World
 from robopolicy.rl.offline.batches import edge_of_reach, value_bound
+from robopolicy.rl.offline.interface import Interface
 
 
 class Agent(Protocol):
@@ -70,30 +70,6 @@ class ImaginedValuesConfig:
             raise ConfigError(f"real_share {self.real_share} must be in [0, 1].")
 
 
-class Interface:
-    """Between a world's observations and units, and an agent's state vectors and actions in [-1, 1]."""
-
-    def __init__(self, spec: WorldSpec):
-        if not (np.isfinite(spec.action.low).all() and np.isfinite(spec.action.high).all()):
-            raise ConfigError(f"World '{spec.name}' has unbounded actions: agents with critics need a box.")
-        self.vector = StateVector.of(spec)
-        self.low = torch.as_tensor(np.broadcast_to(spec.action.low, spec.action.shape).copy(), dtype=torch.float32)
-        self.high = torch.as_tensor(np.broadcast_to(spec.action.high, spec.action.shape).copy(), dtype=torch.float32)
-        self.size, self.actions = self.vector.size, spec.action.size
-
-    def state(self, observation: Observation) -> Tensor:
-        """Return the state vectors of the newest frame, [B, S]."""
-        return torch.from_numpy(self.vector.pack({key: observation[key][:, -1] for key in self.vector.keys}))
-
-    def to_world(self, action: Tensor) -> np.ndarray:
-        """Return actions in the world's units."""
-        return (self.low + (action.cpu() + 1) / 2 * (self.high - self.low)).double().numpy()
-
-    def to_agent(self, action: Tensor) -> Tensor:
-        """Return recorded actions in [-1, 1]."""
-        return (2 * (action - self.low) / (self.high - self.low) - 1).clamp(-1, 1)
-
-
 class AgentController:
     """An agent as a controller of a world, noise-free or drawing from `generator`."""
 
@@ -105,7 +81,7 @@ class AgentController:
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions [B, A] in the world's units."""
-        return self.interface.to_world(self.agent.act(self.interface.state(observation), self.generator))
+        return self.interface.to_world(self.agent.act(self.interface.state(observation), self.generator))[:, 0]
 
 
 class Explorer:
@@ -121,7 +97,7 @@ class Explorer:
         """Return one control step [B, 1, A] in the world's units, and what was seen and done."""
         state = self.interface.state(observation)
         action = self.act(state)
-        return self.interface.to_world(action)[:, None], (state, action)
+        return self.interface.to_world(action), (state, action)
 
 
 EdgeValue = Callable[[Tensor], Tensor]
@@ -179,7 +155,7 @@ def learn_in_imagination(
     where rollouts begin, the bound that rewards allow, how far values are beyond it, and the share of transitions at
     the edge of reach.
     """
-    interface, records = Interface(world.spec), []
+    interface, records = Interface.of(world.spec), []
     kept: list[Transitions] = []
     imagined_count = config.batch_size - round(config.real_share * config.batch_size)
     with progress("Learning in imagination", config.epochs) as advance:

@@ -1,0 +1,86 @@
+"""Recorded episodes as transitions of whole action chunks, which is what critics of chunk policies learn from.
+
+A decision may begin at every recorded step: it is the next C actions, of which those up to the end of the episode were
+executed. Its backup is R + discount^h V(s_h) with R = sum_{j < h} discount^j r_j over the h <= C steps executed
+(Q-chunking, arXiv:2507.07969; RL-100, arXiv:2510.14830), not C one-step backups.
+"""
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.arrays import integers
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import DataError
+from robopolicy.core.policy import TensorObservation
+from robopolicy.core.returns import returns_to_go
+from robopolicy.core.spec import TASK
+from robopolicy.core.transitions import Transitions
+from robopolicy.rl.offline.interface import Interface
+
+ROWS = 4096
+"""Observations that are looked at together."""
+
+
+def frame_states(episodes: Episodes, interface: Interface) -> Tensor:
+    """Return the state of every observation frame [F, S], with the history before it; raises SpecError."""
+    device = episodes.device
+    episode = torch.repeat_interleave(torch.arange(len(episodes), device=device), episodes.lengths + 1)
+    back = torch.arange(1 - interface.history, 1, device=device)
+    states: list[Tensor] = []
+    for frames in torch.split(torch.arange(len(episode), device=device), ROWS):
+        seen = torch.maximum(frames[:, None] + back, episodes.frame_starts[episode[frames]][:, None])
+        observation: TensorObservation = {key: episodes.observation[key][seen] for key in interface.keys}
+        observation[TASK] = [episodes.tasks[index] for index in integers(episode[frames])]
+        states.append(interface.state(observation))
+    return torch.cat(states)
+
+
+def recorded_decisions(
+    episodes: Episodes, interface: Interface, discount: float, reward: Tensor | None = None
+) -> Transitions:
+    """Return every decision that `episodes` hold, in order of time; see the module.
+
+    reward: [N] instead of the recorded one, such as a success head's. Chunks that the end of an episode cuts short go
+    on with its last action, which was not executed. A decision is left out where it ends in an observation that was
+    not recorded, unless the task ended there. Raises DataError where rewards or the end of the task are not recorded.
+    """
+    found = episodes.reward if reward is None else reward
+    if found is None or episodes.terminated is None:
+        lacking = "rewards" if found is None else "where the task ended"
+        raise DataError(f"Critics learn from rewards and the end of the task, and this dataset lacks {lacking}.")
+    chunk, steps = interface.chunk, torch.arange(episodes.step_count, device=episodes.device)
+    episode = episodes.episode_of_step
+    last = (episodes.starts + episodes.lengths - 1)[episode]
+    executed = (last - steps + 1).clamp(max=chunk)
+    actions = interface.to_agent(_chunks(episodes, steps, last, chunk))
+    paid = torch.zeros_like(found)
+    for ahead in range(chunk):
+        within = ahead < executed
+        paid[within] += discount**ahead * found[steps[within] + ahead]
+    ends = steps + executed > last
+    terminated = ends & episodes.terminated[episode]
+    states, frame = frame_states(episodes, interface), steps + episode
+    following = torch.minimum(steps + executed, last)
+    outcome = returns_to_go(found.cpu(), episodes.to("cpu"), discount).to(found.device)
+    every = Transitions(
+        state=states[frame],
+        action=actions,
+        reward=paid.float(),
+        next_state=states[frame + executed],
+        terminated=terminated,
+        success=None if episodes.step_success is None else episodes.step_success[steps + executed - 1],
+        episode=episode,
+        decay=discount ** executed.float(),
+        next_action=actions[following],
+        next_known=~ends,
+        outcome=torch.where(episodes.terminated[episode], outcome, -torch.inf),
+    )
+    if episodes.final_known is None:
+        return every
+    return every.take(~ends | terminated | episodes.final_known[episode])
+
+
+def _chunks(episodes: Episodes, steps: Tensor, last: Tensor, chunk: int) -> Tensor:
+    """Return the actions [N, C, A] from each step on, the episode's last one again behind its end."""
+    ahead = torch.arange(chunk, device=steps.device)
+    return episodes.actions[torch.minimum(steps[:, None] + ahead, last[:, None])]

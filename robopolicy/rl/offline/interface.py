@@ -1,0 +1,118 @@
+"""Between observations and units of a world, and what critics see: state vectors, and flat action chunks in [-1, 1]."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.arrays import Array
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.policy import TensorObservation, to_tensors
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, WorldSpec
+from robopolicy.core.vectors import StateVector
+
+Features = Callable[[TensorObservation], Tensor]
+"""Frozen features [N, F] of observations [N, H, ...], such as those of a policy's encoder; images reach critics so."""
+
+
+class Interface:
+    """What critics see of observations and actions.
+
+    observation: the fields, by key, whose vectors make up the state; action: one control step [A]; chunk: control steps
+    C of a decision; instructions: where there are several, which one it is becomes part of the state; features: of
+    `history` H frames, `feature_size` F elements that the state has beside that; bounds: the range of actions where
+    `action` has none, low and high [A]. Raises ConfigError where actions have no range, and where there is nothing to
+    see.
+    """
+
+    def __init__(
+        self,
+        observation: Mapping[str, Field],
+        action: Field,
+        *,
+        chunk: int = 1,
+        instructions: Sequence[str] = ("",),
+        features: Features | None = None,
+        feature_size: int = 0,
+        history: int = 1,
+        bounds: tuple[Tensor, Tensor] | None = None,
+    ):
+        self.fields, self.action, self.chunk, self.history = dict(observation), action, chunk, history
+        self.vector, self.instructions = StateVector.of(observation), tuple(instructions)
+        self.features, self.feature_size = features, feature_size
+        self.low, self.high = bounds or _range(action)
+        if not bool(self.low.isfinite().all() and self.high.isfinite().all()):
+            raise ConfigError("The actions have no range, and agents with critics need a box: give low and high.")
+        tasks = len(self.instructions) if len(self.instructions) > 1 else 0
+        self.size = self.vector.size + tasks + feature_size
+        if not self.size:
+            raise ConfigError("A critic sees vectors, or features of images by a policy's encoder: there are none.")
+        self.actions = chunk * action.size
+
+    @staticmethod
+    def of(spec: "WorldSpec | PolicySpec", chunk: int = 1) -> "Interface":
+        """Return that of a world or a policy without images; raises ConfigError where its actions have no range."""
+        return Interface(spec.observation, spec.action, chunk=chunk, instructions=spec.instructions)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Fields of an observation that are looked at."""
+        images = tuple(key for key in self.fields if key.startswith(IMAGE_PREFIX)) if self.features else ()
+        return (*self.vector.keys, *images)
+
+    def state(self, observation: Mapping[str, Any]) -> Tensor:
+        """Return the states [N, S] of observations [N, H, ...], numpy or torch, with `task` texts where they count.
+
+        Raises SpecError where a field or an instruction is missing.
+        """
+        recorded = any(isinstance(value, Tensor) for value in observation.values())
+        seen: dict[str, Any] = dict(observation) if recorded else dict(to_tensors(dict(observation)))
+        parts: list[Tensor] = []
+        if self.vector.size:
+            newest: dict[str, Tensor] = {key: seen[key][:, -1] for key in self.vector.keys}
+            parts.append(self.vector.pack(newest))
+        if len(self.instructions) > 1:
+            parts.append(self._tasks(seen[TASK]).to(parts[0].device if parts else "cpu"))
+        if self.features is not None:
+            parts.append(self.features(seen))
+        return torch.cat(parts, -1)
+
+    def to_world(self, action: Tensor) -> Array:
+        """Return flat chunks [N, C * A] in the world's units, [N, C, A] numpy."""
+        return cast(Array, self.chunks(action).cpu().double().numpy())  # pyright: ignore[reportUnknownMemberType]
+
+    def chunks(self, action: Tensor) -> Tensor:
+        """Return flat chunks [N, C * A] in the world's units, [N, C, A]."""
+        low, high = self.low.to(action.device), self.high.to(action.device)
+        return low + (action.reshape(len(action), self.chunk, -1) + 1) / 2 * (high - low)
+
+    def to_agent(self, chunks: Tensor) -> Tensor:
+        """Return chunks [N, C, A], or single steps [N, A], in [-1, 1] and flat: [N, C * A]."""
+        low, high = self.low.to(chunks.device), self.high.to(chunks.device)
+        return (2 * (chunks - low) / (high - low) - 1).clamp(-1, 1).flatten(1).float()
+
+    def _tasks(self, texts: Sequence[str]) -> Tensor:
+        known = {text: place for place, text in enumerate(self.instructions)}
+        unknown = sorted({str(text) for text in texts} - set(known))
+        if unknown:
+            raise SpecError(f"The critic does not know the instruction '{unknown[0]}'.")
+        return torch.eye(len(known))[[known[str(text)] for text in texts]]
+
+
+def recorded_range(episodes: Episodes, margin: float = 0.05) -> tuple[Tensor, Tensor]:
+    """Return the range of actions, low and high [A]: the field's, and where it has none the recorded one.
+
+    margin: of the recorded range, added on both sides.
+    """
+    low, high = _range(episodes.action_field)
+    least, most = episodes.actions.amin(0).cpu().float(), episodes.actions.amax(0).cpu().float()
+    room = margin * (most - least).clamp_min(1e-6)
+    return torch.where(low.isfinite(), low, least - room), torch.where(high.isfinite(), high, most + room)
+
+
+def _range(action: Field) -> tuple[Tensor, Tensor]:
+    low, high = (np.broadcast_to(bound, action.shape).copy() for bound in (action.low, action.high))
+    return torch.as_tensor(low, dtype=torch.float32), torch.as_tensor(high, dtype=torch.float32)

@@ -1,0 +1,131 @@
+"""Recorded episodes as transitions of whole chunks, against a loop that follows each of them by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, DataError, SpecError
+from robopolicy.core.spec import TASK, Field
+from robopolicy.rl.offline.decisions import frame_states, recorded_decisions
+from robopolicy.rl.offline.interface import Interface, recorded_range
+
+LENGTHS, DISCOUNT, CHUNK = (5, 1, 3), 0.9, 2
+IMAGE = "observation.images.front"
+
+
+def episodes(images: bool = False) -> Episodes:
+    steps, count = sum(LENGTHS), len(LENGTHS)
+    draws = torch.Generator().manual_seed(0)
+    fields = {"observation.state": Field((2,), np.float32)}
+    observation = {"observation.state": torch.randn(steps + count, 2, generator=draws)}
+    if images:
+        fields[IMAGE] = Field((4, 4, 3), np.uint8)
+        observation[IMAGE] = torch.arange(steps + count, dtype=torch.uint8)[:, None, None, None].expand(-1, 4, 4, 3)
+    return Episodes(
+        observation_fields=fields,
+        action_field=Field((1,), np.float32, -2.0, 2.0),
+        fps=10.0,
+        observation=observation,
+        actions=torch.rand(steps, 1, generator=draws) * 4 - 2,
+        lengths=torch.tensor(LENGTHS),
+        tasks=("push", "pull", "push"),
+        rewards={"a": torch.randn(steps, generator=draws), "b": torch.ones(steps)},
+        terminated=torch.tensor([True, True, False]),
+    )
+
+
+def interface(data: Episodes, **more) -> Interface:
+    return Interface(data.observation_fields, data.action_field, chunk=CHUNK, **more)
+
+
+def test_chunks_against_a_loop():
+    data = episodes()
+    found = recorded_decisions(data, interface(data), DISCOUNT)
+    assert len(found) == sum(LENGTHS)
+    states = data.observation["observation.state"]
+    reward = data.reward
+    step = frame = 0
+    for length, over in zip(LENGTHS, data.terminated.tolist(), strict=True):
+        for place in range(length):
+            here, last = step + place, step + length - 1
+            done = min(CHUNK, length - place)
+            paid = sum(DISCOUNT**ahead * float(reward[here + ahead]) for ahead in range(done))
+            rest = sum(DISCOUNT**ahead * float(reward[here + ahead]) for ahead in range(length - place))
+            acted = [float(data.actions[min(here + ahead, last)]) / 2 for ahead in range(CHUNK)]
+            assert found.action[here].tolist() == pytest.approx(acted)
+            assert float(found.reward[here]) == pytest.approx(paid, abs=1e-5)
+            assert float(found.decay[here]) == pytest.approx(DISCOUNT**done)
+            assert torch.equal(found.state[here], states[frame + place])
+            assert torch.equal(found.next_state[here], states[frame + place + done])
+            assert bool(found.terminated[here]) == (over and place + done == length)
+            assert bool(found.next_known[here]) == (place + done < length)
+            if place + done < length:
+                assert torch.equal(found.next_action[here], found.action[here + done])
+            assert float(found.outcome[here]) == (pytest.approx(rest, abs=1e-5) if over else -torch.inf)
+        step, frame = step + length, frame + length + 1
+
+
+def test_an_end_that_was_not_recorded_is_left_out_unless_the_task_ended():
+    data = replace(episodes(), final_known=torch.zeros(3, dtype=torch.bool))
+    found = recorded_decisions(data, interface(data), DISCOUNT)
+    assert found.episode.tolist() == [0] * 5 + [1] + [2]  # of the last episode, cut by time, only its first decision
+    assert bool(found.next_known[-1])
+
+
+def test_the_backup_of_a_chunk():
+    data = episodes()
+    found = recorded_decisions(data, interface(data), DISCOUNT)
+    following = torch.full((len(found),), 10.0)
+    expected = found.reward + torch.where(found.terminated, 0.0, found.decay * 10)
+    assert torch.allclose(found.backup(following, 0.5), expected)  # the transitions' own decay counts
+
+
+def test_states_hold_the_instruction_and_features_of_the_history():
+    data = episodes(images=True)
+    seen = []
+
+    def features(observation):
+        seen.append(observation[IMAGE].shape)
+        return observation[IMAGE].float().mean((2, 3, 4))  # one a frame of history
+
+    inside = interface(data, instructions=("pull", "push"), features=features, feature_size=2, history=2)
+    assert inside.size == 2 + 2 + 2 and set(inside.keys) == {"observation.state", IMAGE}
+    states = frame_states(data, inside)
+    assert seen == [(12, 2, 4, 4, 3)]
+    assert states[:, 2:4].argmax(1).tolist() == [1] * 6 + [0] * 2 + [1] * 4
+    assert states[:, 4:].tolist()[5:9] == [[4, 5], [6, 6], [6, 7], [8, 8]]  # the first frame repeats
+    asked = {"observation.state": np.zeros((1, 2, 2)), IMAGE: np.zeros((1, 2, 4, 4, 3), np.uint8), TASK: ["pull"]}
+    assert inside.state(asked)[0].tolist() == [0, 0, 1, 0, 0, 0]
+    with pytest.raises(SpecError, match="does not know the instruction 'lift'"):
+        inside.state({**asked, TASK: ["lift"]})
+
+
+def test_units_of_actions():
+    data = episodes()
+    inside = interface(data)
+    chunks = data.actions[:4].reshape(2, 2, 1)
+    flat = inside.to_agent(chunks)
+    assert torch.allclose(flat, chunks.flatten(1) / 2) and torch.allclose(inside.chunks(flat), chunks)
+    assert np.allclose(inside.to_world(flat), chunks)
+    free = replace(data, action_field=Field((1,), np.float32))
+    with pytest.raises(ConfigError, match="have no range"):
+        interface(free)
+    low, high = recorded_range(free)
+    assert float(low) < float(data.actions.min()) and float(high) > float(data.actions.max())
+    assert interface(free, bounds=(low, high)).to_agent(chunks).abs().max() <= 1
+    assert [float(bound) for bound in recorded_range(data)] == [-2.0, 2.0]
+
+
+def test_what_a_dataset_lacks_is_named():
+    data = episodes()
+    with pytest.raises(DataError, match="lacks rewards"):
+        recorded_decisions(replace(data, rewards=None), interface(data), DISCOUNT)
+    with pytest.raises(DataError, match="lacks where the task ended"):
+        recorded_decisions(replace(data, terminated=None), interface(data), DISCOUNT)
+    labelled = recorded_decisions(replace(data, rewards=None), interface(data), DISCOUNT, torch.ones(9))
+    assert labelled.reward.tolist()[:2] == pytest.approx([1.9, 1.9])
+    with pytest.raises(ConfigError, match="there are none"):
+        Interface({IMAGE: Field((4, 4, 3), np.uint8)}, data.action_field)
