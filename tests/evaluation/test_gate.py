@@ -1,0 +1,89 @@
+"""The gate: bounds against closed forms, how often it errs by chance, and what it refuses."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.evaluation.gate import Gate, judged
+
+
+@dataclass
+class Table:
+    """A judge that looks values up; a policy is a name here."""
+
+    found: dict[str, np.ndarray]
+    name: str = "a table"
+    independent: bool = True
+    asked: int = 0
+
+    def values(self, policy):
+        self.asked += 1
+        return self.found[policy]
+
+
+def normal(mean, count=256, seed=0, spread=1.0):
+    return np.random.default_rng(seed).normal(mean, spread, count)
+
+
+def test_bounds_are_those_of_the_paired_difference():
+    base, noise = normal(0.0, spread=5.0), normal(0.1, seed=1, spread=0.2)
+    found = judged("x", base + noise, base, margin=0.0)
+    interval = stats.ttest_1samp(noise, 0.0).confidence_interval(0.95)
+    assert found.student == pytest.approx((interval.low, interval.high))
+    assert found.bootstrap == pytest.approx(found.student, abs=0.005)
+    assert found.better and found.difference == pytest.approx(noise.mean())
+    assert judged("x", base, base + noise, margin=0.0).difference == pytest.approx(-noise.mean())
+
+
+def test_equal_policies_are_rarely_accepted_and_better_ones_often():
+    draws = np.random.default_rng(2)
+    accepted = {0.0: 0, 0.3: 0}
+    for better in accepted:
+        for _ in range(400):
+            base = draws.normal(size=64)
+            accepted[better] += judged("x", base + draws.normal(better, 1.0, 64), base, 0.0).better
+    assert accepted[0.0] <= 400 * 0.05  # 2.5 % are meant; 20 of 400 is two standard deviations above
+    assert accepted[0.3] >= 400 * 0.5
+
+
+def test_equal_values_are_no_improvement():
+    same = np.ones(8)
+    found = judged("x", same, same, margin=0.0)
+    assert not found.better and found.low == 0.0
+
+
+def test_every_judge_must_be_sure_and_the_incumbent_is_scored_anew():
+    base = np.zeros(100)
+    yes, no = Table({"new": base + 1, "old": base}, "model"), Table({"new": base - 1, "old": base}, "critic", False)
+    assert Gate([yes]).decide("new", "old").accepted
+    result = Gate([yes, no]).decide("new", "old")
+    assert not result.accepted and "judged by critic: worse" in result.reasons[1]
+    assert result.line("round 3").startswith("rejected round 3: +1.000 [+1.000, +1.000] on 100 starts, judged by model")
+    Gate([yes]).decide("new", "old")
+    assert yes.asked == 6
+    assert result.to_json()["judgements"][0]["low"] == 1.0
+
+
+def test_margins():
+    base = np.full(50, 2.0)
+    judge = Table({"new": base + 0.05, "old": base})
+    assert Gate([judge], margin=0.04).decide("new", "old").accepted
+    kept = Gate([judge], relative=0.05).decide("new", "old")  # 5 % of 2 are 0.1
+    assert not kept.accepted and "not by the margin of 0.1" in kept.reasons[0]
+
+
+def test_what_is_refused():
+    judge = Table({"new": np.zeros(4), "old": np.zeros(4)}, independent=False)
+    with pytest.raises(ConfigError, match="a table: whoever trained a policy does not judge it alone"):
+        Gate([judge])
+    with pytest.raises(ConfigError, match="needs a judge"):
+        Gate([])
+    with pytest.raises(ConfigError, match="at least 0"):
+        Gate([Table({})], margin=-1.0)
+    with pytest.raises(DataError, match="do not pair"):
+        judged("x", np.zeros(3), np.zeros(4), 0.0)
+    with pytest.raises(DataError, match="model returned values that are not finite"):
+        judged("model", np.array([0.0, np.nan]), np.zeros(2), 0.0)
