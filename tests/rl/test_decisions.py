@@ -8,8 +8,9 @@ import torch
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, SpecError
-from robopolicy.core.spec import TASK, Field
-from robopolicy.rl.offline.decisions import frame_states, recorded_decisions
+from robopolicy.core.policy import Decision
+from robopolicy.core.spec import TASK, Field, PolicySpec
+from robopolicy.rl.offline.decisions import actions_at, frame_states, observed_at, recorded_decisions
 from robopolicy.rl.offline.interface import Interface, recorded_range
 
 LENGTHS, DISCOUNT, CHUNK = (5, 1, 3), 0.9, 2
@@ -43,7 +44,7 @@ def interface(data: Episodes, **more) -> Interface:
 
 def test_chunks_against_a_loop():
     data = episodes()
-    found = recorded_decisions(data, interface(data), DISCOUNT)
+    found = recorded_decisions(data, interface(data), DISCOUNT).transitions
     assert len(found) == sum(LENGTHS)
     states = data.observation["observation.state"]
     reward = data.reward
@@ -70,14 +71,17 @@ def test_chunks_against_a_loop():
 
 def test_an_end_that_was_not_recorded_is_left_out_unless_the_task_ended():
     data = replace(episodes(), final_known=torch.zeros(3, dtype=torch.bool))
-    found = recorded_decisions(data, interface(data), DISCOUNT)
+    kept = recorded_decisions(data, interface(data), DISCOUNT)
+    assert kept.step.tolist() == [0, 1, 2, 3, 4, 5, 6] and kept.frame.tolist() == [0, 1, 2, 3, 4, 6, 8]
+    assert kept.next_frame.tolist() == [2, 3, 4, 5, 5, 7, 10] and len(kept) == 7
+    found = recorded_decisions(data, interface(data), DISCOUNT).transitions
     assert found.episode.tolist() == [0] * 5 + [1] + [2]  # of the last episode, cut by time, only its first decision
     assert bool(found.next_known[-1])
 
 
 def test_the_backup_of_a_chunk():
     data = episodes()
-    found = recorded_decisions(data, interface(data), DISCOUNT)
+    found = recorded_decisions(data, interface(data), DISCOUNT).transitions
     following = torch.full((len(found),), 10.0)
     expected = found.reward + torch.where(found.terminated, 0.0, found.decay * 10)
     assert torch.allclose(found.backup(following, 0.5), expected)  # the transitions' own decay counts
@@ -125,7 +129,35 @@ def test_what_a_dataset_lacks_is_named():
         recorded_decisions(replace(data, rewards=None), interface(data), DISCOUNT)
     with pytest.raises(DataError, match="lacks where the task ended"):
         recorded_decisions(replace(data, terminated=None), interface(data), DISCOUNT)
-    labelled = recorded_decisions(replace(data, rewards=None), interface(data), DISCOUNT, torch.ones(9))
+    labelled = recorded_decisions(replace(data, rewards=None), interface(data), DISCOUNT, torch.ones(9)).transitions
     assert labelled.reward.tolist()[:2] == pytest.approx([1.9, 1.9])
     with pytest.raises(ConfigError, match="there are none"):
         Interface({IMAGE: Field((4, 4, 3), np.uint8)}, data.action_field)
+
+
+class Echo:
+    """Answers with the newest state, and one more with every draw."""
+
+    spec = PolicySpec(
+        {"observation.state": Field((2,), np.float32)}, Field((1,), np.float32, -2.0, 2.0),
+        history=2, chunk=1, prediction=1, scored_steps=0, fps=10.0,
+    )  # fmt: skip
+
+    def act(self, observation, generator, *, deterministic=False):
+        noise = 0 if deterministic else torch.rand(len(observation[TASK]), 1, 1, generator=generator)
+        return Decision(observation["observation.state"][:, -1:, :1] + noise)
+
+    def reset(self, rows=None):
+        """Nothing to forget."""
+
+
+def test_what_a_policy_would_do_at_recorded_observations():
+    data, frames = episodes(), torch.tensor([5, 0, 6])
+    seen = observed_at(data, frames, 2, ["observation.state"])
+    states = data.observation["observation.state"]
+    assert torch.equal(seen["observation.state"], states[torch.tensor([[4, 5], [0, 0], [6, 6]])])
+    assert seen[TASK] == ["push", "push", "pull"]
+    found = actions_at(Echo(), data, frames, torch.Generator().manual_seed(0), samples=3)
+    assert found.shape == (3, 3, 1, 1) and len(found.flatten().unique()) == 9
+    plain = actions_at(Echo(), data, frames, torch.Generator(), deterministic=True)
+    assert torch.equal(plain[:, 0, 0, 0], states[frames, 0])

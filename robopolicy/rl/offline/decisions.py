@@ -5,13 +5,16 @@ executed. Its backup is R + discount^h V(s_h) with R = sum_{j < h} discount^j r_
 (Q-chunking, arXiv:2507.07969; RL-100, arXiv:2510.14830), not C one-step backups.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from robopolicy.core.arrays import integers
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
-from robopolicy.core.policy import TensorObservation
+from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.returns import returns_to_go
 from robopolicy.core.spec import TASK
 from robopolicy.core.transitions import Transitions
@@ -21,23 +24,74 @@ ROWS = 4096
 """Observations that are looked at together."""
 
 
+@dataclass(frozen=True)
+class Decisions:
+    """N decisions of recorded episodes; see the module.
+
+    transitions: what critics learn from; step: [N] int64, the recorded step at which each begins; frame, next_frame:
+    [N] int64, the observations that it begins with and leads to, of `episodes`.
+    """
+
+    episodes: Episodes
+    transitions: Transitions
+    step: Tensor
+    frame: Tensor
+    next_frame: Tensor
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+def observed_at(episodes: Episodes, frames: Tensor, history: int, keys: Sequence[str]) -> TensorObservation:
+    """Return the observations that end with recorded `frames` [n]: key -> [n, H, ...], and `task` texts.
+
+    Before an episode's first frame that frame repeats.
+    """
+    device = episodes.device
+    bounds = episodes.frame_starts + episodes.lengths
+    episode = torch.searchsorted(bounds, frames)
+    back = torch.arange(1 - history, 1, device=device)
+    seen = torch.maximum(frames[:, None] + back, episodes.frame_starts[episode][:, None])
+    observation: TensorObservation = {key: episodes.observation[key][seen] for key in keys}
+    observation[TASK] = [episodes.tasks[index] for index in integers(episode)]
+    return observation
+
+
 def frame_states(episodes: Episodes, interface: Interface) -> Tensor:
     """Return the state of every observation frame [F, S], with the history before it; raises SpecError."""
-    device = episodes.device
-    episode = torch.repeat_interleave(torch.arange(len(episodes), device=device), episodes.lengths + 1)
-    back = torch.arange(1 - interface.history, 1, device=device)
-    states: list[Tensor] = []
-    for frames in torch.split(torch.arange(len(episode), device=device), ROWS):
-        seen = torch.maximum(frames[:, None] + back, episodes.frame_starts[episode[frames]][:, None])
-        observation: TensorObservation = {key: episodes.observation[key][seen] for key in interface.keys}
-        observation[TASK] = [episodes.tasks[index] for index in integers(episode[frames])]
-        states.append(interface.state(observation))
-    return torch.cat(states)
+    count = episodes.step_count + len(episodes)
+    parts = torch.split(torch.arange(count, device=episodes.device), ROWS)
+    return torch.cat(
+        [interface.state(observed_at(episodes, part, interface.history, interface.keys)) for part in parts]
+    )
+
+
+@torch.no_grad()
+def actions_at(
+    policy: Policy,
+    episodes: Episodes,
+    frames: Tensor,
+    generator: torch.Generator,
+    *,
+    samples: int = 1,
+    deterministic: bool = False,
+) -> Tensor:
+    """Return what a policy would do at recorded `frames` [n], drawn `samples` times: chunks [n, samples, C, A].
+
+    Raises SpecError where the episodes do not show what the policy reads.
+    """
+    spec = policy.spec
+    found: list[Tensor] = []
+    for part in torch.split(frames, max(1, ROWS // samples)):
+        observation = observed_at(episodes, part.repeat_interleave(samples), spec.history, list(spec.observation))
+        actions = policy.act(observation, generator, deterministic=deterministic).actions
+        found.append(actions.reshape(len(part), samples, *actions.shape[1:]))
+    return torch.cat(found)
 
 
 def recorded_decisions(
     episodes: Episodes, interface: Interface, discount: float, reward: Tensor | None = None
-) -> Transitions:
+) -> Decisions:
     """Return every decision that `episodes` hold, in order of time; see the module.
 
     reward: [N] instead of the recorded one, such as a success head's. Chunks that the end of an episode cuts short go
@@ -75,9 +129,9 @@ def recorded_decisions(
         next_known=~ends,
         outcome=torch.where(episodes.terminated[episode], outcome, -torch.inf),
     )
-    if episodes.final_known is None:
-        return every
-    return every.take(~ends | terminated | episodes.final_known[episode])
+    known = torch.ones_like(ends) if episodes.final_known is None else episodes.final_known[episode]
+    kept = (~ends | terminated | known).nonzero().squeeze(1)
+    return Decisions(episodes, every.take(kept), steps[kept], frame[kept], (frame + executed)[kept])
 
 
 def _chunks(episodes: Episodes, steps: Tensor, last: Tensor, chunk: int) -> Tensor:
