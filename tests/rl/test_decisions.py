@@ -20,14 +20,14 @@ IMAGE = "observation.images.front"
 def episodes(images: bool = False) -> Episodes:
     steps, count = sum(LENGTHS), len(LENGTHS)
     draws = torch.Generator().manual_seed(0)
-    fields = {"observation.state": Field((2,), np.float32)}
+    fields = {"observation.state": Field((2,))}
     observation = {"observation.state": torch.randn(steps + count, 2, generator=draws)}
     if images:
-        fields[IMAGE] = Field((4, 4, 3), np.uint8)
+        fields[IMAGE] = Field((4, 4, 3), "uint8")
         observation[IMAGE] = torch.arange(steps + count, dtype=torch.uint8)[:, None, None, None].expand(-1, 4, 4, 3)
     return Episodes(
         observation_fields=fields,
-        action_field=Field((1,), np.float32, -2.0, 2.0),
+        action_field=Field((1,), low=-2.0, high=2.0),
         fps=10.0,
         observation=observation,
         actions=torch.rand(steps, 1, generator=draws) * 4 - 2,
@@ -114,7 +114,7 @@ def test_units_of_actions():
     flat = inside.to_agent(chunks)
     assert torch.allclose(flat, chunks.flatten(1) / 2) and torch.allclose(inside.chunks(flat), chunks)
     assert np.allclose(inside.to_world(flat), chunks)
-    free = replace(data, action_field=Field((1,), np.float32))
+    free = replace(data, action_field=Field((1,)))
     with pytest.raises(ConfigError, match="have no range"):
         interface(free)
     low, high = recorded_range(free)
@@ -132,14 +132,14 @@ def test_what_a_dataset_lacks_is_named():
     labelled = recorded_decisions(replace(data, rewards=None), interface(data), DISCOUNT, torch.ones(9)).transitions
     assert labelled.reward.tolist()[:2] == pytest.approx([1.9, 1.9])
     with pytest.raises(ConfigError, match="there are none"):
-        Interface({IMAGE: Field((4, 4, 3), np.uint8)}, data.action_field)
+        Interface({IMAGE: Field((4, 4, 3), "uint8")}, data.action_field)
 
 
 class Echo:
     """Answers with the newest state, and one more with every draw."""
 
     spec = PolicySpec(
-        {"observation.state": Field((2,), np.float32)}, Field((1,), np.float32, -2.0, 2.0),
+        {"observation.state": Field((2,))}, Field((1,), low=-2.0, high=2.0),
         history=2, chunk=1, prediction=1, scored_steps=0, fps=10.0,
     )  # fmt: skip
 

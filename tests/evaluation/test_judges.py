@@ -1,0 +1,149 @@
+"""Judges on a line where the best policy walks home, and judges judged."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from evaluation_toys import LineWorld
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.policy import Decision
+from robopolicy.core.spec import Field, PolicySpec
+from robopolicy.evaluation.bakeoff import best_judge, score_judge
+from robopolicy.evaluation.gate import Gate, judged
+from robopolicy.evaluation.judges import CriticJudge, FittedJudge, ModelReturn, Recorded, episode_starts
+from robopolicy.rl.offline.batches import value_bound
+from robopolicy.rl.offline.decisions import recorded_decisions
+from robopolicy.rl.offline.fqe import FqeConfig
+from robopolicy.rl.offline.interface import Interface
+
+FIELDS = {"observation.state": Field((1,))}
+ACTION = Field((1,), low=-0.2, high=0.2)
+QUICK = FqeConfig(steps=300, batch_size=128, width=32, depth=1, rate=5e-3, discount=0.9, renew=20, samples=1)
+
+
+class Walk:
+    """Steps of `speed` towards 0, two at a time; negative walks away."""
+
+    spec = PolicySpec(FIELDS, ACTION, history=1, chunk=2, prediction=2, scored_steps=0, fps=10.0)
+
+    def __init__(self, speed):
+        self.speed = speed
+
+    def act(self, observation, generator, *, deterministic=False):
+        step = -self.speed * observation["observation.state"][:, -1:].sign()
+        return Decision(step.expand(-1, 2, -1).clamp(-0.2, 0.2))
+
+    def reset(self, rows=None):
+        """Nothing to forget."""
+
+
+def recorded(count=60, length=12, seed=0):
+    draws = torch.Generator().manual_seed(seed)
+    actions = 0.4 * torch.rand(count, length, 1, generator=draws) - 0.2
+    start = 2 * torch.rand(count, 1, 1, generator=draws) - 1
+    states = torch.cat([start, start + actions.cumsum(1)], 1)
+    data = Episodes(
+        observation_fields=FIELDS,
+        action_field=ACTION,
+        fps=10.0,
+        observation={"observation.state": states.flatten(0, 1)},
+        actions=actions.flatten(0, 1),
+        lengths=torch.full((count,), length),
+        tasks=("",) * count,
+        rewards={"near": -states[:, 1:].abs().flatten()},
+        terminated=torch.zeros(count, dtype=torch.bool),
+    )
+    interface = Interface(FIELDS, ACTION, chunk=2)
+    decisions = recorded_decisions(data, interface, QUICK.discount)
+    return Recorded(decisions, interface, value_bound(data.reward, QUICK.discount), episode_starts(data, 32))
+
+
+def true_value(data, speed):
+    """What walking is really worth from the judge's starts, [S]."""
+    state = data.episodes.observation["observation.state"][data.starts, 0]
+    total, walker = torch.zeros_like(state), Walk(speed)
+    for step in range(120):
+        if step % 2 == 0:
+            move = walker.act({"observation.state": state[:, None, None]}, None).actions[:, 0, 0]
+        state = state + move
+        total -= QUICK.discount**step * state.abs()
+    return total.numpy()
+
+
+def test_a_fitted_judge_knows_what_walking_home_is_worth():
+    data = recorded()
+    judge = FittedJudge(data, QUICK)
+    home, away = judge.values(Walk(0.1)), judge.values(Walk(-0.1))
+    assert home.shape == (32,)
+    assert home.mean() == pytest.approx(true_value(data, 0.1).mean(), abs=0.6)
+    assert home.mean() - away.mean() > 3
+    assert np.array_equal(home, judge.values(Walk(0.1))), "the same policy is scored alike"
+    assert len(judge.clipped) == 3 and max(judge.clipped) < 0.05
+    assert judged("FQE", home, away, 0.0).better and not judged("FQE", away, home, 0.0).better
+
+
+class Critic:
+    """Q(s, a) is minus where the first step leads, and what a second member thinks, which is more."""
+
+    def action_values(self, state, action):
+        first = -(state[:, 0] + 0.2 * action[:, 0]).abs()
+        return torch.stack([first, first + 1])
+
+
+def test_a_critic_judges_by_the_smallest_member_at_the_starts():
+    data = recorded()
+    judge = CriticJudge(Critic(), data, independent=False)
+    state = data.episodes.observation["observation.state"][data.starts, 0]
+    assert judge.values(Walk(0.1)) == pytest.approx(-(state - 0.1 * state.sign()).abs().numpy(), abs=1e-5)
+    with pytest.raises(ConfigError, match="does not judge it alone"):
+        Gate([judge])
+    with pytest.raises(ConfigError, match="needs a world and seeds"):
+        CriticJudge(Critic(), data, seeds=np.arange(4))
+
+
+def test_a_world_judges_by_success_or_return_on_the_same_starts():
+    seeds = np.arange(20)
+    judge = ModelReturn(LineWorld(8), seeds)
+    home, away = judge.values(Walk(0.1)), judge.values(Walk(-0.1))
+    assert home.tolist() == [1.0] * 20 and away.mean() < 0.2 and judge.name == "success in the line"
+    assert Gate([judge]).decide(Walk(0.1), Walk(-0.1)).accepted
+    paid = ModelReturn(LineWorld(8), seeds, by="return").values(Walk(0.1))
+    assert paid.min() >= 0 and 0.2 < paid.mean() < 0.6
+    with pytest.raises(ConfigError, match="by success or by return"):
+        ModelReturn(LineWorld(8), seeds, by="luck")
+
+
+def test_a_critic_judges_along_rollouts_until_episodes_end():
+    class Place(Critic):
+        def action_values(self, state, action):
+            return state[:, :1].abs().T
+
+    data, seeds = recorded(), np.arange(20)
+    judge = CriticJudge(Place(), data, world=LineWorld(8), seeds=seeds, decisions=3)
+    still = judge.values(Walk(0.0))
+    assert still == pytest.approx(np.abs(LineWorld(20).reset(seeds=seeds)["observation.state"][:, 0, 0]), abs=1e-6)
+    assert (judge.values(Walk(0.1)) <= still + 1e-6).all()
+
+
+def test_scores_of_judges_by_hand():
+    truth = np.array([0.0, 0.5, 1.0, 0.8])
+    right = np.repeat(truth[:, None], 50, 1)
+    score = score_judge("right", truth, right)
+    assert score.spearman == pytest.approx(1.0) and score.regret == 0.0 and score.error < 1e-12
+    assert (score.pairs, score.good, score.accepted) == (12, 6, 6)
+    assert score.false_accepts == 0.0 and score.false_rejects == 0.0
+    wrong = score_judge("wrong", truth, 1 - right)
+    assert wrong.spearman == pytest.approx(-1.0) and wrong.regret == 1.0
+    assert wrong.false_accepts == 1.0 and wrong.false_rejects == 1.0
+    assert wrong.error == pytest.approx(np.abs(1 - 2 * truth).mean())
+    shy = score_judge("shy", truth, right, margin=0.6, comparable=False)
+    assert shy.accepted == 2 and shy.false_rejects == pytest.approx(4 / 6) and math.isnan(shy.error)
+    strict = score_judge("right", truth, right, threshold=0.4)
+    assert strict.good == 4 and strict.false_accepts == pytest.approx(2 / 8)
+    assert best_judge({"right": score, "wrong": wrong, "shy": shy}) == "right"
+    assert best_judge({"wrong": wrong}) is None
+    with pytest.raises(DataError, match="at least three policies"):
+        score_judge("few", truth[:2], right[:2])
