@@ -1,6 +1,7 @@
 """What every agent that learns from batches does alike: how it is asked, and how it is saved."""
 
 import copy
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.rl.offline.networks import Critics
 
 
-class OfflineAgent(torch.nn.Module):
+class OfflineAgent(torch.nn.Module, ABC):
     """A critic and an actor with the optimisers that move them, by name; `config` has the discount of a step.
 
     States are vectors [N, S], actions vectors [N, A] in [-1, 1]: of one step, or of a whole chunk laid out flat. It is
@@ -21,21 +22,29 @@ class OfflineAgent(torch.nn.Module):
     critics: Critics
     optimisers: dict[str, torch.optim.Optimizer]
 
+    @abstractmethod
     def fit_statistics(self, state: Tensor) -> None:
         """Standardise states as these [N, S] are, everywhere alike; nothing else about them is learned."""
-        raise NotImplementedError
 
+    def begin(self, data: Transitions) -> None:
+        """Learn from `data` from now on: N transitions, states [N, S], actions [N, A] in [-1, 1].
+
+        Called once before the first update, again after `restore` with the same data (which is not saved), and where
+        the data has changed. Raises DataError where the data lacks what this agent learns from.
+        """
+        self.fit_statistics(data.state)
+
+    @abstractmethod
     def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
-        """Take one step of everything on N transitions; returns figures by name, scalars."""
-        raise NotImplementedError
+        """Take one step of everything on transitions [N]; returns figures by name, scalars."""
 
+    @abstractmethod
     def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return actions [N, A], without noise where there is no generator."""
-        raise NotImplementedError
 
+    @abstractmethod
     def value(self, state: Tensor) -> Tensor:
         """Return what it expects to earn from states [N, S] on, [N]."""
-        raise NotImplementedError
 
     def action_values(self, state: Tensor, action: Tensor) -> Tensor:
         """Return every critic's Q [M, N], differentiable in the actions; their smallest is what agents trust."""

@@ -1,6 +1,7 @@
 """What can be set about each agent that learns from recorded data; defaults are those of its paper."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError
@@ -50,12 +51,9 @@ class IqlConfig(AgentConfig):
 
 
 @dataclass(frozen=True)
-class Td3BcConfig(AgentConfig):
-    """TD3+BC, Fujimoto & Gu 2021, arXiv:2106.06860. Raises ConfigError unless alpha >= 0 and delay >= 1."""
+class Td3Config(AgentConfig):
+    """What agents with a deterministic actor have (TD3, arXiv:1802.09477). Raises ConfigError unless delay >= 1."""
 
-    builds: ClassVar[str] = "robopolicy.rl.offline.td3_bc:Td3Bc"
-    alpha: float = 2.5
-    """Weight of Q, scaled to a mean size of 1, against imitation."""
     policy_noise: float = 0.2
     """Standard deviation of the noise on the target's action."""
     noise_clip: float = 0.5
@@ -65,8 +63,74 @@ class Td3BcConfig(AgentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.alpha < 0 or self.delay < 1:
-            raise ConfigError(f"TD3+BC needs alpha >= 0, not {self.alpha}, and delay >= 1, not {self.delay}.")
+        if self.delay < 1:
+            raise ConfigError(f"delay {self.delay} must be at least 1.")
+
+
+@dataclass(frozen=True)
+class Td3BcConfig(Td3Config):
+    """TD3+BC, Fujimoto & Gu 2021, arXiv:2106.06860. Raises ConfigError unless alpha >= 0."""
+
+    builds: ClassVar[str] = "robopolicy.rl.offline.td3_bc:Td3Bc"
+    alpha: float = 2.5
+    """Weight of Q, scaled to a mean size of 1, against imitation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha < 0:
+            raise ConfigError(f"alpha {self.alpha} must be at least 0.")
+
+
+@dataclass(frozen=True)
+class ReBracConfig(Td3Config):
+    """ReBRAC, Tarasov et al. 2023, arXiv:2305.09836, which takes batches of 1024 and picks both betas per dataset.
+
+    Raises ConfigError unless both betas are at least 0.
+    """
+
+    builds: ClassVar[str] = "robopolicy.rl.offline.rebrac:ReBrac"
+    beta_actor: float = 0.1
+    """Weight of the actor's squared distance to the recorded action, summed over elements, against Q of size 1."""
+    beta_critic: float = 0.01
+    """What the squared distance to the action recorded next costs in targets, in units of reward; 0 needs none."""
+    depth: int = 3
+    """Hidden layers."""
+    layer_norm: bool = True
+    """Normalise the critics' hidden layers, which keeps values far from the data from growing."""
+    rate: float = 1e-3
+    """Learning rate."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta_actor < 0 or self.beta_critic < 0:
+            raise ConfigError(f"beta_actor {self.beta_actor} and beta_critic {self.beta_critic} must be at least 0.")
+
+
+class NeighbourIndex(Enum):
+    """exact: the nearest neighbour; approximate: one that is at most 1 + slack times as far, many times faster."""
+
+    EXACT = "exact"
+    APPROXIMATE = "approximate"
+
+
+@dataclass(frozen=True)
+class PrdcConfig(Td3Config):
+    """PRDC, Ran et al. 2023, arXiv:2306.06569. Raises ConfigError unless alpha, beta and slack are at least 0."""
+
+    builds: ClassVar[str] = "robopolicy.rl.offline.prdc:Prdc"
+    alpha: float = 2.5
+    """Weight of Q, scaled to a mean size of 1, against the distance to the neighbour's action."""
+    beta: float = 2.0
+    """Weight of standardised states beside actions in distances: large asks for the same state, 0 for none."""
+    index: NeighbourIndex = NeighbourIndex.EXACT
+    """How neighbours are found; exact is slow while the actor is far from all data and beta is small."""
+    slack: float = 1.0
+    """How much further, as a share, an approximate neighbour may be; most are the nearest all the same."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.alpha, self.beta, self.slack) < 0:
+            raise ConfigError(f"alpha {self.alpha}, beta {self.beta} and slack {self.slack} must be at least 0.")
 
 
 @dataclass(frozen=True)
@@ -89,8 +153,49 @@ class SacConfig(AgentConfig):
     """Whether the price of entropy follows the target."""
     temperature: float = 1.0
     """It, at first."""
+    entropy_backup: bool = True
+    """Whether targets pay for entropy too."""
+    actor_rate: float | None = None
+    """Learning rate of actor and temperature, null for that of the critics."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.critics < 1 or self.diversity < 0:
             raise ConfigError(f"critics {self.critics} must be at least 1, diversity {self.diversity} at least 0.")
+
+
+@dataclass(frozen=True)
+class CqlConfig(SacConfig):
+    """Conservative Q-learning, CQL(H), Kumar et al. 2020, arXiv:2006.04779, on soft actor-critic.
+
+    Raises ConfigError unless alpha >= 0 and samples >= 1.
+    """
+
+    builds: ClassVar[str] = "robopolicy.rl.offline.cql:Cql"
+    critics: int = 2
+    """Of which the smallest counts, for targets and for the actor."""
+    diversity: float = 0.0
+    """Weight of the critics' penalty for agreeing about how Q changes with the action, which is EDAC's; 0 is none."""
+    alpha: float = 5.0
+    """Weight of the conservative term, which pushes Q down over all actions and up at recorded ones."""
+    samples: int = 10
+    """Actions per state and source that stand for all of them: uniform, the actor's, the actor's in the next state."""
+    calibrated: bool = False
+    """Cal-QL: never push the Q of the actor's actions below the return that was recorded from there on."""
+    entropy_backup: bool = False
+    """Whether targets pay for entropy too."""
+    actor_rate: float | None = 1e-4
+    """Learning rate of actor and temperature, null for that of the critics."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha < 0 or self.samples < 1:
+            raise ConfigError(f"alpha {self.alpha} must be at least 0, samples {self.samples} at least 1.")
+
+
+@dataclass(frozen=True)
+class CalQlConfig(CqlConfig):
+    """Cal-QL, Nakamoto et al. 2023, arXiv:2303.05479: CQL whose values are ready for fine-tuning in the world."""
+
+    calibrated: bool = True
+    """Never push the Q of the actor's actions below the return that was recorded from there on."""

@@ -78,11 +78,12 @@ class Actor(nn.Module):
 
     def sample(self, state: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return actions [B, A] with a path for gradients, and their log densities [B]."""
-        mean, spread = self.parameters_of(state)
-        noise = torch.randn(mean.shape, generator=generator, device=mean.device)
-        raw = mean + spread.exp() * noise
-        density = (-0.5 * noise.square() - spread - 0.5 * math.log(2 * math.pi)).sum(-1)
-        return raw.tanh(), density - log_slope(raw).sum(-1)
+        return squashed(*self.parameters_of(state), generator)
+
+    def sample_several(self, state: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return `count` actions in each state [B, S], [count, B, A], and their log densities [count, B]."""
+        mean, spread = (value.expand(count, -1, -1) for value in self.parameters_of(state))
+        return squashed(mean, spread, generator)
 
     def log_prob(self, state: Tensor, action: Tensor) -> Tensor:
         """Return the log density [B] of actions [B, A], which are kept off the edges of the box."""
@@ -94,6 +95,14 @@ class Actor(nn.Module):
     def forward(self, state: Tensor) -> Tensor:
         """Return the noise-free action [B, A]."""
         return self.parameters_of(state)[0].tanh()
+
+
+def squashed(mean: Tensor, spread: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return actions tanh(mean + exp(spread) noise) [..., A] and their log densities [...]; `spread` is log std."""
+    noise = torch.randn(mean.shape, generator=generator, device=mean.device)
+    raw = mean + spread.exp() * noise
+    density = (-0.5 * noise.square() - spread - 0.5 * math.log(2 * math.pi)).sum(-1)
+    return raw.tanh(), density - log_slope(raw).sum(-1)
 
 
 def log_slope(raw: Tensor) -> Tensor:

@@ -8,6 +8,10 @@ AGENTS = Kinds(
     {
         "iql": "robopolicy.rl.offline.configuration:IqlConfig",
         "td3_bc": "robopolicy.rl.offline.configuration:Td3BcConfig",
+        "rebrac": "robopolicy.rl.offline.configuration:ReBracConfig",
+        "prdc": "robopolicy.rl.offline.configuration:PrdcConfig",
+        "cql": "robopolicy.rl.offline.configuration:CqlConfig",
+        "cal_ql": "robopolicy.rl.offline.configuration:CalQlConfig",
         "edac": "robopolicy.rl.offline.configuration:SacConfig",
     },
 )

@@ -31,10 +31,11 @@ class Sac(OfflineAgent):
         self.slow = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_temperature = torch.nn.Parameter(torch.tensor(float(config.temperature)).log())
         self.target_entropy = -float(action) if config.target_entropy is None else config.target_entropy
+        slower = config.rate if config.actor_rate is None else config.actor_rate
         self.optimisers = {
-            "actor": torch.optim.Adam(self.actor.parameters(), config.rate),
+            "actor": torch.optim.Adam(self.actor.parameters(), slower),
             "critics": torch.optim.Adam(self.critics.parameters(), config.rate),
-            "temperature": torch.optim.Adam([self.log_temperature], config.rate),
+            "temperature": torch.optim.Adam([self.log_temperature], slower),
         }
 
     def fit_statistics(self, state: Tensor) -> None:
@@ -43,11 +44,28 @@ class Sac(OfflineAgent):
             part.state.fit(state)
 
     def target(self, batch: Transitions, generator: torch.Generator) -> Tensor:
-        """Return r + discount (1 - terminated) (min_N Q(s', a') - temperature log pi(a'|s')), [B]."""
+        """Return r + discount (1 - terminated) (min_N Q(s', a') - temperature log pi(a'|s')), [B].
+
+        Without `entropy_backup` the densities are left out.
+        """
         with torch.no_grad():
             action, density = self.actor.sample(batch.next_state, generator)
-            value = self.slow(batch.next_state, action).min(0).values - self.log_temperature.exp() * density
+            value = self.slow(batch.next_state, action).min(0).values
+            if self.config.entropy_backup:
+                value = value - self.log_temperature.exp() * density
             return batch.backup(value, self.config.discount)
+
+    def regulariser(
+        self, batch: Transitions, values: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what the critics minimise beside their squared errors, [], and figures about it by name, scalars.
+
+        values: Q [N, B] of the batch's actions. Here EDAC's penalty; it draws nothing.
+        """
+        agreement = torch.zeros((), device=values.device)
+        if self.config.diversity and self.config.critics > 1:
+            agreement = gradient_agreement(self.critics, batch.state, batch.action)
+        return self.config.diversity * agreement, {"agreement": agreement.detach()}
 
     def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
         """Take one step of critics, actor and temperature; returns figures by name, scalars.
@@ -57,10 +75,8 @@ class Sac(OfflineAgent):
         target = self.target(batch, generator)
         values = self.critics(batch.state, batch.action)
         critic_loss = (values - target).square().mean(1).sum()
-        agreement = torch.zeros((), device=values.device)
-        if self.config.diversity and self.config.critics > 1:
-            agreement = gradient_agreement(self.critics, batch.state, batch.action)
-        self.step("critics", critic_loss + self.config.diversity * agreement)
+        regulariser, figures = self.regulariser(batch, values, generator)
+        self.step("critics", critic_loss + regulariser)
 
         action, density = self.actor.sample(batch.state, generator)
         smallest = self.critics(batch.state, action).min(0).values
@@ -70,7 +86,7 @@ class Sac(OfflineAgent):
         follow(self.slow, self.critics, self.config.tau)
         return {
             "critic_loss": critic_loss.detach(),
-            "agreement": agreement.detach(),
+            **figures,
             "value": values.detach().mean(),
             "value_spread": values.detach().std(0, correction=0).mean(),
             "target": target.mean(),
