@@ -30,6 +30,8 @@ __all__ = ["read_dataset", "recorded_origin", "write_dataset"]
 
 ORIGIN = f"{SIDECAR}/world.json"
 """File inside a dataset that says which world its episodes were recorded in."""
+QUALITY = f"{SIDECAR}/quality.json"
+"""File inside a dataset of graded quality that says how its episodes were made."""
 
 
 def write_dataset(
@@ -39,12 +41,16 @@ def write_dataset(
     images: Literal["video", "png"] = "video",
     existing: Literal["refuse", "append", "replace"] = "refuse",
     origin: WorldOrigin | None = None,
+    columns: Mapping[str, Tensor] | None = None,
+    quality: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `episodes` to `folder` as LeRobotDataset v3; a crash leaves the old folder or the new one.
 
     images: "video" (H.264 4:4:4, mean error about 1 of 255 at 64 px, where LeRobot's default of AV1 with halved colour
     loses 3.5) or "png" (exact, about twice as large); existing: what to do with a dataset that is already there.
-    origin: the world that they were recorded in, None where it is not known or not the same for all.
+    origin: the world that they were recorded in, None where it is not known or not the same for all. columns: further
+    numbers of every step by name, each [N] or [N, n], which `lerobot_reading.read_columns` reads. quality: how the
+    episodes were made (`robopolicy.data.quality`), which nobody can say any more once others are appended.
     LeRobot keeps whole numbers of frames per second: a fractional rate is rounded there and exact in the side table.
     Raises DataError (folder taken, other columns or another world than the existing dataset's) and StorageError (disk
     full, not writable).
@@ -57,13 +63,14 @@ def write_dataset(
     taken = folder.exists() and any(folder.iterdir())
     if taken and existing == "refuse":
         raise DataError(f"{folder} already holds something: append to it, replace it, or choose another folder.")
-    features = _features(episodes, images)
+    features = _features(episodes, images) | {key: _described(value) for key, value in (columns or {}).items()}
     before: Episodes | None = None
     if taken and existing == "append":
         _require_same_columns(folder, features, round(episodes.fps))
         before = read_dataset(folder, cameras=())
         _require_same_world(folder, origin)
-    write_folder_atomic(folder, lambda target: _fill(target, episodes, features, folder if before else None, origin))
+    sources = (folder if before else None, origin, quality)
+    write_folder_atomic(folder, lambda target: _fill(target, episodes, features, columns or {}, *sources))
 
 
 def recorded_origin(folder: Path) -> WorldOrigin | None:
@@ -78,16 +85,25 @@ def recorded_origin(folder: Path) -> WorldOrigin | None:
 
 
 def _fill(
-    target: Path, episodes: Episodes, features: dict[str, Any], before: Path | None, origin: WorldOrigin | None
+    target: Path,
+    episodes: Episodes,
+    features: dict[str, Any],
+    columns: Mapping[str, Tensor],
+    before: Path | None,
+    origin: WorldOrigin | None,
+    quality: Mapping[str, Any] | None,
 ) -> None:
     if before is not None:
         shutil.copytree(before, target, dirs_exist_ok=True)
-    write_tables(target, episodes, features, existing=before is not None)
+    write_tables(target, episodes, features, existing=before is not None, further=columns)
     _save_sidecar(target, episodes, before)
     if before is None and origin is not None:
         write_json(target / ORIGIN, origin.to_json())
     elif origin is None:
         (target / ORIGIN).unlink(missing_ok=True)  # some of the episodes are of an unknown world
+    (target / QUALITY).unlink(missing_ok=True)
+    if before is None and quality is not None:
+        write_json(target / QUALITY, quality)
 
 
 def _require_same_world(folder: Path, origin: WorldOrigin | None) -> None:
@@ -124,6 +140,11 @@ def _vector(shape: tuple[int, ...], names: tuple[str, ...]) -> dict[str, Any]:
 
 def _scalar(dtype: str) -> dict[str, Any]:
     return {"dtype": dtype, "shape": (1,), "names": None}
+
+
+def _described(values: Tensor) -> dict[str, Any]:
+    kind = str(values.dtype).removeprefix("torch.")
+    return _scalar(kind) if values.ndim == 1 else {"dtype": kind, "shape": tuple(values.shape[1:]), "names": None}
 
 
 def _require_same_columns(folder: Path, features: Mapping[str, Any], fps: int) -> None:

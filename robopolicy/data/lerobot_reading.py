@@ -53,6 +53,22 @@ def read_dataset(folder: Path, episodes: Sequence[int] | None = None, cameras: S
     return _assemble(folder, information, columns, lengths, sidecar, selected, image_keys)
 
 
+def read_columns(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return further numeric columns by name, each [N] or [N, n], in the order of `read_dataset`'s steps.
+
+    Raises DataError as `read_dataset`, and where a column is absent.
+    """
+    folder = recover_folder(Path(folder))
+    information = read_information(folder)
+    for name in names:
+        if information["features"].get(name, {}).get("dtype") not in _NUMERIC:
+            raise DataError(f"{folder} has no column '{name}' of numbers.{did_you_mean(name, information['features'])}")
+    table = _read_table(folder, information, [], names)
+    order = np.lexsort((table["frame_index"], table["episode_index"]))
+    found = {name: torch.from_numpy(np.ascontiguousarray(table[name][order])) for name in names}
+    return {name: values.squeeze(1) if values.shape[1:] == (1,) else values for name, values in found.items()}
+
+
 def read_information(folder: Path) -> dict[str, Any]:
     """Read and check `meta/info.json`: fps, features, totals. Raises DataError as `read_dataset`."""
     path = Path(folder) / "meta" / "info.json"
@@ -76,8 +92,10 @@ def read_information(folder: Path) -> dict[str, Any]:
     return information
 
 
-def _read_table(folder: Path, information: Mapping[str, Any], image_keys: list[str]) -> dict[str, np.ndarray]:
-    """Read every data file's numeric columns [N, *shape] and image columns [N] (encoded)."""
+def _read_table(
+    folder: Path, information: Mapping[str, Any], image_keys: list[str], further: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
+    """Read every data file's numeric columns [N, *shape], `further` ones too, and image columns [N] (encoded)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -85,7 +103,10 @@ def _read_table(folder: Path, information: Mapping[str, Any], image_keys: list[s
     wanted = [
         key
         for key, feature in information["features"].items()
-        if (feature["dtype"] in _NUMERIC and (key.startswith(("observation.", "next.")) or key in (*_OWN, "action")))
+        if (
+            feature["dtype"] in _NUMERIC
+            and (key.startswith(("observation.", "next.")) or key in (*_OWN, "action", *further))
+        )
         or (feature["dtype"] == "image" and key in image_keys)
     ]
     if "action" not in wanted:

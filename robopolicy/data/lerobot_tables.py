@@ -48,11 +48,18 @@ class _Existing:
     statistics: Mapping[str, Mapping[str, Any]]
 
 
-def write_tables(folder: Path, episodes: Episodes, features: Mapping[str, Any], existing: bool) -> None:
+def write_tables(
+    folder: Path,
+    episodes: Episodes,
+    features: Mapping[str, Any],
+    existing: bool,
+    further: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Write `episodes` into `folder`, after those it holds if `existing`.
 
     features: LeRobot's description (dtype, shape, names) of each observation, of `action` and of what else is stored; a
-    dataset that exists keeps its own. Frames per second are rounded: LeRobot's `info.json` takes whole numbers.
+    dataset that exists keeps its own. further: columns that are no part of Episodes, name -> [N, ...]. Frames per
+    second are rounded: LeRobot's `info.json` takes whole numbers.
     """
     before = _read_existing(folder) if existing else _Existing({}, (), {})
     fps = before.information.get("fps", max(1, round(episodes.fps)))
@@ -60,7 +67,7 @@ def write_tables(folder: Path, episodes: Episodes, features: Mapping[str, Any], 
         features = {key: value for key, value in before.information["features"].items() if key not in _OWN_FEATURES}
     lengths, every = episodes.lengths.cpu().numpy(), range(len(episodes))
     tasks = tuple(dict.fromkeys((*before.tasks, *episodes.tasks)))
-    columns = _columns(episodes, features)
+    columns = _columns(episodes, features, further or {})
     own = _own_columns(episodes, fps, before, tasks)
     cameras = {key: feature for key, feature in features.items() if feature["dtype"] in ("image", "video")}
     videos = [key for key, feature in cameras.items() if feature["dtype"] == "video"]
@@ -104,14 +111,16 @@ def _read_existing(folder: Path) -> _Existing:
     )
 
 
-def _columns(episodes: Episodes, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _columns(
+    episodes: Episodes, features: Mapping[str, Any], further: Mapping[str, torch.Tensor]
+) -> dict[str, np.ndarray]:
     """Return the numeric columns but LeRobot's own, each [N, *shape] of the feature's dtype."""
     lengths = episodes.lengths
     episode = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     frames = torch.arange(len(episode)) + episode  # every episode has one frame more than actions
     done = torch.zeros(len(episode), dtype=torch.bool)
     done[lengths.cumsum(0) - 1] = True
-    values: dict[str, torch.Tensor | None] = {"action": episodes.actions, "next.done": done}
+    values: dict[str, torch.Tensor | None] = {**further, "action": episodes.actions, "next.done": done}
     values["next.reward"] = episodes.reward
     values |= {f"next.reward.{name}": terms for name, terms in (episodes.rewards or {}).items()}
     values["next.success"] = episodes.step_success
