@@ -83,15 +83,6 @@ def test_it_learns_a_bandit():
     assert float(agent.act(torch.zeros(1, 1))) == pytest.approx(0.4, abs=0.1)
 
 
-def test_a_restored_agent_goes_on_alike():
-    one, two = (Sac(SacConfig(critics=2, width=16, depth=1), 3, 2, seed) for seed in (0, 1))
-    one.update(batch(), generator())
-    two.restore(one.tree())
-    figures = [agent.update(batch(seed=5), generator(2)) for agent in (one, two)]
-    assert torch.equal(figures[0]["critic_loss"], figures[1]["critic_loss"])
-    assert torch.equal(one.critics.members.weights[0], two.critics.members.weights[0])
-
-
 def test_edge_transitions_are_those_that_lead_where_none_begins():
     state = torch.tensor([[0.0], [1.0], [2.0], [0.0]])
     after = torch.tensor([[1.0], [2.0], [3.0], [9.0]])

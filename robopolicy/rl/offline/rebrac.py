@@ -26,7 +26,7 @@ class ReBrac(Td3):
         """See `OfflineAgent`; raises DataError where no transition knows what was done next, [N, A]."""
         super().begin(data)
         goes_on = ~data.terminated
-        if self.config.beta_critic and bool(goes_on.any()) and not bool((goes_on & next_known(data)).any()):
+        if self.config.beta_critic and bool(goes_on.any()) and not bool((goes_on & followed(data)[1]).any()):
             raise DataError("ReBRAC: no next action is known in this data; beta_critic=0 learns without.")
 
     def following(self, batch: Transitions, action: Tensor) -> Tensor:
@@ -34,9 +34,8 @@ class ReBrac(Td3):
         value = super().following(batch, action)
         if not self.config.beta_critic:
             return value
-        known = next_known(batch)
-        assert batch.next_action is not None
-        distance = (action - batch.next_action).square().sum(-1)
+        recorded, known = followed(batch)
+        distance = (action - recorded).square().sum(-1)
         return value - self.config.beta_critic * torch.where(known, distance, 0.0)
 
     def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
@@ -46,8 +45,8 @@ class ReBrac(Td3):
         return (self.config.beta_actor * (action - batch.action).square().sum(-1) - scale * value).mean()
 
 
-def next_known(batch: Transitions) -> Tensor:
-    """Return where `next_action` says what was done next, [N] bool; raises DataError where it is not there at all."""
+def followed(batch: Transitions) -> tuple[Tensor, Tensor]:
+    """Return what was done next [N, A], and where that is known [N] bool; raises DataError where it is not recorded."""
     if batch.next_action is None:
         raise DataError("ReBRAC learns from next_action, and these transitions lack it; beta_critic=0 learns without.")
-    return torch.ones_like(batch.terminated) if batch.next_known is None else batch.next_known
+    return batch.next_action, torch.ones_like(batch.terminated) if batch.next_known is None else batch.next_known
