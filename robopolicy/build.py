@@ -214,7 +214,8 @@ def build_controller(world_section: WorldSection, spec: WorldSpec, dotted_path: 
     if expert is not None:
         return expert
     raise ConfigError(
-        f"World '{name}' has no scripted expert: give your own with collect.controller=package.module:name."
+        f"World '{name}' has no scripted expert: give your own with collect.controller=package.module:name, or a "
+        "policy with collect.policy=CHECKPOINT."
     )
 
 

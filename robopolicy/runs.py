@@ -37,8 +37,12 @@ def run_name(config: Config) -> str:
 
 
 def run_path(config: Config, verb: str) -> Path:
-    """Where `verb` keeps its results: root/<verb>/<name>/<seed>."""
-    return config.run.root / verb / run_name(config) / str(config.run.seed)
+    """Where `verb` keeps its results: root/<verb>/<name>/<seed>; of a dataset of graded quality <name>-<quality>, where
+    run.name does not say otherwise.
+    """
+    graded = verb == "collect" and config.collect.quality and not config.run.name
+    name = f"{run_name(config)}-{config.collect.quality}" if graded else run_name(config)
+    return config.run.root / verb / name / str(config.run.seed)
 
 
 def claim(path: Path) -> None:

@@ -50,6 +50,10 @@ REFRESHED = ("finetune.checkpoint_every=1", "imagine.refresh_every=1", "imagine.
 BENCH = tuple(f'"{each}"' for each in SHARED[1:] if not each.startswith(("worldmodel", "rank", "evaluate.")))
 JOBS = {
     "collect": ("collect", *SHARED, "json=figures/collect.json"),
+    "graded": (
+        *("collect", *SHARED, "collect.quality=medium", "collect.trial_episodes=12", "collect.anchor_episodes=8"),
+        "run.name=graded",
+    ),
     "train": ("train", *SHARED, f"train.data={DATA}", "json=figures/train.json"),
     "finetune": ("finetune", *SHARED, TUNED),
     "worldmodel": ("worldmodel", *SHARED, f"worldmodel.data=[{DATA}]"),

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from robopolicy.core.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class CollectSection:
@@ -11,6 +13,16 @@ class CollectSection:
 
     episodes: int = 200
     """How many, over all levels of noise."""
+    quality: Literal["", "random", "expert", "medium", "replay", "mixed", "play"] = ""
+    """A dataset of graded quality, with noise found for this task (noise is not read): uniform actions; at least 95 %
+    success; 30 to 50 %; from uniform actions on to medium; expert and medium in turn; no goal in mind.
+    """
+    trial_episodes: int = 128
+    """Of graded quality: episodes at every level of noise that is tried."""
+    anchor_episodes: int = 128
+    """Of graded quality: episodes of uniform actions, and of the expert, between which scores are normalised; figures
+    to be shown want 100 or more.
+    """
     noise: tuple[str, ...] = ("low",)
     """Levels of disturbance, each for an equal share of the episodes: none, low, medium, high, random, or the standard
     deviation of noise on every action as a share of half its range.
@@ -23,3 +35,11 @@ class CollectSection:
     """Drop failures; world models need them."""
     images: Literal["png", "video"] = "png"
     """How images are stored: png, exact, or video, small."""
+
+    def __post_init__(self):
+        if min(self.trial_episodes, self.anchor_episodes) < 2:
+            raise ConfigError("collect.trial_episodes and collect.anchor_episodes are at least 2.")
+        if self.quality and self.successes_only:
+            raise ConfigError(
+                f"collect.quality={self.quality} is a share of successes: collect.successes_only=true would change it."
+            )

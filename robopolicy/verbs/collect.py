@@ -1,6 +1,8 @@
 """Records episodes of the scripted expert (or your controller, or a policy) as a LeRobotDataset v3.
 
-Graded quality: collect.noise=[none,medium] gives half the episodes to a clean expert and half to a noisy one.
+collect.noise=[none,medium] gives half the episodes to a clean expert and half to a noisy one. For offline RL,
+collect.quality=expert|medium|replay|mixed|play|random finds the noise that gives the success asked for on this task. It
+stores with every step what made it, and with the dataset what uniform actions and the expert earn (normalised scores).
 Failures are kept, because world models need them; collect.successes_only=true drops them. With collect.policy and
 plan.model, a world model's, the policy looks ahead: plan.uncertainty above 0 leads it where the model has yet to learn.
 """
@@ -9,17 +11,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from robopolicy.build import build_noisy_expert, build_world, choose_device, load_policy, with_planning
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.intervals import mean_interval, wilson
 from robopolicy.origins import origin_of_section
 from robopolicy.runs import finish, finished, open_run, output
+from robopolicy.verbs.graded import record_graded
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -36,10 +41,19 @@ def run(config: Config) -> int:
     if (done := finished(folder)) is not None:
         output.print(f"{folder.path} already holds {done['episodes']} episodes; run.overwrite=true records anew.")
         return 0
-    episodes = collect(config)
-    origin = origin_of_section(config.world)
-    write_dataset(episodes, folder.path / "dataset", images=config.collect.images, existing="replace", origin=origin)
-    result = summary(episodes)
+    section, quality = config.collect, config.collect.quality
+    graded = None if not quality else record_graded(config, quality, folder.path, *acting(config))
+    episodes = collect(config) if graded is None else graded.episodes
+    write_dataset(
+        episodes,
+        folder.path / "dataset",
+        images=section.images,
+        existing="replace",
+        origin=origin_of_section(config.world),
+        columns=None if graded is None else graded.columns,
+        quality=None if graded is None else graded.description,
+    )
+    result = summary(episodes) | ({} if graded is None else graded.figures)
     finish(config, folder, result)
     output.print(
         f"Recorded {result['episodes']} episodes, {result['steps']} steps, {outcome(result)}"
@@ -50,10 +64,8 @@ def run(config: Config) -> int:
 
 def collect(config: Config) -> Episodes:
     """Record an equal share of the episodes at each level of noise, from seeds that no evaluation uses."""
-    section, device = config.collect, choose_device(config.run)
-    if config.plan.model is not None and section.policy is None:
-        raise ConfigError("plan.model looks ahead for a policy: set collect.policy=CHECKPOINT as well.")
-    policy = None if section.policy is None else with_planning(config.plan, load_policy(section.policy, device), device)
+    section = config.collect
+    policy, device = acting(config)
     levels = section.noise if policy is None else ("",)
     shares = [
         section.episodes // len(levels) + (index < section.episodes % len(levels)) for index in range(len(levels))
@@ -71,6 +83,16 @@ def collect(config: Config) -> Episodes:
         parts.append(record(world, actor, seeds, successes_only=section.successes_only, generator=generators["act"]))
     world.close()
     return Episodes.concatenate(parts)
+
+
+def acting(config: Config) -> tuple[Policy | None, torch.device]:
+    """Return the policy that plays, looking ahead where asked to, None for a controller; and where it computes."""
+    section, device = config.collect, choose_device(config.run)
+    if config.plan.model is not None and section.policy is None:
+        raise ConfigError("plan.model looks ahead for a policy: set collect.policy=CHECKPOINT as well.")
+    if section.policy is None:
+        return None, device
+    return with_planning(config.plan, load_policy(section.policy, device), device), device
 
 
 def summary(episodes: Episodes) -> dict[str, Any]:

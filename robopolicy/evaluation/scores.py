@@ -1,0 +1,133 @@
+"""Normalised scores: 0 is what uniform actions earn, 100 what the expert does, both measured on the same task here.
+
+Returns of different tasks compare no other way. Scores of one generator's datasets ("gen-v1/...") compare among
+themselves alone: D4RL's tasks, experts and random policies are others, so a score of ours never stands beside one of
+D4RL's in a table. Axes: E episode.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import DataError
+from robopolicy.data.quality import read_quality
+from robopolicy.evaluation.intervals import mean_interval, wilson
+from robopolicy.evaluation.success import EvaluationResult
+
+
+@dataclass(frozen=True)
+class Performance:
+    """Mean return and success rate of an actor over so many episodes, each with its 95 % interval (low, high)."""
+
+    episodes: int
+    return_mean: float
+    return_low: float
+    return_high: float
+    success_rate: float
+    success_low: float
+    success_high: float
+
+    @staticmethod
+    def of(returns: np.ndarray, success: np.ndarray) -> "Performance":
+        """Summarise returns [E] and success [E] bool. Raises DataError without episodes."""
+        count, won = len(returns), int(success.sum())
+        return Performance(
+            count, float(np.mean(returns)), *mean_interval(returns), won / max(count, 1), *wilson(won, count)
+        )
+
+    @staticmethod
+    def of_episodes(episodes: Episodes) -> "Performance":
+        """Summarise recorded episodes; raises DataError where they lack rewards or success."""
+        if episodes.returns is None or episodes.success is None:
+            raise DataError("These episodes say nothing of rewards or of success, so there is nothing to score.")
+        return Performance.of(episodes.returns.cpu().double().numpy(), episodes.success.cpu().numpy())
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return (
+            f"return {self.return_mean:.3g} [{self.return_low:.3g}, {self.return_high:.3g}], success "
+            f"{self.success_rate:.1%} [{self.success_low:.1%}, {self.success_high:.1%}] of {self.episodes} episodes"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """What the ends of the scale earn in the world called `world`: uniform actions 0, the undisturbed expert 100."""
+
+    world: str
+    random: Performance
+    expert: Performance
+
+    def require_order(self) -> "Anchors":
+        """Return the same; DataError unless the expert's return surely (by both intervals) exceeds that of random."""
+        if self.expert.return_low > self.random.return_high:
+            return self
+        raise DataError(
+            f"In '{self.world}' the expert earns {self.expert.text}, and uniform actions {self.random.text}: such a "
+            "return ranks nothing, and teaches to put success off. It is so where every step pays and success ends the "
+            "episode. Pay progress (world.options.reward=increase) or let episodes run on "
+            "(world.options.terminate_on_success=false)."
+        )
+
+    def score(self, value: float) -> float:
+        """Return the score of a mean return: 100 (value - random) / (expert - random)."""
+        zero, hundred = self.random.return_mean, self.expert.return_mean
+        return 100.0 * (value - zero) / (hundred - zero)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any], where: object) -> "Anchors":
+        """Rebuild from `to_json`; DataError where the file `where` holds anything else."""
+        try:
+            ends = {name: Performance(**data[name]) for name in ("random", "expert")}
+            return Anchors(str(data["world"]), **ends)
+        except (KeyError, TypeError) as error:
+            raise DataError(f"{where} has no anchors of a normalised score ({error!r}): restore it.") from error
+
+
+@dataclass(frozen=True)
+class NormalisedScore:
+    """A score with the interval (low, high) of the mean return; the anchors, of many episodes, are taken as exact."""
+
+    score: float
+    low: float
+    high: float
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return f"normalised score {self.score:.1f} [{self.low:.1f}, {self.high:.1f}]"
+
+    def to_json(self) -> dict[str, float]:
+        """Return a JSON-ready dictionary."""
+        return asdict(self)
+
+
+def normalised_score(result: EvaluationResult | Performance, anchors: Anchors) -> NormalisedScore:
+    """Return what the mean return of `result` is worth between the anchors.
+
+    Raises DataError where an evaluation was made in another world than the anchors.
+    """
+    if isinstance(result, EvaluationResult):
+        if result.world != anchors.world:
+            raise DataError(f"Returns in '{result.world}' cannot be scored by anchors of '{anchors.world}'.")
+        result = Performance.of(result.returns, result.success)
+    found = (result.return_mean, result.return_low, result.return_high)
+    return NormalisedScore(*(anchors.score(each) for each in found))
+
+
+def read_anchors(folder: Path) -> Anchors:
+    """Return the anchors that a dataset of graded quality holds; DataError where it has none."""
+    return Anchors.from_json(read_quality(folder)["anchors"], folder)

@@ -1,0 +1,250 @@
+"""Datasets of graded quality, for `collect`: measures the ends of the scale, finds the noise, records, and says how.
+
+What is measured is kept in the run's folder at once, so that a run which is killed measures nothing twice.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.build import build_controller, build_world
+from robopolicy.configuration import Config
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.policy import Policy
+from robopolicy.core.randomness import Generators, episode_seeds
+from robopolicy.core.storage import read_json, write_json
+from robopolicy.core.structured import to_plain
+from robopolicy.core.tensors import file_hash
+from robopolicy.core.world import World
+from robopolicy.data.quality import (
+    EXPERT_SUCCESS,
+    MEDIUM_SUCCESS,
+    NEEDED,
+    SEGMENTS,
+    VERSION,
+    Disturbance,
+    Disturbances,
+    DisturbedController,
+    DisturbedPolicy,
+    Idle,
+    Quality,
+    Schedule,
+    Trial,
+    columns,
+    dataset_name,
+    expert_level,
+    fingerprint,
+    fixed,
+    medium_level,
+    schedule,
+)
+from robopolicy.data.record import record
+from robopolicy.evaluation.scores import Anchors, Performance, normalised_score
+from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.origins import origin_of_section
+from robopolicy.runs import output
+
+MEASURED = "measured.json"
+"""File in the run's folder with what was measured so far."""
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A recording of graded quality; columns: of its steps, each [N]; description: how it was made, for the dataset."""
+
+    episodes: Episodes
+    columns: dict[str, Tensor]
+    description: dict[str, Any]
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What result.json says of it."""
+        return {name: self.description[name] for name in ("name", "quality", "hash", "levels", "anchors", "score")}
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a recording stands on: the anchors, the level of "expert" and "medium" noise where needed, every trial."""
+
+    anchors: Anchors
+    levels: dict[str, float]
+    trials: tuple[Trial, ...]
+
+
+def record_graded(
+    config: Config, quality: Quality, folder: Path, policy: Policy | None, device: torch.device
+) -> Graded:
+    """Measure, find the noise that `quality` asks for, and record; folder: the run's.
+
+    Raises ConfigError (no expert, success not reported, actions without bounds) and DataError (the expert is not one,
+    returns do not rank it above uniform actions, no noise gives the success asked for).
+    """
+    ground = find_ground(config, quality, folder / MEASURED, policy, device)
+    output.print(f"uniform actions: {ground.anchors.random.text}\nexpert: {ground.anchors.expert.text}")
+    for name, level in ground.levels.items():
+        output.print(f"noise of {name}: {Disturbance.at(level).text}{_tried(ground.trials, level)}")
+    section, seed = config.collect, config.run.seed
+    world = build_world(config.world, policy, episodes=section.episodes, seed=seed)
+    try:
+        noise = episode_seeds(seed, f"collect/{quality}/noise", section.episodes)
+        plan = schedule(quality, noise, world.spec.horizon, **ground.levels)
+        seeds, generator = episode_seeds(seed, f"collect/{quality}", section.episodes), Generators(seed, device)["act"]
+        actor = _disturbed(config, world, policy, plan)
+        episodes = record(world, actor, seeds, generator=generator, deterministic=True)
+        settings = _settings(config, quality, ground, world.spec.horizon)
+    finally:
+        world.close()
+    performance = Performance.of_episodes(episodes)
+    score = normalised_score(performance, ground.anchors)
+    _say_missed(quality, performance)
+    name = dataset_name(settings["world"]["name"], quality)
+    output.print(f"{name}: {performance.text}, {score.text}")
+    description = {
+        "name": name,
+        "quality": quality,
+        "generator": settings,
+        "hash": fingerprint(settings),
+        "levels": {key: dataclasses.asdict(Disturbance.at(level)) for key, level in ground.levels.items()},
+        "trials": [dataclasses.asdict(trial) for trial in ground.trials],
+        "anchors": ground.anchors.to_json(),
+        "measured": performance.to_json(),
+        "score": score.to_json(),
+        "segments": list(SEGMENTS),
+    }
+    return Graded(episodes, columns(episodes, plan), description)
+
+
+def find_ground(config: Config, quality: Quality, file: Path, policy: Policy | None, device: torch.device) -> Ground:
+    """Measure the anchors and find the levels of noise that `quality` needs; file: keeps what is measured.
+
+    The anchors' seeds are the same in every run, so that all datasets of a task are scored by one scale. Raises as
+    `record_graded`.
+    """
+    section, known = config.collect, _known(file, config)
+    scripted = policy is None and not section.controller  # scripted experts read the state, and images take time
+    place = dataclasses.replace(config.world, cameras=()) if scripted else config.world
+    most = max(section.trial_episodes, section.anchor_episodes)
+    world = build_world(place, policy, episodes=most, seed=config.run.seed)
+    trials: list[Trial] = []
+
+    def measured(name: str, level: float, kind: str, count: int, seed: int) -> Performance:
+        if name not in known:
+            noise = episode_seeds(seed, f"collect/{kind}/noise", count)
+            actor = _disturbed(config, world, policy, fixed(np.full(count, level), noise, world.spec.horizon))
+            seeds = episode_seeds(seed, f"collect/{kind}", count)
+            result = evaluate_policy(world, actor, seeds, generator_seed=seed, device=device, label=name)
+            known[name] = Performance.of(result.returns, result.success).to_json()
+            write_json(file, known)
+        return Performance(**known[name])
+
+    def trial(level: float) -> Trial:
+        name = f"trial {len(trials) + 1}: {Disturbance.at(level).text}"
+        found = measured(name, level, "trial", section.trial_episodes, config.run.seed)
+        trials.append(Trial(level, found.success_rate, found.episodes))
+        return trials[-1]
+
+    try:
+        _require_success(world)
+        expert = measured("expert", 0.0, "anchors", section.anchor_episodes, 0)
+        uniform = measured("uniform actions", 1.0, "anchors", section.anchor_episodes, 0)
+        anchors = Anchors(world.spec.name, uniform, expert).require_order()
+        if quality in ("expert", "mixed") and expert.success_high < EXPERT_SUCCESS:
+            raise ConfigError(
+                f"collect.quality={quality} wants an expert that succeeds in {EXPERT_SUCCESS:.0%} of episodes. This "
+                f"one has {expert.text}: give a better one with collect.controller=package.module:name or "
+                "collect.policy=CHECKPOINT, or leave the quality out."
+            )
+        find: dict[str, Callable[[], float]] = {
+            "expert": lambda: expert_level(trial, expert.success_rate),
+            "medium": lambda: medium_level(trial, expert.success_rate, uniform.success_rate),
+        }
+        return Ground(anchors, {name: find[name]() for name in NEEDED[quality]}, tuple(trials))
+    finally:
+        world.close()
+
+
+def _known(file: Path, config: Config) -> dict[str, Any]:
+    """Return what was measured of this actor before a kill: a checkpoint may have been trained further since."""
+    actor = fingerprint({"version": VERSION, "actor": _actor(config)})
+    found = read_json(file) if file.exists() else {}
+    return found if found.get("actor") == actor else {"actor": actor}
+
+
+def _require_success(world: World) -> None:
+    if not world.spec.reports_success:
+        raise ConfigError(
+            f"'{world.spec.name}' does not say which episodes succeed, and a quality is a rate of success: say it with "
+            "world.options.success=package.module:function, or leave collect.quality out."
+        )
+
+
+def _disturbed(
+    config: Config, world: World, policy: Policy | None, plan: Schedule
+) -> DisturbedController | DisturbedPolicy:
+    """Return who acts, disturbed as `plan` says; where no action would be the expert's, nobody is asked."""
+    disturbances = Disturbances(plan, world.batch_size, world.spec.action)
+    if bool((plan.random >= 1).all()):
+        return DisturbedController(Idle(world.spec.action), disturbances)
+    if policy is not None:
+        return DisturbedPolicy(policy, disturbances)
+    controller = build_controller(config.world, world.spec, config.collect.controller)
+    return DisturbedController(controller, disturbances)
+
+
+def _settings(config: Config, quality: Quality, ground: Ground, horizon: int) -> dict[str, Any]:
+    """Return what decides the recording, JSON-ready."""
+    section, origin = config.collect, origin_of_section(config.world)
+    world = {"name": config.world.simulator or config.world.name} if origin is None else origin.to_json()
+    return {
+        "version": VERSION,
+        "quality": quality,
+        "world": world,
+        "horizon": horizon,
+        "actor": _actor(config),
+        "levels": ground.levels,
+        "episodes": section.episodes,
+        "seed": config.run.seed,
+        "trial_episodes": section.trial_episodes,
+        "anchor_episodes": section.anchor_episodes,
+    }
+
+
+def _actor(config: Config) -> dict[str, Any]:
+    """Return who acts, JSON-ready; of checkpoints their files' hashes, wherever they lie."""
+    section, plan = config.collect, config.plan
+    if section.policy is not None:
+        ahead = {} if plan.model is None else {"plan": {**to_plain(plan), "model": _hashes(plan.model)}}
+        return {"kind": "policy", "files": _hashes(section.policy), **ahead}
+    if section.controller:
+        return {"kind": "controller", "path": section.controller}
+    return {"kind": "expert"}
+
+
+def _hashes(checkpoint: Path) -> dict[str, str]:
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    return {str(path.relative_to(checkpoint)): file_hash(path) for path in files}
+
+
+def _tried(trials: tuple[Trial, ...], level: float) -> str:
+    found = [trial for trial in trials if trial.level == level]
+    return f", success {found[-1].success:.1%} of {found[-1].episodes} episodes" if found else ""
+
+
+def _say_missed(quality: Quality, found: Performance) -> None:
+    """Warn where a recording is surely not of the success that its name says."""
+    low, high = {"expert": (EXPERT_SUCCESS, 1.0), "medium": MEDIUM_SUCCESS}.get(quality, (0.0, 1.0))
+    if found.success_high < low or found.success_low > high:
+        warnings.warn(
+            f"Episodes of quality '{quality}' were to succeed in {low:.0%} to {high:.0%}, and have {found.text}: raise "
+            "collect.trial_episodes, so that the noise is found more surely.",
+            RobopolicyWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,88 @@
+"""Normalised scores: linear between uniform actions and the expert, refused where returns do not rank them."""
+
+import numpy as np
+import pytest
+
+from robopolicy.core.errors import DataError
+from robopolicy.core.randomness import episode_seeds
+from robopolicy.data.lerobot_format import QUALITY
+from robopolicy.data.quality import Disturbances, DisturbedController, Idle, fixed
+from robopolicy.evaluation.scores import Anchors, Performance, normalised_score, read_anchors
+from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
+from sims.names import TASKS
+from sims.registry import make_expert, make_world
+
+
+def performance(returns, success=0.5):
+    returns = np.asarray(returns, dtype=float)
+    return Performance.of(returns, np.arange(len(returns)) < success * len(returns))
+
+
+def result(returns, world="toy"):
+    count = len(returns)
+    nothing = np.zeros(count, dtype=bool)
+    seeds = np.arange(count)
+    return EvaluationResult(
+        world, seeds, nothing, np.asarray(returns, float), seeds, nothing, True, seconds=1.0, steps=1
+    )
+
+
+RANDOM, EXPERT = performance(np.full(100, -1.0)), performance(np.full(100, 3.0))
+ANCHORS = Anchors("toy", RANDOM, EXPERT)
+
+
+def test_the_scale_is_linear_and_carries_the_interval_of_the_mean():
+    assert normalised_score(RANDOM, ANCHORS).score == 0
+    assert normalised_score(EXPERT, ANCHORS).score == 100
+    assert normalised_score(performance(np.full(9, 5.0)), ANCHORS).score == 150
+    returns = np.random.default_rng(0).normal(1.0, 2.0, 400)
+    found = normalised_score(result(returns), ANCHORS)
+    assert found.score == pytest.approx(100 * (returns.mean() + 1) / 4)
+    assert found.low < found.score < found.high
+    assert found.high - found.low == pytest.approx(2 * 1.96 * 25 * 2 / 20, rel=0.15)
+    assert f"{found.score:.1f} [{found.low:.1f}" in found.text
+    with pytest.raises(DataError, match="'push_t' cannot be scored by anchors of 'toy'"):
+        normalised_score(result([1.0], "push_t"), ANCHORS)
+
+
+def test_returns_that_rank_uniform_actions_as_high_as_the_expert_are_refused():
+    """Measured on Meta-World: episodes that end at success earn less than those that dawdle."""
+    with pytest.raises(DataError, match="ranks nothing"):
+        Anchors("toy", EXPERT, RANDOM).require_order()
+    noisy = performance(np.random.default_rng(0).normal(-0.9, 3.0, 100))
+    with pytest.raises(DataError, match=r"world\.options\.reward=increase"):
+        Anchors("toy", noisy, performance(np.random.default_rng(1).normal(-0.5, 3.0, 100))).require_order()
+    assert ANCHORS.require_order() is ANCHORS
+
+
+@pytest.mark.parametrize("name", TASKS.names())
+def test_every_task_of_ours_pays_its_expert_more_than_uniform_actions(name):
+    world = make_world(name, 16, threads=1)
+    seeds, noise = episode_seeds(0, "start", 16), episode_seeds(0, "noise", 16)
+
+    def measured(level, controller):
+        plan = fixed(np.full(16, level), noise, world.spec.horizon)
+        actor = DisturbedController(controller, Disturbances(plan, 16, world.spec.action))
+        found = evaluate_policy(world, actor, seeds)
+        return Performance.of(found.returns, found.success)
+
+    expert = make_expert(name, world.spec)
+    assert expert is not None
+    anchors = Anchors(name, measured(1.0, Idle(world.spec.action)), measured(0.0, expert)).require_order()
+    assert anchors.expert.success_rate >= 0.9 and anchors.random.success_rate <= 0.2
+
+
+def test_anchors_are_read_from_the_dataset(tmp_path):
+    file = tmp_path / QUALITY
+    file.parent.mkdir(parents=True)
+    text = {"name": "gen-v1/toy-medium", "quality": "medium"}
+    from robopolicy.core.storage import write_json
+
+    write_json(file, {**text, "anchors": ANCHORS.to_json()})
+    assert read_anchors(tmp_path) == ANCHORS
+    write_json(file, {**text, "anchors": {"world": "toy", "random": RANDOM.to_json()}})
+    with pytest.raises(DataError, match="no anchors"):
+        read_anchors(tmp_path)
+    with pytest.raises(DataError, match="no anchors"):
+        write_json(file, {**text, "anchors": None})
+        read_anchors(tmp_path)
