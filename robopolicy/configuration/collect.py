@@ -14,8 +14,9 @@ class CollectSection:
     episodes: int = 200
     """How many, over all levels of noise."""
     quality: Literal["", "random", "expert", "medium", "replay", "mixed", "play"] = ""
-    """A dataset of graded quality, with noise found for this task (noise is not read): uniform actions; at least 95 %
-    success; 30 to 50 %; from uniform actions on to medium; expert and medium in turn; no goal in mind.
+    """Of graded quality, with noise that is found for this task (`noise` is not read); "" for none. random: uniform
+    actions; expert: success of 95 % or more; medium: 30 to 50 %; replay: from random on to medium; mixed: expert and
+    medium in turn; play: no goal in mind.
     """
     trial_episodes: int = 128
     """Of graded quality: episodes at every level of noise that is tried."""
