@@ -5,6 +5,7 @@ import pytest
 
 from robopolicy.core.errors import DataError
 from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.storage import write_json
 from robopolicy.data.lerobot_format import QUALITY
 from robopolicy.data.quality import Disturbances, DisturbedController, Idle, fixed
 from robopolicy.evaluation.scores import Anchors, Performance, normalised_score, read_anchors
@@ -72,12 +73,26 @@ def test_every_task_of_ours_pays_its_expert_more_than_uniform_actions(name):
     assert anchors.expert.success_rate >= 0.9 and anchors.random.success_rate <= 0.2
 
 
+def test_trials_do_not_depend_on_how_many_rows_play_side_by_side():
+    def outcomes(rows):
+        world = make_world("reach_planar", rows, threads=1)
+        plan = fixed(np.full(11, 0.8), episode_seeds(0, "noise", 11), world.spec.horizon)
+        expert = make_expert("reach_planar", world.spec)
+        assert expert is not None
+        actor = DisturbedController(expert, Disturbances(plan, rows, world.spec.action))
+        return evaluate_policy(world, actor, episode_seeds(0, "start", 11))
+
+    alone, waves = outcomes(1), outcomes(4)
+    assert 0 < alone.successes < 11
+    assert np.array_equal(alone.success, waves.success)
+    assert np.array_equal(alone.lengths, waves.lengths)
+    assert np.allclose(alone.returns, waves.returns)
+
+
 def test_anchors_are_read_from_the_dataset(tmp_path):
     file = tmp_path / QUALITY
     file.parent.mkdir(parents=True)
     text = {"name": "gen-v1/toy-medium", "quality": "medium"}
-    from robopolicy.core.storage import write_json
-
     write_json(file, {**text, "anchors": ANCHORS.to_json()})
     assert read_anchors(tmp_path) == ANCHORS
     write_json(file, {**text, "anchors": {"world": "toy", "random": RANDOM.to_json()}})
