@@ -100,20 +100,22 @@ def _in_origin(verb: Verb, config: "Config") -> "Config":
 
 
 def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
-    """Turn a bare word into the verb's target key; leave `key=value` alone."""
-    result = []
+    """Turn bare words into the verb's target keys; leave `key=value` alone."""
+    result: list[str] = []
+    targets = list(verb.targets)
     for argument in arguments:
-        is_path = verb.target is not None and _exists(argument)
+        is_path = bool(targets) and _exists(argument)
         if "=" in argument and not is_path:
             result.append(argument)
         elif argument.startswith("-"):
             raise ConfigError(
                 f"'{argument}' is not an option: settings are written key=value. See: robopolicy {name} --help"
             )
-        elif verb.target is None:
-            raise ConfigError(f"'{name}' takes no bare word ('{argument}'): settings are written key=value.")
+        elif not targets:
+            more = "no more bare words" if verb.targets else "no bare word"
+            raise ConfigError(f"'{name}' takes {more} ('{argument}'): settings are written key=value.")
         else:
-            result.append(f"{verb.target}={_quoted(argument) if is_path else argument}")
+            result.append(f"{targets.pop(0)}={_quoted(argument) if is_path else argument}")
     return result
 
 
@@ -157,7 +159,7 @@ def print_help(name: str, verb: Verb, config: "Config", output: Console, section
         for part in chosen:
             print_section(part, output, width)
         return
-    target = f" [{verb.target.split('.')[1].upper()}]" if verb.target else ""
+    target = "".join(f" [{key.split('.')[1].upper()}]" for key in verb.targets)
     output.print(f"[bold]robopolicy {name}[/]{escape(target)} \\[section.key=value ...] \\[json=PATH]\n")
     output.print(reflowed(verb.text), highlight=False, markup=False, width=width)
     output.print(f"\nExample:\n  {verb.example}", highlight=False, markup=False)

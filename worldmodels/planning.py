@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from robopolicy.core.candidates import best_of, repeated
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Policy, TensorObservation, to_tensors
 from robopolicy.core.spec import TASK, PolicySpec
@@ -61,24 +62,16 @@ class PlannedPolicy(nn.Module):
         Returns actions [B, C, A] of the policy, its latents [B, ...], and its logp and mask [B, K]. Raises ConfigError
         where the observation lacks a field that the model sees, and what the policy and the model raise.
         """
-        count = self.config.candidates
-        tried = self.policy.act(repeated(observation, count), generator, deterministic=False)
-        rows = len(tried.actions) // count
-        if deterministic:
-            sure = self.policy.act(observation, generator, deterministic=True)
-            first = torch.arange(rows, device=tried.actions.device) * count
-            tried = Decision(
-                tried.actions.index_copy(0, first, sure.actions),
-                {name: value.index_copy(0, first, sure.latents[name]) for name, value in tried.latents.items()},
-                tried.logp.index_copy(0, first, sure.logp),
-                tried.mask.index_copy(0, first, sure.mask),
-            )
-        scores = self._imagine(repeated(observation, count * self.config.rollouts), tried.actions, generator)
-        self.last_scores = AGGREGATED[self.config.aggregate](scores.reshape(rows, count, -1)).cpu()
-        best = self.last_scores.argmax(1) + torch.arange(rows) * count
-        best = best.to(tried.actions.device)
-        latents = {name: value[best] for name, value in tried.latents.items()}
-        return Decision(tried.actions[best], latents, tried.logp[best], tried.mask[best])
+        config = self.config
+
+        def score(several: TensorObservation, actions: Tensor) -> Tensor:
+            imagined = self._imagine(repeated(several, config.rollouts), actions, generator)
+            return AGGREGATED[config.aggregate](imagined.reshape(-1, config.candidates, config.rollouts))
+
+        decision, self.last_scores = best_of(
+            self.policy, observation, generator, config.candidates, score, deterministic=deterministic
+        )
+        return decision
 
     def _imagine(self, observation: TensorObservation, first: Tensor, generator: torch.Generator) -> Tensor:
         """Return the score [rows * candidates * rollouts] of following the chunks `first`, then the policy."""
@@ -119,14 +112,3 @@ class PlannedPolicy(nn.Module):
             history = self.policy.spec.history
             self._world = ImaginedWorld(self.model, lambda seeds: self._context, rows, history=history)
         return self._world
-
-
-def repeated(observation: TensorObservation, times: int) -> TensorObservation:
-    """Return every row of an observation `times` times in a row."""
-    result: TensorObservation = {}
-    for key, value in observation.items():
-        if isinstance(value, Tensor):
-            result[key] = value.repeat_interleave(times, 0)
-        else:
-            result[key] = [text for text in value for _ in range(times)]
-    return result

@@ -153,6 +153,8 @@ def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore) -> 
     parts = tuple(key.split("."))
     for path, section in _tagged(Config):
         inside = path if section.beside else (*path, "config")
+        if parts == path and not value.startswith("{"):
+            return f"++{key}.kind={value}"
         if parts[: len(inside)] == inside and len(parts) > len(inside):
             return f"++{key}={value}"  # which keys there are depends on the kind, known once all is composed
     node: Any = defaults

@@ -12,7 +12,9 @@ from robopolicy.configuration.doctor import DoctorSection
 from robopolicy.configuration.drive import DriveSection
 from robopolicy.configuration.evaluate import EvaluateSection
 from robopolicy.configuration.finetune import FinetuneSection
+from robopolicy.configuration.gate import GateSection
 from robopolicy.configuration.imagine import ImagineSection
+from robopolicy.configuration.offline import OfflineSection
 from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.policy import PolicySection
 from robopolicy.configuration.rank import RankSection
@@ -37,6 +39,8 @@ class Config:
     worldmodel: WorldModelSection = field(default_factory=WorldModelSection)
     imagine: ImagineSection = field(default_factory=ImagineSection)
     plan: PlanSection = field(default_factory=PlanSection)
+    offline: OfflineSection = field(default_factory=OfflineSection)
+    gate: GateSection = field(default_factory=GateSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     rank: RankSection = field(default_factory=RankSection)
     serve: ServeSection = field(default_factory=ServeSection)

@@ -97,6 +97,11 @@ class FittedJudge:
         states = frame_states(data.episodes, data.interface)[data.starts]
         return fitted.values(states, drawn[now]).double().cpu().numpy()
 
+    @property
+    def diverged(self) -> bool:
+        """Whether a fit has."""
+        return any(share > self.config.alarm for share in self.clipped)
+
     def _fit(self, drawn: Tensor, generator: torch.Generator) -> FittedQ:
         return fit_q(self.data.decisions.transitions, drawn, self.data.bounds, self.config, generator, "judge: FQE")
 

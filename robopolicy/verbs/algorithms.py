@@ -25,7 +25,7 @@ VERB = Verb(
     summary="List the algorithms and mechanisms that fine-tuning is composed of",
     sections=("algorithms",),
     example="robopolicy algorithms grpo",
-    target="algorithms.name",
+    targets=("algorithms.name",),
 )
 
 

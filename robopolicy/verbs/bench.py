@@ -45,7 +45,7 @@ VERB = Verb(
     summary="Print figures side by side: speed, algorithms, mechanisms, world models",
     sections=("run", "bench"),
     example="robopolicy bench algorithms",
-    target="bench.name",
+    targets=("bench.name",),
 )
 
 Figures = Mapping[str, Any]

@@ -39,7 +39,7 @@ VERB = Verb(
     summary="Check a world, policy or world model against its contract",
     sections=("run", "world", "check"),
     example="robopolicy check my_package.my_module:MyWorld",
-    target="check.target",
+    targets=("check.target",),
 )
 EPISODES = 12
 WORLD_ALLOWS = "evaluate, collect, finetune, drive and rank in it; train policies and world models on what it shows"

@@ -23,7 +23,7 @@ VERB = Verb(
     summary="Find out why success is low: replay demonstrations through every convention",
     sections=("run", "world", "doctor"),
     example="robopolicy doctor recipe=push_cube",
-    target="doctor.data",
+    targets=("doctor.data",),
     world_from={"doctor.data": "collect/dataset", "doctor.policy": ""},
 )
 

@@ -30,7 +30,7 @@ VERB = Verb(
     summary="Measure success in a simulator or in a world model",
     sections=("run", "world", "plan", "evaluate"),
     example="robopolicy evaluate runs/finetune/push_cube/0/checkpoint world=worldmodel",
-    target="evaluate.policy",
+    targets=("evaluate.policy",),
     world_from={"evaluate.policy": ""},
 )
 

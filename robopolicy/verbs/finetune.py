@@ -47,7 +47,7 @@ VERB = Verb(
     summary="Fine-tune a policy with RL in its denoising chain or on its tokens",
     sections=("run", "world", "plan", "finetune"),
     example="robopolicy finetune recipe=push_cube run.seed=1",
-    target="finetune.policy",
+    targets=("finetune.policy",),
     world_from={"finetune.policy": "train/checkpoint"},
 )
 

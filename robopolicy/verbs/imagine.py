@@ -83,7 +83,7 @@ VERB = Verb(
     summary="Fine-tune inside a world model, with imagined and real success side by side",
     sections=("run", "world", "plan", "finetune", "imagine"),
     example="robopolicy imagine recipe=push_cube",
-    target="finetune.policy",
+    targets=("finetune.policy",),
     world_from={"finetune.policy": "train/checkpoint", "imagine.model": "worldmodel/checkpoint"},
 )
 

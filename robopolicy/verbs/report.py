@@ -10,7 +10,7 @@ VERB = Verb(
     summary="Rebuild report.html of a run folder",
     sections=("run", "report"),
     example="robopolicy report runs/finetune/push_cube/0",
-    target="report.run",
+    targets=("report.run",),
 )
 
 

@@ -20,7 +20,7 @@ VERB = Verb(
     summary="Serve a policy to robots over a websocket (openpi's protocol)",
     sections=("run", "plan", "serve"),
     example="robopolicy serve runs/finetune/push_cube/0/checkpoint",
-    target="serve.policy",
+    targets=("serve.policy",),
 )
 
 

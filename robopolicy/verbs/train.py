@@ -46,7 +46,7 @@ VERB = Verb(
     summary="Pre-train a diffusion, flow or token policy on a dataset",
     sections=("run", "world", "policy", "train"),
     example="robopolicy train recipe=push_cube policy.kind=flow",
-    target="train.data",
+    targets=("train.data",),
     world_from={"train.data": "collect/dataset"},
 )
 

@@ -21,6 +21,8 @@ NAMES = (
     "finetune",
     "worldmodel",
     "imagine",
+    "offline",
+    "gate",
     "evaluate",
     "rank",
     "serve",
@@ -37,15 +39,15 @@ VERBS = Registry("verb", "robopolicy.verbs", {name: f"robopolicy.verbs.{name}:ru
 
 @dataclass(frozen=True)
 class Verb:
-    """One job: a line for the table, the sections of the configuration it reads, an example, and what a bare word after
-    it sets. text: the docstring of its module. world_from: keys of what says in which world the verb acts where none is
-    named -> "verb/part", where that lies by default ("" for nowhere, "server" for a server's).
+    """One job: a line for the table, the sections of the configuration it reads, an example, and what bare words after
+    it set, keys in their order. text: the docstring of its module. world_from: keys of what says in which world the
+    verb acts where none is named -> "verb/part", where that lies by default ("" for nowhere, "server" for a server's).
     """
 
     summary: str
     sections: tuple[str, ...]
     example: str
-    target: str | None = None
+    targets: tuple[str, ...] = ()
     text: str = ""
     world_from: Mapping[str, str] = field(default_factory=dict[str, str])
 

@@ -44,7 +44,7 @@ VERB = Verb(
     summary="Train a world model on demonstrations and rollouts",
     sections=("run", "world", "worldmodel"),
     example="robopolicy worldmodel recipe=push_cube",
-    target="worldmodel.data",
+    targets=("worldmodel.data",),
     world_from={"worldmodel.data": "collect/dataset"},
 )
 

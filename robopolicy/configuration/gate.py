@@ -1,0 +1,53 @@
+"""What compares a candidate with the incumbent, without playing either in the real world."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from robopolicy.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GateSection:
+    """Judges who all must be sure that a candidate is better."""
+
+    candidate: Path | None = None
+    """Checkpoint of the policy that wants to replace another one."""
+    incumbent: Path | None = None
+    """Checkpoint of the one that it would replace."""
+    data: tuple[Path, ...] = ()
+    """Datasets that judges look at (default: what collect wrote under the same name and seed); give what training has
+    not seen.
+    """
+    judges: tuple[Literal["fqe", "model", "critic"], ...] = ("fqe",)
+    """fqe: a critic fitted to each policy on recorded data; model: episodes in gate.models; critic: mean values of a
+    critic of the recorded data (AM-Q), which judges with others only where it has trained the policy.
+    """
+    models: tuple[Path, ...] = ()
+    """Checkpoints of world models, one judge each."""
+    by: Literal["success", "return"] = "success"
+    """What models judge by."""
+    starts: int = 256
+    """Recorded observations (or imagined episodes) that both policies are scored from."""
+    margin: float = 0.0
+    """By how much the lower bound of the improvement must exceed zero, in the judge's units."""
+    relative: float = 0.0
+    """The same as a share of the incumbent's value (RL-100: 0.05)."""
+    confidence: float = 0.95
+    """Of the bounds."""
+    holdout: float = 0.3
+    """In offline: share of the recorded episodes that are kept for the judges, which training never sees."""
+    discount: float = 0.99
+    """Of fqe and critic, per control step."""
+    steps: int = 2000
+    """Of fqe and critic: updates of a fit."""
+    width: int = 128
+    """Of fqe and critic: units of every layer."""
+
+    def __post_init__(self) -> None:
+        if not self.judges:
+            raise ConfigError("gate.judges=[] judges nothing: name fqe, model or critic.")
+        if "model" in self.judges and not self.models:
+            raise ConfigError("gate.judges names model: which world models? Set gate.models=[CHECKPOINT].")
+        if self.starts < 2 or not 0 < self.holdout < 1 or self.steps < 1:
+            raise ConfigError("gate: starts is at least 2, steps at least 1, holdout in (0, 1).")

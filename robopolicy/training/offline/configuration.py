@@ -1,0 +1,116 @@
+"""What can be set about learning from recorded data; nothing heavy is imported here."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.registry import Kinds
+
+
+@dataclass(frozen=True)
+class CriticFitConfig:
+    """How an agent's critic is fitted to recorded decisions."""
+
+    steps: int = 4000
+    """Updates before the first round."""
+    batch_size: int = 256
+    """Decisions an update."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1:
+            raise ConfigError("steps and batch_size must be at least 1.")
+
+
+@dataclass(frozen=True)
+class ChainPpoConfig:
+    """PPO through the chain of denoising (or token) steps at recorded observations, paid by a critic: RL-100.
+
+    The policy decides anew at recorded observations; a decision's advantage is min Q - V, standardised over the batch.
+    """
+
+    builds: ClassVar[str] = "robopolicy.training.offline.improvers:ChainPpo"
+    iterations: int = 1
+    """How often a round draws new decisions; beyond one the candidate itself draws them."""
+    decisions: int = 4096
+    """Recorded observations at which the policy decides anew."""
+    epochs: int = 4
+    """Passes over them."""
+    minibatch: int = 1024
+    """Decisions in a minibatch."""
+    learning_rate: float = 3e-4
+    """The policy's."""
+    clip: float = 0.05
+    """Width of the ratio's clip range."""
+    target_kl: float | None = 0.1
+    """KL divergence of whole decisions that ends an iteration's epochs, null for no end."""
+    ratio_tolerance: float = 1e-4
+    """How far a policy's score of its own fresh decisions may be from the one it acted with."""
+
+    def __post_init__(self) -> None:
+        if min(self.iterations, self.decisions, self.epochs, self.minibatch) < 1:
+            raise ConfigError("iterations, decisions, epochs and minibatch must be at least 1.")
+
+
+@dataclass(frozen=True)
+class WeightedImitationConfig:
+    """Advantage-weighted regression: recorded actions are imitated, with weight exp(temperature * advantage).
+
+    Sources: AWR, Peng et al. 2019, arXiv:1910.00177; with expectile critics as in IQL, arXiv:2110.06169, and for
+    denoising policies as in DPPO's baseline DAWR, arXiv:2409.00588. Advantages are standardised over the data.
+    """
+
+    builds: ClassVar[str] = "robopolicy.training.offline.improvers:WeightedImitation"
+    steps: int = 500
+    """Updates a round."""
+    batch_size: int = 256
+    """Decisions an update."""
+    learning_rate: float = 3e-4
+    """The policy's."""
+    temperature: float = 1.0
+    """How strongly better actions are preferred; 0 is plain imitation."""
+    cap: float = 20.0
+    """Largest weight."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1 or self.temperature < 0 or self.cap <= 0:
+            raise ConfigError("steps and batch_size must be at least 1, temperature at least 0, cap above 0.")
+
+
+@dataclass(frozen=True)
+class BestOfConfig:
+    """The policy imitates the best of several decisions of its own, by the critic: IDQL's choice, made its own.
+
+    At recorded observations it decides several times; what the smallest critic finds best is imitated. Sources: IDQL,
+    arXiv:2304.10573 (the choice); Digi-Q, arXiv:2502.15760 (imitating it). What is imitated is always something that
+    the proposer would have done, so a critic's errors far from the data are met less than by climbing its gradient.
+    """
+
+    builds: ClassVar[str] = "robopolicy.training.offline.improvers:BestOf"
+    candidates: int = 16
+    """Decisions at every observation."""
+    proposer: Literal["base", "incumbent"] = "base"
+    """Who makes them: the policy as it came, whose decisions the critic knows best, or the incumbent."""
+    decisions: int = 8192
+    """Recorded observations."""
+    steps: int = 500
+    """Updates a round."""
+    batch_size: int = 256
+    """Decisions an update."""
+    learning_rate: float = 3e-4
+    """The policy's."""
+
+    def __post_init__(self) -> None:
+        if min(self.candidates, self.decisions, self.steps, self.batch_size) < 1:
+            raise ConfigError("candidates, decisions, steps and batch_size must be at least 1.")
+
+
+IMPROVERS = Kinds(
+    "improver",
+    "robopolicy.improvers",
+    {
+        "chain_ppo": "robopolicy.training.offline.configuration:ChainPpoConfig",
+        "best_of": "robopolicy.training.offline.configuration:BestOfConfig",
+        "weighted_imitation": "robopolicy.training.offline.configuration:WeightedImitationConfig",
+    },
+)
+"""Name -> configuration, a dataclass whose `builds` names what makes a candidate: Class(config), an `Improver`."""

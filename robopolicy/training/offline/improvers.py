@@ -1,0 +1,315 @@
+"""How a candidate is made of the incumbent and a critic of recorded data: what `rounds` puts before the gate."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.candidates import best_of
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Policy, TensorObservation, Trainable
+from robopolicy.core.randomness import Generators
+from robopolicy.core.rollouts import Rollouts
+from robopolicy.core.spec import TASK
+from robopolicy.nn.optimisers import adamw, clip_gradients, require_finite, set_learning_rate
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.context import Context
+from robopolicy.rl.offline.agent import OfflineAgent
+from robopolicy.rl.offline.decisions import ROWS, Decisions, observed_at
+from robopolicy.rl.offline.interface import Interface
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.experience import require_same_scores
+from robopolicy.training.offline.configuration import BestOfConfig, ChainPpoConfig, WeightedImitationConfig
+from robopolicy.training.update import Learner
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What there is to learn from.
+
+    critic: an agent fitted to `data`, as it sees observations and actions through `interface`.
+    """
+
+    critic: OfflineAgent
+    data: Decisions
+    interface: Interface
+
+    @property
+    def episodes(self) -> Episodes:
+        """The recorded episodes."""
+        return self.data.episodes
+
+    @torch.no_grad()
+    def values(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return min Q(s, a) and V(s) [N] of states [N, S] and flat chunks [N, C * A] as the critic sees them."""
+        return self.critic.action_values(state, action).amin(0), self.critic.value(state)
+
+
+class Improver(Protocol):
+    """Makes a candidate."""
+
+    def prepare(self, policy: Trainable) -> None:
+        """Bring the first incumbent into the form that candidates have; what it does stays the same.
+
+        Raises ConfigError for a policy that cannot be improved in this way.
+        """
+        ...
+
+    def improve(
+        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+    ) -> dict[str, float]:
+        """Change `policy` in place; return figures for the log.
+
+        step: factor of the learning rate, below 1 after candidates were refused; where: names the round in errors.
+        """
+        ...
+
+
+class ChainPpo:
+    """See `ChainPpoConfig`.
+
+    Deviations from RL-100: one optimiser step is taken on all scored steps of a minibatch of decisions together, not
+    one a denoising step; and neither learning rate nor clip width decay within a round.
+    """
+
+    def __init__(self, config: ChainPpoConfig):
+        self.config = config
+
+    def prepare(self, policy: Trainable) -> None:
+        """Let the last denoising steps (or all tokens) learn; see `Improver`."""
+        if not policy.spec.scored_steps:
+            raise ConfigError(f"{type(policy).__name__} has no scored steps: chain_ppo cannot learn through them.")
+        policy.prepare_finetuning(None)
+
+    def improve(
+        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+    ) -> dict[str, float]:
+        """Draw decisions, pay them, learn from them; see `Improver`."""
+        config = self.config
+        settings = FinetuneConfig(
+            algorithm="ppo",
+            epochs=config.epochs,
+            minibatch=config.minibatch,
+            learning_rate=config.learning_rate * step,
+            clip=config.clip,
+            target_kl=config.target_kl,
+            iterations=config.iterations,
+            ratio_tolerance=config.ratio_tolerance,
+        )
+        instructions = lesson.interface.instructions
+        learner = Learner(policy, None, None, build_algorithm(settings), settings, instructions)
+        figures: dict[str, float] = {}
+        for iteration in range(config.iterations):
+            rollouts = decided_anew(policy, lesson, config.decisions, generators, iteration)
+            figures = {"advantage": float((rollouts.extras["q"] - rollouts.extras["v"]).mean())}
+            require_same_scores(rollouts, policy, iteration, instructions, config.ratio_tolerance, where)
+            context = Context(iteration=iteration, iterations=config.iterations, generator=generators["minibatches"])
+            figures |= learner.update(rollouts, context, generators["minibatches"], where)
+        return figures
+
+
+def decided_anew(policy: Trainable, lesson: Lesson, count: int, generators: Generators, version: int = 0) -> Rollouts:
+    """Return `count` decisions of the policy at recorded observations, as rollouts of one decision [B, 1].
+
+    Their extras hold `q`, min Q, and `v` [B, 1], and `advantage` [B, 1, K], their difference standardised over the
+    batch. version: of the policy, as rollouts say it.
+    """
+    data, episodes = lesson.data, lesson.episodes
+    draws = generators["observations"]
+    index = torch.randint(len(data), (count,), generator=draws, device=draws.device).to(episodes.device)
+    spec = policy.spec
+    seen = observed_at(episodes, data.frame[index], spec.history, list(spec.observation))
+    decision = policy.act(seen, generators["act"])
+    state = data.transitions.state[index]
+    q, v = lesson.values(state, lesson.interface.to_agent(decision.actions))
+    raw = q - v
+    advantage = (raw - raw.mean()) / (raw.std(unbiased=False) + 1e-6)
+    rows = torch.arange(count, device=raw.device)
+    nothing = torch.zeros(count, 1, dtype=torch.bool, device=raw.device)
+    mask = decision.mask[:, None]
+    return Rollouts(
+        observation=_in_rows(seen),
+        next_observation={},
+        latents={name: value[:, None] for name, value in decision.latents.items()},
+        actions=decision.actions[:, None],
+        logp_behaviour=decision.logp[:, None],
+        mask=mask,
+        rewards={},
+        valid=torch.ones(count, 1, spec.chunk, dtype=torch.bool, device=raw.device),
+        terminated=nothing,
+        truncated=~nothing,
+        horizon_end=nothing,
+        success=nothing,
+        task=_tasks(seen, lesson.interface.instructions, raw.device)[:, None],
+        policy_version=torch.full((count, 1), version, device=raw.device),
+        episode=rows,
+        group=rows,
+        parent=torch.full_like(rows, -1),
+        branch_decision=torch.full_like(rows, -1),
+    ).with_extras(
+        advantage=torch.where(mask, advantage[:, None, None], 0.0),
+        episode_steps=mask.sum(-1),
+        q=q[:, None],
+        v=v[:, None],
+    )
+
+
+class WeightedImitation:
+    """See `WeightedImitationConfig`."""
+
+    def __init__(self, config: WeightedImitationConfig):
+        self.config = config
+
+    def prepare(self, policy: Trainable) -> None:
+        """Nothing is to be done."""
+
+    def improve(
+        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+    ) -> dict[str, float]:
+        """Imitate recorded decisions by how good they were; see `Improver`."""
+        config, data, spec = self.config, lesson.data, policy.spec
+        weight = imitation_weights(lesson, config.temperature, config.cap)
+
+        def batch(rows: Tensor) -> dict[str, Any]:
+            return lesson.episodes.windows(data.step[rows], spec.history, spec.prediction)
+
+        loss = imitate(policy, batch, len(data), config, step, generators, where, weight)
+        return {"loss": loss, "largest_weight": float(weight.max())}
+
+
+class BestOf:
+    """See `BestOfConfig`."""
+
+    def __init__(self, config: BestOfConfig):
+        self.config = config
+        self.base: Policy | None = None
+
+    def prepare(self, policy: Trainable) -> None:
+        """Keep the policy as it came, if it is to propose; see `Improver`."""
+        if self.config.proposer == "base":
+            self.base = copy.deepcopy(policy).requires_grad_(False)
+
+    def improve(
+        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+    ) -> dict[str, float]:
+        """Decide several times, imitate the best; see `Improver`."""
+        config, data, spec = self.config, lesson.data, policy.spec
+        draws = generators["observations"]
+        index = torch.randperm(len(data), generator=draws, device=draws.device)[: config.decisions]
+        frames = data.frame[index.to(lesson.episodes.device)]
+        proposer = policy if self.base is None else self.base
+        chosen, gain = chosen_decisions(proposer, lesson, frames, config.candidates, generators)
+        missing = spec.prediction - spec.chunk  # what lies behind the executed steps is not imitated
+        target = torch.cat([chosen, chosen[:, -1:].expand(-1, missing, -1)], 1)
+        executed = torch.arange(spec.prediction, device=target.device) < spec.chunk
+
+        def batch(rows: Tensor) -> dict[str, Any]:
+            seen = observed_at(lesson.episodes, frames[rows], spec.history, list(spec.observation))
+            return {
+                "observation": seen,
+                "actions": target[rows],
+                "action_valid": executed.expand(len(rows), -1),
+            }
+
+        loss = imitate(policy, batch, len(frames), config, step, generators, where)
+        return {"loss": loss, "gain": gain}
+
+
+@torch.no_grad()
+def chosen_decisions(
+    policy: Policy, lesson: Lesson, frames: Tensor, candidates: int, generators: Generators
+) -> tuple[Tensor, float]:
+    """Return the best of so many decisions at each of the recorded `frames` [n], [n, C, A], and how much better it is.
+
+    The latter is the mean over frames of the best candidate's min Q minus the candidates' mean.
+    """
+
+    def score(several: TensorObservation, actions: Tensor) -> Tensor:
+        state = lesson.interface.state(several)
+        return lesson.critic.action_values(state, lesson.interface.to_agent(actions)).amin(0)
+
+    seen_by = {**policy.spec.observation, **dict.fromkeys(lesson.interface.keys)}
+    history = max(policy.spec.history, lesson.interface.history)
+    chosen: list[Tensor] = []
+    gains: list[Tensor] = []
+    for part in torch.split(frames, max(1, ROWS // candidates)):
+        observation = observed_at(lesson.episodes, part, history, list(seen_by))
+        decision, scores = best_of(policy, observation, generators["act"], candidates, score)
+        chosen.append(decision.actions)
+        gains.append(scores.amax(1) - scores.mean(1))
+    return torch.cat(chosen), float(torch.cat(gains).mean())
+
+
+class ImitationConfig(Protocol):
+    """What `imitate` reads of an improver's settings."""
+
+    @property
+    def steps(self) -> int:
+        """Updates."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """Rows an update."""
+        ...
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the policy."""
+        ...
+
+
+def imitate(
+    policy: Trainable,
+    batch: Callable[[Tensor], dict[str, Any]],
+    count: int,
+    config: ImitationConfig,
+    step: float,
+    generators: Generators,
+    where: str,
+    weight: Tensor | None = None,
+) -> float:
+    """Fit `policy` to random rows of `count`; return the mean loss.
+
+    batch: rows [n] -> what `policy.loss` takes; weight: [count] of the rows' losses, None for 1. Raises NonFiniteError
+    naming the round, `where`.
+    """
+    parameters = list(policy.trainable_parameters())
+    optimiser = adamw(parameters, config.learning_rate * step, 0.0)
+    draws, losses = generators["batches"], list[Tensor]()
+    for number in range(config.steps):
+        rows = torch.randint(count, (config.batch_size,), generator=draws, device=draws.device)
+        every = torch.stack(list(policy.loss(batch(rows), generators["loss"]).values())).sum(0)
+        loss = every.mean() if weight is None else (weight[rows] * every).mean()
+        require_finite("the loss", loss.detach(), where)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        clip_gradients(parameters, 1.0, where)
+        set_learning_rate(optimiser, config.learning_rate * step * (1 - number / config.steps))
+        optimiser.step()
+        losses.append(loss.detach())
+    return float(torch.stack(losses).mean())
+
+
+def imitation_weights(lesson: Lesson, temperature: float, cap: float) -> Tensor:
+    """Return min(exp(temperature * A), cap) of every recorded decision [N], A standardised over them, mean 1."""
+    data = lesson.data.transitions
+    q, v = lesson.values(data.state, data.action)
+    advantage = q - v
+    standard = (advantage - advantage.mean()) / (advantage.std(unbiased=False) + 1e-6)
+    weight = (temperature * standard).exp().clamp(max=cap)
+    return weight / weight.mean()
+
+
+def _in_rows(seen: TensorObservation) -> TensorObservation:
+    """Return observations [B, H, ...] as those of one decision a row, [B, 1, H, ...]."""
+    return {key: value[:, None] for key, value in seen.items() if key != TASK and isinstance(value, Tensor)}
+
+
+def _tasks(seen: Mapping[str, Any], instructions: tuple[str, ...], device: torch.device) -> Tensor:
+    known = {text: place for place, text in enumerate(instructions)}
+    return torch.tensor([known.get(text, 0) for text in seen[TASK]], device=device)

@@ -1,0 +1,145 @@
+"""Says whether a candidate may replace the incumbent, without playing either in the real world.
+
+Both are scored from the same starts with the same draws by judges that had no part in their training: a critic fitted
+to each policy on recorded data (fqe), episodes in world models (model), a critic of the recorded actions (critic). The
+candidate is accepted where the lower bound of its improvement, by the bootstrap and by Student's t, exceeds
+gate.margin for every judge. Exit status 0: accepted, 1: rejected. `bakeoff` says which judge your data deserves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from robopolicy.build import WORLD_MODEL, as_seen_in, build_world, choose_device, load_policy
+from robopolicy.configuration import Config
+from robopolicy.configuration.gate import GateSection
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.policy import Policy
+from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.data.lerobot_reading import read_dataset
+from robopolicy.evaluation.gate import Gate, Judge
+from robopolicy.evaluation.judges import CriticJudge, FittedJudge, ModelReturn, Recorded, episode_starts
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.rl.offline.batches import value_bound
+from robopolicy.rl.offline.configuration import IqlConfig
+from robopolicy.rl.offline.decisions import recorded_decisions
+from robopolicy.rl.offline.fqe import FqeConfig
+from robopolicy.rl.offline.iql import Iql
+from robopolicy.runs import default_path, finish, open_fresh_run, output
+from robopolicy.training.offline.critic import fit_agent
+from robopolicy.training.offline.seen import critic_interface
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Judge offline whether a policy may replace another one",
+    sections=("run", "world", "gate"),
+    example="robopolicy gate runs/offline/push_t/0/checkpoint runs/train/push_t/0/checkpoint",
+    targets=("gate.candidate", "gate.incumbent"),
+    world_from={"gate.candidate": "", "gate.incumbent": ""},
+)
+
+
+def run(config: Config) -> int:
+    """Judge, print the reasons, and return 0 for accepted, 1 for rejected."""
+    section, device = config.gate, choose_device(config.run)
+    if section.candidate is None or section.incumbent is None:
+        raise ConfigError("Which policies? Write: robopolicy gate CANDIDATE INCUMBENT")
+    folder = open_fresh_run(config, "gate", VERB.sections)
+    candidate, incumbent = (load_policy(path, device) for path in (section.candidate, section.incumbent))
+    episodes = None
+    if set(section.judges) - {"model"}:
+        paths = section.data or (default_path(config, "collect", "dataset", None, "gate.data"),)
+        episodes = Episodes.concatenate([read_dataset(path) for path in paths]).to(device)
+    judges = build_judges(config, incumbent, episodes, device)
+    gate = Gate(judges, margin=section.margin, relative=section.relative, confidence=section.confidence)
+    verdict = gate.decide(candidate, incumbent)
+    warn_of_divergence(judges)
+    output.print(verdict.line("the candidate"))
+    finish(config, folder, {"gate": verdict.to_json(), **clipped(judges)})
+    output.print(f"Report: {report_for_run(folder.path)}")
+    return 0 if verdict.accepted else 1
+
+
+def build_judges(
+    config: Config, incumbent: Policy, episodes: Episodes | None, device: torch.device, trained_in: Sequence[Path] = ()
+) -> list[Judge]:
+    """Return the judges that `config.gate` names.
+
+    incumbent: whose decisions critics look at; episodes: recorded data that training has not seen, None where no judge
+    needs any; trained_in: world models that candidates have learned in, which do not judge alone. Raises ConfigError
+    and DataError where something is missing.
+    """
+    section, judges = config.gate, list[Judge]()
+    recorded = None if episodes is None else recorded_for_judges(section, incumbent, episodes)
+    for name in section.judges:
+        if name == "model":
+            judges += [model_judge(config, path, incumbent, device, path not in trained_in) for path in section.models]
+            continue
+        if recorded is None:
+            raise ConfigError(f"gate.judges names {name}, which looks at recorded data: set gate.data=[DATASET].")
+        if name == "fqe":
+            fitting = FqeConfig(steps=section.steps, width=section.width, discount=section.discount)
+            judges.append(FittedJudge(recorded, fitting, seed=config.run.seed))
+        else:
+            judges.append(CriticJudge(critic_of(section, recorded, config.run.seed), recorded, seed=config.run.seed))
+    return judges
+
+
+def recorded_for_judges(section: GateSection, policy: Policy, episodes: Episodes) -> Recorded:
+    """Return what judges by recorded data look at; raises DataError where it lacks rewards."""
+    if episodes.reward is None:
+        raise DataError("Judges by recorded data need rewards, and this dataset has none: use gate.judges=[model].")
+    interface = critic_interface(policy, episodes)
+    decisions = recorded_decisions(episodes, interface, section.discount)
+    bounds = value_bound(episodes.reward, section.discount)
+    return Recorded(decisions, interface, bounds, episode_starts(episodes, section.starts))
+
+
+def critic_of(section: GateSection, recorded: Recorded, seed: int) -> Iql:
+    """Return a critic of what was recorded, its expectile the mean: values of the actions as they were taken."""
+    interface = recorded.interface
+    config = IqlConfig(expectile=0.5, layer_norm=True, rate=1e-3, width=section.width, discount=section.discount)
+    agent = Iql(config, interface.size, interface.actions, derive(seed, "gate/critic"))
+    data = recorded.decisions.transitions
+    generators = Generators(derive(seed, "gate"), data.state.device)
+    fit_agent(agent.to(data.state.device), data, section.steps, 256, generators, label="judging critic")
+    return agent
+
+
+def model_judge(config: Config, path: Path, policy: Policy, device: torch.device, independent: bool) -> Judge:
+    """Return the judge by episodes in the world model at `path`."""
+    section = config.gate
+    inside = replace(config.world, name=WORLD_MODEL, model=path, simulator=config.world.name)
+    world = build_world(inside, policy, episodes=section.starts, device=device)
+    seeds = episode_seeds(config.run.seed, "gate", section.starts)
+    judge = ModelReturn(world, seeds, by=section.by, independent=independent, seed=config.run.seed)
+    return SeenInside(judge)
+
+
+class SeenInside:
+    """A model judge of policies as they are in the real world: one behind the model's encoder is asked without it."""
+
+    def __init__(self, judge: ModelReturn):
+        self.judge, self.name, self.independent = judge, judge.name, judge.independent
+
+    def values(self, policy: Policy):
+        """Return the judge's values [S]."""
+        return self.judge.values(as_seen_in(self.judge.world, policy))
+
+
+def clipped(judges: Sequence[Judge]) -> dict[str, list[float]]:
+    """Return by judge the shares of targets that left what rewards allow, of those that fit critics."""
+    return {"clipped": [share for judge in judges if isinstance(judge, FittedJudge) for share in judge.clipped]}
+
+
+def warn_of_divergence(judges: Sequence[Judge]) -> None:
+    """Say where a fitted critic's values left what rewards allow: it is no judge then."""
+    for judge in judges:
+        if isinstance(judge, FittedJudge) and judge.diverged:
+            output.print(
+                f"Note: {max(judge.clipped):.0%} of the targets of {judge.name} left what the rewards allow: it has "
+                "diverged, so its verdict means little. Give more data (gate.data), or judge by gate.judges=[model]."
+            )

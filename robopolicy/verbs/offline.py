@@ -1,0 +1,190 @@
+"""Improves a policy from recorded data alone: a critic is fitted, candidates are made, a gate lets the better ones in.
+
+No step is played in the real world until the end, where base and result are judged on the same starts; nothing is
+chosen by that. offline.agent= names whose critic is fitted, offline.improve= how a candidate is made of the incumbent:
+best_of imitates the best of several decisions by that critic, weighted_imitation the recorded actions by how good they
+were, chain_ppo follows the critic through the denoising chain. A share of the episodes (gate.holdout) is kept for the
+judges (gate.judges), and training never sees it; a refused candidate is gone, and steps become smaller.
+offline.gated=false accepts everything, for comparison.
+"""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from robopolicy.build import WORLD_MODEL, build_world, choose_device, load_policy
+from robopolicy.configuration import Config
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.finite_values import require_finite_columns
+from robopolicy.core.origin import origin_of, remember_origin
+from robopolicy.core.policy import Policy, Trainable, require_trainable
+from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.registry import load_dotted
+from robopolicy.core.run import RunFolder
+from robopolicy.data.lerobot_reading import read_dataset
+from robopolicy.data.record import record
+from robopolicy.evaluation.gate import Gate, Judge
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.rl.offline.decisions import recorded_decisions
+from robopolicy.rl.offline.registry import AGENTS
+from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.training.offline.configuration import IMPROVERS
+from robopolicy.training.offline.critic import fit_agent
+from robopolicy.training.offline.improvers import Lesson
+from robopolicy.training.offline.rounds import Rounds, improve_in_rounds
+from robopolicy.training.offline.seen import critic_interface
+from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.finetune import summary
+from robopolicy.verbs.gate import build_judges, clipped, warn_of_divergence
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Improve a policy from recorded data alone, through a gate",
+    sections=("run", "world", "gate", "offline"),
+    example="robopolicy offline runs/collect/push_t/0/dataset offline.policy=runs/train/push_t/0/checkpoint",
+    targets=("offline.dataset",),
+    world_from={"offline.policy": "train/checkpoint"},
+)
+
+
+def run(config: Config) -> int:
+    """Fit, improve, judge."""
+    folder = open_run(config, "offline", VERB.sections)
+    if finished(folder) is not None:
+        output.print(f"{folder.path} is done; run.overwrite=true starts over.")
+        return 0
+    section, device = config.offline, choose_device(config.run)
+    path = default_path(config, "train", "checkpoint", section.policy, "offline.policy")
+    base, policy = load_policy(path, device), require_trainable(load_policy(path, device))
+    remember_origin(policy, origin_of(base))
+    training, held = split_data(config, device)
+    judges: list[Judge] = []
+    gate = None
+    if section.gated:
+        own = config.gate
+        judges = build_judges(config, policy, held, device, [section.model] if section.model is not None else [])
+        gate = Gate(judges, margin=own.margin, relative=own.relative, confidence=own.confidence)
+    started = time.perf_counter()
+    lesson = learn_critic(config, policy, training, folder, device)
+    improver = IMPROVERS.builds(section.improve.kind)(section.improve.config)
+    seed = derive(config.run.seed, "offline")
+    found = improve_in_rounds(policy, lesson, improver, gate, section.rounds, seed=seed, run=folder)
+    seconds = time.perf_counter() - started
+    for line in found.lines:
+        output.print(line, markup=False, soft_wrap=True)
+    warn_of_divergence(judges)
+    result: dict[str, Any] = {
+        "base_checkpoint": str(path),
+        "episodes": len(training),
+        "held_out": len(held),
+        "steps": training.step_count,
+        "rounds": list(found.records),
+        "accepted": found.accepted,
+        "env_steps": 0,
+        "selected_by": [each.name for each in judges],
+        "seconds": seconds,
+        **clipped(judges),
+    }
+    finish(config, folder, judged_for_real(config, base, policy, device) | result)
+    say(found, section.rounds)
+    output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
+    return 0
+
+
+def split_data(config: Config, device: torch.device) -> tuple[Episodes, Episodes]:
+    """Return the episodes to learn from and those that only the judges see.
+
+    Raises DataError where rewards or the end of the task are missing, or values are not finite.
+    """
+    section = config.offline
+    paths = (default_path(config, "collect", "dataset", section.dataset, "offline.dataset"), *section.more)
+    episodes = Episodes.concatenate([read_dataset(path) for path in paths])
+    if section.reward:
+        episodes = with_reward(episodes, section.reward)
+    if episodes.reward is None or episodes.terminated is None:
+        lacking = "rewards" if episodes.reward is None else "where the task ended (next.terminated)"
+        raise DataError(
+            f"{paths[0]} records no {lacking}, and critics learn from nothing else. offline.reward=success pays for "
+            "recorded success, offline.reward=package.module:function for what you say; or improve the policy in a "
+            "world model (robopolicy imagine)."
+        )
+    require_finite_columns(episodes, rewards=True)
+    draws = torch.Generator().manual_seed(derive(config.run.seed, "offline/holdout"))
+    training, held = episodes.split(config.gate.holdout, draws)
+    return training.to(device), held.to(device)
+
+
+def with_reward(episodes: Episodes, reward: str) -> Episodes:
+    """Return the episodes paid by "success" or by the function at a dotted path, and ended where they succeeded."""
+    if reward == "success":
+        if episodes.step_success is None:
+            raise DataError("offline.reward=success, and the data does not say which steps succeeded.")
+        before = torch.cat([torch.zeros(1, dtype=torch.bool), episodes.step_success[:-1]])
+        before[episodes.starts] = False
+        paid = (episodes.step_success & ~before).float()
+        ended = episodes.terminated if episodes.terminated is not None else episodes.success
+        return replace(episodes, rewards={"success": paid}, terminated=ended)
+    found = load_dotted(reward, "offline.reward")(episodes)
+    if not isinstance(found, torch.Tensor) or found.shape != (episodes.step_count,):
+        raise ConfigError(f"{reward} must return a tensor [{episodes.step_count}], one reward a step.")
+    return replace(episodes, rewards={"reward": found.float()})
+
+
+def learn_critic(
+    config: Config, policy: Trainable, episodes: Episodes, folder: RunFolder, device: torch.device
+) -> Lesson:
+    """Return the lesson: a critic fitted to the recorded decisions, and to imagined ones where they are named."""
+    section, seed = config.offline, config.run.seed
+    if "imagined" in section.data:
+        imagined = imagined_episodes(config, policy, device)
+        episodes = Episodes.concatenate([episodes, imagined]) if "recorded" in section.data else imagined
+    interface = critic_interface(policy, episodes)
+    agent_config = section.agent.config
+    data = recorded_decisions(episodes, interface, agent_config.discount)
+    agent = AGENTS.builds(section.agent.kind)(agent_config, interface.size, interface.actions, derive(seed, "agent"))
+    generators = Generators(derive(seed, "critic"), device)
+    fitting = section.critic
+    fit_agent(agent.to(device), data.transitions, fitting.steps, fitting.batch_size, generators, run=folder)
+    return Lesson(agent, data, interface)
+
+
+def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> Episodes:
+    """Return episodes that the policy plays in the imagination of offline.model, on the simulator's starts."""
+    section = config.offline
+    inside = replace(config.world, name=WORLD_MODEL, model=section.model, simulator=config.world.name)
+    world = build_world(inside, policy, episodes=section.imagined, device=device)
+    seeds = episode_seeds(config.run.seed, "offline/imagined", section.imagined)
+    found = record(world, policy, seeds, generator=Generators(config.run.seed, device)["offline/imagined"])
+    world.close()
+    return found.to(device)
+
+
+def judged_for_real(config: Config, base: Policy, policy: Policy, device: torch.device) -> dict[str, Any]:
+    """Return the verdicts on base and result in the world, printed; nothing without offline.evaluate_episodes."""
+    count = config.offline.evaluate_episodes
+    if not count:
+        return {}
+    world = build_world(config.world, base, episodes=count, device=device)
+    seeds = evaluation_seeds(config, count)
+    verdicts = {
+        name: judge(world, each, seeds, device, config.run.seed, name)
+        for name, each in {"base": base, "tuned": policy}.items()
+    }
+    world.close()
+    print_verdicts(verdicts)
+    return summary(verdicts)
+
+
+def say(found: Rounds, rounds: int) -> None:
+    """Say how many candidates were let in, and what to try where none was."""
+    output.print(f"{found.accepted} of {rounds} candidates accepted.")
+    if not found.accepted:
+        output.print(
+            "The policy is as it came. Either no candidate was better, or the judges cannot tell: give more episodes "
+            "(offline.more=[DATASET], best of all the policy's own), another critic (offline.agent=edac), smaller "
+            "steps (offline.improve.learning_rate), or a world model for a judge (gate.judges=[model] "
+            "gate.models=[CHECKPOINT])."
+        )
