@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.transitions import Transitions
+from robopolicy.nn.optimisers import optimiser_tree, restore_optimiser
 from robopolicy.rl.offline.networks import Critics
 
 
@@ -64,12 +65,12 @@ class OfflineAgent(torch.nn.Module, ABC):
         optimiser.step()
 
     def tree(self) -> dict[str, Any]:
-        """Return a copy of weights and moments."""
-        moments = {name: each.state_dict() for name, each in self.optimisers.items()}
+        """Return a copy of weights and moments, as files can hold it."""
+        moments = {name: optimiser_tree(each) for name, each in self.optimisers.items()}
         return copy.deepcopy({"weights": dict(self.state_dict()), "optimisers": moments})
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Go on from `tree`."""
         self.load_state_dict(tree["weights"])
         for name, optimiser in self.optimisers.items():
-            optimiser.load_state_dict(tree["optimisers"][name])
+            restore_optimiser(optimiser, tree["optimisers"][name])

@@ -1,0 +1,243 @@
+"""Candidates out of recorded data: what each improver learns, and what the gate's rounds keep, refuse and resume."""
+
+import copy
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.randomness import Generators
+from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import TASK, Field
+from robopolicy.evaluation.gate import Gate
+from robopolicy.policies.configuration import DenoisingPolicyConfig
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.rl.offline.agent import OfflineAgent
+from robopolicy.rl.offline.best_of import BestOfPolicy
+from robopolicy.rl.offline.configuration import IqlConfig
+from robopolicy.rl.offline.decisions import recorded_decisions
+from robopolicy.rl.offline.interface import Interface
+from robopolicy.rl.offline.iql import Iql
+from robopolicy.training.offline.configuration import (
+    IMPROVERS,
+    BestOfConfig,
+    ChainPpoConfig,
+    WeightedImitationConfig,
+)
+from robopolicy.training.offline.critic import fit_agent
+from robopolicy.training.offline.improvers import (
+    BestOf,
+    ChainPpo,
+    Lesson,
+    WeightedImitation,
+    chosen_decisions,
+    decided_anew,
+    imitation_weights,
+)
+from robopolicy.training.offline.rounds import improve_in_rounds
+
+FIELDS = {"observation.state": Field((1,))}
+ACTION = Field((1,), low=-1.0, high=1.0)
+BEST = 0.5
+"""The action that is paid most, everywhere."""
+
+
+def recorded(count=40, length=6, seed=0) -> Episodes:
+    draws = torch.Generator().manual_seed(seed)
+    steps = count * length
+    actions = 2 * torch.rand(steps, 1, generator=draws) - 1
+    return Episodes(
+        observation_fields=FIELDS,
+        action_field=ACTION,
+        fps=10.0,
+        observation={"observation.state": torch.rand(steps + count, 1, generator=draws)},
+        actions=actions,
+        lengths=torch.full((count,), length),
+        tasks=("",) * count,
+        rewards={"near": -(actions[:, 0] - BEST).square()},
+        terminated=torch.ones(count, dtype=torch.bool),
+    )
+
+
+class Knows(OfflineAgent):
+    """A critic that knows what actions are worth: two members, the second flatters."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = IqlConfig()
+        self.optimisers = {}
+
+    def fit_statistics(self, state):
+        """Nothing to fit."""
+
+    def update(self, batch, generator):
+        """Nothing to learn."""
+        return {}
+
+    def act(self, state, generator=None):
+        """What is best."""
+        return torch.full((len(state), 2), BEST)
+
+    def value(self, state):
+        """What standing still is worth."""
+        return torch.full((len(state),), -(BEST**2))
+
+    def action_values(self, state, action):
+        """Minus the squared distance from the best."""
+        worth = -(action - BEST).square().mean(1)
+        return torch.stack([worth, worth + 1])
+
+
+def make_policy(seed=0) -> DenoisingPolicy:
+    config = DenoisingPolicyConfig(chunk=2, prediction_steps=2, sampling_steps=3, min_sampling_std=0.3)
+    data = recorded()
+    values = {"observation.state": data.observation["observation.state"], "action": data.actions}
+    return DenoisingPolicy(config, FIELDS, ACTION, fps=10.0, values=values, seed=seed).eval()
+
+
+@pytest.fixture(scope="module")
+def imitated() -> DenoisingPolicy:
+    """A policy that does what was recorded: anything."""
+    policy, data = make_policy(), recorded()
+    optimiser = torch.optim.Adam(policy.parameters(), 2e-3)
+    batches = data.sampler(1, 2, 128, torch.Generator().manual_seed(0))
+    draws = torch.Generator().manual_seed(1)
+    for _ in range(150):
+        optimiser.zero_grad()
+        policy.loss(next(batches), draws)["denoising"].mean().backward()
+        optimiser.step()
+    return policy.eval()
+
+
+def lesson() -> Lesson:
+    data = recorded()
+    interface = Interface(FIELDS, ACTION, chunk=2)
+    return Lesson(Knows(), recorded_decisions(data, interface, 0.9), interface)
+
+
+def distance(policy) -> float:
+    """How far noisy decisions are from the best action."""
+    seen = {"observation.state": torch.rand(256, 1, 1, generator=torch.Generator().manual_seed(3)), TASK: [""] * 256}
+    return float((policy.act(seen, torch.Generator().manual_seed(4)).actions - BEST).square().mean())
+
+
+IMPROVE = {
+    "best_of": (BestOf(BestOfConfig(candidates=8, decisions=200, steps=120, learning_rate=2e-3)), 0.5),
+    "weighted_imitation": (WeightedImitation(WeightedImitationConfig(steps=120, learning_rate=2e-3)), 0.8),
+    "chain_ppo": (ChainPpo(ChainPpoConfig(iterations=6, decisions=512, minibatch=256, learning_rate=2e-3)), 0.8),
+}
+
+
+def test_every_improver_is_tried_here():
+    assert set(IMPROVE) == set(IMPROVERS.ours)
+
+
+@pytest.mark.parametrize("name", IMPROVE)
+def test_a_candidate_does_what_the_critic_knows_to_be_better(imitated, name):
+    improver, share = IMPROVE[name]
+    candidate = copy.deepcopy(imitated)
+    improver.prepare(candidate)
+    figures = improver.improve(candidate, lesson(), Generators(0), 1.0, "round 1")
+    assert distance(candidate) < share * distance(imitated)
+    assert all(np.isfinite(value) for value in figures.values())
+
+
+def test_the_best_of_several_by_the_smallest_member_of_the_critic(imitated):
+    known = lesson()
+    frames = known.data.frame[:50]
+    chosen, gain = chosen_decisions(imitated, known, frames, 8, Generators(0))
+    several = torch.stack([chosen_decisions(imitated, known, frames, 1, Generators(seed))[0] for seed in range(8)])
+    assert chosen.shape == (50, 2, 1) and gain > 0
+    assert float((chosen - BEST).square().mean()) < 0.5 * float((several - BEST).square().mean())
+    best = BestOfPolicy(imitated, known.critic, known.interface, 8)
+    assert distance(best) < 0.5 * distance(imitated)
+    assert best.spec.scored_steps == imitated.spec.scored_steps and set(best.spec.observation) == set(FIELDS)
+    with pytest.raises(ConfigError, match="judges chunks of 1, the policy decides on 2"):
+        BestOfPolicy(imitated, known.critic, Interface(FIELDS, ACTION, chunk=1))
+
+
+def test_weights_are_the_exponential_of_standardised_advantages():
+    known = lesson()
+    data = known.data.transitions
+    advantage = -(data.action - BEST).square().mean(1) + BEST**2
+    standard = (advantage - advantage.mean()) / advantage.std(unbiased=False)
+    expected = (2.0 * standard).exp().clamp(max=3.0)
+    found = imitation_weights(known, 2.0, 3.0)
+    assert torch.allclose(found, expected / expected.mean(), atol=1e-4)
+    assert torch.allclose(imitation_weights(known, 0.0, 3.0), torch.ones(len(data)))
+
+
+def test_decisions_made_anew_are_paid_min_q_minus_v_standardised(imitated):
+    policy = copy.deepcopy(imitated)
+    policy.prepare_finetuning()
+    known = lesson()
+    found = decided_anew(policy, known, 64, Generators(0), version=3)
+    assert found.shape == (64, 1) and bool((found.policy_version == 3).all())
+    q = -(found.actions[:, 0, :, 0] - BEST).square().mean(1)
+    assert torch.allclose(found.extras["q"][:, 0], q, atol=1e-5)
+    raw = q + BEST**2
+    standard = (raw - raw.mean()) / (raw.std(unbiased=False) + 1e-6)
+    advantage = found.extras["advantage"]
+    assert torch.allclose(advantage, torch.where(found.mask, standard[:, None, None], 0.0), atol=1e-4)
+
+
+@dataclass
+class Knowing:
+    """A judge that knows the truth, or its opposite."""
+
+    sign: float = 1.0
+    name: str = "the truth"
+    independent: bool = True
+
+    def values(self, policy):
+        seen = {"observation.state": torch.linspace(0, 1, 64)[:, None, None], TASK: [""] * 64}
+        actions = policy.act(seen, torch.Generator().manual_seed(5)).actions
+        return -self.sign * (actions - BEST).square().mean((1, 2)).double().numpy()
+
+
+SMALL = BestOf(BestOfConfig(candidates=8, decisions=100, steps=40, learning_rate=2e-3))
+
+
+def test_refused_candidates_leave_nothing_behind_and_steps_become_smaller(imitated):
+    policy = copy.deepcopy(imitated)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    found = improve_in_rounds(policy, lesson(), copy.deepcopy(SMALL), Gate([Knowing(-1.0)]), 3)
+    assert found.accepted == 0 and [record["step_size"] for record in found.records] == [1.0, 0.5, 0.25]
+    assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+    assert all(line.startswith("rejected round") and "worse" in line for line in found.lines)
+
+
+def test_accepted_candidates_replace_the_incumbent_and_without_a_gate_all_do(imitated):
+    policy, free = copy.deepcopy(imitated), copy.deepcopy(imitated)
+    found = improve_in_rounds(policy, lesson(), copy.deepcopy(SMALL), Gate([Knowing()]), 2)
+    assert found.accepted >= 1 and distance(policy) < distance(imitated)
+    assert improve_in_rounds(free, lesson(), copy.deepcopy(SMALL), None, 2).accepted == 2
+
+
+def test_a_run_that_was_cut_off_ends_in_the_same_place(imitated, tmp_path):
+    whole, parts, again = (copy.deepcopy(imitated) for _ in range(3))
+    improve_in_rounds(whole, lesson(), copy.deepcopy(SMALL), Gate([Knowing()]), 2, run=RunFolder(tmp_path / "whole"))
+    run = RunFolder(tmp_path / "parts")
+    improve_in_rounds(parts, lesson(), copy.deepcopy(SMALL), Gate([Knowing()]), 1, run=run)
+    found = improve_in_rounds(again, lesson(), copy.deepcopy(SMALL), Gate([Knowing()]), 2, run=run)
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), again.parameters(), strict=True))
+    assert [record["round"] for record in run.metrics()] == [1, 2] and len(found.records) == 2
+    assert (run.path / "base" / "config.json").exists() and (run.checkpoint / "config.json").exists()
+
+
+def test_a_critic_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
+    monkeypatch.setattr("robopolicy.training.offline.critic.SAVE_EVERY", 5)
+    data = lesson().data.transitions
+    whole, parts, again = (Iql(IqlConfig(width=16, depth=1), 1, 2, 0) for _ in range(3))
+    fit_agent(whole, data, 10, 32, Generators(0), run=RunFolder(tmp_path / "whole"))
+    run = RunFolder(tmp_path / "parts")
+    fit_agent(parts, data, 5, 32, Generators(0), run=run)
+    figures = fit_agent(again, data, 10, 32, Generators(0), run=run)
+    assert torch.equal(whole.critics.members.weights[0], again.critics.members.weights[0])
+    assert [record["critic_step"] for record in run.metrics()] == [5, 10] and "critic_loss" in figures
+    bad = replace(data, reward=torch.full_like(data.reward, torch.nan))
+    with pytest.raises(Exception, match="transitions: reward"):
+        fit_agent(whole, bad, 10, 32, Generators(0))
