@@ -44,6 +44,13 @@ SUITES = (
         "sims.suites.robosuite_suite:robosuite_expert",
         ("robosuite", "robosuite"),
     ),
+    Suite(
+        "ogbench/",
+        "ogbench/<task>-v0",
+        "sims.suites.ogbench_suite:make_ogbench_world",
+        "sims.suites.ogbench_suite:ogbench_expert",
+        ("ogbench", "ogbench"),
+    ),
     Suite("gymnasium:", "gymnasium:<id>", "sims.suites.gymnasium_suite:make_gymnasium_world"),
 )
 """Every outside suite; the next one is one entry."""

@@ -1,0 +1,267 @@
+"""OGBench's own oracles as a controller: on their way to the goal, or at play as OGBench's data sets were recorded."""
+# pyright: reportAttributeAccessIssue=false
+# (MuJoCo's compiled classes have no type stubs.)
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mujoco
+import numpy as np
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.registry import load_dotted
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Observation, WorldSpec
+from robopolicy.core.world import Rows
+from sims.suites.controllers.ogbench_order import CUBE, Target, Things, next_target
+from sims.suites.ogbench_environment import GOAL, goal_entries, named, observed_entries, open_inner, split_name
+
+CENTRE, LENGTH = np.array([0.425, 0.0, 0.0]), 10.0
+"""Positions are observed as LENGTH * (position - CENTRE), in m."""
+OPENING, BUTTON, DRAWER, WINDOW = 3.0, 120.0, 18.0, 15.0
+"""Factors of the observed opening of the gripper (0 to 1) and of slides, m."""
+FINGER = 0.8
+"""Angle of the finger's joint where the gripper is closed, rad."""
+PLAN_NOISE, SMOOTHING = 0.1, 0.5
+"""Noise on the plans of play, and the width over which it is smoothed, control steps: OGBench's defaults."""
+NOISE, NOISE_SHAPE = 0.1, np.array([1.0, 1.0, 1.0, 3.0, 10.0])
+"""An episode of noisy play draws a level evenly up to NOISE; its actions' standard deviation is level * shape."""
+STACKING = {"cube-double": (0.0, 0.25), "cube-triple": (0.05, 0.35), "cube-quadruple": (0.1, 0.5)}
+STACKING |= {"cube-octuple": (0.0, 0.35)}
+"""Range of an episode's chance that a cube is put onto another one, by the task's first words: OGBench's."""
+CLEAR = {"cube": 0.16, "button": 0.16, "drawer": 0.18, "window": 0.28}
+"""Height of the gripper, m, above which a target that is reached is left behind: the oracles' own."""
+
+
+class OGBenchOracles:
+    """OGBench's scripted oracles; every row has its own, and a generator seeded by the first observation that it sees,
+    so an episode is the same in any row of any batch.
+
+    name: of the world, without its prefix. Without a style: closed-loop (Markov) oracles bring one thing after another
+    to the goal. "play": plans with noise between targets drawn as OGBench draws them, whatever the goal; "noisy": the
+    closed-loop oracles and white noise on their actions. Raises ConfigError where the world does not show what they
+    read, or OGBench lacks the task.
+    """
+
+    def __init__(self, name: str, spec: WorldSpec):
+        env_id, self._style = split_name(name)
+        self._twin = Twin(env_id, spec)
+        words = env_id.split("-")
+        self._stacking = STACKING.get("-".join(words[:2]), (0.0, 0.0))
+        self._rows: list[_Row | None] = []
+
+    def reset(self, rows: Rows = None) -> None:
+        """Forget the targets of `rows` [R], None for all."""
+        for row in range(len(self._rows)) if rows is None else np.asarray(rows).tolist():
+            if row < len(self._rows):
+                self._rows[row] = None
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Return actions [B, 5] for an observation whose state is [B, H, 19] and environment state [B, H, n]."""
+        flats = np.concatenate([observation[STATE][:, -1], observation[ENVIRONMENT_STATE][:, -1]], axis=-1)
+        self._rows += [None] * (len(flats) - len(self._rows))
+        actions = np.zeros((len(flats), 5))
+        for index, flat in enumerate(flats):
+            row = self._rows[index]
+            if row is None:
+                generator = np.random.default_rng(zlib.crc32(flat.tobytes()))
+                level = generator.uniform(0, NOISE) if self._style == "noisy" else 0.0
+                row = self._rows[index] = _Row(generator, generator.uniform(*self._stacking), level)
+            actions[index] = self._one(row, flat.astype(np.float64))
+        return actions
+
+    def _one(self, row: "_Row", flat: np.ndarray) -> np.ndarray:
+        """Return the action [5] of one row that sees `flat` [D]."""
+        twin = self._twin
+        seen = twin.lay(flat)
+        if row.target is None or row.oracle.done or (not self._style and twin.left_behind(row.target, seen)):
+            row.target = twin.draw(row.generator, row.stacking) if self._style else twin.wanted(seen, flat)
+            if row.target is None:
+                return np.zeros(5)
+            twin.aim(row.target)
+            with drawing(row.generator):
+                row.oracle = twin.oracle(row.target, self._style)
+                row.oracle.reset(None, twin.known(flat, row.time))
+        twin.aim(row.target)
+        action = np.asarray(row.oracle.select_action(None, twin.known(flat, row.time)))
+        row.time += twin.step
+        if row.level:
+            action = action + row.generator.normal(0.0, row.level * NOISE_SHAPE)
+        return np.clip(action, -1.0, 1.0)
+
+
+@dataclass
+class _Row:
+    """What is remembered of an episode: its generator, chance of stacking, level of noise, target, and time in s."""
+
+    generator: np.random.Generator
+    stacking: float
+    level: float
+    target: Target | None = None
+    oracle: Any = None
+    time: float = 0.0
+
+
+class Twin:
+    """An OGBench simulation that is laid as an observation shows it, so that OGBench's oracles can be asked in it.
+
+    Nothing is simulated in it: places of hands and handles follow from those of joints and objects. step: s of a
+    control step. Raises ConfigError where `spec` does not show OGBench's entries in their order.
+    """
+
+    def __init__(self, env_id: str, spec: WorldSpec):
+        self._inner: Any = open_inner(env_id, {})
+        inner = self._inner
+        self.step = float(inner.control_timestep())
+        self._scene = env_id.partition("-")[0]
+        self._entries = observed_entries(inner)
+        self._size = sum(size for _, size in self._entries)
+        self._goal, self._goal_entries = self._read_goal(spec)
+        inner._mode = "data_collection"
+
+    def _read_goal(self, spec: WorldSpec) -> tuple[Things | None, list[tuple[str, int]]]:
+        """Return the goal of a single task, else None, and the entries in which the world shows the goal."""
+        inner = self._inner
+        names = [name for key in (STATE, ENVIRONMENT_STATE) if key in spec.observation for name in _names(spec, key)]
+        shown: list[tuple[str, int]] = []
+        inner._use_oracle_rep = f"{GOAL}joint_pos[0]" not in names
+        shown = goal_entries(inner)
+        expected = [f"{name}[{index}]" for name, size in (*self._entries, *shown) for index in range(size)]
+        if names != expected:
+            raise ConfigError(
+                f"The oracles of OGBench read all that its environment shows, in its order; '{spec.name}' shows "
+                f"{', '.join(names[:3])}, ... ({len(names)} numbers, not {len(expected)})."
+            )
+        if shown:
+            return None, shown
+        cubes = getattr(inner, "_num_cubes", 0)
+        places = inner.data.mocap_pos[inner._cube_target_mocap_ids].copy() if cubes else np.zeros((0, 3))
+        buttons = np.asarray(getattr(inner, "_target_button_states", ()), dtype=int).copy()
+        slides = [float(getattr(inner, name, 0.0)) for name in ("_target_drawer_pos", "_target_window_pos")]
+        return Things(places, np.zeros(cubes), buttons, *slides), []
+
+    def lay(self, flat: np.ndarray) -> Things:
+        """Lay arm and objects as observed, flat [D], and return where the objects are."""
+        inner, data = self._inner, self._inner.data
+        entries = named(self._entries, flat[: self._size])
+        things = things_of(entries)
+        data.qpos[inner._arm_joint_ids] = entries["joint_pos"]
+        data.qpos[inner._gripper_opening_joint_id] = FINGER * entries["gripper_opening"][0] / OPENING
+        for index, place in enumerate(things.blocks):
+            data.joint(f"object_joint_{index}").qpos[:] = [*place, *entries[f"block_{index}_quat"]]
+        for index, state in enumerate(things.buttons):
+            data.joint(f"buttonbox_joint_{index}").qpos[0] = entries[f"button_{index}_pos"][0] / BUTTON
+            inner._cur_button_states[index] = state
+        if "drawer_pos" in entries:
+            data.joint("drawer_slide").qpos[0], data.joint("window_slide").qpos[0] = things.drawer, things.window
+        mujoco.mj_kinematics(inner.model, data)
+        return things
+
+    def known(self, flat: np.ndarray, time: float) -> dict[str, Any]:
+        """Return what OGBench's environment would tell its oracles; flat: [D] as observed; time: s since the start."""
+        contact = named(self._entries, flat[: self._size])["gripper_contact"]
+        return {**self._inner.compute_ob_info(), "proprio/gripper_contact": contact, "time": np.array([time])}
+
+    def wanted(self, seen: Things, flat: np.ndarray) -> Target | None:
+        """Return the next target on the way to the goal, None where all is there; flat: [D] as observed."""
+        goal = self._goal if self._goal is not None else things_of(self._shown_goal(flat))
+        return next_target(self._scene, seen, goal, getattr(self._inner, "_num_cols", 1))
+
+    def _shown_goal(self, flat: np.ndarray) -> dict[str, np.ndarray]:
+        shown = named(self._goal_entries, flat[self._size :])
+        return {name.removeprefix(GOAL): value for name, value in shown.items()}
+
+    def left_behind(self, target: Target, seen: Things) -> bool:
+        """Whether a target is reached and the gripper high above it, so that the next one may follow."""
+        if self._inner.data.site_xpos[self._inner._pinch_site_id][2] < CLEAR[target.task]:
+            return False
+        if target.task == "cube":
+            return float(np.linalg.norm(seen.blocks[target.index] - target.place)) < 0.02
+        if target.task == "button":
+            return seen.buttons[target.index] == target.value
+        return abs((seen.drawer if target.task == "drawer" else seen.window) - target.value) < 0.01
+
+    def draw(self, generator: np.random.Generator, stacking: float) -> Target:
+        """Return a target drawn by OGBench's law for data sets; stacking: chance of a cube on another."""
+        inner = self._inner
+        inner._np_random = generator
+        inner.set_new_target(return_info=False, p_stack=stacking)
+        found = Target(str(inner._target_task))
+        if found.task == "cube":
+            index = int(inner._target_block)
+            mocap = inner._cube_target_mocap_ids[index]
+            x, y, z = inner.data.mocap_pos[mocap].tolist()
+            w, *_, turn = inner.data.mocap_quat[mocap].tolist()
+            return replace(found, index=index, place=(x, y, z), yaw=2 * float(np.arctan2(turn, w)))
+        if found.task == "button":
+            index = int(inner._target_button)
+            return replace(found, index=index, value=float(inner._target_button_states[index]))
+        return replace(found, value=float(getattr(inner, f"_target_{found.task}_pos")))
+
+    def aim(self, target: Target) -> None:
+        """Write a target where OGBench's environment keeps it."""
+        inner, index = self._inner, target.index
+        inner._target_task = target.task
+        if target.task == "cube":
+            inner._target_block, mocap = index, inner._cube_target_mocap_ids[index]
+            inner.data.mocap_pos[mocap] = target.place
+            inner.data.mocap_quat[mocap] = [np.cos(target.yaw / 2), 0.0, 0.0, np.sin(target.yaw / 2)]
+        elif target.task == "button":
+            inner._target_button, inner._target_button_states[index] = index, int(target.value)
+        else:
+            setattr(inner, f"_target_{target.task}_pos", target.value)
+            axis = 1 if target.task == "drawer" else 0
+            inner.model.site(f"{target.task}_handle_center_target").pos[axis] = target.value
+        mujoco.mj_kinematics(inner.model, inner.data)
+
+    def oracle(self, target: Target, style: str) -> Any:
+        """Make OGBench's oracle of a target: a plan for "play", else a closed loop.
+
+        On the way to a goal, a cube is put into the drawer by a plan without noise: the closed loop lets go of it only
+        within 2 cm of its place, which the drawer's walls may keep it from.
+        """
+        task = target.task
+        stored = not style and self._scene == "scene" and task == "cube" and target.place[2] > CUBE
+        kind = "plan" if style == "play" or stored else "markov"
+        path = f"ogbench.manipspace.oracles.{kind}.{task}_{kind}:{task.title()}{kind.title()}Oracle"
+        noise = PLAN_NOISE if style else 0.0
+        options: dict[str, Any] = {"noise": noise, "noise_smoothing": SMOOTHING} if kind == "plan" else {}
+        if task == "button" and self._scene == "puzzle":
+            options["gripper_always_closed"] = True
+        return load_dotted(path, "Oracle")(env=self._inner, **options)
+
+
+def _names(spec: WorldSpec, key: str) -> tuple[str, ...]:
+    return spec.observation[key].names or ()
+
+
+def things_of(entries: Mapping[str, np.ndarray]) -> Things:
+    """Read where things are from entries [n] by name, of an observation or of either form of goal."""
+    cubes = sum(name.startswith("block_") and name.endswith("_pos") for name in entries)
+    blocks = [CENTRE + entries[f"block_{index}_pos"] / LENGTH for index in range(cubes)]
+    yaws = [
+        float(np.arctan2(entries[f"block_{index}_yaw_sin"][0], entries[f"block_{index}_yaw_cos"][0]))
+        if f"block_{index}_yaw_sin" in entries
+        else 0.0
+        for index in range(cubes)
+    ]
+    states = [int(np.argmax(value)) for name, value in entries.items() if name.endswith("_state")]
+    buttons = entries.get("button_states", np.array(states))
+    slides = [float(entries[name][0]) / scale if name in entries else 0.0 for name, scale in SLIDES]
+    return Things(np.reshape(blocks, (cubes, 3)), np.array(yaws), np.asarray(buttons).astype(int), *slides)
+
+
+SLIDES = (("drawer_pos", DRAWER), ("window_pos", WINDOW))
+
+
+@contextlib.contextmanager
+def drawing(generator: np.random.Generator) -> Iterator[None]:
+    """Let oracles draw from a generator of ours: they use numpy's global one, which is as before afterwards."""
+    before = np.random.get_state()  # noqa: NPY002
+    np.random.seed(int(generator.integers(2**32)))  # noqa: NPY002
+    try:
+        yield
+    finally:
+        np.random.set_state(before)  # noqa: NPY002

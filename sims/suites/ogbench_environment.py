@@ -1,0 +1,261 @@
+"""One OGBench manipulation task as a gymnasium environment whose episodes depend on their seed alone.
+
+OGBench draws the task from numpy's global generator and the goal's settling actions from a generator of nobody's; here
+the seed draws both. Runs inside worker processes: no torch.
+"""
+# pyright: reportAttributeAccessIssue=false
+# (MuJoCo's compiled classes have no type stubs.)
+
+import copy
+import functools
+import warnings
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium
+import mujoco
+import numpy as np
+from gymnasium import spaces
+
+from robopolicy.core.errors import ConfigError, RobopolicyError, did_you_mean, require_extra
+from robopolicy.core.registry import load_dotted
+
+STYLES = ("play", "noisy")
+"""Words of OGBench's data sets in a world's name: "cube-single-play-v0" starts anywhere, as that data set was begun."""
+CAMERA = "front"
+"""The default view."""
+ROBOT = (
+    ("joint_pos", 6),
+    ("joint_vel", 6),
+    ("effector_pos", 3),
+    ("effector_yaw_cos", 1),
+    ("effector_yaw_sin", 1),
+    ("gripper_opening", 1),
+    ("gripper_contact", 1),
+)
+"""The robot's entries of OGBench's flat observation, with how many numbers each has."""
+GOAL = "goal_"
+FIXED = ("mode", "ob_type", "terminate_at_goal", "reward_task_id", "render_mode", "width", "height", "env_type")
+CHANGED = ("dof_damping", "site_pos", "geom_rgba", "mat_rgba")
+"""Arrays of the model that an episode writes into (locks, targets, colours) and a reset leaves as they are."""
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return OGBench's id and the style of a world's name: "scene-play-v0" -> ("scene-v0", "play"), else style ""."""
+    parts = name.split("-")
+    found = [part for part in parts if part in STYLES]
+    return "-".join(part for part in parts if part not in STYLES), found[0] if found else ""
+
+
+def ogbench_ids() -> list[str]:
+    """Return the ids of OGBench's manipulation tasks with states. Raises ConfigError where the extra is missing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        require_extra("ogbench.manipspace", "ogbench")
+    return [
+        name
+        for name, spec in gymnasium.registry.items()
+        if str(spec.entry_point).startswith("ogbench.manipspace.") and not name.startswith("visual-")
+    ]
+
+
+def require_id(env_id: str) -> None:
+    """Raise ConfigError, with the nearest name, unless OGBench has the task, and where the extra is missing."""
+    ids = ogbench_ids()
+    if env_id not in ids:
+        if env_id.startswith("visual-"):
+            raise ConfigError(
+                f"'{env_id}': name the task without 'visual-'; images are world.cameras=[front_pixels], with "
+                "world.image_size=64."
+            )
+        raise ConfigError(f"OGBench has no manipulation task '{env_id}'.{did_you_mean(env_id, ids)}")
+
+
+def open_inner(env_id: str, env_options: Mapping[str, Any]) -> Any:
+    """Make OGBench's own environment, reset once; env_options: its keyword arguments.
+
+    Raises ConfigError on an unknown task or option, and where the extra is missing.
+    """
+    require_id(env_id)
+    for name in env_options:
+        if name in FIXED:
+            raise ConfigError(
+                f"'{name}' of OGBench is fixed here: the task is in the world's name, the world ends episodes, and "
+                "images are world.cameras."
+            )
+    try:
+        return duplicate(compiled(env_id, tuple(sorted(env_options.items()))))
+    except RobopolicyError:
+        raise
+    except Exception as error:  # foreign code
+        text = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"OGBench's '{env_id}' could not be made with options {dict(env_options)}: {type(error).__name__}: {text}"
+        ) from error
+
+
+@functools.lru_cache(maxsize=4)
+def compiled(env_id: str, env_options: tuple[tuple[str, Any], ...]) -> Any:
+    """Make an environment and compile its scene, which takes a second or more: once for all rows of a process."""
+    spec = gymnasium.registry[env_id]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kind = repeatable(load_dotted(str(spec.entry_point), "Environment"))
+        inner: Any = kind(**{**spec.kwargs, "terminate_at_goal": False, **dict(env_options)})
+        inner.reset(seed=0, options={"task_id": 1})
+    return inner
+
+
+def duplicate(inner: Any) -> Any:
+    """Return an environment with a model, data and arrays of its own; what is only read, its sources say, is shared."""
+    own = copy.copy(inner)
+    for name, value in vars(inner).items():
+        if isinstance(value, np.ndarray | spaces.Space | dict):
+            setattr(own, name, copy.deepcopy(value))
+    own._model = copy.deepcopy(inner._model)
+    own._data = mujoco.MjData(own._model)
+    own.reset(seed=0, options={"task_id": 1})
+    return own
+
+
+def repeatable(kind: type[gymnasium.Env]) -> type[gymnasium.Env]:
+    """Return `kind` with one action space, which can be seeded; OGBench makes a new one whenever it is asked."""
+
+    class Repeatable(kind):
+        action_space = spaces.Box(-1.0, 1.0, (5,), np.float32)
+
+        def __init__(self, *args: Any, **options: Any):
+            self.action_space = copy.deepcopy(type(self).action_space)
+            super().__init__(*args, **options)
+
+    return Repeatable
+
+
+def open_ogbench(name: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
+    """Make one environment of the world called `name`, without its prefix; env_options: of OGBench's own.
+
+    Raises ConfigError on an unknown task or option, and where the extra is missing.
+    """
+    env_id, style = split_name(name)
+    return OGBenchEnvironment(open_inner(env_id, env_options), scattered=bool(style))
+
+
+class OGBenchEnvironment(gymnasium.Wrapper):
+    """Seeds, named observations with their goal, and `info["success"]`; the world ends episodes.
+
+    scattered: episodes start anywhere, by the law of OGBench's data sets, instead of near the task's start. The reward
+    is OGBench's: 1 while the goal is reached, or minus the number of unmet parts for the single tasks, whose goal is
+    not shown. Raises ConfigError where OGBench's observation is not as it is known here.
+    """
+
+    def __init__(self, inner: Any, scattered: bool = False):
+        super().__init__(inner)
+        self._scattered = scattered
+        self.metadata = {"render_modes": [], "render_fps": 1.0 / inner.control_timestep()}
+        self._fresh = {name: getattr(inner.model, name).copy() for name in CHANGED}
+        self._entries = observed_entries(inner)
+        self._goal_entries = goal_entries(inner)
+        self.state_keys = tuple(name for name, _ in ROBOT)
+        # Pairs, because gymnasium sorts the keys of a dictionary.
+        self.observation_space = spaces.Dict(
+            [(name, spaces.Box(-np.inf, np.inf, (size,))) for name, size in (*self._entries, *self._goal_entries)]
+        )
+        view = mujoco.mj_name2id(inner.model, mujoco.mjtObj.mjOBJ_CAMERA, CAMERA)
+        fixed = {"type": int(mujoco.mjtCamera.mjCAMERA_FIXED), "fixedcamid": view}
+        inner.mujoco_renderer = SimpleNamespace(default_cam_config=fixed)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
+        """Start the episode of `seed`; options: task_id, from 1 on, else the seed draws it (single tasks have one).
+
+        Returns entries [n] by name, info. Raises ConfigError on other options.
+        """
+        inner: Any = self.env
+        for name, array in self._fresh.items():
+            getattr(inner.model, name)[...] = array
+        inner.action_space.seed(seed)
+        draws = np.random.default_rng(seed)
+        chosen = {"task_id": int(draws.integers(1, inner.num_tasks + 1)), **(options or {})}
+        if set(chosen) != {"task_id"} or not 1 <= chosen["task_id"] <= inner.num_tasks:
+            raise ConfigError(f"Options of an OGBench reset are task_id, 1 to {inner.num_tasks}; got {options}.")
+        flat, _ = inner.reset(seed=seed, options=chosen)
+        return self._shown(self._scatter() if self._scattered else flat), {"success": False}
+
+    def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
+        """Act.
+
+        action: [5], the gripper's motion in x, y, z (1 is 5 cm), its turn (1 is 0.3 rad) and closing -> entries [n] by
+        name, reward, False, False, info.
+        """
+        flat, reward, _, _, info = self.env.step(action)
+        return self._shown(flat), float(reward), False, False, {"success": bool(info["success"])}
+
+    def _scatter(self) -> np.ndarray:
+        """Lay arm and objects anywhere, as OGBench does to collect data, but keep the goal; returns its observation."""
+        inner: Any = self.env
+        targets = {name: copy.deepcopy(value) for name, value in vars(inner).items() if name.startswith("_target_")}
+        arrays = inner.data.mocap_pos, inner.data.mocap_quat, inner.model.site_pos
+        kept = [array.copy() for array in arrays]
+        inner._mode = "data_collection"
+        try:
+            inner.initialize_episode()
+        finally:
+            inner._mode = "task"
+        vars(inner).update(targets)
+        for array, value in zip(arrays, kept, strict=True):
+            array[...] = value
+        # How OGBench's own start of an episode ends.
+        inner.pre_step()
+        mujoco.mj_forward(inner.model, inner.data)
+        inner.post_step()
+        inner._success = False
+        return inner.compute_observation()
+
+    def _shown(self, flat: np.ndarray) -> dict[str, np.ndarray]:
+        inner: Any = self.env
+        return {**named(self._entries, flat), **named(self._goal_entries, inner._cur_goal_ob)}
+
+
+Entries = list[tuple[str, int]]
+"""Names of entries in OGBench's order, and how many numbers each has."""
+
+
+def named(entries: Entries, flat: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the entries of a flat observation [..., D] by name, [..., n]; no entries take nothing."""
+    ends = np.cumsum([size for _, size in entries]).tolist()
+    return {name: flat[..., end - size : end] for (name, size), end in zip(entries, ends, strict=True)}
+
+
+def observed_entries(inner: Any) -> Entries:
+    """Return the entries of OGBench's flat observation. Raises ConfigError where it has another size."""
+    found = list(ROBOT)
+    for index in range(getattr(inner, "_num_cubes", 0)):
+        block = f"block_{index}_"
+        found += [(block + "pos", 3), (block + "quat", 4), (block + "yaw_cos", 1), (block + "yaw_sin", 1)]
+    for index in range(getattr(inner, "_num_buttons", 0)):
+        found += [(f"button_{index}_state", 2), (f"button_{index}_pos", 1), (f"button_{index}_vel", 1)]
+    if has_drawer(inner):
+        found += [(name, 1) for name in ("drawer_pos", "drawer_vel", "window_pos", "window_vel")]
+    shape = inner.compute_observation().shape
+    if shape != (sum(size for _, size in found),):
+        raise ConfigError(f"OGBench's observation has shape {shape}, which is not known here: install ogbench 1.2.")
+    return found
+
+
+def goal_entries(inner: Any) -> Entries:
+    """Return the entries of OGBench's goal: a whole observation, or its short form (use_oracle_rep=true); none where
+    the reward has a task of its own.
+    """
+    if inner._reward_task_id is not None:
+        return []
+    if not inner._use_oracle_rep:
+        return [(GOAL + name, size) for name, size in observed_entries(inner)]
+    found = [(f"{GOAL}block_{index}_pos", 3) for index in range(getattr(inner, "_num_cubes", 0))]
+    if buttons := getattr(inner, "_num_buttons", 0):
+        found.append((GOAL + "button_states", buttons))
+    return found + ([(GOAL + "drawer_pos", 1), (GOAL + "window_pos", 1)] if has_drawer(inner) else [])
+
+
+def has_drawer(inner: Any) -> bool:
+    """Whether the environment has a drawer and a window: OGBench's Scene."""
+    return hasattr(inner, "_drawer_site_id")
