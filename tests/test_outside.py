@@ -241,6 +241,22 @@ def test_a_mechanism(tmp_path, advantage):
     assert robopolicy("finetune", "world=reach_planar", *groups, f"finetune.advantage={advantage}", root=tmp_path) == 0
 
 
+@pytest.mark.parametrize(
+    ("agent", "improver"),
+    [("outcomes", "nearer"), (f"{PACKAGE}.offline:OutcomesConfig", f"{PACKAGE}.offline:NearerConfig")],
+)
+def test_an_agent_and_an_improver_of_recorded_data(tmp_path, agent, improver):
+    begin = ["world=reach_planar", *SMALL_DIFFUSION]
+    robopolicy("collect", *begin, "collect.episodes=12", root=tmp_path)
+    robopolicy("train", *begin, root=tmp_path)
+    settings = [f"offline.agent={agent}", "offline.agent.width=16", "offline.agent.members=3"]
+    settings += [f"offline.improve={improver}", "offline.improve.steps=4", "offline.critic.steps=10"]
+    settings += ["offline.rounds=1", "offline.evaluate_episodes=4", "gate.steps=10", "gate.width=16", "gate.starts=4"]
+    assert robopolicy("offline", *begin, *settings, root=tmp_path) == 0
+    found = result(tmp_path, "offline", "reach_planar")
+    assert len(found["rounds"]) == 1 and "loss" in found["rounds"][0]
+
+
 def test_what_is_installed_is_listed(capfd):
     assert main(["algorithms"]) == 0
     assert "outside_ranks" in capfd.readouterr().out

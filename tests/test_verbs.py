@@ -188,6 +188,61 @@ def test_a_policy_that_looks_ahead_is_judged_beside_itself_and_can_be_recorded(r
     assert "collect.policy" in capsys.readouterr().err
 
 
+OFFLINE = [
+    "offline.critic.steps=20",
+    "offline.agent.width=16",
+    "offline.improve.steps=4",
+    "offline.improve.decisions=40",
+    "offline.improve.candidates=2",
+    "offline.evaluate_episodes=8",
+    "offline.rounds=2",
+    "gate.steps=20",
+    "gate.width=16",
+    "gate.starts=8",
+]
+
+
+def test_a_policy_is_improved_from_recorded_data_and_put_before_a_gate(root, capsys):
+    make(root, "collect", "train", "worldmodel")
+    capsys.readouterr()
+    data, base = (
+        root / "collect" / "reach_planar" / "0" / "dataset",
+        root / "train" / "reach_planar" / "0" / "checkpoint",
+    )
+    assert (
+        run(root, "offline", str(data), *OFFLINE, "offline.agent=td3_bc", "run.name=off", f"offline.policy={base}") == 0
+    )
+    folder = root / "offline" / "off" / "0"
+    found = json.loads((folder / "result.json").read_text())
+    assert found["env_steps"] == 0 and len(found["rounds"]) == 2 and found["selected_by"] == ["fitted Q evaluation"]
+    assert found["held_out"] == 7 and found["episodes"] == 17  # 30 % of 24 are the judges'
+    said = capsys.readouterr().out
+    assert said.count(" round ") == 2 and "of 2 candidates accepted" in said and "reach_planar" in said
+    page = (folder / "report.html").read_text()
+    assert "Gate" in page and "judged by fitted Q evaluation" in page
+    assert (
+        run(root, "offline", str(data), *OFFLINE, "offline.agent=td3_bc", "run.name=off", f"offline.policy={base}") == 0
+    )
+    assert "is done" in capsys.readouterr().out
+    model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
+    judges = ["gate.judges=[model,critic,fqe]", f"gate.models=[{model}]", f"gate.data=[{data}]"]
+    assert run(root, "gate", str(folder / "checkpoint"), str(base), *OFFLINE[-3:], *judges) in (0, 1)
+    said = capsys.readouterr().out
+    assert said.count("judged by") == 3 and "success in the imagined reach_planar" in said
+    gate = json.loads((root / "gate" / "reach_planar" / "0" / "result.json").read_text())["gate"]
+    assert len(gate["judgements"]) == 3 and gate["accepted"] == all(each["better"] for each in gate["judgements"])
+
+
+def test_imagined_decisions_join_the_recorded_ones(root):
+    make(root, "collect", "train", "worldmodel")
+    model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
+    settings = ["offline.data=[recorded,imagined]", f"offline.model={model}", "offline.imagined=8", "run.name=imagined"]
+    assert run(root, "offline", *OFFLINE, f"offline.dataset={root}/collect/reach_planar/0/dataset", *settings,
+               f"offline.policy={root}/train/reach_planar/0/checkpoint") == 0  # fmt: skip
+    metrics = RunFolder(root / "offline" / "imagined" / "0").metrics()
+    assert any("critic_step" in record for record in metrics) and any("round" in record for record in metrics)
+
+
 def test_doctor_finds_nothing_wrong_with_its_own_recording(root):
     figures = root / "doctor.json"
     run(root, "collect")
@@ -228,6 +283,12 @@ def test_another_configuration_in_the_same_folder_is_refused(root, capsys):
         (["bench", "simz"], "Did you mean 'sims'"),
         (["report", "/nowhere"], "/nowhere"),
         (["collect", "run.device=cudda"], "run.device"),
+        (["gate", "/nowhere"], "gate CANDIDATE INCUMBENT"),
+        (["gate", "a", "b", "c"], "takes no more bare words ('c')"),
+        (["gate", "a", "b", "gate.judges=[model]"], "Set gate.models"),
+        (["offline", "offline.agent=icl"], "Did you mean 'iql'"),
+        (["offline", "offline.improve.expectile=1"], "offline.improve.kind=best_of has no 'expectile'"),
+        (["offline", "offline.data=[imagined]"], "Set offline.model"),
     ],
 )
 def test_mistakes_end_with_a_sentence_and_status_2(arguments, text, capsys, tmp_path):

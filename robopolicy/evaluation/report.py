@@ -108,7 +108,28 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> No
         _add_validation(report, result["validation"])
     if "models" in result:
         _add_rankings(report, result["models"])
+    _add_gate(report, result)
     report.sections += film(folder.path)
+
+
+def _add_gate(report: Report, result: Mapping[str, Any]) -> None:
+    """Add what a gate said: of every round of an offline run, or of one candidate."""
+    verdicts = [(f"round {record['round']}", record.get("verdict")) for record in result.get("rounds", ())]
+    if "gate" in result:
+        verdicts = [("the candidate", result["gate"])]
+    rows = [
+        [what, "accepted" if verdict["accepted"] else "rejected", "; ".join(verdict["reasons"])]
+        for what, verdict in verdicts
+        if verdict is not None
+    ]
+    if rows:
+        caption = (
+            "The candidate's value minus the incumbent's on the same starts, with its bootstrap interval. Neither was "
+            "played in the real world; a candidate is accepted where the lower bound exceeds the margin."
+        )
+        report.sections.append(Section("Gate", caption, header=("candidate", "verdict", "why"), rows=rows))
+    if "accepted" in result and "rounds" in result:
+        report.cards.append(Card("accepted", f"{result['accepted']} of {len(result['rounds'])}", "candidates"))
 
 
 def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> None:
