@@ -185,6 +185,7 @@ def test_single_tasks_pay_minus_what_is_unmet_and_begin_anywhere_in_play(install
     spread = [np.ptp(each.reset(seeds=np.arange(6))[ENVIRONMENT_STATE][:, -1, :2], axis=0) for each in near]
     assert (spread[0] < 0.25).all() and (spread[1] > 0.5).all()  # tenths of a metre
     play = near[1].spec
+    assert play.observation == near[0].spec.observation and play.action == near[0].spec.action
     assert not play.terminate_on_success and make_world("ogbench/scene-play-v0", 1).spec.horizon == 1000
 
 
