@@ -62,6 +62,15 @@ def begun(agent, data):
     return agent
 
 
+@torch.no_grad()
+def loud(agent, data):
+    """Return the agent, begun, with outputs of size 1 where it begins with small ones: formulas show in them."""
+    if isinstance(agent, ReBrac | Prdc):
+        for part in (agent.actor, agent.slow_actor, agent.critics, agent.slow_critics):
+            part.members.weights[-1].mul_(200)
+    return begun(agent, data)
+
+
 def smoothed(agent, data, seed):
     """The action of TD3's target, [B, A]."""
     noise = 0.2 * torch.randn(data.action.shape, generator=generator(seed))
@@ -83,7 +92,7 @@ def test_targets_of_td3_decay_by_what_a_chunk_lasts():
 @torch.no_grad()
 def test_rebrac_pays_in_targets_for_leaving_what_was_done_next_where_that_is_known():
     data = decisions()
-    agent = begun(ReBrac(ReBracConfig(**SMALL, beta_critic=0.3), 3, 4, 0), data)
+    agent = loud(ReBrac(ReBracConfig(**SMALL, beta_critic=0.3), 3, 4, 0), data)
     action = smoothed(agent, data, 1)
     value = agent.slow_critics(data.next_state, action)
     expected, seen = [], set()
@@ -96,15 +105,14 @@ def test_rebrac_pays_in_targets_for_leaving_what_was_done_next_where_that_is_kno
         expected.append(float(data.reward[row]) + (0.0 if over else float(data.decay[row]) * following))
     assert seen == {(True, False), (False, True), (False, False)}
     assert agent.target(data, generator(1)).tolist() == pytest.approx(expected, abs=1e-5)
-    free = ReBrac(replace(agent.config, beta_critic=0.0), 3, 4, 0)
-    free.begin(data)
+    free = loud(ReBrac(replace(agent.config, beta_critic=0.0), 3, 4, 0), data)
     differs = free.target(data, generator(1)) != agent.target(data, generator(1))
     assert torch.equal(differs, data.next_known & ~data.terminated)
 
 
 def test_rebrac_pays_in_the_actor_for_leaving_what_was_done():
     data = decisions()
-    agent = begun(ReBrac(ReBracConfig(**SMALL, beta_actor=0.7), 3, 4, 0), data)
+    agent = loud(ReBrac(ReBracConfig(**SMALL, beta_actor=0.7), 3, 4, 0), data)
     action = agent.actor(data.state).detach().requires_grad_()
     loss = agent.actor_loss(data, action)
     value = agent.critics(data.state, action).min(0).values
@@ -286,7 +294,7 @@ def test_prdc_finds_what_looking_at_every_row_finds(beta):
 @pytest.mark.checks("PRDC")
 def test_prdcs_actor_climbs_and_stays_near_its_neighbour():
     data = decisions()
-    agent = begun(Prdc(PrdcConfig(**SMALL, alpha=1.5), 3, 4, 0), data)
+    agent = loud(Prdc(PrdcConfig(**SMALL, alpha=1.5), 3, 4, 0), data)
     action = agent.actor(data.state).detach().requires_grad_()
     loss = agent.actor_loss(data, action)
     near, value = agent.nearest(data.state, action), agent.critics(data.state, action)[0]
@@ -367,7 +375,7 @@ def test_a_restored_agent_goes_on_alike(name):
 @pytest.mark.parametrize("name", AGENTS.ours)
 def test_values_can_be_climbed_and_actions_stay_in_their_box(name):
     data = decisions(6)
-    agent = begun(made(name), data).double()
+    agent = loud(made(name), data).double()
     state, action = data.state.double(), data.action.double().requires_grad_()
     found = agent.action_values(state, action)
     assert found.shape == (agent.critics.count, 6)
@@ -386,7 +394,7 @@ def test_what_a_chunk_lasts_discounts_what_follows_it(name):
 
     def loss(**changes):
         changed = replace(data, **changes)
-        return float(begun(made(name), data).update(changed, generator(1))["critic_loss"])
+        return float(loud(made(name), data).update(changed, generator(1))["critic_loss"])
 
     per_step = loss(decay=None)
     assert loss(decay=torch.full_like(data.reward, DISCOUNT)) == pytest.approx(per_step, rel=1e-6)
@@ -407,6 +415,18 @@ def test_the_actor_of_td3_moves_at_every_other_step(name):
         changes = {not torch.equal(old, new) for old, new in zip(before, after, strict=True) if old.abs().sum()}
         moved.append(changes)
     assert moved == [{False}, {True}, {False}, {True}]
+
+
+@pytest.mark.parametrize("name", ["rebrac", "prdc"])
+def test_actors_and_critics_begin_small_and_slow_copies_are_copies(name):
+    data = decisions()
+    agent = begun(made(name), data)
+    assert float(agent.act(data.state).abs().max()) < 0.02
+    assert 0 < float(agent.action_values(data.state, data.action).detach().abs().max()) < 0.06
+    for part, slow in ((agent.actor, agent.slow_actor), (agent.critics, agent.slow_critics)):
+        assert all(torch.equal(one, two) for one, two in zip(part.parameters(), slow.parameters(), strict=True))
+        assert not any(parameter.requires_grad for parameter in slow.parameters())
+    assert not torch.equal(agent.actor.members.weights[-1], made(name, seed=1).actor.members.weights[-1])
 
 
 def lessons(count=1500, seed=0):

@@ -1,7 +1,8 @@
 """PRDC: TD3 whose actor is held to the nearest recorded action, of this state or of one like it.
 
 Source: Ran et al. 2023, arXiv:2306.06569. Where data has the better action in a neighbouring state only, TD3+BC is held
-to the worse one; here the neighbour of (beta s, pi(s)) among the recorded (beta s, a) is what pulls.
+to the worse one; here the neighbour of (beta s, pi(s)) among the recorded (beta s, a) is what pulls. Deviation: output
+layers begin small, as ReBRAC's do, so that the first neighbours are not those of the corners of the box.
 """
 
 from typing import Any, Protocol, cast
@@ -37,6 +38,7 @@ class Prdc(Td3):
 
     def __init__(self, config: PrdcConfig, state: int, action: int, seed: int):
         super().__init__(config, state, action, seed)
+        self.start_small(seed)
         self.index: Index | None = None
         self.recorded: Tensor | None = None
 

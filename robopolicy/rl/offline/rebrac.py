@@ -22,6 +22,10 @@ class ReBrac(Td3):
 
     config: ReBracConfig
 
+    def __init__(self, config: ReBracConfig, state: int, action: int, seed: int):
+        super().__init__(config, state, action, seed)
+        self.start_small(seed)
+
     def begin(self, data: Transitions) -> None:
         """See `OfflineAgent`; raises DataError where no transition knows what was done next, [N, A]."""
         super().begin(data)

@@ -47,6 +47,18 @@ class Td3(OfflineAgent):
             "critics": torch.optim.Adam(self.critics.parameters(), config.rate),
         }
 
+    @torch.no_grad()
+    def start_small(self, seed: int) -> None:
+        """Draw output layers from U(-1e-3, 1e-3), the actor's, and U(-3e-3, 3e-3), the critics'; slow copies alike.
+
+        It begins in the middle of the box, with values that no target has to undo (ReBRAC, arXiv:2305.09836).
+        """
+        draws = torch.Generator().manual_seed(seed)
+        starts = ((self.actor, self.slow_actor, 1e-3), (self.critics, self.slow_critics, 3e-3))
+        for part, slow, bound in starts:
+            part.members.weights[-1].uniform_(-bound, bound, generator=draws)
+            slow.load_state_dict(part.state_dict())
+
     @abstractmethod
     def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
         """Return the loss [] of what the actor would do, [B, A], in the batch's states."""
