@@ -55,6 +55,11 @@ JOBS = {
         "run.name=graded",
     ),
     "train": ("train", *SHARED, f"train.data={DATA}", "json=figures/train.json"),
+    "offline": (
+        *("offline", *SHARED, f"offline.dataset={DATA}", f"offline.policy={POLICY}", "offline.rounds=2"),
+        *("offline.critic.steps=6", "offline.agent.width=8", "offline.improve.steps=2", "offline.improve.candidates=2"),
+        *("offline.evaluate_episodes=4", "gate.judges=[fqe]", "gate.steps=4", "gate.starts=2", "gate.holdout=0.5"),
+    ),
     "finetune": ("finetune", *SHARED, TUNED),
     "worldmodel": ("worldmodel", *SHARED, f"worldmodel.data=[{DATA}]"),
     "imagine": (

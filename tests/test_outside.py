@@ -251,7 +251,13 @@ def test_an_agent_and_an_improver_of_recorded_data(tmp_path, agent, improver):
     robopolicy("train", *begin, root=tmp_path)
     settings = [f"offline.agent={agent}", "offline.agent.width=16", "offline.agent.members=3"]
     settings += [f"offline.improve={improver}", "offline.improve.steps=4", "offline.critic.steps=10"]
-    settings += ["offline.rounds=1", "offline.evaluate_episodes=4", "gate.steps=10", "gate.width=16", "gate.starts=4"]
+    settings += [
+        "offline.rounds=1",
+        "offline.evaluate_episodes=4",
+        "gate.judges=[fqe]",
+        "gate.steps=10",
+        "gate.starts=4",
+    ]
     assert robopolicy("offline", *begin, *settings, root=tmp_path) == 0
     found = result(tmp_path, "offline", "reach_planar")
     assert len(found["rounds"]) == 1 and "loss" in found["rounds"][0]

@@ -210,7 +210,17 @@ def test_a_policy_is_improved_from_recorded_data_and_put_before_a_gate(root, cap
         root / "train" / "reach_planar" / "0" / "checkpoint",
     )
     assert (
-        run(root, "offline", str(data), *OFFLINE, "offline.agent=td3_bc", "run.name=off", f"offline.policy={base}") == 0
+        run(
+            root,
+            "offline",
+            str(data),
+            *OFFLINE,
+            "offline.agent=td3_bc",
+            "run.name=off",
+            f"offline.policy={base}",
+            "gate.judges=[fqe]",
+        )
+        == 0
     )
     folder = root / "offline" / "off" / "0"
     found = json.loads((folder / "result.json").read_text())
@@ -221,7 +231,17 @@ def test_a_policy_is_improved_from_recorded_data_and_put_before_a_gate(root, cap
     page = (folder / "report.html").read_text()
     assert "Gate" in page and "judged by fitted Q evaluation" in page
     assert (
-        run(root, "offline", str(data), *OFFLINE, "offline.agent=td3_bc", "run.name=off", f"offline.policy={base}") == 0
+        run(
+            root,
+            "offline",
+            str(data),
+            *OFFLINE,
+            "offline.agent=td3_bc",
+            "run.name=off",
+            f"offline.policy={base}",
+            "gate.judges=[fqe]",
+        )
+        == 0
     )
     assert "is done" in capsys.readouterr().out
     model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
@@ -233,12 +253,21 @@ def test_a_policy_is_improved_from_recorded_data_and_put_before_a_gate(root, cap
     assert len(gate["judgements"]) == 3 and gate["accepted"] == all(each["better"] for each in gate["judgements"])
 
 
-def test_imagined_decisions_join_the_recorded_ones(root):
+def test_imagined_decisions_join_the_recorded_ones_and_their_model_does_not_judge_alone(root, capsys):
     make(root, "collect", "train", "worldmodel")
     model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
-    settings = ["offline.data=[recorded,imagined]", f"offline.model={model}", "offline.imagined=8", "run.name=imagined"]
-    assert run(root, "offline", *OFFLINE, f"offline.dataset={root}/collect/reach_planar/0/dataset", *settings,
-               f"offline.policy={root}/train/reach_planar/0/checkpoint") == 0  # fmt: skip
+    settings = [
+        f"offline.dataset={root}/collect/reach_planar/0/dataset",
+        f"offline.policy={root}/train/reach_planar/0/checkpoint",
+        "offline.data=[recorded,imagined]",
+        "offline.imagined=8",
+        f"offline.model={model}",
+        f"gate.models=[{model}]",
+        "run.name=imagined",
+    ]
+    assert run(root, "offline", *OFFLINE, *settings) == 2
+    assert "whoever trained a policy does not judge it alone" in " ".join(capsys.readouterr().err.split())
+    assert run(root, "offline", *OFFLINE, *settings, "gate.judges=[model,fqe]", "run.overwrite=true") == 0
     metrics = RunFolder(root / "offline" / "imagined" / "0").metrics()
     assert any("critic_step" in record for record in metrics) and any("round" in record for record in metrics)
 
@@ -285,7 +314,6 @@ def test_another_configuration_in_the_same_folder_is_refused(root, capsys):
         (["collect", "run.device=cudda"], "run.device"),
         (["gate", "/nowhere"], "gate CANDIDATE INCUMBENT"),
         (["gate", "a", "b", "c"], "takes no more bare words ('c')"),
-        (["gate", "a", "b", "gate.judges=[model]"], "Set gate.models"),
         (["offline", "offline.agent=icl"], "Did you mean 'iql'"),
         (["offline", "offline.improve.expectile=1"], "offline.improve.kind=best_of has no 'expectile'"),
         (["offline", "offline.data=[imagined]"], "Set offline.model"),

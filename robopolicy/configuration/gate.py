@@ -19,12 +19,12 @@ class GateSection:
     """Datasets that judges look at (default: what collect wrote under the same name and seed); give what training has
     not seen.
     """
-    judges: tuple[Literal["fqe", "model", "critic"], ...] = ("fqe",)
-    """fqe: a critic fitted to each policy on recorded data; model: episodes in gate.models; critic: mean values of a
-    critic of the recorded data (AM-Q), which judges with others only where it has trained the policy.
+    judges: tuple[Literal["model", "fqe", "critic"], ...] = ("model",)
+    """model: episodes in gate.models; fqe: a critic fitted to each policy on recorded data; critic: mean values of a
+    critic of the recorded actions (AM-Q). The latter two are fooled where a policy does what the data has not.
     """
     models: tuple[Path, ...] = ()
-    """Checkpoints of world models, one judge each."""
+    """Checkpoints of world models, one judge each (default: what worldmodel wrote under the same name and seed)."""
     by: Literal["success", "return"] = "success"
     """What models judge by."""
     starts: int = 256
@@ -47,7 +47,5 @@ class GateSection:
     def __post_init__(self) -> None:
         if not self.judges:
             raise ConfigError("gate.judges=[] judges nothing: name fqe, model or critic.")
-        if "model" in self.judges and not self.models:
-            raise ConfigError("gate.judges names model: which world models? Set gate.models=[CHECKPOINT].")
         if self.starts < 2 or not 0 < self.holdout < 1 or self.steps < 1:
             raise ConfigError("gate: starts is at least 2, steps at least 1, holdout in (0, 1).")

@@ -75,12 +75,23 @@ def episode_starts(episodes: Episodes, count: int) -> Tensor:
 class FittedJudge:
     """Fits a critic to the policy (FQE) on data that training has not seen, and asks it at the starts.
 
-    Every policy is fitted with the same draws. `clipped` keeps, by call, the share of targets that left what rewards
-    allow: a fit beyond the alarm has diverged, and its values are not to be trusted.
+    deterministic: the policy is judged as it acts without exploration noise, which is how it will be used. Every policy
+    is fitted with the same draws. `clipped` keeps, by call, the share of targets that left what rewards allow: a fit
+    beyond the alarm has diverged, and its values are not to be trusted. Where a policy does what the data has not, a
+    fit without divergence flatters it too: measured on push_cube, it let a policy in that was worse by 12 points.
     """
 
-    def __init__(self, data: Recorded, config: FqeConfig, *, independent: bool = True, seed: int = 0):
+    def __init__(
+        self,
+        data: Recorded,
+        config: FqeConfig,
+        *,
+        deterministic: bool = True,
+        independent: bool = True,
+        seed: int = 0,
+    ):
         self.data, self.config, self.independent, self.seed = data, config, independent, seed
+        self.deterministic = deterministic
         self.name = "fitted Q evaluation"
         self.clipped: list[float] = []
 
@@ -90,7 +101,10 @@ class FittedJudge:
         device = data.episodes.device
         generator = torch.Generator(device).manual_seed(derive(self.seed, "fqe"))
         frames, index = torch.cat([data.decisions.next_frame, data.starts]).unique(return_inverse=True)
-        drawn = data.flat(actions_at(policy, data.episodes, frames, generator, samples=config.samples))
+        chunks = actions_at(
+            policy, data.episodes, frames, generator, samples=config.samples, deterministic=self.deterministic
+        )
+        drawn = data.flat(chunks)
         ahead, now = index[: len(data.decisions)], index[len(data.decisions) :]
         fitted = self._fit(drawn[ahead], generator)
         self.clipped.append(fitted.clipped)
@@ -118,7 +132,8 @@ class CriticJudge:
     """The mean Q of what a policy does, at recorded observations, or along imagined rollouts (AM-Q).
 
     critic: of which the smallest member counts. world, seeds, decisions: an imagined world to roll the policy out in,
-    for so many decisions; None judges at the recorded starts alone. Source: Uni-O4, arXiv:2311.03351 (AM-Q); RL-100.
+    for so many decisions; None judges at the recorded starts alone. deterministic: without exploration noise. Source:
+    Uni-O4, arXiv:2311.03351 (AM-Q); RL-100.
     """
 
     def __init__(
@@ -130,6 +145,7 @@ class CriticJudge:
         seeds: Array | None = None,
         decisions: int = 20,
         samples: int = 4,
+        deterministic: bool = True,
         independent: bool = True,
         seed: int = 0,
     ):
@@ -137,6 +153,7 @@ class CriticJudge:
             raise ConfigError("AM-Q along rollouts needs a world and seeds of its starts.")
         self.critic, self.data, self.world, self.seeds = critic, data, world, seeds
         self.decisions, self.samples, self.independent, self.seed = decisions, samples, independent, seed
+        self.deterministic = deterministic
         where = "recorded observations" if world is None else f"{decisions} decisions in the {world.spec.name}"
         self.name = f"a critic's values at {where}"
 
@@ -147,7 +164,10 @@ class CriticJudge:
             return self._along(policy, self.world, np.asarray(self.seeds))
         data = self.data
         generator = torch.Generator(data.episodes.device).manual_seed(derive(self.seed, "am-q"))
-        drawn = data.flat(actions_at(policy, data.episodes, data.starts, generator, samples=self.samples))
+        chunks = actions_at(
+            policy, data.episodes, data.starts, generator, samples=self.samples, deterministic=self.deterministic
+        )
+        drawn = data.flat(chunks)
         states = frame_states(data.episodes, data.interface)[data.starts]
         found = self.critic.action_values(states.repeat_interleave(self.samples, 0), drawn.flatten(0, 1)).amin(0)
         return found.reshape(len(states), -1).mean(1).double().cpu().numpy()
@@ -158,7 +178,7 @@ class CriticJudge:
         for first in range(0, len(seeds), world.batch_size):
             part = seeds[first : first + world.batch_size]
             generator = torch.Generator(device).manual_seed(derive(self.seed, f"am-q {int(part[0])}"))
-            player = Player(world, PolicyActor(policy, generator))
+            player = Player(world, PolicyActor(policy, generator, deterministic=self.deterministic))
             player.start_wave(part)
             total, count = np.zeros(world.batch_size), np.zeros(world.batch_size)
             for place, played in enumerate(player):

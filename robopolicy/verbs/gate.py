@@ -1,9 +1,10 @@
 """Says whether a candidate may replace the incumbent, without playing either in the real world.
 
-Both are scored from the same starts with the same draws by judges that had no part in their training: a critic fitted
-to each policy on recorded data (fqe), episodes in world models (model), a critic of the recorded actions (critic). The
-candidate is accepted where the lower bound of its improvement, by the bootstrap and by Student's t, exceeds
-gate.margin for every judge. Exit status 0: accepted, 1: rejected. `bakeoff` says which judge your data deserves.
+Both are scored from the same starts with the same draws by judges that had no part in their training: episodes in world
+models (model; worldmodel.data=[DATASET] worldmodel.transitions=1 trains one on a log alone), a critic fitted to each
+policy on recorded data (fqe), a critic of the recorded actions (critic). The candidate is accepted where the lower
+bound of its improvement, by the bootstrap and by Student's t, exceeds gate.margin for every judge. Exit status 0:
+accepted, 1: rejected.
 """
 
 from collections.abc import Sequence
@@ -76,7 +77,8 @@ def build_judges(
     recorded = None if episodes is None else recorded_for_judges(section, incumbent, episodes)
     for name in section.judges:
         if name == "model":
-            judges += [model_judge(config, path, incumbent, device, path not in trained_in) for path in section.models]
+            paths = section.models or (default_path(config, "worldmodel", "checkpoint", None, "gate.models"),)
+            judges += [model_judge(config, path, incumbent, device, path not in trained_in) for path in paths]
             continue
         if recorded is None:
             raise ConfigError(f"gate.judges names {name}, which looks at recorded data: set gate.data=[DATASET].")
