@@ -249,6 +249,12 @@ def test_a_policy_is_improved_from_recorded_data_and_put_before_a_gate(root, cap
     assert run(root, "gate", str(folder / "checkpoint"), str(base), *OFFLINE[-3:], *judges) in (0, 1)
     said = capsys.readouterr().out
     assert said.count("judged by") == 3 and "success in the imagined reach_planar" in said
+    policies = [base, root / "offline" / "off" / "0" / "base", folder / "checkpoint"]
+    asked = f"bakeoff.policies=[{','.join(map(str, policies))}]"
+    assert run(root, "bakeoff", asked, "bakeoff.episodes=8", *OFFLINE[-3:], *judges) == 0
+    assert "Judges, on 3 policies" in capsys.readouterr().out
+    scored = json.loads((root / "bakeoff" / "reach_planar" / "0" / "result.json").read_text())
+    assert len(scored["judges"]) == 3 and {score["pairs"] for score in scored["judges"].values()} == {6}
     gate = json.loads((root / "gate" / "reach_planar" / "0" / "result.json").read_text())["gate"]
     assert len(gate["judgements"]) == 3 and gate["accepted"] == all(each["better"] for each in gate["judgements"])
 
@@ -314,6 +320,7 @@ def test_another_configuration_in_the_same_folder_is_refused(root, capsys):
         (["collect", "run.device=cudda"], "run.device"),
         (["gate", "/nowhere"], "gate CANDIDATE INCUMBENT"),
         (["gate", "a", "b", "c"], "takes no more bare words ('c')"),
+        (["bakeoff", "bakeoff.policies=[a,b]"], "at least three policies"),
         (["offline", "offline.agent=icl"], "Did you mean 'iql'"),
         (["offline", "offline.improve.expectile=1"], "offline.improve.kind=best_of has no 'expectile'"),
         (["offline", "offline.data=[imagined]"], "Set offline.model"),

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from robopolicy.configuration.algorithms import AlgorithmsSection
+from robopolicy.configuration.bakeoff import BakeoffSection
 from robopolicy.configuration.bench import BenchSection
 from robopolicy.configuration.check import CheckSection
 from robopolicy.configuration.collect import CollectSection
@@ -41,6 +42,7 @@ class Config:
     plan: PlanSection = field(default_factory=PlanSection)
     offline: OfflineSection = field(default_factory=OfflineSection)
     gate: GateSection = field(default_factory=GateSection)
+    bakeoff: BakeoffSection = field(default_factory=BakeoffSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     rank: RankSection = field(default_factory=RankSection)
     serve: ServeSection = field(default_factory=ServeSection)

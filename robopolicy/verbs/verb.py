@@ -23,6 +23,7 @@ NAMES = (
     "imagine",
     "offline",
     "gate",
+    "bakeoff",
     "evaluate",
     "rank",
     "serve",

@@ -1,0 +1,116 @@
+"""Says which judge of the gate to trust on data like yours: each scores policies whose true value the world tells.
+
+For every judge that gate.judges names: rank correlation with the truth, regret of taking its favourite, error where
+units agree, and what the gate would do with every pair of policies: how often it lets in one that is no better (false
+accepts) and keeps out one that is (false rejects). gate.judges=[model,fqe,critic] compares all three.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from robopolicy.build import as_seen_in, build_world, choose_device, load_policy
+from robopolicy.configuration import Config
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.data.lerobot_reading import read_dataset
+from robopolicy.evaluation.bakeoff import JudgeScore, best_judge, score_judge
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
+from robopolicy.verbs.evaluate import evaluation_seeds
+from robopolicy.verbs.gate import build_judges, clipped, warn_of_divergence
+from robopolicy.verbs.rank import runs_of
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Score the gate's judges on policies of known value",
+    sections=("run", "world", "gate", "bakeoff"),
+    example="robopolicy bakeoff recipe=push_cube bakeoff.policies=[A,B,C] gate.models=[MODEL] gate.judges=[model,fqe]",
+    world_from={"bakeoff.policies": ""},
+)
+HEADER = ("judge", "Spearman [95 %]", "regret@1", "error", "false accepts", "false rejects", "accepted")
+
+
+def run(config: Config) -> int:
+    """Measure the truth, ask the judges, score them."""
+    section, device = config.bakeoff, choose_device(config.run)
+    if len(section.policies) < 3:
+        raise ConfigError("Judges are scored on at least three policies: bakeoff.policies=[A,B,C], better ten.")
+    names = runs_of(section.policies)
+    folder = open_fresh_run(config, "bakeoff", VERB.sections)
+    policies = [load_policy(path, device) for path in section.policies]
+    episodes = None
+    if set(config.gate.judges) - {"model"}:
+        paths = config.gate.data or (default_path(config, "collect", "dataset", None, "gate.data"),)
+        episodes = Episodes.concatenate([read_dataset(path) for path in paths]).to(device)
+    judges = build_judges(config, policies[0], episodes, device)
+    world = build_world(config.world, policies[0], episodes=section.episodes, device=device)
+    seeds = evaluation_seeds(config, section.episodes)
+    by_success = config.gate.by == "success"
+    truth: list[float] = []
+    for name, policy in zip(names, policies, strict=True):
+        found = evaluate_policy(world, as_seen_in(world, policy), seeds, device=device, label=f"truth: {name}")
+        truth.append(float((found.success if by_success else found.returns).mean()))
+    world.close()
+    scores: dict[str, JudgeScore] = {}
+    values: dict[str, list[float]] = {}
+    for kind, judge in zip(_kinds(config, len(judges)), judges, strict=True):
+        name = judge.name if judge.name not in scores else f"{judge.name} ({len(scores) + 1})"
+        asked = np.stack([judge.values(policy) for policy in policies])
+        values[name] = asked.mean(1).tolist()
+        scores[name] = score_judge(
+            name,
+            np.array(truth),
+            asked,
+            threshold=section.threshold,
+            margin=config.gate.margin,
+            confidence=config.gate.confidence,
+            comparable=kind == "model",
+        )
+    warn_of_divergence(judges)
+    what = config.gate.by
+    table = [[name, f"{value:.3f}", *(f"{values[judge][place]:.3f}" for judge in values)] for place, (name, value) in
+             enumerate(zip(names, truth, strict=True))]  # fmt: skip
+    print_table("Policies", ("policy", f"true {what}", *values), table)
+    print_table(f"Judges, on {len(policies)} policies", HEADER, [_row(score) for score in scores.values()])
+    chosen = best_judge(scores)
+    output.print(
+        f"Use: {chosen}."
+        if chosen
+        else "No judge is safe here (5 % false accepts): give the gate a larger gate.margin."
+    )
+    result: dict[str, Any] = {
+        "policies": dict(zip(names, truth, strict=True)),
+        "judges": {name: score.to_json() | {"values": values[name]} for name, score in scores.items()},
+        "best": chosen,
+        **clipped(judges),
+    }
+    finish(config, folder, _without_nan(result))
+    output.print(f"Report: {report_for_run(folder.path)}")
+    return 0
+
+
+def _kinds(config: Config, count: int) -> list[str]:
+    """Return the kind of each of so many judges, in the order in which they are built."""
+    models = count - sum(kind != "model" for kind in config.gate.judges)
+    return [each for kind in config.gate.judges for each in ([kind] * models if kind == "model" else [kind])]
+
+
+def _row(score: JudgeScore) -> list[str]:
+    return [
+        score.judge,
+        f"{score.spearman:.2f} [{score.spearman_low:.2f}, {score.spearman_high:.2f}]",
+        f"{score.regret:.2f}",
+        "other units" if math.isnan(score.error) else f"{score.error:.3f}",
+        f"{score.false_accepts:.0%}",
+        "no better ones" if math.isnan(score.false_rejects) else f"{score.false_rejects:.0%}",
+        f"{score.accepted} of {score.pairs}",
+    ]
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
