@@ -145,6 +145,7 @@ def test_a_candidate_does_what_the_critic_knows_to_be_better(imitated, name):
     assert all(np.isfinite(value) for value in figures.values())
 
 
+@pytest.mark.checks("IDQL")
 def test_the_best_of_several_by_the_smallest_member_of_the_critic(imitated):
     known = lesson()
     frames = known.data.frame[:50]
@@ -170,6 +171,7 @@ def test_weights_are_the_exponential_of_standardised_advantages():
     assert torch.allclose(imitation_weights(known, 0.0, 3.0), torch.ones(len(data)))
 
 
+@pytest.mark.checks("RL-100")
 def test_decisions_made_anew_are_paid_min_q_minus_v_standardised(imitated):
     policy = copy.deepcopy(imitated)
     policy.prepare_finetuning()
