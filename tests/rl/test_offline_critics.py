@@ -18,6 +18,7 @@ from robopolicy.rl.offline.configuration import (
     Td3BcConfig,
 )
 from robopolicy.rl.offline.cql import Cql
+from robopolicy.rl.offline.iql import Iql
 from robopolicy.rl.offline.prdc import Prdc
 from robopolicy.rl.offline.rebrac import ReBrac
 from robopolicy.rl.offline.registry import AGENTS
@@ -68,6 +69,9 @@ def loud(agent, data):
     if isinstance(agent, ReBrac | Prdc):
         for part in (agent.actor, agent.slow_actor, agent.critics, agent.slow_critics):
             part.members.weights[-1].mul_(200)
+    if isinstance(agent, Iql):
+        for part in (agent.actor, agent.critics, agent.slow, agent.values):
+            part.members.weights[-1].mul_(100)
     return begun(agent, data)
 
 

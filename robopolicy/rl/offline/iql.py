@@ -26,6 +26,9 @@ class Iql(OfflineAgent):
             self.actor = Actor(state, action, config.width, config.depth)
             self.critics = Critics(2, state, action, config.width, config.depth, config.layer_norm)
             self.values = Values(state, config.width, config.depth)
+        with torch.no_grad():  # values begin near 0, where no target has to undo them, and actions mid-box
+            for part in (self.actor, self.critics, self.values):
+                part.members.weights[-1].mul_(0.01)
         self.slow = copy.deepcopy(self.critics).requires_grad_(False)
         self.optimisers = {
             name: torch.optim.Adam(part.parameters(), config.rate)

@@ -96,7 +96,7 @@ class BestOfConfig:
     """Updates a round."""
     batch_size: int = 256
     """Decisions an update."""
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-3
     """The policy's."""
 
     def __post_init__(self) -> None:
