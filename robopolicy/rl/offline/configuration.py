@@ -1,4 +1,4 @@
-"""What can be set about each agent that learns from recorded data; defaults are those of its paper."""
+"""What can be set about each agent that learns from recorded data; defaults are those of its paper, or it is said."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -33,11 +33,16 @@ class AgentConfig:
 class IqlConfig(AgentConfig):
     """Implicit Q-learning, Kostrikov et al. 2021, arXiv:2110.06169.
 
+    The paper has expectile 0.7 (0.9 on mazes), rate 3e-4 and no normalised layers, which served action chunks worse.
     Raises ConfigError unless expectile is in (0, 1).
     """
 
     builds: ClassVar[str] = "robopolicy.rl.offline.iql:Iql"
-    expectile: float = 0.7
+    layer_norm: bool = True
+    """Normalise the critics' hidden layers, which keeps values far from the data from growing."""
+    rate: float = 1e-3
+    """Learning rate."""
+    expectile: float = 0.9
     """Which expectile of the recorded actions' values a state is worth; 0.5 is their mean."""
     temperature: float = 3.0
     """Of the weight exp(temperature * advantage) with which actions are imitated."""
