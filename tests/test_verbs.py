@@ -209,19 +209,8 @@ def test_a_policy_is_improved_from_recorded_data_and_put_before_a_gate(root, cap
         root / "collect" / "reach_planar" / "0" / "dataset",
         root / "train" / "reach_planar" / "0" / "checkpoint",
     )
-    assert (
-        run(
-            root,
-            "offline",
-            str(data),
-            *OFFLINE,
-            "offline.agent=td3_bc",
-            "run.name=off",
-            f"offline.policy={base}",
-            "gate.judges=[fqe]",
-        )
-        == 0
-    )
+    chosen = [f"offline.policy={base}", "offline.agent=td3_bc", "gate.judges=[fqe]", "run.name=off"]
+    assert run(root, "offline", str(data), *OFFLINE, *chosen) == 0
     folder = root / "offline" / "off" / "0"
     found = json.loads((folder / "result.json").read_text())
     assert found["env_steps"] == 0 and len(found["rounds"]) == 2 and found["selected_by"] == ["fitted Q evaluation"]
@@ -230,19 +219,7 @@ def test_a_policy_is_improved_from_recorded_data_and_put_before_a_gate(root, cap
     assert said.count(" round ") == 2 and "of 2 candidates accepted" in said and "reach_planar" in said
     page = (folder / "report.html").read_text()
     assert "Gate" in page and "judged by fitted Q evaluation" in page
-    assert (
-        run(
-            root,
-            "offline",
-            str(data),
-            *OFFLINE,
-            "offline.agent=td3_bc",
-            "run.name=off",
-            f"offline.policy={base}",
-            "gate.judges=[fqe]",
-        )
-        == 0
-    )
+    assert run(root, "offline", str(data), *OFFLINE, *chosen) == 0
     assert "is done" in capsys.readouterr().out
     model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
     judges = ["gate.judges=[model,critic,fqe]", f"gate.models=[{model}]", f"gate.data=[{data}]"]

@@ -1,6 +1,6 @@
 """The world that a policy acts in, real, imagined or recorded."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,3 +58,7 @@ class WorldSection:
     imagination: ImaginationSection = field(default_factory=ImaginationSection)
     options: dict[str, Any] = field(default_factory=dict)
     """What else the world takes, such as world.options.style=3."""
+
+    def imagined_by(self, model: Path) -> "WorldSection":
+        """Return the section of this world in the imagination of the world model at `model`, on the same starts."""
+        return replace(self, name=WORLD_MODEL, model=model, simulator=self.name)

@@ -5,7 +5,9 @@ virtue of a paper: averages of a critic's values (AM-Q) ordered 36 policies at S
 .99.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +22,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.world import World
 from robopolicy.evaluation.success import evaluate_policy
-from robopolicy.rl.offline.decisions import Decisions, actions_at, frame_states
+from robopolicy.rl.offline.decisions import Decisions, actions_at, observed_at
 from robopolicy.rl.offline.fqe import FittedQ, FqeConfig, fit_q
 from robopolicy.rl.offline.interface import Interface
 
@@ -29,18 +31,29 @@ class ModelReturn:
     """Plays a policy in a world model: success (or return) of one episode per seed.
 
     world: an imagined one; seeds: [S] of its starts; by: "success" or "return"; independent: whether the candidates
-    were not trained in it.
+    were not trained in it; as_inside: a policy -> what acts in its place in that world, itself without an encoder say.
     """
 
-    def __init__(self, world: World, seeds: Array, *, by: str = "success", independent: bool = True, seed: int = 0):
+    def __init__(
+        self,
+        world: World,
+        seeds: Array,
+        *,
+        by: str = "success",
+        as_inside: Callable[[Policy], Policy] = lambda policy: policy,
+        independent: bool = True,
+        seed: int = 0,
+    ):
         if by not in ("success", "return"):
             raise ConfigError(f"by={by}: a model judges by success or by return.")
         self.world, self.seeds, self.by, self.independent, self.seed = world, np.asarray(seeds), by, independent, seed
+        self.as_inside = as_inside
         self.name = f"{by} in the {world.spec.name}"
 
     def values(self, policy: Policy) -> Array:
         """Return success (0 or 1) or return of each episode [S], with the same noise for every policy."""
-        found = evaluate_policy(self.world, policy, self.seeds, generator_seed=self.seed, label=f"judge: {self.name}")
+        inside = self.as_inside(policy)
+        found = evaluate_policy(self.world, inside, self.seeds, generator_seed=self.seed, label=f"judge: {self.name}")
         return found.success.astype(np.float64) if self.by == "success" else found.returns
 
 
@@ -60,6 +73,12 @@ class Recorded:
     def episodes(self) -> Episodes:
         """Whose observations they are."""
         return self.decisions.episodes
+
+    @cached_property
+    def start_states(self) -> Tensor:
+        """What critics see at the starts, [S, size]."""
+        episodes, interface = self.episodes, self.interface
+        return interface.state(observed_at(episodes, self.starts, interface.history, interface.keys))
 
     def flat(self, chunks: Tensor) -> Tensor:
         """Return chunks [n, m, C, A] in the world's units as critics see them, [n, m, C * A]."""
@@ -108,8 +127,7 @@ class FittedJudge:
         ahead, now = index[: len(data.decisions)], index[len(data.decisions) :]
         fitted = self._fit(drawn[ahead], generator)
         self.clipped.append(fitted.clipped)
-        states = frame_states(data.episodes, data.interface)[data.starts]
-        return fitted.values(states, drawn[now]).double().cpu().numpy()
+        return fitted.values(data.start_states, drawn[now]).double().cpu().numpy()
 
     @property
     def diverged(self) -> bool:
@@ -168,7 +186,7 @@ class CriticJudge:
             policy, data.episodes, data.starts, generator, samples=self.samples, deterministic=self.deterministic
         )
         drawn = data.flat(chunks)
-        states = frame_states(data.episodes, data.interface)[data.starts]
+        states = data.start_states
         found = self.critic.action_values(states.repeat_interleave(self.samples, 0), drawn.flatten(0, 1)).amin(0)
         return found.reshape(len(states), -1).mean(1).double().cpu().numpy()
 

@@ -12,15 +12,14 @@ import numpy as np
 
 from robopolicy.build import as_seen_in, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
-from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.bakeoff import JudgeScore, best_judge, score_judge
+from robopolicy.evaluation.judges import ModelReturn
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import evaluate_policy
-from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
+from robopolicy.runs import finish, open_fresh_run, output, print_table
 from robopolicy.verbs.evaluate import evaluation_seeds
-from robopolicy.verbs.gate import build_judges, clipped, warn_of_divergence
+from robopolicy.verbs.gate import build_judges, clipped, recorded_for_gate, warn_of_divergence
 from robopolicy.verbs.rank import runs_of
 from robopolicy.verbs.verb import Verb
 
@@ -41,11 +40,7 @@ def run(config: Config) -> int:
     names = runs_of(section.policies)
     folder = open_fresh_run(config, "bakeoff", VERB.sections)
     policies = [load_policy(path, device) for path in section.policies]
-    episodes = None
-    if set(config.gate.judges) - {"model"}:
-        paths = config.gate.data or (default_path(config, "collect", "dataset", None, "gate.data"),)
-        episodes = Episodes.concatenate([read_dataset(path) for path in paths]).to(device)
-    judges = build_judges(config, policies[0], episodes, device)
+    judges = build_judges(config, policies[0], recorded_for_gate(config, device), device)
     world = build_world(config.world, policies[0], episodes=section.episodes, device=device)
     seeds = evaluation_seeds(config, section.episodes)
     by_success = config.gate.by == "success"
@@ -56,7 +51,7 @@ def run(config: Config) -> int:
     world.close()
     scores: dict[str, JudgeScore] = {}
     values: dict[str, list[float]] = {}
-    for kind, judge in zip(_kinds(config, len(judges)), judges, strict=True):
+    for judge in judges:
         name = judge.name if judge.name not in scores else f"{judge.name} ({len(scores) + 1})"
         asked = np.stack([judge.values(policy) for policy in policies])
         values[name] = asked.mean(1).tolist()
@@ -67,7 +62,7 @@ def run(config: Config) -> int:
             threshold=section.threshold,
             margin=config.gate.margin,
             confidence=config.gate.confidence,
-            comparable=kind == "model",
+            comparable=isinstance(judge, ModelReturn),
         )
     warn_of_divergence(judges)
     what = config.gate.by
@@ -90,12 +85,6 @@ def run(config: Config) -> int:
     finish(config, folder, _without_nan(result))
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0
-
-
-def _kinds(config: Config, count: int) -> list[str]:
-    """Return the kind of each of so many judges, in the order in which they are built."""
-    models = count - sum(kind != "model" for kind in config.gate.judges)
-    return [each for kind in config.gate.judges for each in ([kind] * models if kind == "model" else [kind])]
 
 
 def _row(score: JudgeScore) -> list[str]:

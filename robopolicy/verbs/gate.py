@@ -8,12 +8,12 @@ accepted, 1: rejected.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from robopolicy.build import WORLD_MODEL, as_seen_in, build_world, choose_device, load_policy
+from robopolicy.build import as_seen_in, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.gate import GateSection
 from robopolicy.core.episodes import Episodes
@@ -50,11 +50,7 @@ def run(config: Config) -> int:
         raise ConfigError("Which policies? Write: robopolicy gate CANDIDATE INCUMBENT")
     folder = open_fresh_run(config, "gate", VERB.sections)
     candidate, incumbent = (load_policy(path, device) for path in (section.candidate, section.incumbent))
-    episodes = None
-    if set(section.judges) - {"model"}:
-        paths = section.data or (default_path(config, "collect", "dataset", None, "gate.data"),)
-        episodes = Episodes.concatenate([read_dataset(path) for path in paths]).to(device)
-    judges = build_judges(config, incumbent, episodes, device)
+    judges = build_judges(config, incumbent, recorded_for_gate(config, device), device)
     gate = Gate(judges, margin=section.margin, relative=section.relative, confidence=section.confidence)
     verdict = gate.decide(candidate, incumbent)
     warn_of_divergence(judges)
@@ -62,6 +58,14 @@ def run(config: Config) -> int:
     finish(config, folder, {"gate": verdict.to_json(), **clipped(judges)})
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0 if verdict.accepted else 1
+
+
+def recorded_for_gate(config: Config, device: torch.device) -> Episodes | None:
+    """Return the episodes of gate.data, or what collect wrote; None where no judge looks at recorded data."""
+    if set(config.gate.judges) <= {"model"}:
+        return None
+    paths = config.gate.data or (default_path(config, "collect", "dataset", None, "gate.data"),)
+    return Episodes.concatenate([read_dataset(path) for path in paths]).to(device)
 
 
 def build_judges(
@@ -103,7 +107,7 @@ def recorded_for_judges(section: GateSection, policy: Policy, episodes: Episodes
 def critic_of(section: GateSection, recorded: Recorded, seed: int) -> Iql:
     """Return a critic of what was recorded, its expectile the mean: values of the actions as they were taken."""
     interface = recorded.interface
-    config = IqlConfig(expectile=0.5, layer_norm=True, rate=1e-3, width=section.width, discount=section.discount)
+    config = IqlConfig(expectile=0.5, width=section.width, discount=section.discount)
     agent = Iql(config, interface.size, interface.actions, derive(seed, "gate/critic"))
     data = recorded.decisions.transitions
     generators = Generators(derive(seed, "gate"), data.state.device)
@@ -114,22 +118,10 @@ def critic_of(section: GateSection, recorded: Recorded, seed: int) -> Iql:
 def model_judge(config: Config, path: Path, policy: Policy, device: torch.device, independent: bool) -> Judge:
     """Return the judge by episodes in the world model at `path`."""
     section = config.gate
-    inside = replace(config.world, name=WORLD_MODEL, model=path, simulator=config.world.name)
-    world = build_world(inside, policy, episodes=section.starts, device=device)
+    world = build_world(config.world.imagined_by(path), policy, episodes=section.starts, device=device)
     seeds = episode_seeds(config.run.seed, "gate", section.starts)
-    judge = ModelReturn(world, seeds, by=section.by, independent=independent, seed=config.run.seed)
-    return SeenInside(judge)
-
-
-class SeenInside:
-    """A model judge of policies as they are in the real world: one behind the model's encoder is asked without it."""
-
-    def __init__(self, judge: ModelReturn):
-        self.judge, self.name, self.independent = judge, judge.name, judge.independent
-
-    def values(self, policy: Policy):
-        """Return the judge's values [S]."""
-        return self.judge.values(as_seen_in(self.judge.world, policy))
+    as_inside = partial(as_seen_in, world)
+    return ModelReturn(world, seeds, by=section.by, as_inside=as_inside, independent=independent, seed=config.run.seed)
 
 
 def clipped(judges: Sequence[Judge]) -> dict[str, list[float]]:

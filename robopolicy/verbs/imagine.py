@@ -22,7 +22,6 @@ from typing import cast
 import torch
 
 from robopolicy.build import (
-    WORLD_MODEL,
     as_seen_in,
     behind,
     build_critic,
@@ -162,7 +161,7 @@ def run(config: Config) -> int:
 def open_worlds(config: Config, base: Policy, model: Path, device: torch.device) -> Worlds:
     """Return the worlds to learn in and to judge in, as `base` sees them; `model` is a world model's checkpoint."""
     section, seed = config.finetune, config.run.seed
-    inside = replace(config.world, name=WORLD_MODEL, model=model, simulator=config.world.name)
+    inside = config.world.imagined_by(model)
     training = build_world(inside, base, batch_size=section.num_envs, seed=seed, device=device)
     uncut = ImaginationSection(debounce=config.world.imagination.debounce)
     judged = replace(inside, imagination=uncut)

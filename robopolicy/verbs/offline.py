@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from robopolicy.build import WORLD_MODEL, build_world, choose_device, load_policy
+from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
@@ -155,7 +155,8 @@ def learn_critic(
 def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> Episodes:
     """Return episodes that the policy plays in the imagination of offline.model, on the simulator's starts."""
     section = config.offline
-    inside = replace(config.world, name=WORLD_MODEL, model=section.model, simulator=config.world.name)
+    assert section.model is not None  # which the section asks for
+    inside = config.world.imagined_by(section.model)
     world = build_world(inside, policy, episodes=section.imagined, device=device)
     seeds = episode_seeds(config.run.seed, "offline/imagined", section.imagined)
     found = record(world, policy, seeds, generator=Generators(config.run.seed, device)["offline/imagined"])

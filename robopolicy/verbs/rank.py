@@ -6,12 +6,11 @@ expert at graded noise is ranked beside them unless rank.noise=[]. rank.models=[
 `worldmodel` wrote under the same name and seed.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from robopolicy.build import WORLD_MODEL, as_seen_in, build_noisy_expert, build_world, choose_device, load_policy
+from robopolicy.build import as_seen_in, build_noisy_expert, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import WorldSection
 from robopolicy.core.errors import ConfigError
@@ -46,10 +45,7 @@ def run(config: Config) -> int:
     folder = open_fresh_run(config, "rank", VERB.sections)
     candidates = load_candidates(config)
     require_seen_by_experts(models.values(), config.rank.noise)
-    imagined = {
-        name: dataclasses.replace(config.world, name=WORLD_MODEL, model=path, simulator=config.world.name)
-        for name, path in models.items()
-    }
+    imagined = {name: config.world.imagined_by(path) for name, path in models.items()}
     require_fitting(config, (config.world, *imagined.values()), candidates)
     real = score(config, config.world, candidates, "simulator")
     rankings: dict[str, RankingResult] = {}

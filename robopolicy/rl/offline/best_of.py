@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.candidates import best_of
+from robopolicy.core.candidates import ScoreCandidates, best_of
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.spec import PolicySpec
@@ -53,9 +53,14 @@ class BestOfPolicy(nn.Module):
 
         deterministic: its noise-free choice is among those tried. Raises what policy and critic raise.
         """
-
-        def score(several: TensorObservation, actions: Tensor) -> Tensor:
-            state = self.interface.state(several)
-            return self.critic.action_values(state, self.interface.to_agent(actions)).amin(0)
-
+        score = smallest_value(self.critic, self.interface)
         return best_of(self.policy, observation, generator, self.count, score, deterministic=deterministic)[0]
+
+
+def smallest_value(critic: OfflineAgent, interface: Interface) -> ScoreCandidates:
+    """Return what scores candidates, chunks [N, C, A] in the world's units, by the smallest member of `critic`, [N]."""
+
+    def score(several: TensorObservation, actions: Tensor) -> Tensor:
+        return critic.action_values(interface.state(several), interface.to_agent(actions)).amin(0)
+
+    return score

@@ -122,11 +122,8 @@ class EpisodeCollector:
         if sum(more):
             added = self.player.play(requests(more), self.generator, version=version)
             rollouts = concatenate([rollouts, added])
-        origins, device, shape = (
-            [self.begun[group] for group in rollouts.group.tolist()],
-            rollouts.group.device,
-            rollouts.shape,
-        )
+        origins = [self.begun[group] for group in rollouts.group.tolist()]
+        device, shape = rollouts.group.device, rollouts.shape
         start = torch.tensor([start for start, _ in origins], device=device)
         depth = torch.tensor([depth for _, depth in origins], device=device)
         held = self.player.held

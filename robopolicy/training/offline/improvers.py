@@ -19,6 +19,7 @@ from robopolicy.nn.optimisers import adamw, clip_gradients, require_finite, set_
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.offline.agent import OfflineAgent
+from robopolicy.rl.offline.best_of import smallest_value
 from robopolicy.rl.offline.decisions import ROWS, Decisions, observed_at
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.training.configuration import FinetuneConfig
@@ -227,17 +228,13 @@ def chosen_decisions(
 
     The latter is the mean over frames of the best candidate's min Q minus the candidates' mean.
     """
-
-    def score(several: TensorObservation, actions: Tensor) -> Tensor:
-        state = lesson.interface.state(several)
-        return lesson.critic.action_values(state, lesson.interface.to_agent(actions)).amin(0)
-
-    seen_by = {**policy.spec.observation, **dict.fromkeys(lesson.interface.keys)}
+    score = smallest_value(lesson.critic, lesson.interface)
+    keys = list(dict.fromkeys((*policy.spec.observation, *lesson.interface.keys)))
     history = max(policy.spec.history, lesson.interface.history)
     chosen: list[Tensor] = []
     gains: list[Tensor] = []
     for part in torch.split(frames, max(1, ROWS // candidates)):
-        observation = observed_at(lesson.episodes, part, history, list(seen_by))
+        observation = observed_at(lesson.episodes, part, history, keys)
         decision, scores = best_of(policy, observation, generators["act"], candidates, score)
         chosen.append(decision.actions)
         gains.append(scores.amax(1) - scores.mean(1))

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive
@@ -110,10 +108,7 @@ def improve_in_rounds(
             if run is not None and place is not None:
                 run.log(record)
                 policy.save(run.checkpoint)
-                save_trainer(place, _tree(number, step, records, policy.state_dict()))
+                weights = dict(policy.state_dict())
+                save_trainer(place, {"round": number, "step": step, "records": records, "policy": weights})
             advance(note=f"{sum(bool(each['accepted']) for each in records)} accepted")
     return Rounds(sum(bool(each["accepted"]) for each in records), tuple(records))
-
-
-def _tree(number: int, step: float, records: list[dict[str, Any]], weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {"round": number, "step": step, "records": records, "policy": dict(weights)}
