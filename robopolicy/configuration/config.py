@@ -9,6 +9,7 @@ from robopolicy.configuration.bench import BenchSection
 from robopolicy.configuration.check import CheckSection
 from robopolicy.configuration.collect import CollectSection
 from robopolicy.configuration.demo import DemoSection
+from robopolicy.configuration.distill import DistillSection
 from robopolicy.configuration.doctor import DoctorSection
 from robopolicy.configuration.drive import DriveSection
 from robopolicy.configuration.evaluate import EvaluateSection
@@ -43,6 +44,7 @@ class Config:
     offline: OfflineSection = field(default_factory=OfflineSection)
     gate: GateSection = field(default_factory=GateSection)
     bakeoff: BakeoffSection = field(default_factory=BakeoffSection)
+    distill: DistillSection = field(default_factory=DistillSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     rank: RankSection = field(default_factory=RankSection)
     serve: ServeSection = field(default_factory=ServeSection)

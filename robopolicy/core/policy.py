@@ -166,6 +166,30 @@ class FinishesChain(Protocol):
 
 
 @runtime_checkable
+class DecidesFromNoise(Protocol):
+    """A policy whose noise-free decision is a differentiable function of its initial noise: a diffusion, a flow.
+
+    What steers it by its noise (DSRL), climbs a critic through its steps (Diffusion-QL) or distils it leans on this.
+    """
+
+    @property
+    def noise_shape(self) -> tuple[int, int]:
+        """Predicted steps P and size A of the noise that a decision begins with, standard normal."""
+        ...
+
+    def trajectory(self, observation: TensorObservation, noise: Tensor, through: int | None = None) -> Tensor:
+        """Return the latents [N, K+1, P, A] of the noise-free chain from noise [N, P, A], which is the first of them.
+
+        Differentiable in noise and weights, or in the weights of the last `through` steps alone. Raises SpecError or NonFiniteError on a bad observation.
+        """
+        ...
+
+    def to_actions(self, latents: Tensor) -> Tensor:
+        """Return what is executed of clean latents [N, P, A], in the world's units and bounds: [N, C, A]."""
+        ...
+
+
+@runtime_checkable
 class TakesAdapters(Protocol):
     """A policy that can be fine-tuned by low-rank adapters (LoRA) instead of its weights."""
 

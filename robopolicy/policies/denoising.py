@@ -30,13 +30,14 @@ from robopolicy.policies.network import (
     LearnsNoise,
     NormalizesFields,
     ReadsInstructions,
+    Steps,
     check_condition,
     check_network,
     learns_noise,
     rows_in,
     steps_of,
 )
-from robopolicy.policies.sampler import Chain, Kept, choices, draw, finish_chain, sample_chain
+from robopolicy.policies.sampler import Chain, Kept, choices, draw, finish_chain, sample_chain, trajectory
 from robopolicy.policies.schedule import make_schedule
 
 
@@ -202,7 +203,22 @@ class DenoisingPolicy(nn.Module):
         `act` does.
         """
         steps = steps_of(self.network, self.schedule.times, self.encode(observation))
-        return self._actions(finish_chain(self.schedule, self.first_step, steps, latents, next_step))
+        return self.to_actions(finish_chain(self.schedule, self.first_step, steps, latents, next_step))
+
+    @property
+    def noise_shape(self) -> tuple[int, int]:
+        """Predicted steps P and size A of the noise that a decision begins with."""
+        return self.config.prediction_steps, self.action.size
+
+    def trajectory(self, observation: TensorObservation, noise: Tensor, through: int | None = None) -> Tensor:
+        """Return the latents [N, K+1, P, A] of the noise-free chain from noise [N, P, A]; see `DecidesFromNoise`."""
+        leading, scored = self._steps(observation, self.encode(observation))
+        return trajectory(self.schedule, self.first_step, leading, scored, noise, through)
+
+    def to_actions(self, latents: Tensor) -> Tensor:
+        """Return what is executed of clean latents [N, P, A], in the world's units and bounds: [N, C, A]."""
+        actions = self.action_normalizer.inverse(latents[:, : self.config.chunk])
+        return in_range(actions, self.action_low, self.action_high)
 
     def encode(self, observation: TensorObservation) -> Condition:
         """Return what the network makes of observations [N, H, ...]; raises SpecError or NonFiniteError."""
@@ -315,18 +331,13 @@ class DenoisingPolicy(nn.Module):
             scored=slice(first, None),
             noisy_steps=config.noisy_steps,
         )
-        scored = steps_of(network, schedule.times, condition)
-        leading = scored
-        if first and self.base is not None:
-            # The frozen base sees the observation with its own encoder, which is the same one unless that learns.
-            seen = condition if self.encoder_is_fixed else self.base.encode(observation)
-            leading = steps_of(self.base, schedule.times, seen)
+        leading, scored = self._steps(observation, condition)
         learned_std = None
         if learns_noise(config):
             assert isinstance(network, LearnsNoise)
             learned_std = lambda step: network.noise_std(schedule.times[step : step + 1], condition)[:, 0]  # noqa: E731
         chain = sample_chain(schedule, first, leading, scored, draws, learned_std=learned_std, kept=kept)
-        actions = self._actions(chain.final)
+        actions = self.to_actions(chain.final)
         latents = self._latents(chain, condition, generator)
         if self.scored_by_matching:
             return self._matched(actions, latents, condition, deterministic)
@@ -359,10 +370,14 @@ class DenoisingPolicy(nn.Module):
             latents["mean"] = chain.normal.mean
         return latents
 
-    def _actions(self, x: Tensor) -> Tensor:
-        """Return what is executed of clean latents [N, P, A], in the world's units and bounds: [N, C, A]."""
-        actions = self.action_normalizer.inverse(x[:, : self.config.chunk])
-        return in_range(actions, self.action_low, self.action_high)
+    def _steps(self, observation: TensorObservation, condition: Condition) -> tuple[Steps, Steps]:
+        """Return who takes the first K - K' steps under `condition`, the encoded observation, and who the others."""
+        scored = steps_of(self.network, self.schedule.times, condition)
+        if not self.first_step or self.base is None:
+            return scored, scored
+        # The frozen base sees the observation with its own encoder, which is the same one unless that learns.
+        seen = condition if self.encoder_is_fixed else self.base.encode(observation)
+        return steps_of(self.base, self.schedule.times, seen), scored
 
     def _condition(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Condition:
         """Return what was encoded when the latents were recorded, where that still holds, or encode the observation."""

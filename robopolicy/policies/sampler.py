@@ -162,6 +162,24 @@ def finish_chain(schedule: NoiseSchedule, first: int, scored: Steps, x: Tensor, 
     return x
 
 
+def trajectory(
+    schedule: NoiseSchedule, first: int, leading: Steps, scored: Steps, start: Tensor, through: int | None = None
+) -> Tensor:
+    """Return every latent [B, K+1, P, A] of the noise-free chain from noise `start` [B, P, A], differentiable in all.
+
+    leading: takes the steps before `first`, scored: takes the others; through: how many of the last steps have a
+    gradient, None for all.
+    """
+    latents = [start]
+    begin = 0 if through is None else schedule.steps - through
+    for step in range(schedule.steps):
+        x = latents[-1]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and step >= begin):
+            prediction = (leading if step < first else scored).one(x, step)
+            latents.append(schedule.transition(x, prediction, step, deterministic=True).mean)
+    return torch.stack(latents, 1)
+
+
 def choices(schedule: NoiseSchedule, first: int, draws: Draws, kept: Kept | None) -> Tensor:
     """Return which scored steps were choices of this decision, [B, K'] bool: only those have a log-probability.
 

@@ -53,6 +53,23 @@ class PretrainConfig:
 
 
 @dataclass(frozen=True)
+class DistillConfig:
+    """How a policy of few denoising steps learns what one of many does."""
+
+    steps: int = 1
+    """Denoising steps of the student."""
+    teacher_points: float = 0.25
+    """Share of the samples that are points of the teacher's chain, the others are of the student's own."""
+    batch_size: int = 512
+    """Observations an update."""
+    fit: FitConfig = field(default_factory=lambda: FitConfig(steps=3000))
+
+    def __post_init__(self):
+        if self.steps < 1 or self.batch_size < 1 or not 0 <= self.teacher_points < 1:
+            raise ConfigError("steps and batch_size must be at least 1, teacher_points in [0, 1).")
+
+
+@dataclass(frozen=True)
 class FinetuneConfig(AlgorithmConfig):
     """Fine-tuning defaults, for log-probabilities that are means over dimensions (the clip width belongs to that).
 

@@ -24,6 +24,7 @@ NAMES = (
     "offline",
     "gate",
     "bakeoff",
+    "distill",
     "evaluate",
     "rank",
     "serve",

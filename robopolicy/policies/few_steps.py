@@ -1,0 +1,58 @@
+"""A denoising policy that takes few steps: the shape that a policy of many steps is distilled into.
+
+It is a `DenoisingPolicy` like any other, with a coarse grid: of one step the chain is a single call of the network,
+from noise to the clean action. So it is saved, served, judged and fine-tuned as its teacher is.
+"""
+
+import copy
+from dataclasses import replace
+
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.nn.configuration import Prediction, Spacing
+from robopolicy.nn.schedules import FlowSchedule
+from robopolicy.policies.configuration import Likelihood, PolicyKind
+from robopolicy.policies.denoising import DenoisingPolicy
+
+
+def few_step_student(teacher: DenoisingPolicy, steps: int = 1) -> DenoisingPolicy:
+    """Return an untrained policy of `steps` denoising steps that begins with the teacher's weights and normalisers.
+
+    A diffusion's student predicts the clean action, whatever its teacher does: noise says nothing about it at the
+    noisiest level, where the only step of a one-step chain is taken. Raises ConfigError unless 1 <= steps < the
+    teacher's.
+    """
+    config, most = teacher.config, teacher.schedule.steps
+    if not 1 <= steps < max(most, 2):
+        raise ConfigError(f"steps is {steps}, and the teacher takes {most}: a student takes 1 or more, and fewer.")
+    diffusion = config.kind is PolicyKind.DIFFUSION
+    changed = replace(
+        config,
+        sampling_steps=steps,
+        spacing=Spacing.TRAILING,
+        prediction=Prediction.SAMPLE if diffusion else config.prediction,
+        likelihood=Likelihood.CHAIN,
+        finetuned_steps=None,
+        noisy_steps=None,
+    )
+    student = DenoisingPolicy(
+        changed,
+        teacher.fields,
+        teacher.action,
+        fps=teacher.fps,
+        instructions=teacher.instructions,
+        network=copy.deepcopy(teacher.network).requires_grad_(True),
+    )
+    student.action_normalizer.load_state_dict(teacher.action_normalizer.state_dict())
+    return student.to(teacher.action_low.device)
+
+
+def clean_actions(student: DenoisingPolicy, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor:
+    """Return the clean latents [N, P, A] that a few-step student's prediction stands for, not clipped.
+
+    x, prediction: [N, P, A] at times [N] in (0, 1].
+    """
+    if isinstance(student.schedule, FlowSchedule):
+        return x - time[:, None, None] * prediction
+    return prediction

@@ -1,0 +1,107 @@
+"""Distils a policy of many denoising steps into one of few: consistency distillation along the teacher's own chain.
+
+The teacher's noise-free chain from noise x_0 to its clean action y is an ordinary differential equation solved in K
+steps; a consistency function C maps every point of it to its end, so that from x_0 one call is enough:
+
+    minimise  || C(x, t, observation) - y ||^2   over points x of the chain, y held fixed.
+
+Sources: consistency models, Song et al. 2023, arXiv:2303.01469; for policies, Consistency Policy, arXiv:2405.07503, and
+RL-100, arXiv:2510.14830, whose loss this is: its target is the teacher solved to the end, not the student's own slow
+copy one step further, because K is small and the whole chain is cheap. Deviation: points are drawn both from the
+teacher's chain and from the student's (of n steps, of which the first begins in noise and the others in what the
+student itself has made of it), for the latter are the ones that it will meet.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Policy, TensorObservation
+from robopolicy.core.randomness import Generators
+from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import TASK
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.few_steps import clean_actions, few_step_student
+from robopolicy.training.configuration import DistillConfig
+from robopolicy.training.fit import FitResult, fit
+
+
+class Distillation(nn.Module):
+    """A student that learns from a teacher, as `fit` fits it; only the student is among its weights."""
+
+    def __init__(self, teacher: DenoisingPolicy, config: DistillConfig):
+        super().__init__()
+        self.student = few_step_student(teacher, config.steps)
+        self.config = config
+        self._teacher = (teacher,)  # in a tuple, so that it is no part of this module
+
+    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"distance": [N]}, the mean squared distance to the teacher's clean action from a point of a chain.
+
+        batch: "observation", key -> [N, H, ...].
+        """
+        observation, student, (teacher,) = batch["observation"], self.student, self._teacher
+        rows = len(observation[next(iter(student.fields))])
+        device = student.action_low.device
+
+        def draw(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator, device=generator.device).to(device)
+
+        noise = torch.randn((rows, *student.noise_shape), generator=generator, device=generator.device).to(device)
+        with torch.no_grad():
+            path = teacher.trajectory(observation, noise)
+            own = student.trajectory(observation, noise) if self.config.steps > 1 else noise[:, None]
+        point, time = _drawn(own[:, : self.config.steps], student.schedule.times, draw(rows))
+        inner = path.shape[1] - 2  # points of the teacher's chain between noise and action
+        if inner and self.config.teacher_points:
+            theirs, at = _drawn(path[:, 1:-1], teacher.schedule.times[1:], draw(rows))
+            chosen = draw(rows) < self.config.teacher_points
+            point, time = torch.where(chosen[:, None, None], theirs, point), torch.where(chosen, at, time)
+        prediction = student.network.denoise(point, time, student.encode(observation))
+        clean = clean_actions(student, point, prediction, time)
+        return {"distance": (clean - path[:, -1]).square().mean((1, 2))}
+
+
+def distill(
+    teacher: Policy,
+    episodes: Episodes,
+    config: DistillConfig,
+    run: RunFolder | None = None,
+    *,
+    seed: int = 0,
+) -> tuple[DenoisingPolicy, FitResult]:
+    """Return a student of config.steps denoising steps that does what `teacher` does at the observations of `episodes`.
+
+    The episodes' actions are not looked at. A run that was killed goes on from its resume point. Raises ConfigError for
+    a teacher that is no denoising policy, or takes no more steps than its student.
+    """
+    if not isinstance(teacher, DenoisingPolicy):
+        raise ConfigError(
+            f"{type(teacher).__name__} takes no denoising steps, so there are none to save: diffusion and flow "
+            "policies are distilled."
+        )
+    lesson = Distillation(teacher, config)
+    generators = Generators(seed, teacher.action_low.device)
+    batches = _observations(teacher, episodes, config.batch_size, generators["batches"])
+    found = fit(lesson, batches, config.fit, generators, run=run, label="Distilling")
+    return lesson.student, found
+
+
+def _observations(
+    policy: Policy, episodes: Episodes, batch_size: int, generator: torch.Generator
+) -> Iterator[dict[str, TensorObservation]]:
+    """Yield random observations of `episodes` for ever; `generator` is all the state."""
+    spec = policy.spec
+    keys = [*spec.observation, TASK] if len(spec.instructions) > 1 else list(spec.observation)
+    return episodes.to(generator.device).sampler(spec.history, 1, batch_size, generator, keys=keys)
+
+
+def _drawn(points: Tensor, times: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Return one of the points [N, k, P, A] of every row and its time [N]; uniform: [N] in [0, 1)."""
+    count = points.shape[1]
+    index = (uniform * count).long().clamp(max=count - 1)
+    return points[torch.arange(len(points), device=points.device), index], times[index]

@@ -1,0 +1,120 @@
+"""Distils a denoising policy into one that takes a single step (distill.steps=2: two), for fast decisions.
+
+The teacher is asked at recorded observations (distill.data) or in episodes that it plays; its noise-free chain is what
+the student learns to jump to the end of (consistency distillation). The student is a policy like any other: evaluate,
+serve and finetune take it. Both are judged on the same starts, and their decisions timed side by side. Killed? Run the
+same command again: it goes on and ends in the same place.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.configuration import Config
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.origin import origin_of, remember_origin
+from robopolicy.core.policy import Policy
+from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.spec import cameras_of
+from robopolicy.core.structured import narrowed
+from robopolicy.data.lerobot_reading import read_dataset
+from robopolicy.data.record import record
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.success import compare
+from robopolicy.rl.offline.decisions import observed_at
+from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.training.distill import DistillConfig, distill
+from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Distil a policy of many denoising steps into one of few",
+    sections=("run", "world", "distill"),
+    example="robopolicy distill runs/finetune/push_t/0/checkpoint",
+    targets=("distill.policy",),
+    world_from={"distill.policy": "finetune/checkpoint"},
+)
+
+TIMED = 50
+"""Decisions of one observation that are timed, of teacher and student in turns."""
+
+
+def run(config: Config) -> int:
+    """Collect observations, distil, judge and time both."""
+    folder = open_run(config, "distill", VERB.sections)
+    if finished(folder) is not None:
+        output.print(f"{folder.path} is done; run.overwrite=true starts over.")
+        return 0
+    section, device = config.distill, choose_device(config.run)
+    path = default_path(config, "finetune", "checkpoint", section.policy, "distill.policy")
+    teacher = load_policy(path, device)
+    episodes = asked_at(config, teacher, device)
+    seed = derive(config.run.seed, "distill")
+    student, fitted = distill(teacher, episodes, narrowed(DistillConfig, section), folder, seed=seed)
+    remember_origin(student, origin_of(teacher))
+    student.save(folder.checkpoint)
+    both: dict[str, Policy] = {"teacher": teacher, "student": student}
+    milliseconds = timed(both, episodes, device)
+    result: dict[str, Any] = {
+        "teacher_checkpoint": str(path),
+        "observations": episodes.step_count,
+        "env_steps": 0 if section.data else episodes.step_count,
+        "training_steps": fitted.steps,
+        "losses": dict(fitted.losses),
+        "seconds": fitted.seconds,
+        "milliseconds": milliseconds,
+        "times_faster": milliseconds["teacher"] / milliseconds["student"],
+    }
+    finish(config, folder, result | judged(config, both, device))
+    output.print(
+        f"A decision of one observation: {milliseconds['teacher']:.2f} ms, distilled {milliseconds['student']:.2f} ms, "
+        f"{result['times_faster']:.1f} times as fast."
+    )
+    output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
+    return 0
+
+
+def asked_at(config: Config, teacher: Policy, device: torch.device) -> Episodes:
+    """Return the episodes at whose observations the teacher is asked: recorded, or played by it in its world."""
+    section = config.distill
+    if section.data:
+        cameras = cameras_of(teacher.spec.observation)
+        return Episodes.concatenate([read_dataset(path, cameras=cameras) for path in section.data])
+    world = build_world(config.world, teacher, episodes=section.episodes, device=device)
+    seeds = episode_seeds(config.run.seed, "distill", section.episodes)
+    played = record(world, teacher, seeds, generator=Generators(config.run.seed, device)["distill/play"])
+    world.close()
+    return played
+
+
+def timed(policies: dict[str, Policy], episodes: Episodes, device: torch.device) -> dict[str, float]:
+    """Return the median milliseconds of one decision of each policy, all asked in turns at the first observation."""
+    found: dict[str, list[float]] = {name: [] for name in policies}
+    draws = torch.Generator(device).manual_seed(0)
+    first = next(iter(policies.values())).spec
+    seen = observed_at(episodes.to(device), torch.zeros(1, dtype=torch.int64), first.history, list(first.observation))
+    for _ in range(TIMED):
+        for name, policy in policies.items():
+            began = time.perf_counter()
+            policy.act(seen, draws, deterministic=True)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            found[name].append(1000 * (time.perf_counter() - began))
+    return {name: float(np.median(values)) for name, values in found.items()}
+
+
+def judged(config: Config, policies: dict[str, Policy], device: torch.device) -> dict[str, Any]:
+    """Return the verdicts on teacher and student in the world, printed; nothing without distill.evaluate_episodes."""
+    count = config.distill.evaluate_episodes
+    if not count:
+        return {}
+    seeds = evaluation_seeds(config, count)
+    world = build_world(config.world, policies["teacher"], episodes=count, device=device)
+    verdicts = {name: judge(world, each, seeds, device, config.run.seed, name) for name, each in policies.items()}
+    world.close()
+    print_verdicts(verdicts)
+    difference = compare(verdicts["teacher"].deterministic, verdicts["student"].deterministic)
+    return {name: each.to_json() for name, each in verdicts.items()} | {"difference": difference.to_json()}
