@@ -14,12 +14,13 @@ class BenchSection:
     iteration.
     """
     tasks: tuple[str, ...] = ("push_cube", "pick_place")
-    """Tasks, read by algorithms, collection, ranking, imagination and test_time_planning."""
+    """Tasks, read by algorithms, collection, ranking, imagination, test_time_planning and gate."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Random seeds, one run for each; read by all benchmarks but sims."""
     only: tuple[str, ...] = ()
     """Which rows of the results to run: recipes, methods (algorithms), policies (collection), ablations (mechanisms),
-    experimental arms (edge_of_reach, imagination), plans (test_time_planning) or kinds of model (ranking); [] for all.
+    experimental arms (edge_of_reach, imagination), plans (test_time_planning), kinds of model (ranking) or parts (gate:
+    candidates, rounds); [] for all.
     """
     overrides: tuple[str, ...] = ()
     """Settings for every run, quoted: bench.overrides=['finetune.iterations=10']. What a method sets itself takes

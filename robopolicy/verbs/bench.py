@@ -19,6 +19,10 @@ Of world models:
 - joint: planning with one model of actions, futures and values.
 - video: images far ahead, with and without memory.
 
+Of recorded data:
+
+- gate: what it lets in of good candidates and of planted bad ones, and what becomes of a policy without it.
+
 `tables` writes the tables of results in the READMEs, and draws their plots, from assets/figures. All but sims go on
 where they were interrupted. A benchmark of your own is named by its dotted path, bench.name=package.module:BENCHMARK.
 """
@@ -71,6 +75,7 @@ BENCHMARKS = Registry(
             "styles",
             "joint",
             "video",
+            "gate",
             "tables",
         )
     },

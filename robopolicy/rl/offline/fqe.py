@@ -99,7 +99,7 @@ def fit_q(
             optimiser.zero_grad()
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
             optimiser.step()  # pyright: ignore[reportUnknownMemberType]
-            if step >= 0.9 * config.steps:
+            if step >= min(0.9 * config.steps, config.steps - 1):
                 clipped.append(((raw < bounds[0]) | (raw > bounds[1])).float().mean())
                 losses.append(loss.detach() / config.members)
             advance()

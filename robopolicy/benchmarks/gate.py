@@ -1,0 +1,324 @@
+"""The gate under attack: what it lets in of candidates whose true value is measured, good ones and planted bad ones.
+
+A policy records a log of its own, and candidates are made of both (`gate_candidates`). Each is played for real on the
+same starts as the policy: it is good where its improvement's lower bound exceeds 0, bad where the upper bound is below
+0, and undecided otherwise. Every judge of `robopolicy gate`, all of the same log, says what the gate would have done;
+combinations accept where all their judges do. Then ten rounds, most of their candidates planted, with the gate and
+without: how far does the policy fall? Nothing of the real world reaches a judge.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from robopolicy.benchmarks.gate_candidates import BIASED, CANDIDATES, OFFERED, Material, flattering
+from robopolicy.benchmarks.rates import rate_of, rate_text, spread_text
+from robopolicy.benchmarks.runs import EXAMINED, chosen_from, pretrained, settings_of
+from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.configuration import Config, compose
+from robopolicy.core.policy import Policy, Trainable, require_trainable
+from robopolicy.core.randomness import numpy_generator
+from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import read_json, write_json
+from robopolicy.core.world import World
+from robopolicy.data.lerobot_format import recorded_origin, write_dataset
+from robopolicy.data.lerobot_reading import read_dataset
+from robopolicy.evaluation.gate import Gate, Judge, judged
+from robopolicy.evaluation.intervals import compare_paired
+from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.runs import is_complete, output
+from robopolicy.verbs import collect, worldmodel
+from robopolicy.verbs.bench import Benchmark, Table
+from robopolicy.verbs.evaluate import evaluation_seeds
+from robopolicy.verbs.gate import build_judges
+from robopolicy.verbs.offline import learn_critic, split_data
+
+SETTINGS = ("collect.episodes=512", "offline.evaluate_episodes=512", "gate.judges=[model,fqe,critic]")
+"""Episodes of the log, and those that say what a candidate is worth; bench.overrides can say otherwise."""
+
+JUDGES = ("model", "another model", "fqe", "critic")
+MODELS = {"judge": 0, "judge_2": 1000, "other": 2000, "successes": 3000, BIASED: 4000}
+"""World model -> what is added to its seed: two judge, and three are there to learn in."""
+
+COMBINATIONS: dict[str, tuple[str, ...]] = {
+    "model": ("model",),
+    "another model": ("another model",),
+    "both models": ("model", "another model"),
+    "fqe": ("fqe",),
+    "critic": ("critic",),
+    "model and fqe": ("model", "fqe"),
+    "model and critic": ("model", "critic"),
+}
+ARMS: dict[str, tuple[str, ...]] = {"gate off": (), "gate: model": COMBINATIONS["model"],
+                                    "gate: both models": COMBINATIONS["both models"]}  # fmt: skip
+"""How ten rounds are gated -> the judges."""
+
+PARTS = {"candidates": "confusion", "rounds": "ten rounds"}
+"""What bench.only names."""
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A policy under attack: its judges by name, the real world with the seeds of its starts, what candidates need."""
+
+    config: Config
+    material: Material
+    judges: Mapping[str, Judge]
+    world: World
+    seeds: np.ndarray
+
+    def success(self, policy: Policy, label: str) -> np.ndarray:
+        """Return what each real episode came to, [E] bool, without exploration noise."""
+        found = evaluate_policy(self.world, policy, self.seeds, device=choose_device(self.config.run), label=label)
+        return found.success
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"tasks": {task: {seed: what was found}}}, after measuring what is missing under `root`."""
+    parts = chosen_from(config, PARTS)
+    threads = f"run.threads={config.run.threads}"
+    config = replace(config, bench=replace(config.bench, overrides=(threads, *config.bench.overrides)))
+    return {
+        "tasks": {
+            task: {str(seed): measure(config, root, task, seed, parts) for seed in config.bench.seeds}
+            for task in config.bench.tasks
+        }
+    }
+
+
+def measure(config: Config, root: Path, task: str, seed: int, parts: Sequence[str]) -> dict[str, Any]:
+    """Return {"base", "candidates": {name: verdicts}, "rounds": {arm: records}} of one policy, nothing done twice."""
+    folder = root / task / "attack" / str(seed)
+    needed: dict[Path, Callable[[Attack], Values]] = {folder / "base.json": base_values}
+    if "candidates" in parts:
+        needed |= {path_of(folder, name): partial(candidate_values, name) for name in CANDIDATES}
+    if "rounds" in parts:
+        needed |= {path_of(folder, arm): partial(ten_rounds, arm) for arm in ARMS}
+    attack: Attack | None = None
+    for path, find in needed.items():
+        if not path.exists():
+            attack = attack or prepared(config, root, task, seed)
+            write_json(path, find(attack))
+    if attack is not None:
+        attack.world.close()
+    chosen = compose([*SETTINGS, *settings_of(config, root, task, seed)])
+    base = read_json(folder / "base.json")
+    found = {name: path_of(folder, name) for name in CANDIDATES if path_of(folder, name) in needed}
+    return {
+        "base": rate_of(sum(base["success"]), len(base["success"])),
+        "candidates": {name: verdicts(chosen, base, read_json(path)) for name, path in found.items()},
+        "rounds": {arm: read_json(path_of(folder, arm)) for arm in ARMS if path_of(folder, arm) in needed},
+    }
+
+
+def path_of(folder: Path, name: str) -> Path:
+    """Return where what was found of a candidate or an arm is kept."""
+    return folder / f"{name.replace(', ', '_').replace(': ', '_').replace(' ', '_')}.json"
+
+
+def prepared(config: Config, root: Path, task: str, seed: int) -> Attack:
+    """Return a policy, its log, judges of the log and what candidates are made of, after making what is missing."""
+    shared = [*SETTINGS, *settings_of(config, root, task, seed)]
+    device = choose_device(compose(shared).run)
+    path = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
+    log = root / task / "collect" / "log" / str(seed) / "dataset"
+    collect.run(compose([*shared, "run.name=log", f"collect.policy={path}"]))
+    model = partial(model_of, shared, root / task, log, seed)
+    models = ",".join(str(model(name)) for name in ("judge", "judge_2"))
+    places = f"offline.dataset={log}", f"offline.policy={path}", f"gate.models=[{models}]"
+    chosen = compose([*shared, *places])
+    policy = require_trainable(load_policy(path, device))
+    training, held = split_data(chosen, device)
+    lesson = learn_critic(chosen, policy, training, RunFolder(root / task / "critic" / str(seed)), device)
+    judges = build_judges(chosen, policy, held, device)
+    episodes = chosen.offline.evaluate_episodes
+    world = build_world(chosen.world, policy, episodes=episodes, device=device)
+    material = Material(chosen, policy, lesson, model)
+    return Attack(chosen, material, dict(zip(JUDGES, judges, strict=True)), world, evaluation_seeds(chosen, episodes))
+
+
+def model_of(shared: Sequence[str], root: Path, log: Path, seed: int, name: str) -> Path:
+    """Return the checkpoint of a world model of the log, or of what is made of it, after training where missing."""
+    own = seed + MODELS[name]
+    folder = root / "worldmodel" / name / str(own)
+    if not is_complete(folder):
+        data = log
+        if name in ("successes", BIASED):
+            data, episodes = root / "made" / f"{name}_{seed}", read_dataset(log)
+            made = episodes.select(episodes.success) if name == "successes" else flattering(episodes)
+            write_dataset(made, data, images="png", existing="replace", origin=recorded_origin(log))
+        learned = f"worldmodel.data=[{data}]", "worldmodel.transitions=1", "worldmodel.include_base=false"
+        worldmodel.run(compose([*EXAMINED, *shared, f"run.name={name}", f"run.seed={own}", *learned]))
+    return folder / "checkpoint"
+
+
+def base_values(attack: Attack) -> Values:
+    """Return what the policy as it came is worth, for real and to every judge."""
+    return asked(attack, attack.material.base, "the policy as it came")
+
+
+def candidate_values(name: str, attack: Attack) -> Values:
+    """Make a candidate, and return what it is worth, for real and to every judge."""
+    material, candidate = attack.material, CANDIDATES[name]
+    made = candidate.make(material, material.base, material.draws(name))
+    found = asked(attack, made, name)
+    return {"family": candidate.family, "planted": candidate.planted, **found}
+
+
+def asked(attack: Attack, policy: Policy, label: str) -> Values:
+    """Return {"success": [E], "values": {judge: [S]}} of a policy."""
+    success = attack.success(policy, f"truth: {label}")
+    output.print(f"{label}: true success {success.mean():.1%}")
+    values = {name: judge.values(policy).tolist() for name, judge in attack.judges.items()}
+    return {"success": success.astype(int).tolist(), "values": values}
+
+
+def verdicts(config: Config, base: Values, found: Values) -> dict[str, Any]:
+    """Return a candidate's true improvement with its interval, and what every judge says of it."""
+    true, section = compare_paired(np.array(base["success"]), np.array(found["success"])), config.gate
+    said: dict[str, Any] = {}
+    for name, values in found["values"].items():
+        pair = np.array(values), np.array(base["values"][name])
+        verdict = judged(name, *pair, section.margin, section.relative, section.confidence)
+        said[name] = {"difference": verdict.difference, "low": verdict.low, "better": verdict.better}
+    return {
+        "family": found["family"],
+        "planted": found["planted"],
+        "true": {"success": true.tuned, "difference": true.difference, "low": true.low, "high": true.high},
+        "judges": said,
+    }
+
+
+def ten_rounds(arm: str, attack: Attack) -> Values:
+    """Return {"base", "records"} of rounds in which each candidate is made of the incumbent."""
+    config, material = attack.config, attack.material
+    judges, section = [attack.judges[name] for name in ARMS[arm]], config.gate
+    rules = {"margin": section.margin, "relative": section.relative, "confidence": section.confidence}
+    gate = Gate(judges, **rules) if judges else None
+    order = numpy_generator(config.run.seed, "offered").permutation(len(OFFERED))
+    incumbent: Trainable = material.base
+    base = success = attack.success(incumbent, arm)
+    records: list[dict[str, Any]] = []
+    for number, place in enumerate(order, start=1):
+        name = OFFERED[place]
+        candidate = CANDIDATES[name].make(material, incumbent, material.draws(f"round {number}: {name}"))
+        verdict = None if gate is None else gate.decide(candidate, incumbent)
+        accepted = verdict is None or verdict.accepted
+        if accepted:
+            incumbent, success = candidate, attack.success(candidate, f"{arm}, round {number}")
+        true = compare_paired(base, success)
+        records.append(
+            {
+                "candidate": name,
+                "planted": CANDIDATES[name].planted,
+                "accepted": accepted,
+                "gate": "" if verdict is None else verdict.line(f"round {number}"),
+                "success": true.tuned,
+                "difference": true.difference,
+                "low": true.low,
+                "high": true.high,
+            }
+        )
+        output.print(f"{arm}, round {number}, {name}: accepted {accepted}, true success {true.tuned:.1%}")
+    return {"base": rate_of(int(base.sum()), len(base)), "records": records}
+
+
+def kind_of(true: Mapping[str, float]) -> str:
+    """Return whether a candidate is good, bad or undecided, by the interval of its true improvement."""
+    return "good" if true["low"] > 0 else "bad" if true["high"] < 0 else "undecided"
+
+
+def confusion(rows: Sequence[Mapping[str, Any]], judges: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return by kind of candidate (`kind_of`) how many all of `judges` accept, and how many there are."""
+    counts = {"bad": [0, 0], "good": [0, 0], "undecided": [0, 0]}
+    for row in rows:
+        count = counts[kind_of(row["true"])]
+        count[0] += all(row["judges"][name]["better"] for name in judges)
+        count[1] += 1
+    return {kind: (accepted, every) for kind, (accepted, every) in counts.items()}
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return three tables a task: what is let in by judges, what there was by families, and ten rounds."""
+    found: list[Table] = []
+    for task, seeds in figures["tasks"].items():
+        rows = [row for seed in seeds.values() for row in seed["candidates"].values()]
+        if rows:
+            found += [_judges_table(task, rows, len(seeds)), _families_table(task, rows)]
+        rounds = [seed["rounds"] for seed in seeds.values() if seed["rounds"]]
+        if rounds:
+            found.append(_rounds_table(task, rounds))
+    return found
+
+
+def _judges_table(task: str, rows: Sequence[Mapping[str, Any]], seeds: int) -> Table:
+    header = ["judged by", "of the truly worse, accepted", "of the truly better", "of the undecided"]
+    lines = [
+        [name, *(_share(*confusion(rows, judges)[kind]) for kind in ("bad", "good", "undecided"))]
+        for name, judges in COMBINATIONS.items()
+    ]
+    title = f"{task}: {len(rows)} candidates of {seeds} policies; in square brackets Wilson 95 % intervals"
+    return Table(title, header, lines)
+
+
+def _families_table(task: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    header = ["candidates", "true improvement: mean (range)", "worse", "better", "undecided"]
+    header += ["of the worse, accepted by the model", "by both models", "of the better, by the model", "by both models"]
+    lines: list[list[str]] = []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        own = [row for row in rows if row["family"] == family]
+        gains = 100 * np.array([row["true"]["difference"] for row in own])
+        one, both = (confusion(own, COMBINATIONS[name]) for name in ("model", "both models"))
+        spread = f"{gains.mean():+.1f} ({gains.min():+.1f} to {gains.max():+.1f})"
+        counts = [str(one[kind][1]) for kind in ("bad", "good", "undecided")]
+        accepted = [str(each[kind][0]) for kind in ("bad", "good") for each in (one, both)]
+        lines.append([family, spread, *counts, *accepted])
+    return Table(f"{task}: what was offered, in points of success", header, lines)
+
+
+def _rounds_table(task: str, rounds: Sequence[Mapping[str, Any]]) -> Table:
+    header = ["ten rounds", "at first", "in the end: mean over seeds (range)", "each seed, in the end"]
+    header += ["lowest on the way", "accepted", "planted ones accepted", "seeds surely worse than at first, ever"]
+    lines: list[list[str]] = []
+    for arm in ARMS:
+        runs = [each[arm] for each in rounds if arm in each]
+        records = [run["records"] for run in runs]
+        ends = [each[-1]["success"] for each in records]
+        lines.append(
+            [
+                arm,
+                spread_text(run["base"]["success_rate"] for run in runs),
+                spread_text(ends),
+                ", ".join(rate_text(_rate(run, end)) for run, end in zip(runs, ends, strict=True)),
+                ", ".join(f"{100 * min(record['success'] for record in each):.1f} %" for each in records),
+                ", ".join(str(sum(record["accepted"] for record in each)) for each in records),
+                ", ".join(str(sum(record["accepted"] and record["planted"] for record in each)) for each in records),
+                f"{sum(any(record['high'] < 0 for record in each) for each in records)} of {len(records)}",
+            ]
+        )
+    return Table(
+        f"{task}: ten candidates in random order, six of them planted, each made of the incumbent", header, lines
+    )
+
+
+def _rate(run: Mapping[str, Any], success: float) -> dict[str, float]:
+    episodes = int(run["base"]["episodes"])
+    return rate_of(round(success * episodes), episodes)
+
+
+def _share(accepted: int, count: int) -> str:
+    return f"{accepted} of {count}: {rate_text(rate_of(accepted, count))}" if count else "none"
+
+
+BENCHMARK = Benchmark(
+    "Does the gate keep bad candidates out and let good ones in, and what becomes of a policy without it?",
+    ("tasks", "seeds", "only", "overrides"),
+    benchmark,
+    tables,
+)
