@@ -34,12 +34,21 @@ class CollectSection:
     """Checkpoint of a policy that plays instead."""
     successes_only: bool = False
     """Drop failures; world models need them."""
+    chains: bool = False
+    """Record with every decision of a denoising policy (collect.policy) its chain and log-densities, which
+    gate.judges=[importance] weighs.
+    """
     images: Literal["png", "video"] = "png"
     """How images are stored: png, exact, or video, small."""
 
     def __post_init__(self):
         if min(self.trial_episodes, self.anchor_episodes) < 2:
             raise ConfigError("collect.trial_episodes and collect.anchor_episodes are at least 2.")
+        if self.chains and (self.policy is None or self.quality or self.successes_only):
+            raise ConfigError(
+                "collect.chains=true records how a policy decides, all of its episodes: set collect.policy=CHECKPOINT, "
+                "and neither collect.quality nor collect.successes_only."
+            )
         if self.quality and self.successes_only:
             raise ConfigError(
                 f"collect.quality={self.quality} is a share of successes: collect.successes_only=true would change it."

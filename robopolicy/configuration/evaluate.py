@@ -18,6 +18,10 @@ class EvaluateSection:
     """What the policy is told: empty for what the world asks for, wrong for another of its instructions, or any text; a
     policy that minds the language then fails.
     """
+    anchors: Path | None = None
+    """A dataset of graded quality (collect.quality) of the same world: returns are also scored between what uniform
+    actions earn there, 0, and the expert, 100.
+    """
     episodes: int = 200
     """How many in each mode."""
     videos: int = 8

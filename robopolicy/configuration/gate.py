@@ -19,14 +19,15 @@ class GateSection:
     """Datasets that judges look at (default: what collect wrote under the same name and seed); give what training has
     not seen.
     """
-    judges: tuple[Literal["model", "fqe", "critic"], ...] = ("model",)
+    judges: tuple[Literal["model", "fqe", "critic", "importance"], ...] = ("model",)
     """model: episodes in gate.models; fqe: a critic fitted to each policy on recorded data; critic: mean values of a
     critic of the recorded actions (AM-Q). The latter two are fooled where a policy does what the data has not.
+    importance: logged episodes (collect.chains=true), weighed by how likely each policy was to decide so.
     """
     models: tuple[Path, ...] = ()
     """Checkpoints of world models, one judge each (default: what worldmodel wrote under the same name and seed)."""
     by: Literal["success", "return"] = "success"
-    """What models judge by."""
+    """What models and importance judge by."""
     starts: int = 256
     """Recorded observations (or imagined episodes) that both policies are scored from."""
     margin: float = 0.0
@@ -43,9 +44,17 @@ class GateSection:
     """Of fqe and critic: updates of a fit."""
     width: int = 128
     """Of fqe and critic: units of every layer."""
+    per_decision: bool = True
+    """Of importance: a reward is weighed by the decisions before it, not by those of the whole episode."""
+    largest_weight: float = 100.0
+    """Of importance: where weights are clipped."""
+    effective: float = 30.0
+    """Of importance: effective number of episodes below which it refuses."""
 
     def __post_init__(self) -> None:
         if not self.judges:
             raise ConfigError("gate.judges=[] judges nothing: name fqe, model or critic.")
+        if self.largest_weight < 1 or self.effective < 1:
+            raise ConfigError("gate.largest_weight and gate.effective are at least 1.")
         if self.starts < 2 or not 0 < self.holdout < 1 or self.steps < 1:
             raise ConfigError("gate: starts is at least 2, steps at least 1, holdout in (0, 1).")

@@ -15,6 +15,7 @@ from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
 from robopolicy.core.world import Controller, Step, World
+from robopolicy.data.chains import Chains, chain_of
 
 
 def record(
@@ -35,6 +36,42 @@ def record(
     success times are wanted. Raises DataError (seeds used up, nothing kept), SpecError (actor and world do not fit) and
     ConfigError (successes only, of a world that reports none).
     """
+    takes = _play(world, actor, seeds, episodes, successes_only, generator, deterministic)
+    return _gather(takes, world.spec, episodes, successes_only)
+
+
+def record_chains(
+    world: World, policy: Policy, seeds: Sequence[int] | np.ndarray, *, generator: torch.Generator
+) -> tuple[Episodes, Chains]:
+    """`record` the episodes of a policy that denoises, with exploration noise, and how it came to each decision.
+
+    Raises ConfigError where its decisions hold no chain, or where which steps are noisy is drawn, beside what `record`
+    raises.
+    """
+    takes = _play(world, policy, seeds, None, False, generator, False, chains=True)
+    every = [takes.done[position] for position in sorted(takes.done)]
+    first = np.cumsum([0, *(len(item.success) for item in every[:-1])])
+    begun = [start + begins for start, item in zip(first, every, strict=True) for begins in item.begins]
+    chains, masks = (np.stack([pair[place] for item in every for pair in item.chains]) for place in range(2))
+    if (masks != masks[0]).any():
+        raise ConfigError(
+            "Chains of which only some steps are noisy (noisy_steps) have no density: none can be recorded."
+        )
+    return _gather(takes, world.spec, None, False), Chains(torch.tensor(begun), torch.from_numpy(chains))
+
+
+def _play(
+    world: World,
+    actor: Controller | Policy,
+    seeds: Sequence[int] | np.ndarray,
+    episodes: int | None,
+    successes_only: bool,
+    generator: torch.Generator | None,
+    deterministic: bool,
+    *,
+    chains: bool = False,
+) -> "_Takes":
+    """Play as `record` says, which see; chains: whether every decision's is kept."""
     spec = world.spec
     seeds = np.asarray(seeds, dtype=np.int64)
     wanted = len(seeds) if episodes is None else episodes
@@ -46,7 +83,7 @@ def record(
         raise ConfigError(f"'{spec.name}' does not say which episodes succeed, so successes_only would keep none.")
     chosen = actor_of(actor, torch.Generator() if generator is None else generator, deterministic=deterministic)
     player = Player(world, chosen, stepwise=bool(spec.cameras) or not spec.terminate_on_success)
-    takes = _Takes(player, seeds)
+    takes = _Takes(player, seeds, chains)
     exact = episodes is None and not successes_only
     with progress(f"recording {spec.name}", wanted) as advance:
         for played in player:
@@ -59,7 +96,7 @@ def record(
             pending = takes.successes if successes_only else takes.finished
             if exact or pending + player.running.sum() < wanted:
                 takes.start_next()
-    return _gather(takes, spec, wanted if episodes is not None else None, successes_only)
+    return takes
 
 
 def record_until(steps: float, play: Callable[[int], Episodes]) -> Episodes:
@@ -81,13 +118,16 @@ class _Recording:
     rewards: dict[str, list[np.ndarray]] = field(default_factory=dict)
     success: list[bool] = field(default_factory=list)
     terminated: bool = False
+    begins: list[int] = field(default_factory=list)
+    chains: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
 
 class _Takes:
     """Which episode runs in which row of a player's world, and what was recorded so far."""
 
-    def __init__(self, player: Player[Any], seeds: np.ndarray):
+    def __init__(self, player: Player[Any], seeds: np.ndarray, chains: bool = False):
         self.player, self.seeds = player, seeds
+        self.chains, self.decided = chains, True
         self.done: dict[int, _Recording] = {}
         self.current: list[_Recording | None] = [None] * player.world.batch_size
         self.finished = self.successes = self.launched = 0
@@ -104,7 +144,11 @@ class _Takes:
         for row in played.running.nonzero()[0]:
             recording = self.current[row]
             assert recording is not None
+            if self.chains and self.decided:
+                recording.begins.append(len(recording.success))
+                recording.chains.append(chain_of(played.info.decision, row))
             _append(recording, played.step, executed, row, self.player.world.spec)
+        self.decided = played.chunk_done
 
     def collect(self) -> list[_Recording]:
         """Take out the episodes that ended since the last call."""

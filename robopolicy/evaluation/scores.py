@@ -14,6 +14,8 @@ import numpy as np
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
+from robopolicy.core.storage import recover_folder
+from robopolicy.data.lerobot_format import QUALITY
 from robopolicy.data.quality import read_quality
 from robopolicy.evaluation.intervals import mean_interval, wilson
 from robopolicy.evaluation.success import EvaluationResult
@@ -78,6 +80,11 @@ class Anchors:
             "(world.options.terminate_on_success=false)."
         )
 
+    def require_world(self, world: str) -> None:
+        """Raise DataError where returns are of another world than the anchors."""
+        if world != self.world:
+            raise DataError(f"Returns in '{world}' cannot be scored by anchors of '{self.world}'.")
+
     def score(self, value: float) -> float:
         """Return the score of a mean return: 100 (value - random) / (expert - random)."""
         zero, hundred = self.random.return_mean, self.expert.return_mean
@@ -121,8 +128,7 @@ def normalised_score(result: EvaluationResult | Performance, anchors: Anchors) -
     Raises DataError where an evaluation was made in another world than the anchors.
     """
     if isinstance(result, EvaluationResult):
-        if result.world != anchors.world:
-            raise DataError(f"Returns in '{result.world}' cannot be scored by anchors of '{anchors.world}'.")
+        anchors.require_world(result.world)
         result = Performance.of(result.returns, result.success)
     found = (result.return_mean, result.return_low, result.return_high)
     return NormalisedScore(*(anchors.score(each) for each in found))
@@ -131,3 +137,11 @@ def normalised_score(result: EvaluationResult | Performance, anchors: Anchors) -
 def read_anchors(folder: Path) -> Anchors:
     """Return the anchors that a dataset of graded quality holds; DataError where it has none."""
     return Anchors.from_json(read_quality(folder)["anchors"], folder)
+
+
+def known_anchors(folder: Path, world: str) -> Anchors | None:
+    """Return the anchors that a dataset holds, None where it holds none, or another world's than `world`."""
+    if not (recover_folder(Path(folder)) / QUALITY).is_file():
+        return None
+    found = read_anchors(folder)
+    return found if found.world == world else None

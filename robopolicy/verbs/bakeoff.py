@@ -14,6 +14,7 @@ from robopolicy.build import as_seen_in, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.evaluation.bakeoff import JudgeScore, best_judge, score_judge
+from robopolicy.evaluation.importance import ImportanceJudge
 from robopolicy.evaluation.judges import ModelReturn
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import evaluate_policy
@@ -62,7 +63,7 @@ def run(config: Config) -> int:
             threshold=section.threshold,
             margin=config.gate.margin,
             confidence=config.gate.confidence,
-            comparable=isinstance(judge, ModelReturn),
+            comparable=isinstance(judge, ModelReturn | ImportanceJudge),
         )
     warn_of_divergence(judges)
     what = config.gate.by

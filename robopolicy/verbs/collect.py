@@ -5,6 +5,7 @@ collect.quality=expert|medium|replay|mixed|play|random finds the noise that give
 stores with every step what made it, and with the dataset what uniform actions and the expert earn (normalised scores).
 Failures are kept, because world models need them; collect.successes_only=true drops them. With collect.policy and
 plan.model, a world model's, the policy looks ahead: plan.uncertainty above 0 leads it where the model has yet to learn.
+collect.chains=true records beside a policy's episodes how it came to its decisions (gate.judges=[importance]).
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from robopolicy.build import build_noisy_expert, build_world, choose_device, load_policy, with_planning
 from robopolicy.configuration import Config
@@ -20,7 +22,8 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.lerobot_format import write_dataset
-from robopolicy.data.record import record
+from robopolicy.data.record import record, record_chains
+from robopolicy.evaluation.importance import with_densities
 from robopolicy.evaluation.intervals import mean_interval, wilson
 from robopolicy.origins import origin_of_section
 from robopolicy.runs import finish, finished, open_run, output
@@ -43,14 +46,18 @@ def run(config: Config) -> int:
         return 0
     section, quality = config.collect, config.collect.quality
     graded = None if not quality else record_graded(config, quality, folder.path, *acting(config))
-    episodes = collect(config) if graded is None else graded.episodes
+    columns = None if graded is None else graded.columns
+    if section.chains:
+        episodes, columns = collect_chains(config)
+    else:
+        episodes = collect(config) if graded is None else graded.episodes
     write_dataset(
         episodes,
         folder.path / "dataset",
         images=section.images,
         existing="replace",
         origin=origin_of_section(config.world),
-        columns=None if graded is None else graded.columns,
+        columns=columns,
         quality=None if graded is None else graded.description,
     )
     result = summary(episodes) | ({} if graded is None else graded.figures)
@@ -83,6 +90,27 @@ def collect(config: Config) -> Episodes:
         parts.append(record(world, actor, seeds, successes_only=section.successes_only, generator=generators["act"]))
     world.close()
     return Episodes.concatenate(parts)
+
+
+def collect_chains(config: Config) -> tuple[Episodes, dict[str, Tensor]]:
+    """Return the episodes of a policy as `collect` records them, and columns that say how it came to its decisions.
+
+    Raises ConfigError where it looks ahead: what it chose by has no density.
+    """
+    section = config.collect
+    if config.plan.model is not None:
+        raise ConfigError("collect.chains=true needs decisions with a density, and plan.model chooses among them.")
+    policy, device = acting(config)
+    assert policy is not None  # which the section asks for
+    world = build_world(config.world, policy, episodes=section.episodes, seed=config.run.seed)
+    seeds, generator = (
+        episode_seeds(config.run.seed, "collect/0", section.episodes),
+        Generators(config.run.seed, device),
+    )
+    episodes, chains = record_chains(world, policy, seeds, generator=generator["act"])
+    world.close()
+    known = with_densities(policy, episodes.to(device), chains.to(device)).to("cpu")
+    return episodes, known.columns(episodes.step_count)
 
 
 def acting(config: Config) -> tuple[Policy | None, torch.device]:

@@ -3,9 +3,11 @@
 evaluate.base=CHECKPOINT judges a second policy on the same seeds and tests the difference. world=worldmodel judges in
 imagination (world.model=CHECKPOINT): the same starts, the same policy, a learned world. evaluate.instruction=wrong
 tells the policy another of the world's instructions: success above chance then means that it does not listen.
-plan.model=CHECKPOINT judges the policy looking ahead in a world model, beside itself without.
+plan.model=CHECKPOINT judges the policy looking ahead in a world model, beside itself without. evaluate.anchors=DATASET
+scores returns between what uniform actions and the expert earn.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
+from robopolicy.evaluation.scores import Anchors, normalised_score, read_anchors
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
 from robopolicy.evaluation.video import record_grid, write_video
 from robopolicy.runs import finish, open_fresh_run, output
@@ -83,6 +86,22 @@ def print_verdicts(verdicts: dict[str, Verdict]) -> None:
     output.print(table)
 
 
+def normalised(verdicts: Mapping[str, Verdict], anchors: Anchors | None) -> dict[str, Any]:
+    """Return {"normalised": {name: {mode: score}}}, printed; nothing without anchors.
+
+    Raises DataError where the verdicts are of another world than the anchors.
+    """
+    if anchors is None:
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for name, verdict in verdicts.items():
+        modes = {"deterministic": verdict.deterministic, "stochastic": verdict.stochastic}
+        scores = {mode: normalised_score(result, anchors) for mode, result in modes.items()}
+        output.print(f"{name}: {', '.join(f'{mode} {score.text}' for mode, score in scores.items())}", markup=False)
+        found[name] = {mode: score.to_json() for mode, score in scores.items()}
+    return {"normalised": found}
+
+
 def run(config: Config) -> int:
     """Judge the policy, and the base beside it when one is given."""
     section = config.evaluate
@@ -95,6 +114,7 @@ def run(config: Config) -> int:
     policies = {name: load_policy(path, device) for name, path in paths.items() if path is not None}
     policies["policy"] = with_planning(config.plan, policies["policy"], device)
     seeds = evaluation_seeds(config, section.episodes)
+    anchors = None if section.anchors is None else read_anchors(section.anchors)
     folder = open_fresh_run(config, "evaluate", VERB.sections)
     result: dict[str, Any] = {}
     verdicts: dict[str, Verdict] = {}
@@ -102,6 +122,8 @@ def run(config: Config) -> int:
         world = build_world(
             config.world, policy, episodes=config.evaluate.episodes, seed=config.run.seed, device=device
         )
+        if anchors is not None:
+            anchors.require_world(world.spec.name)
         policy = with_instruction(as_seen_in(world, policy), section.instruction, world.spec.instructions)
         verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
@@ -114,6 +136,6 @@ def run(config: Config) -> int:
         difference = compare(beside.deterministic, verdicts["policy"].deterministic)
         result["difference"] = difference.to_json()
     print_verdicts(verdicts)
-    finish(config, folder, result)
+    finish(config, folder, result | normalised(verdicts, anchors))
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0

@@ -2,7 +2,8 @@
 
 Both are scored from the same starts with the same draws by judges that had no part in their training: episodes in world
 models (model; worldmodel.data=[DATASET] worldmodel.transitions=1 trains one on a log alone), a critic fitted to each
-policy on recorded data (fqe), a critic of the recorded actions (critic). The candidate is accepted where the lower
+policy on recorded data (fqe), a critic of the recorded actions (critic), logged decisions weighed by how likely each
+policy was to make them (importance, of data with collect.chains=true). The candidate is accepted where the lower
 bound of its improvement, by the bootstrap and by Student's t, exceeds gate.margin for every judge. Exit status 0:
 accepted, 1: rejected.
 """
@@ -20,8 +21,10 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.data.chains import read_chains
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.gate import Gate, Judge
+from robopolicy.evaluation.importance import ImportanceJudge, effective_text
 from robopolicy.evaluation.judges import CriticJudge, FittedJudge, ModelReturn, Recorded, episode_starts
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.rl.offline.batches import value_bound
@@ -64,8 +67,12 @@ def recorded_for_gate(config: Config, device: torch.device) -> Episodes | None:
     """Return the episodes of gate.data, or what collect wrote; None where no judge looks at recorded data."""
     if set(config.gate.judges) <= {"model"}:
         return None
-    paths = config.gate.data or (default_path(config, "collect", "dataset", None, "gate.data"),)
-    return Episodes.concatenate([read_dataset(path) for path in paths]).to(device)
+    return Episodes.concatenate([read_dataset(path) for path in recorded_paths(config)]).to(device)
+
+
+def recorded_paths(config: Config) -> tuple[Path, ...]:
+    """Return gate.data, or what collect wrote."""
+    return config.gate.data or (default_path(config, "collect", "dataset", None, "gate.data"),)
 
 
 def build_judges(
@@ -78,11 +85,15 @@ def build_judges(
     and DataError where something is missing.
     """
     section, judges = config.gate, list[Judge]()
-    recorded = None if episodes is None else recorded_for_judges(section, incumbent, episodes)
+    critics = not set(section.judges) <= {"model", "importance"}
+    recorded = recorded_for_judges(section, incumbent, episodes) if critics and episodes is not None else None
     for name in section.judges:
         if name == "model":
             paths = section.models or (default_path(config, "worldmodel", "checkpoint", None, "gate.models"),)
             judges += [model_judge(config, path, incumbent, device, path not in trained_in) for path in paths]
+            continue
+        if name == "importance":
+            judges.append(importance_judge(config, incumbent, episodes))
             continue
         if recorded is None:
             raise ConfigError(f"gate.judges names {name}, which looks at recorded data: set gate.data=[DATASET].")
@@ -124,14 +135,29 @@ def model_judge(config: Config, path: Path, policy: Policy, device: torch.device
     return ModelReturn(world, seeds, by=section.by, as_inside=as_inside, independent=independent, seed=config.run.seed)
 
 
+def importance_judge(config: Config, policy: Policy, episodes: Episodes | None) -> Judge:
+    """Return the judge by the chains that gate.data logs of `episodes`; raises DataError where it logs none."""
+    section, spec = config.gate, policy.spec
+    assert episodes is not None  # `recorded_for_gate` reads them for every judge but models
+    chains = read_chains(recorded_paths(config), spec.prediction, spec.action.size).to(episodes.device)
+    clip, least = section.largest_weight, section.effective
+    return ImportanceJudge(episodes, chains, by=section.by, per_decision=section.per_decision, clip=clip, least=least)
+
+
 def clipped(judges: Sequence[Judge]) -> dict[str, list[float]]:
-    """Return by judge the shares of targets that left what rewards allow, of those that fit critics."""
-    return {"clipped": [share for judge in judges if isinstance(judge, FittedJudge) for share in judge.clipped]}
+    """Return the shares of targets that left what rewards allow, of judges that fit critics, and how many episodes
+    counted effectively, of those that weigh them.
+    """
+    found = {"clipped": [share for judge in judges if isinstance(judge, FittedJudge) for share in judge.clipped]}
+    counts = [count for judge in judges if isinstance(judge, ImportanceJudge) for count in judge.effective]
+    return found | ({"effective_episodes": counts} if counts else {})
 
 
 def warn_of_divergence(judges: Sequence[Judge]) -> None:
-    """Say where a fitted critic's values left what rewards allow: it is no judge then."""
+    """Say where a fitted critic's values left what rewards allow: it is no judge then; and what weights were worth."""
     for judge in judges:
+        if isinstance(judge, ImportanceJudge) and judge.effective:
+            output.print(f"Episodes that count, of {len(judge.episodes)} logged: {effective_text(judge.effective)}.")
         if isinstance(judge, FittedJudge) and judge.diverged:
             output.print(
                 f"Note: {max(judge.clipped):.0%} of the targets of {judge.name} left what the rewards allow: it has "

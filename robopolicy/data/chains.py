@@ -1,0 +1,84 @@
+"""How a denoising policy came to the decisions that were recorded: their chains, beside the episodes.
+
+With them another policy can be judged by how likely it would have been to do the same (`evaluation.importance`). In a
+dataset they are columns of every step, zeros where no decision begins. Axes: N step, D decision, K scored step, P
+predicted step, A action dimension.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.policy import Decision
+from robopolicy.data.lerobot_reading import read_columns, read_information
+
+BEGINS, CHAIN, DENSITY = "chain.begins", "chain.latents", "chain.log_density"
+"""The columns: bool [N]; [N, (K+1) * P * A]; [N, K]."""
+
+
+@dataclass(frozen=True)
+class Chains:
+    """step: [D] int64, the recorded step at which each decision begins, in order of time; chain: [D, K+1, P, A].
+
+    log_density: [D, K], of every scored step under the policy that acted; None before it is known.
+    """
+
+    step: Tensor
+    chain: Tensor
+    log_density: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> "Chains":
+        """Move every tensor."""
+        density = None if self.log_density is None else self.log_density.to(device)
+        return Chains(self.step.to(device), self.chain.to(device), density)
+
+    def columns(self, steps: int) -> dict[str, Tensor]:
+        """Return the columns of a dataset of so many steps; raises DataError without log-densities."""
+        if self.log_density is None:
+            raise DataError("Chains are of no use without their log-densities under the policy that acted.")
+        begins = torch.zeros(steps, dtype=torch.bool)
+        begins[self.step] = True
+        found = {BEGINS: begins}
+        for name, values in ((CHAIN, self.chain.flatten(1)), (DENSITY, self.log_density)):
+            found[name] = torch.zeros(steps, values.shape[1])
+            found[name][self.step] = values.float()
+        return found
+
+
+def chain_of(decision: Decision, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the chain [K+1, P, A] of a row of a decision and which steps were choices [K]; ConfigError without any."""
+    chain = decision.latents.get("chain")
+    if chain is None or not bool(decision.mask[row].any()):
+        raise ConfigError("This policy's decisions hold no chain of denoising steps with noise: none can be recorded.")
+    return chain[row].detach().cpu().numpy(), decision.mask[row].cpu().numpy()
+
+
+def read_chains(folders: Sequence[Path], predicted: int, size: int) -> Chains:
+    """Return the chains of datasets, one after the other, of policies that predict `predicted` steps of `size` numbers.
+
+    Raises DataError where a dataset records none, or of other policies.
+    """
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    before = 0
+    for folder in folders:
+        if BEGINS not in read_information(folder)["features"]:
+            raise DataError(
+                f"{folder} records no chains of decisions: record the policy with collect.chains=true "
+                "collect.policy=CHECKPOINT, or judge by gate.judges=[model]."
+            )
+        found = read_columns(folder, (BEGINS, CHAIN, DENSITY))
+        step = found[BEGINS].nonzero().squeeze(1)
+        chain, density = found[CHAIN][step], found[DENSITY][step].reshape(len(step), -1)
+        if chain.shape[1] != (density.shape[1] + 1) * predicted * size:
+            raise DataError(f"{folder} records chains of another policy: {predicted} steps of {size} do not fit them.")
+        parts.append((step + before, chain.reshape(len(step), -1, predicted, size), density))
+        before += len(found[BEGINS])
+    if len({part[2].shape[1] for part in parts}) > 1:
+        raise DataError("The datasets record chains of different lengths: give those of one policy.")
+    step, chain, density = (torch.cat([part[place] for part in parts]) for place in range(3))
+    return Chains(step, chain, density)

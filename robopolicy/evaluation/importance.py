@@ -1,0 +1,181 @@
+"""A judge by importance sampling: logged decisions count as often as the judged policy would have made them.
+
+    w_t = prod_{s <= t} prod_k p_new(x_{s,k+1} | x_{s,k}) / p_log(x_{s,k+1} | x_{s,k})   up to decision t of an episode
+
+over the scored denoising steps k of the logged chains: densities of the chain, not of its action, which many chains
+lead to. It needs no model and no critic, but weights multiply: a policy that does much else than what was logged leaves
+few episodes that count, which the effective sample size says. Sources: importance sampling for evaluation, Precup et
+al. 2000; self-normalised per decision (CWPDIS), Thomas 2015; chains, DPPO, arXiv:2409.00588. Axes: E episode, T
+decision of it, D logged decision, K scored step, P predicted step, A action dimension.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.arrays import Array
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, DataError, SpecError
+from robopolicy.core.policy import MatchesNoise, Policy, ScoredPolicy
+from robopolicy.data.chains import Chains
+from robopolicy.nn.schedules import Normal
+from robopolicy.rl.offline.decisions import ROWS, observed_at
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """values: [E], whose mean is the estimate; effective: sample size of the episodes' weights, of at most E.
+
+    clipped: share of the weights that were larger than allowed, and count for less than they should.
+    """
+
+    values: Array
+    effective: float
+    clipped: float
+
+
+def importance_estimate(
+    log_ratio: Array, reward: Array, *, per_decision: bool = True, normalised: bool = True, clip: float | None = None
+) -> Estimate:
+    """Return what a policy is worth, of log-ratios and rewards [E, T] of each logged decision; zeros behind an end.
+
+    per_decision: a reward is weighted by what led to it alone, not by the whole episode; normalised: weights are
+    divided by their mean over episodes, which is biased and varies far less; clip: largest weight. Normalised, `values`
+    are V + sum_t w_t (r_t - V_t), V_t the estimate of that reward: the same mean, and the variance that an interval
+    needs, because a ratio of sums varies like that.
+    """
+    total = np.cumsum(np.asarray(log_ratio, dtype=np.float64), 1)
+    bound = np.inf if clip is None else np.log(clip)
+    log_weight = np.minimum(total, bound)
+    last = np.exp(log_weight[:, -1] - log_weight[:, -1].max())
+    effective = float(last.sum() ** 2 / np.square(last).sum())
+    clipped = float(((total if per_decision else total[:, -1]) > bound).mean())
+    if not per_decision:
+        log_weight = np.broadcast_to(log_weight[:, -1:], total.shape)
+    if not normalised:
+        return Estimate((np.exp(log_weight) * reward).sum(1), effective, clipped)
+    used = np.exp(log_weight - log_weight.max(0))
+    used = used / used.mean(0)
+    each = (used * reward).mean(0)
+    return Estimate(each.sum() + (used * (reward - each)).sum(1), effective, clipped)
+
+
+@torch.no_grad()
+def log_densities(policy: Policy, episodes: Episodes, chains: Chains) -> Tensor:
+    """Return the log-density of every scored step of logged chains under `policy`, [D, K] float64.
+
+    All P x A elements count, none is clamped and nothing is averaged, unlike in what policies learn by. The first,
+    frozen steps of a fine-tuned policy are not scored: they must be those of the policy that was logged. Raises
+    ConfigError for a policy whose steps are not Gaussian, DataError where its chains are of another length.
+    """
+    if not isinstance(policy, ScoredPolicy) or (isinstance(policy, MatchesNoise) and policy.scored_by_matching):
+        raise ConfigError(f"{type(policy).__name__} has no densities of denoising steps: importance cannot judge it.")
+    spec, frames = policy.spec, chains.step + episodes.episode_of_step[chains.step]
+    found: list[Tensor] = []
+    for rows in torch.split(torch.arange(len(chains.step), device=episodes.device), ROWS):
+        seen, chain = observed_at(episodes, frames[rows], spec.history, list(spec.observation)), chains.chain[rows]
+        try:
+            extras = policy.log_prob(seen, {"chain": chain}).extras
+        except SpecError as error:
+            raise DataError(
+                f"The logged chains have {chain.shape[1] - 1} scored steps of {list(chain.shape[2:])}, this policy has "
+                f"{spec.scored_steps}: importance judges policies that denoise in the same steps as the logged one."
+            ) from error
+        if "mean" not in extras or "std" not in extras:
+            raise ConfigError(f"{type(policy).__name__} does not say how its steps are distributed: use another judge.")
+        normal = Normal(extras["mean"].double(), extras["std"].double())
+        found.append(normal.log_prob(chain[:, 1:].double()).sum((-2, -1)))
+    return torch.cat(found)
+
+
+def with_densities(policy: Policy, episodes: Episodes, chains: Chains) -> Chains:
+    """Return the chains with their log-densities under the policy that acted; raises as `log_densities`."""
+    return replace(chains, log_density=log_densities(policy, episodes, chains).float())
+
+
+class ImportanceJudge:
+    """Weighs logged episodes by how likely a policy, with its exploration noise, was to make their decisions.
+
+    chains: of all decisions of `episodes`; by: "success" or "return", undiscounted; clip: largest weight; least:
+    effective number of episodes below which it refuses. `effective` keeps, by call, how many there were. Raises
+    DataError where the data does not say what came of the episodes, or chains lack their densities.
+    """
+
+    def __init__(
+        self,
+        episodes: Episodes,
+        chains: Chains,
+        *,
+        by: str = "success",
+        per_decision: bool = True,
+        clip: float = 100.0,
+        least: float = 30.0,
+        independent: bool = True,
+    ):
+        if chains.log_density is None:
+            raise DataError("The chains lack the log-densities of the policy that acted.")
+        self.episodes, self.chains, self.per_decision, self.independent = episodes, chains, per_decision, independent
+        self.clip, self.least = clip, least
+        self.name = f"importance sampling of {len(episodes)} logged episodes"
+        self.reward = _by_decision(episodes, chains.step, outcome(episodes, by)).double().cpu().numpy()
+        self.effective: list[float] = []
+
+    def values(self, policy: Policy) -> Array:
+        """Return values of the logged episodes [E] whose mean is what the policy is worth with exploration noise.
+
+        Raises DataError where too few episodes count, and what `log_densities` raises.
+        """
+        assert self.chains.log_density is not None
+        ratio = (log_densities(policy, self.episodes, self.chains).float() - self.chains.log_density).double().sum(1)
+        table = _table(self.episodes, self.chains.step, ratio).cpu().numpy()
+        found = importance_estimate(table, self.reward, per_decision=self.per_decision, clip=self.clip)
+        self.effective.append(found.effective)
+        if found.effective < self.least:
+            raise DataError(
+                f"Of {len(self.episodes)} logged episodes {found.effective:.1f} count effectively, fewer than "
+                f"{self.least:g}: this policy does too much else than the one that was logged. Log more episodes of a "
+                "nearer policy, or judge by a world model."
+            )
+        return found.values
+
+
+def outcome(episodes: Episodes, by: str) -> Tensor:
+    """Return what each recorded step is paid [N]: its reward, or 1 where the episode has just succeeded (-1: no more).
+
+    Raises ConfigError for anything but by="success" or "return", DataError where that was not recorded.
+    """
+    if by not in ("success", "return"):
+        raise ConfigError(f"by={by}: importance sampling judges by success or by return.")
+    found = episodes.reward if by == "return" else episodes.step_success
+    if found is None:
+        raise DataError(f"The logged episodes say nothing of {'rewards' if by == 'return' else 'success'}.")
+    if by == "return":
+        return found
+    before = torch.cat([torch.zeros_like(found[:1]), found[:-1]])
+    before[episodes.starts] = False
+    return found.float() - before.float()
+
+
+def _by_decision(episodes: Episodes, step: Tensor, reward: Tensor) -> Tensor:
+    """Return the sum of rewards [N] of each decision, as a table [E, T]; `step` [D] is where each begins."""
+    place = torch.searchsorted(step, torch.arange(len(reward), device=step.device), right=True) - 1
+    sums = torch.zeros(len(step), dtype=torch.float64, device=step.device).index_add(0, place, reward.double())
+    return _table(episodes, step, sums)
+
+
+def _table(episodes: Episodes, step: Tensor, values: Tensor) -> Tensor:
+    """Return the values [D] of decisions by episode and order of time, [E, T], zeros behind the last one."""
+    episode = episodes.episode_of_step[step]
+    count = torch.bincount(episode, minlength=len(episodes))
+    place = torch.arange(len(step), device=step.device) - (count.cumsum(0) - count)[episode]
+    table = torch.zeros(len(episodes), int(count.max()), dtype=values.dtype, device=values.device)
+    table[episode, place] = values
+    return table
+
+
+def effective_text(counts: Sequence[float]) -> str:
+    """For people: how many episodes counted, of each policy that was judged."""
+    return ", ".join(f"{count:.0f}" for count in counts)
