@@ -17,6 +17,7 @@ import torch
 
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
+from robopolicy.configuration.gate import GateSection
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.finite_values import require_finite_columns
@@ -29,6 +30,7 @@ from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.gate import Gate, Judge
 from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.scores import known_anchors
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.registry import AGENTS
 from robopolicy.runs import default_path, finish, finished, open_run, output
@@ -37,7 +39,7 @@ from robopolicy.training.offline.critic import fit_agent
 from robopolicy.training.offline.improvers import Lesson
 from robopolicy.training.offline.rounds import Rounds, improve_in_rounds
 from robopolicy.training.offline.seen import critic_interface
-from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.evaluate import evaluation_seeds, judge, normalised, print_verdicts
 from robopolicy.verbs.finetune import summary
 from robopolicy.verbs.gate import build_judges, clipped, warn_of_divergence
 from robopolicy.verbs.verb import Verb
@@ -53,6 +55,7 @@ VERB = Verb(
 
 def run(config: Config) -> int:
     """Fit, improve, judge."""
+    refuse_unread(config.gate)
     folder = open_run(config, "offline", VERB.sections)
     if finished(folder) is not None:
         output.print(f"{folder.path} is done; run.overwrite=true starts over.")
@@ -93,6 +96,20 @@ def run(config: Config) -> int:
     say(found, section.rounds)
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
+
+
+def refuse_unread(section: GateSection) -> None:
+    """Raise ConfigError where settings of the gate are given that are read by `gate` and `bakeoff` alone."""
+    ways = {
+        "data": "judges look at a share of the episodes (gate.holdout=0.3), which training never sees",
+        "candidate": "candidates are made here (offline.improve); robopolicy gate compares two policies",
+        "incumbent": "the policy to improve is offline.policy=CHECKPOINT",
+    }
+    for name, way in ways.items():
+        if getattr(section, name):
+            raise ConfigError(f"gate.{name} is not read by offline: {way}.")
+    if "importance" in section.judges:
+        raise ConfigError("gate.judges=[importance] judges in robopolicy gate and bakeoff, by the chains of gate.data.")
 
 
 def split_data(config: Config, device: torch.device) -> tuple[Episodes, Episodes]:
@@ -177,7 +194,8 @@ def judged_for_real(config: Config, base: Policy, policy: Policy, device: torch.
     }
     world.close()
     print_verdicts(verdicts)
-    return summary(verdicts)
+    dataset = default_path(config, "collect", "dataset", config.offline.dataset, "offline.dataset")
+    return summary(verdicts) | normalised(verdicts, known_anchors(dataset, world.spec.name))
 
 
 def say(found: Rounds, rounds: int) -> None:

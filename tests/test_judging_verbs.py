@@ -1,0 +1,93 @@
+"""Judging from logs on the command line: chains that are recorded and weighed, scores between anchors, refusals."""
+
+import json
+
+import pytest
+
+from robopolicy.cli import main
+
+SMALL = [
+    "world=reach_planar",
+    "run.threads=1",
+    "policy.width=16",
+    "policy.depth=1",
+    "policy.sampling_steps=2",
+    "train.fit.steps=20",
+    "train.evaluate_episodes=8",
+    "collect.episodes=24",
+    "collect.anchor_episodes=32",
+    "evaluate.episodes=8",
+    "evaluate.videos=0",
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    assert run(root, "collect") == 0 and run(root, "train") == 0
+    return root
+
+
+def run(root, verb, *settings):
+    return main([verb, *SMALL, f"run.root={root}", *settings])
+
+
+def result(root, verb, name):
+    return json.loads((root / verb / name / "0" / "result.json").read_text())
+
+
+def test_logged_chains_judge_and_the_logged_policy_is_no_better_than_itself(root, capsys):
+    base = root / "train" / "reach_planar" / "0" / "checkpoint"
+    assert run(root, "collect", f"collect.policy={base}", "collect.chains=true", "run.name=chains") == 0
+    data = root / "collect" / "chains" / "0" / "dataset"
+    own = "gate.judges=[importance]", "gate.by=return", "gate.effective=24", "run.name=own"
+    assert run(root, "gate", str(base), str(base), f"gate.data=[{data}]", *own) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "judged by importance sampling of 24 logged episodes: not surely better" in said
+    assert "Episodes that count, of 24 logged: 24, 24." in said
+    found = result(root, "gate", "own")
+    assert found["effective_episodes"] == [24.0, 24.0] and found["gate"]["judgements"][0]["difference"] == 0.0
+    plain = root / "collect" / "reach_planar" / "0" / "dataset"
+    assert run(root, "gate", str(base), str(base), f"gate.data=[{plain}]", *own) == 2
+    assert "collect.chains=true" in capsys.readouterr().err
+
+
+def test_returns_are_scored_between_the_anchors_of_the_data(root, capsys):
+    base = root / "train" / "reach_planar" / "0" / "checkpoint"
+    assert run(root, "collect", "collect.quality=random", "run.name=graded") == 0
+    graded, plain = (root / "collect" / name / "0" / "dataset" for name in ("graded", "reach_planar"))
+    anchors = json.loads((graded / "meta" / "robopolicy" / "quality.json").read_text())["anchors"]
+    zero, hundred = (anchors[name]["return_mean"] for name in ("random", "expert"))
+    capsys.readouterr()
+    assert run(root, "evaluate", str(base), f"evaluate.anchors={graded}", "run.name=scored") == 0
+    assert "policy: deterministic normalised score" in capsys.readouterr().out
+    found = result(root, "evaluate", "scored")
+    for mode in ("deterministic", "stochastic"):
+        expected = 100 * (found["policy"][mode]["return_mean"] - zero) / (hundred - zero)
+        assert found["normalised"]["policy"][mode]["score"] == pytest.approx(expected)
+    assert run(root, "evaluate", str(base), "world=push_cube", f"evaluate.anchors={graded}", "run.name=other") == 2
+    assert run(root, "evaluate", str(base), f"evaluate.anchors={plain}", "run.name=other") == 2
+    assert "does not say how good its episodes are" in " ".join(capsys.readouterr().err.split())
+    brief = "offline.critic.steps=5", "offline.improve.steps=2", "offline.improve.decisions=8", "offline.rounds=1"
+    ungated = *brief, f"offline.policy={base}", "offline.gated=false", "offline.evaluate_episodes=8"
+    assert run(root, "offline", str(graded), *ungated, "run.name=graded") == 0
+    assert set(result(root, "offline", "graded")["normalised"]) == {"base", "tuned"}
+    assert run(root, "offline", str(plain), *ungated, "run.name=plain") == 0
+    assert "normalised" not in result(root, "offline", "plain")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["offline", "gate.data=[somewhere]"], "gate.data is not read by offline: judges look at a share"),
+        (["offline", "gate.candidate=here"], "gate.candidate is not read by offline"),
+        (["offline", "gate.incumbent=here"], "the policy to improve is offline.policy=CHECKPOINT"),
+        (["offline", "gate.judges=[model,importance]"], "judges in robopolicy gate and bakeoff"),
+        (["collect", "collect.chains=true"], "set collect.policy=CHECKPOINT"),
+        (["collect", "collect.chains=true", "collect.policy=a", "plan.model=b"], "plan.model chooses among them"),
+        (["gate", "a", "b", "gate.effective=0"], "are at least 1"),
+    ],
+)
+def test_mistakes_end_with_a_sentence_and_status_2(arguments, text, capsys, tmp_path):
+    assert main([*arguments, f"run.root={tmp_path}"]) == 2
+    assert text in " ".join(capsys.readouterr().err.split())
