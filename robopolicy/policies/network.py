@@ -32,8 +32,12 @@ Decisions of a policy with a frozen encoder keep them in their latents under the
 there. Rows stay apart: the tensors are indexed and repeated along N. Several layers' keys go in one [N, layers, ...].
 """
 
-NETWORKS = Registry("denoising network", "robopolicy.networks", {})
-"""Somebody else's networks, for checkpoints."""
+NETWORKS = Registry(
+    "denoising network",
+    "robopolicy.networks",
+    {"advantage_conditioned": "robopolicy.policies.advantage_conditioned:AdvantageConditioned"},
+)
+"""Networks other than `ChunkNetwork`, for checkpoints."""
 
 
 @runtime_checkable
@@ -107,6 +111,15 @@ class ReadsInstructions(Protocol):
     @property
     def reads_instructions(self) -> bool:
         """See the class."""
+        ...
+
+
+@runtime_checkable
+class Around(Protocol):
+    """Optional: a network around another one, which reads the observation for it."""
+
+    def inside(self) -> DenoisingNetwork:
+        """Return that network."""
         ...
 
 
@@ -186,7 +199,7 @@ class ChunkNetwork(nn.Module):
 
     def steps(self, times: Tensor, condition: Condition) -> Steps:
         """Compute what depends on times [K] or on the condition alone; see `SharesSteps`."""
-        return _SharedSteps(self.denoiser, times, condition[CONDITION])
+        return SharedSteps(self.denoiser, times, self.denoiser.encode_condition(condition[CONDITION]))
 
     def noise_std(self, times: Tensor, condition: Condition) -> Tensor:
         """Return the learned stds [N, K, 1, A]; see `LearnsNoise`. There are some with flow_noise=learned only."""
@@ -198,17 +211,19 @@ class ChunkNetwork(nn.Module):
         return {key: self.encoder.normalizer(key) for key in self.fields if not key.startswith(IMAGE_PREFIX)}
 
 
-class _SharedSteps:
-    """Features of the times and of the condition vector, each computed once a chain."""
+class SharedSteps:
+    """`Steps` of a denoiser under features [N, F] of the condition; those of times [K] are computed once a chain."""
 
-    def __init__(self, denoiser: Denoiser, times: Tensor, condition: Tensor):
+    def __init__(self, denoiser: Denoiser, times: Tensor, features: Tensor):
         self.denoiser = denoiser
-        self.times, self.condition = denoiser.encode_time(times), denoiser.encode_condition(condition)
+        self.times, self.condition = denoiser.encode_time(times), features
 
     def one(self, x: Tensor, step: int) -> Tensor:
+        """Predict [N, P, A]; see `Steps`."""
         return self.denoiser.denoise(x, self.times[step], self.condition)
 
     def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
+        """Predict [N, k, P, A]; see `Steps`."""
         times = self.times if chosen is None else self.times[chosen]
         return self.denoiser.denoise(x, times, self.condition[:, None])
 
@@ -258,7 +273,8 @@ def check_network(network: DenoisingNetwork, config: DenoisingPolicyConfig) -> N
         raise ConfigError(f"{name} is no torch.nn.Module with encode, denoise and encoder_parameters.")
     if learns_noise(config) and not isinstance(network, LearnsNoise):
         raise ConfigError(f"flow_noise=learned needs a network with noise_std; {name} has none.")
-    if config.text_encoder is not TextEncoder.NONE and not isinstance(network, ChunkNetwork):
+    inner = network.inside() if isinstance(network, Around) else network
+    if config.text_encoder is not TextEncoder.NONE and not isinstance(inner, ChunkNetwork):
         raise ConfigError(
             f"text_encoder={config.text_encoder.value} is a part of ChunkNetwork, and {name} reads the instruction "
             "itself, if at all: leave text_encoder=none."

@@ -104,6 +104,92 @@ class BestOfConfig:
             raise ConfigError("candidates, decisions, steps and batch_size must be at least 1.")
 
 
+@dataclass(frozen=True)
+class DiffusionQlConfig:
+    """Diffusion-QL: recorded actions are imitated while a critic is climbed through the chain of denoising steps.
+
+    Source: Wang et al. 2022, arXiv:2208.06193: the loss is that of imitation minus eta * Q / mean|Q|, the action being
+    back-propagated through the steps that made it. Deviations: Q is that of the smallest critic, not of one drawn at
+    random; the chain is the noise-free one, which is what is served; the critic is fitted before, not alternately.
+    """
+
+    builds: ClassVar[str] = "robopolicy.training.offline.diffusion_ql:DiffusionQl"
+    steps: int = 500
+    """Updates a round."""
+    batch_size: int = 256
+    """Decisions an update."""
+    learning_rate: float = 3e-4
+    """The policy's."""
+    eta: float = 1.0
+    """Weight of the critic beside imitation; 0 is plain imitation."""
+    through: Literal["all", "last"] = "all"
+    """all steps of the chain, or its last alone (deterministic policy gradient through the chain's last step): cheaper,
+    and what earlier steps make stays as it is.
+    """
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1 or self.eta < 0:
+            raise ConfigError("steps and batch_size must be at least 1, eta at least 0.")
+
+
+@dataclass(frozen=True)
+class AdjointMatchingConfig:
+    """Adjoint matching: a flow is tilted towards what a critic values, to base(a) exp(strength Q(a)).
+
+    Sources: adjoint matching, Domingo-Enrich et al. 2024, arXiv:2409.08861; QAM, arXiv:2601.14234, its use with critics
+    of recorded data. No gradient passes through the chain that learns, and none through a likelihood. Deviations: the
+    base is the policy as it came, which is not trained beside the candidate; chains are drawn by a posterior sampler,
+    which is memoryless on few steps too; the critic is fitted before, not alternately.
+    """
+
+    builds: ClassVar[str] = "robopolicy.training.offline.adjoint_matching:AdjointMatching"
+    steps: int = 300
+    """Updates a round."""
+    batch_size: int = 128
+    """Recorded observations an update, with a chain for each."""
+    learning_rate: float = 3e-4
+    """The policy's."""
+    strength: float = 10.0
+    """What a unit of value is worth in log-probability (the inverse temperature); 0 leaves the flow as it is."""
+    pessimism: float = 1.0
+    """Standard deviations over critics that are taken off their mean value; 1 is the smaller of two."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1 or min(self.strength, self.pessimism) < 0:
+            raise ConfigError("steps and batch_size must be at least 1, strength and pessimism at least 0.")
+
+
+@dataclass(frozen=True)
+class RecapConfig:
+    """RECAP: everything that was recorded is imitated, told whether it was better than usual; acting, it is told so.
+
+    Source: pi*0.6, Physical Intelligence 2025, arXiv:2511.14759: an indicator I = [advantage > threshold] is an input
+    of the policy, hidden at random, which makes classifier-free guidance possible; failures are learned from as what
+    not to do. Deviations: a vector added to the network's condition for the words in a prompt; the critic is that of
+    offline.agent, not a distribution over returns; a round goes on from the incumbent, not from the pre-trained policy.
+    """
+
+    builds: ClassVar[str] = "robopolicy.training.offline.recap:Recap"
+    steps: int = 1000
+    """Updates a round."""
+    batch_size: int = 256
+    """Decisions an update."""
+    learning_rate: float = 1e-3
+    """The policy's."""
+    advantage: Literal["critic", "steps"] = "critic"
+    """Of a decision: critic, min Q - V; steps, what was paid during it and V behind it, minus V before it."""
+    positive: float = 0.3
+    """Share of the decisions that counts as better than usual."""
+    dropout: float = 0.3
+    """Share of what is learned from which the indicator is hidden."""
+    guidance: float = 1.0
+    """Weight of "positive" beside nothing while acting: 1 is positive alone, more exaggerates (two calls a step)."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1 or not 0 < self.positive < 1 or not 0 <= self.dropout < 1:
+            raise ConfigError("steps and batch_size must be at least 1, positive and dropout between 0 and 1.")
+
+
 IMPROVERS = Kinds(
     "improver",
     "robopolicy.improvers",
@@ -111,6 +197,9 @@ IMPROVERS = Kinds(
         "chain_ppo": "robopolicy.training.offline.configuration:ChainPpoConfig",
         "best_of": "robopolicy.training.offline.configuration:BestOfConfig",
         "weighted_imitation": "robopolicy.training.offline.configuration:WeightedImitationConfig",
+        "diffusion_ql": "robopolicy.training.offline.configuration:DiffusionQlConfig",
+        "adjoint_matching": "robopolicy.training.offline.configuration:AdjointMatchingConfig",
+        "recap": "robopolicy.training.offline.configuration:RecapConfig",
     },
 )
 """Name -> configuration, a dataclass whose `builds` names what makes a candidate: Class(config), an `Improver`."""

@@ -242,7 +242,7 @@ def chosen_decisions(
 
 
 class ImitationConfig(Protocol):
-    """What `imitate` reads of an improver's settings."""
+    """What `imitate` and `descend` read of an improver's settings."""
 
     @property
     def steps(self) -> int:
@@ -269,26 +269,49 @@ def imitate(
     generators: Generators,
     where: str,
     weight: Tensor | None = None,
+    also: Callable[[Tensor, dict[str, Any]], Tensor] | None = None,
 ) -> float:
     """Fit `policy` to random rows of `count`; return the mean loss.
 
-    batch: rows [n] -> what `policy.loss` takes; weight: [count] of the rows' losses, None for 1. Raises NonFiniteError
-    naming the round, `where`.
+    batch: rows [n] -> what `policy.loss` takes; weight: [count] of the rows' losses, None for 1; also: rows [n] and
+    their batch -> what is added to the loss, []. Raises NonFiniteError naming the round, `where`.
+    """
+
+    def loss(rows: Tensor) -> Tensor:
+        drawn = batch(rows)
+        every = torch.stack(list(policy.loss(drawn, generators["loss"]).values())).sum(0)
+        found = every.mean() if weight is None else (weight[rows] * every).mean()
+        return found if also is None else found + also(rows, drawn)
+
+    return descend(policy, loss, count, config, step, generators, where)
+
+
+def descend(
+    policy: Trainable,
+    loss: Callable[[Tensor], Tensor],
+    count: int,
+    config: ImitationConfig,
+    step: float,
+    generators: Generators,
+    where: str,
+) -> float:
+    """Take `config.steps` steps down `loss`, rows [n] of `count` -> []; return its mean.
+
+    Nobody else's weights get a gradient. Raises NonFiniteError naming the round, `where`.
     """
     parameters = list(policy.trainable_parameters())
     optimiser = adamw(parameters, config.learning_rate * step, 0.0)
     draws, losses = generators["batches"], list[Tensor]()
     for number in range(config.steps):
         rows = torch.randint(count, (config.batch_size,), generator=draws, device=draws.device)
-        every = torch.stack(list(policy.loss(batch(rows), generators["loss"]).values())).sum(0)
-        loss = every.mean() if weight is None else (weight[rows] * every).mean()
-        require_finite("the loss", loss.detach(), where)
+        found = loss(rows)
+        require_finite("the loss", found.detach(), where)
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        found.backward(inputs=parameters)
         clip_gradients(parameters, 1.0, where)
         set_learning_rate(optimiser, config.learning_rate * step * (1 - number / config.steps))
         optimiser.step()
-        losses.append(loss.detach())
+        losses.append(found.detach())
     return float(torch.stack(losses).mean())
 
 

@@ -1,0 +1,175 @@
+"""Tilts a flow towards what a critic values, base(a) exp(strength Q(a)), by regression on lean adjoints: QAM.
+
+Sources: adjoint matching, Domingo-Enrich et al. 2024, arXiv:2409.08861; with critics of recorded data, QAM, Li and
+Levine 2026, arXiv:2601.14234. Time is ours, 1 = noise, velocity u = noise - data. Chains are drawn from the flow as it
+is now by a memoryless sampler; from their ends a~(0) = -strength grad Q is pulled back along them by vector-Jacobian
+products of the BASE flow's sampler, not of the one that learns (which is what makes it lean), and the flow regresses on
+
+    u = u_base + g(t) a~(t),   weighed 2 / g(t),   g(t) = t / (1 - t),
+
+which is the sources' || 2 (v - v_base) / sigma + sigma a~ ||^2 with v = -u and sigma^2 = 2 g. Deviation: their sampler
+is Euler's with sigma^2 = 2 (t + h) / (1 - t + h), which on the few steps of a policy's grid is no longer memoryless;
+ours draws the posterior of the next latent given the clean estimate, whose first step forgets the noise entirely.
+Gaussian data under a linear Q should move by strength * std^2 * slope. On 5 steps theirs moves them by 1.38 (std 0.3)
+and 0.76 (std 1) times that, ours by 1.00 and 0.99; on 10 steps 1.18 and 0.88 beside 1.00 and 1.00.
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import TensorObservation, Trainable
+from robopolicy.core.randomness import Generators
+from robopolicy.nn.schedules import FlowSchedule, NoiseSchedule
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.network import Steps, steps_of
+from robopolicy.rl.offline.decisions import observed_at
+from robopolicy.training.offline.configuration import AdjointMatchingConfig
+from robopolicy.training.offline.improvers import Lesson, descend
+
+Slope = Callable[[Tensor], Tensor]
+"""Clean latents [N, P, A] -> the gradient of what they are worth, [N, P, A]."""
+
+
+class AdjointMatching:
+    """See `AdjointMatchingConfig`."""
+
+    def __init__(self, config: AdjointMatchingConfig):
+        self.config = config
+        self.base: DenoisingPolicy | None = None
+
+    def prepare(self, policy: Trainable) -> None:
+        """Keep the flow as it came, which is what is tilted; see `Improver`."""
+        self.base = copy.deepcopy(require_flow(policy)).requires_grad_(False)
+
+    def improve(
+        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+    ) -> dict[str, float]:
+        """Regress on the lean adjoints of drawn chains; see `Improver`."""
+        flow, base, config, data = require_flow(policy), self.base, self.config, lesson.data
+        assert base is not None
+        keys, pulls = list(policy.spec.observation), list[Tensor]()
+
+        def loss(rows: Tensor) -> Tensor:
+            seen = observed_at(lesson.episodes, data.frame[rows], policy.spec.history, keys)
+            state = data.transitions.state[rows]
+            slope = lambda clean: value_slope(lesson, base, state, clean, config.pessimism)  # noqa: E731
+            found, pull = matching_loss(flow, base, seen, slope, config.strength, generators["chains"])
+            pulls.append(pull)
+            return found
+
+        mean = descend(policy, loss, len(data), config, step, generators, where)
+        return {"loss": mean, "pull": float(torch.stack(pulls).mean())}
+
+
+def require_flow(policy: Trainable) -> DenoisingPolicy:
+    """Return `policy`, a flow all of whose steps learn; raises ConfigError for others, saying why."""
+    if not isinstance(policy, DenoisingPolicy) or not isinstance(policy.schedule, FlowSchedule):
+        kind = f" with kind={policy.config.kind.value}" if isinstance(policy, DenoisingPolicy) else ""
+        raise ConfigError(
+            f"adjoint_matching regresses on velocities, and {type(policy).__name__}{kind} is no flow: train one "
+            "(policy.kind=flow), or climb the critic through a diffusion's steps (diffusion_ql)."
+        )
+    if policy.first_step:
+        raise ConfigError(
+            f"adjoint_matching moves the velocities of all steps, and the first {policy.first_step} of this policy are "
+            "taken by a frozen base (it was fine-tuned): give it the policy before fine-tuning."
+        )
+    if policy.schedule.steps < 2:
+        raise ConfigError("adjoint_matching needs a chain of two steps or more, and this flow takes one.")
+    return policy
+
+
+def value_slope(lesson: Lesson, policy: DenoisingPolicy, state: Tensor, clean: Tensor, pessimism: float) -> Tensor:
+    """Return the gradient [N, P, A] of mean Q - pessimism * std over critics by clean latents [N, P, A].
+
+    state: [N, S], as the critic sees it; what lies behind the executed steps has no slope.
+    """
+    with torch.enable_grad():
+        clean = clean.detach().requires_grad_()
+        q = lesson.critic.action_values(state, lesson.interface.to_agent(policy.to_actions(clean)))
+        worth = q.mean(0) - pessimism * q.std(0, unbiased=False)
+        return torch.autograd.grad(worth.sum(), clean)[0]
+
+
+def matching_loss(
+    policy: DenoisingPolicy,
+    base: DenoisingPolicy,
+    observation: TensorObservation,
+    slope: Slope,
+    strength: float,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss [] and the mean size [] of the pull on velocities, of one chain for each of N observations."""
+    sampler, times = memoryless(policy.schedule.steps, policy.schedule.clip), policy.schedule.times
+    sampler = sampler.to(times.device)
+    condition, seen = policy.encode(observation), base.encode(observation)
+    moving, still = steps_of(policy.network, times, condition), steps_of(base.network, times, seen)
+    with torch.no_grad():
+        rows = len(next(iter(condition.values())))
+        shape = sampler.steps + 1, rows, *policy.noise_shape
+        noise = torch.randn(shape, generator=generator, device=generator.device).to(times.device)
+        chain = draw_chain(sampler, moving, noise)
+        adjoint = lean_adjoints(sampler, still, chain, -strength * slope(chain[:, -1]))
+        gain = gains(times)[:, None, None]
+        pull, reference = gain * adjoint, still.several(chain[:, :-1], None)
+    velocity = moving.several(chain[:, :-1], None)
+    loss = (2 / gain * (velocity - reference - pull).square()).mean()
+    return loss, pull.abs().mean()
+
+
+def memoryless(steps: int, clip: float | None = None) -> NoiseSchedule:
+    """Return the sampler that draws x_s ~ p(x_s | x_t, clean estimate) on a flow's grid of so many steps.
+
+    x_t = (1 - t) data + t noise is reached from x_s by scaling with r = (1 - t) / (1 - s) and adding noise of variance
+    q^2 = t^2 - r^2 s^2; Bayes' rule then gives mean (1 - s) q^2 / t^2 clean + r s^2 / t^2 x_t and std s q / t.
+    clip: bound on the clean estimate, as the policy's own chain has it.
+    """
+    time = torch.arange(steps, 0, -1, dtype=torch.float64) / steps
+    after = time - 1 / steps
+    ratio = (1 - time) / (1 - after)
+    added = time.square() - (ratio * after).square()
+    clean, kept = (1 - after) * added / time.square(), ratio * after.square() / time.square()
+    std = after * added.sqrt() / time
+    table = torch.stack([torch.ones_like(time), -time, clean, kept, std], -1)
+    table[-1, 4] = 0.0  # what follows the last step is the clean estimate itself
+    return NoiseSchedule(time, table, table, clip)
+
+
+def draw_chain(sampler: NoiseSchedule, steps: Steps, noise: Tensor) -> Tensor:
+    """Return chains [N, K+1, P, A] that begin with noise[0] and take step k with noise[k + 1], [K+1, N, P, A]."""
+    latents = [noise[0]]
+    for index, drawn in enumerate(noise[1:]):
+        x = latents[-1]
+        latents.append(sampler.transition(x, steps.one(x, index), index).sample(drawn))
+    return torch.stack(latents, 1)
+
+
+def lean_adjoints(sampler: NoiseSchedule, base: Steps, chain: Tensor, end: Tensor) -> Tensor:
+    """Return the adjoints [N, K, P, A] at the latents that enter each step of chains [N, K+1, P, A].
+
+    end: the adjoint [N, P, A] at the clean latents. That of the first step, which forgets its noise, would be zero
+    while its gain is infinite; it has the adjoint of the second instead, to which `gains` knows the finite product.
+    """
+    adjoint, found = end, list[Tensor]()
+    for index in reversed(range(1, sampler.steps)):
+        with torch.enable_grad():
+            x = chain[:, index].detach().requires_grad_()
+            mean = sampler.transition(x, base.one(x, index), index).mean
+            adjoint = torch.autograd.grad(mean, x, adjoint)[0]
+        found.append(adjoint)
+    return torch.stack([found[-1], *reversed(found)], 1)
+
+
+def gains(times: Tensor) -> Tensor:
+    """Return what an adjoint moves velocities by, [K], at times [K] from 1 on: t / (1 - t).
+
+    At t = 1 the product of gain and adjoint is that of the posterior's variance over what a velocity moves its mean by,
+    s^2 / ((1 - s) t), and the adjoint at the next time s.
+    """
+    second = times[1]
+    rest = times[1:] / (1 - times[1:])
+    return torch.cat([(second.square() / (1 - second))[None], rest])
