@@ -26,7 +26,7 @@ from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.spec import Field, WorldSpec
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain, to_plain
-from robopolicy.policies.registry import POLICIES, SAVED_AS
+from robopolicy.policies.registry import LEFT_BEHIND, POLICIES, SAVED_AS
 
 SETTINGS_FILE = "robopolicy.json"
 """What lies beside the config.json of a LeRobot checkpoint, and says what its format does not."""
@@ -75,12 +75,12 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
         return load_lerobot_policy(folder, device)
     kind = str(description.get("kind"))
     name = SAVED_AS.get(kind, kind)
-    if name not in POLICIES and ":" not in name:
+    if name not in POLICIES and name not in LEFT_BEHIND and ":" not in name:
         raise CheckpointError(
             f"{folder} holds '{kind}', not a policy.{did_you_mean(kind, SAVED_AS)} Policies are written by "
             "'robopolicy train' and 'robopolicy finetune' into runs/<verb>/<name>/<seed>/checkpoint."
         )
-    made = POLICIES.saved(name, folder)
+    made = LEFT_BEHIND.load(name) if name in LEFT_BEHIND else POLICIES.saved(name, folder)
     if hasattr(made, "load"):
         policy: Policy = made.load(folder, description, device)
     else:

@@ -10,7 +10,7 @@ import inspect
 from typing import Any
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.registry import Kinds
+from robopolicy.core.registry import Kinds, Registry
 
 
 class PolicyKinds(Kinds):
@@ -63,5 +63,14 @@ POLICIES = PolicyKinds(
         "joint": "robopolicy.policies.joint_configuration:JointConfig",
     },
 )
+LEFT_BEHIND = Registry(
+    "policy",
+    "",
+    {
+        "agent": "robopolicy.training.online.policies:AgentPolicy",
+        "steered": "robopolicy.training.online.policies:SteeredPolicy",
+    },
+)
+"""Policies that other trainings than imitation leave behind: their classes, for checkpoints."""
 SAVED_AS = {"denoising_policy": "diffusion", "token_policy": "token", "world_model/joint": "joint"}
 """What checkpoints call a kind, where that is not its name."""

@@ -453,8 +453,9 @@ LEARNING = {
     "cql": {"samples": 4, "alpha": 0.5, "actor_rate": 5e-3, "temperature": 0.05},
     "cal_ql": {"samples": 4, "alpha": 0.5, "actor_rate": 5e-3, "temperature": 0.05},
     "edac": {"critics": 8, "temperature": 0.05},
+    "rlpd": {"critics": 4, "temperature": 0.05},
 }
-LONG = ("cql", "cal_ql", "edac")
+LONG = ("cql", "cal_ql", "edac", "rlpd")
 
 
 @pytest.mark.parametrize(

@@ -162,11 +162,42 @@ class SacConfig(AgentConfig):
     """Whether targets pay for entropy too."""
     actor_rate: float | None = None
     """Learning rate of actor and temperature, null for that of the critics."""
+    subset: int | None = None
+    """Targets take the smallest of so many critics, drawn anew at every update, and the actor climbs the mean of all
+    (REDQ, arXiv:2101.05982); null for the smallest of all in both.
+    """
+    delay: int = 1
+    """Critic steps per step of actor and temperature."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.critics < 1 or self.diversity < 0:
             raise ConfigError(f"critics {self.critics} must be at least 1, diversity {self.diversity} at least 0.")
+        if self.subset is not None and not 1 <= self.subset <= self.critics:
+            raise ConfigError(f"subset {self.subset} must be 1 to critics, {self.critics}.")
+        if self.delay < 1:
+            raise ConfigError(f"delay {self.delay} must be at least 1.")
+
+
+@dataclass(frozen=True)
+class RlpdConfig(SacConfig):
+    """SAC for learning in the world beside recorded data, RLPD, Ball et al. 2023, arXiv:2302.02948.
+
+    Ten critics with normalised layers, of which two make a target; the paper updates 20 times a step (WSRL: 4).
+    """
+
+    diversity: float = 0.0
+    """Weight of the critics' penalty for agreeing about how Q changes with the action, which is EDAC's; 0 is none."""
+    depth: int = 2
+    """Hidden layers."""
+    layer_norm: bool = True
+    """Normalise the critics' hidden layers, which keeps values far from the data from growing."""
+    subset: int | None = 2
+    """Targets take the smallest of so many critics, drawn anew at every update, and the actor climbs the mean of all
+    (REDQ, arXiv:2101.05982); null for the smallest of all in both.
+    """
+    entropy_backup: bool = False
+    """Whether targets pay for entropy too."""
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,33 @@ class Interface:
         """Return that of a world or a policy without images; raises ConfigError where its actions have no range."""
         return Interface(spec.observation, spec.action, chunk=chunk, instructions=spec.instructions)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what it is made of but the features, JSON ready; how many there are is said."""
+        return {
+            "observation": {key: field.to_json() for key, field in self.fields.items()},
+            "action": self.action.to_json(),
+            "chunk": self.chunk,
+            "instructions": list(self.instructions),
+            "feature_size": self.feature_size,
+            "history": self.history,
+            "low": cast(list[float], self.low.tolist()),  # pyright: ignore[reportUnknownMemberType]
+            "high": cast(list[float], self.high.tolist()),  # pyright: ignore[reportUnknownMemberType]
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any], features: Features | None = None) -> "Interface":
+        """Rebuild from `to_json`, with the features that the original had; raises KeyError on what is none."""
+        return Interface(
+            {key: Field.from_json(field) for key, field in data["observation"].items()},
+            Field.from_json(data["action"]),
+            chunk=data["chunk"],
+            instructions=tuple(data["instructions"]),
+            features=features,
+            feature_size=data["feature_size"],
+            history=data["history"],
+            bounds=(torch.tensor(data["low"]), torch.tensor(data["high"])),
+        )
+
     @property
     def keys(self) -> tuple[str, ...]:
         """Fields of an observation that are looked at."""

@@ -13,6 +13,7 @@ AGENTS = Kinds(
         "cql": "robopolicy.rl.offline.configuration:CqlConfig",
         "cal_ql": "robopolicy.rl.offline.configuration:CalQlConfig",
         "edac": "robopolicy.rl.offline.configuration:SacConfig",
+        "rlpd": "robopolicy.rl.offline.configuration:RlpdConfig",
     },
 )
 """Name -> configuration, a dataclass whose `builds` names the `OfflineAgent`: Class(config, state, action, seed)."""

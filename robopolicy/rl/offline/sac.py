@@ -6,7 +6,7 @@ MOPO use there.
 """
 
 import copy
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class Sac(OfflineAgent):
 
     def __init__(self, config: SacConfig, state: int, action: int, seed: int):
         super().__init__()
-        self.config = config
+        self.config, self.updates = config, 0
         with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
             torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
             self.actor = Actor(state, action, config.width, config.depth)
@@ -46,11 +46,15 @@ class Sac(OfflineAgent):
     def target(self, batch: Transitions, generator: torch.Generator) -> Tensor:
         """Return r + discount (1 - terminated) (min_N Q(s', a') - temperature log pi(a'|s')), [B].
 
-        Without `entropy_backup` the densities are left out.
+        Without `entropy_backup` the densities are left out; with `subset` the minimum is over so many of the N critics.
         """
         with torch.no_grad():
             action, density = self.actor.sample(batch.next_state, generator)
-            value = self.slow(batch.next_state, action).min(0).values
+            values = self.slow(batch.next_state, action)
+            if self.config.subset is not None:
+                drawn = torch.randperm(len(values), generator=generator, device=generator.device)
+                values = values[drawn[: self.config.subset].to(values.device)]
+            value = values.min(0).values
             if self.config.entropy_backup:
                 value = value - self.log_temperature.exp() * density
             return batch.backup(value, self.config.discount)
@@ -68,7 +72,8 @@ class Sac(OfflineAgent):
         return self.config.diversity * agreement, {"agreement": agreement.detach()}
 
     def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
-        """Take one step of critics, actor and temperature; returns figures by name, scalars.
+        """Take one step of the critics, and every `delay` of them one of actor and temperature; returns figures by
+        name, scalars.
 
         batch: B transitions, states [B, S] and actions [B, A] in [-1, 1].
         """
@@ -77,12 +82,10 @@ class Sac(OfflineAgent):
         critic_loss = (values - target).square().mean(1).sum()
         regulariser, figures = self.regulariser(batch, values, generator)
         self.step("critics", critic_loss + regulariser)
-
-        action, density = self.actor.sample(batch.state, generator)
-        smallest = self.critics(batch.state, action).min(0).values
-        self.step("actor", (self.log_temperature.exp().detach() * density - smallest).mean())
-        if self.config.learn_temperature:
-            self.step("temperature", -(self.log_temperature.exp() * (density + self.target_entropy).detach()).mean())
+        self.updates += 1
+        climbed: dict[str, Tensor] = {}
+        if self.updates % self.config.delay == 0:
+            climbed["entropy"] = self.climb(batch.state, generator)
         follow(self.slow, self.critics, self.config.tau)
         return {
             "critic_loss": critic_loss.detach(),
@@ -90,9 +93,19 @@ class Sac(OfflineAgent):
             "value": values.detach().mean(),
             "value_spread": values.detach().std(0, correction=0).mean(),
             "target": target.mean(),
-            "entropy": -density.detach().mean(),
+            **climbed,
             "temperature": self.log_temperature.detach().exp(),
         }
+
+    def climb(self, state: Tensor, generator: torch.Generator) -> Tensor:
+        """Take one step of actor and temperature in states [B, S]; returns the actor's entropy there, []."""
+        action, density = self.actor.sample(state, generator)
+        values = self.critics(state, action)
+        value = values.min(0).values if self.config.subset is None else values.mean(0)
+        self.step("actor", (self.log_temperature.exp().detach() * density - value).mean())
+        if self.config.learn_temperature:
+            self.step("temperature", -(self.log_temperature.exp() * (density + self.target_entropy).detach()).mean())
+        return -density.detach().mean()
 
     @torch.no_grad()
     def value(self, state: Tensor) -> Tensor:
@@ -103,6 +116,15 @@ class Sac(OfflineAgent):
     def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return actions [B, A], without noise where there is no generator."""
         return self.actor(state) if generator is None else self.actor.sample(state, generator)[0]
+
+    def tree(self) -> dict[str, Any]:
+        """Return a copy of weights and moments, and how often it was updated."""
+        return {**super().tree(), "updates": self.updates}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Go on from `tree`."""
+        super().restore(tree)
+        self.updates = int(tree.get("updates", 0))  # earlier versions did not count, and had no delay
 
 
 def gradient_agreement(critics: Critics, state: Tensor, action: Tensor) -> Tensor:

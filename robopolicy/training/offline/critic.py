@@ -34,9 +34,9 @@ def fit_agent(
     raises where the data lacks something.
     """
     data.check()
-    agent.begin(data)
     place = None if run is None else run.path / "resume" / label
     step = _resumed(agent, generators, place, run, label)
+    agent.begin(data)
     figures: dict[str, torch.Tensor] = {}
     draws = generators[f"{label}/batches"]
     with progress(f"Fitting the {label}", steps) as advance:

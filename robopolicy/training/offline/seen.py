@@ -10,9 +10,9 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, TensorObservation
-from robopolicy.core.spec import IMAGE_PREFIX, TASK
-from robopolicy.rl.offline.decisions import observed_at
-from robopolicy.rl.offline.interface import Features, Interface, recorded_range
+from robopolicy.core.policy_conformance import example_observation
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field
+from robopolicy.rl.offline.interface import Interface, recorded_range
 
 
 @runtime_checkable
@@ -24,6 +24,28 @@ class Encodes(Protocol):
         ...
 
 
+class Encoder:
+    """Frozen features [N, F] of observations [N, H, ...]: what a policy's network makes of them, as it is now.
+
+    size: F. Raises ConfigError where the policy cannot encode.
+    """
+
+    def __init__(self, policy: Policy):
+        if not isinstance(policy, Encodes):
+            raise ConfigError(f"{type(policy).__name__} sees images alone and has no encode(): no critic can see them.")
+        self.policy: Policy = policy
+        self._encode = policy.encode
+        seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device_of(policy))
+        self.size = self(seen).shape[1]
+
+    @torch.no_grad()
+    def __call__(self, observation: TensorObservation) -> Tensor:
+        """Return the features [N, F]."""
+        keys = (*self.policy.spec.observation, TASK)
+        found = self._encode({key: observation[key] for key in keys if key in observation})
+        return torch.cat([value.flatten(1) for value in found.values()], -1).float()
+
+
 def critic_interface(policy: Policy, episodes: Episodes) -> Interface:
     """Return how critics see decisions of `policy` in `episodes`: chunks as long as its own.
 
@@ -31,37 +53,43 @@ def critic_interface(policy: Policy, episodes: Episodes) -> Interface:
     those of the data, also those that the policy does not read: a critic may know more than its policy. Raises
     ConfigError where there are only images and the policy cannot encode them.
     """
-    spec = policy.spec
-    vectors = {key: field for key, field in episodes.observation_fields.items() if not key.startswith(IMAGE_PREFIX)}
-    tasks = tuple(sorted(set(episodes.tasks) | set(spec.instructions)))
+    tasks = tuple(sorted(set(episodes.tasks) | set(policy.spec.instructions)))
     bounds = recorded_range(episodes)
-    features, size = _features(policy, episodes) if spec.cameras else (None, 0)
-    images = {key: field for key, field in spec.observation.items() if key.startswith(IMAGE_PREFIX)} if size else {}
+    seer = copy.deepcopy(policy) if policy.spec.cameras else policy
+    return interface_of(seer, episodes.observation_fields, episodes.action_field, tasks, bounds=bounds)
+
+
+def interface_of(
+    policy: Policy,
+    fields: Mapping[str, Field],
+    action: Field,
+    instructions: tuple[str, ...],
+    *,
+    chunk: int | None = None,
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> Interface:
+    """Return how critics see `fields`, and actions (or noise) like `action`, of a policy that encodes images for them.
+
+    chunk: control steps of a decision, None for the policy's; bounds: low and high [A] where `action` has none. Raises
+    ConfigError as `critic_interface` does.
+    """
+    spec = policy.spec
+    vectors = {key: field for key, field in fields.items() if not key.startswith(IMAGE_PREFIX)}
+    encoder = Encoder(policy) if spec.cameras and (isinstance(policy, Encodes) or not vectors) else None
+    images = {key: field for key, field in spec.observation.items() if key.startswith(IMAGE_PREFIX)} if encoder else {}
     return Interface(
         {**vectors, **images},
-        episodes.action_field,
-        chunk=spec.chunk,
-        instructions=tasks,
-        features=features,
-        feature_size=size,
+        action,
+        chunk=spec.chunk if chunk is None else chunk,
+        instructions=instructions,
+        features=encoder,
+        feature_size=0 if encoder is None else encoder.size,
         history=spec.history,
         bounds=bounds,
     )
 
 
-def _features(policy: Policy, episodes: Episodes) -> tuple[Features | None, int]:
-    if not isinstance(policy, Encodes):
-        if any(not key.startswith(IMAGE_PREFIX) for key in episodes.observation_fields):
-            return None, 0
-        raise ConfigError(f"{type(policy).__name__} sees images alone and has no encode(): no critic can see them.")
-    encoder = copy.deepcopy(policy)
-
-    @torch.no_grad()
-    def features(observation: TensorObservation) -> Tensor:
-        found = encoder.encode(
-            {key: observation[key] for key in (*encoder.spec.observation, TASK) if key in observation}
-        )
-        return torch.cat([value.flatten(1) for value in found.values()], -1).float()
-
-    probe = observed_at(episodes, episodes.frame_starts[:1], policy.spec.history, list(policy.spec.observation))
-    return features, features(probe).shape[1]
+def device_of(policy: Policy) -> torch.device:
+    """Return where the weights of a policy are, the CPU for one without any."""
+    weights = policy.parameters() if isinstance(policy, torch.nn.Module) else iter(())
+    return next((weight.device for weight in weights), torch.device("cpu"))

@@ -1,0 +1,339 @@
+"""The loop in which an agent with critics learns from its own decisions: play, keep, update, and look at the dip.
+
+A frozen policy plays first (WSRL, Zhou et al. 2024, arXiv:2412.07762); then every decision is followed by updates on
+batches of the agent's own decisions, with or without a share of recorded ones (RLPD, Ball et al. 2023,
+arXiv:2302.02948). A decision is a whole chunk, and its backup reaches over as many steps as were executed. A time limit
+is no end of the task.
+
+Episodes are played in waves: all rows begin together, and the next wave begins when all have ended. Everything in a
+wave follows from what there was before it, so a run that is killed goes on from its last resume point and ends bit for
+bit in the same place, whatever the world is.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.core.arrays import Array
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.player import PlayedStep, Player
+from robopolicy.core.policy import Policy, TensorObservation, to_tensors
+from robopolicy.core.progress import Advance, progress
+from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import Observation, require_fit
+from robopolicy.core.transitions import Transitions
+from robopolicy.core.world import Rows, World
+from robopolicy.nn.optimisers import require_finite
+from robopolicy.rl.offline.agent import OfflineAgent
+from robopolicy.rl.offline.cql import Cql
+from robopolicy.training.online.configuration import OnlineConfig
+from robopolicy.training.online.experience import Experience
+from robopolicy.training.online.policies import Acts, SteeredPolicy
+from robopolicy.training.state import load_trainer, save_trainer
+
+Frozen = Callable[[TensorObservation, Tensor, torch.Generator], Tensor]
+"""(observations [B, H, ...], states [B, S]) -> flat actions [B, A] as the agent has them, by who plays the warm-up."""
+
+Evaluate = Callable[[Policy], Mapping[str, float]]
+"""Policy -> figures, among them `success` (or what else it is judged by)."""
+
+
+Begins = Literal["warm-up", "recorded", "already"]
+"""What an agent standardises states by: those of the warm-up, recorded ones, or what it did before it came here."""
+
+
+@dataclass(frozen=True)
+class OnlineResult:
+    """What came of it: control steps, updates and episodes, and a record of every evaluation, in order."""
+
+    env_steps: int
+    updates: int
+    episodes: int
+    evaluations: tuple[Mapping[str, Any], ...]
+
+    def dip(self, by: str = "deterministic_success") -> float | None:
+        """Return how far the figure `by` fell below that of the first evaluation, 0 for not; None without any."""
+        found = [float(record[by]) for record in self.evaluations if by in record]
+        return max(found[0] - min(found), 0.0) if found else None
+
+
+def plays_noise(policy: SteeredPolicy) -> Frozen:
+    """Return the base of a steered policy as it is: standard normal noise, in the agent's box."""
+    shape = policy.base.noise_shape
+
+    def act(seen: TensorObservation, state: Tensor, generator: torch.Generator) -> Tensor:
+        noise = torch.randn((len(state), *shape), generator=generator, device=generator.device)
+        return policy.interface.to_agent(noise.to(state.device))
+
+    return act
+
+
+def plays_policy(policy: Policy, acting: Acts) -> Frozen:
+    """Return a policy that decides in the place of the agent of `acting`, without exploration noise."""
+
+    def act(seen: TensorObservation, state: Tensor, generator: torch.Generator) -> Tensor:
+        return acting.interface.to_agent(policy.act(seen, generator, deterministic=True).actions)
+
+    return act
+
+
+def plays_agent(agent: OfflineAgent) -> Frozen:
+    """Return an agent as it is now, drawing, whatever becomes of it later: give a copy."""
+    return lambda seen, state, generator: agent.act(state, generator)
+
+
+class Explorer:
+    """The agent as an actor of a world, which tells states and flat actions; a frozen policy decides in its place.
+
+    share: of decisions that are the frozen policy's.
+    """
+
+    def __init__(self, policy: Acts, frozen: Frozen, generators: Generators):
+        self.policy, self.frozen, self.generators, self.share = policy, frozen, generators, 1.0
+
+    def reset(self, rows: Rows = None) -> None:
+        """Let the policy forget `rows` [R], all of them for None."""
+        self.policy.reset(rows)
+
+    @torch.no_grad()
+    def choose(self, observation: Observation) -> tuple[Array, tuple[Tensor, Tensor]]:
+        """Return the next chunk [B, C, A] in the world's units, and the states [B, S] and flat actions [B, A']."""
+        seen = to_tensors(observation, self.generators.device)
+        state = self.policy.interface.state(seen)
+        if self.share == 1:
+            action = self.frozen(seen, state, self.generators["frozen"])
+        else:
+            action = self.policy.agent.act(state, self.generators["act"])
+            if self.share:
+                draws = torch.rand(len(state), generator=self.generators["turns"], device=self.generators.device)
+                theirs = (draws < self.share)[:, None]
+                action = torch.where(theirs, self.frozen(seen, state, self.generators["frozen"]), action)
+        chunk = self.policy.actions_of(seen, action).cpu().double()
+        return chunk.numpy(), (state, action)  # pyright: ignore[reportUnknownMemberType]
+
+
+class Online:
+    """One run of `learn_online`: what there is at any moment, and how it goes on."""
+
+    def __init__(
+        self,
+        policy: Acts,
+        frozen: Frozen,
+        config: OnlineConfig,
+        generators: Generators,
+        *,
+        recorded: Transitions | None,
+        begins: Begins,
+        evaluate: Evaluate | None,
+        run: RunFolder | None,
+    ):
+        self.policy, self.agent, self.config, self.begins = policy, policy.agent, config, begins
+        self.generators, self.recorded = generators, recorded
+        self.evaluate, self.run = evaluate, run
+        self.explorer = Explorer(policy, frozen, generators)
+        self.experience = Experience()
+        self.wave = self.env_steps = self.updates = self.episodes = self.basis = 0
+        self.owed, self.switched = 0.0, False
+        self.evaluations: list[dict[str, Any]] = []
+        self.figures: dict[str, Tensor] = {}
+
+    def play(self, player: Player[tuple[Tensor, Tensor]], seed: int, advance: Advance) -> None:
+        """Play a wave of episodes, as far as the budget goes, and learn after every decision from the switch on."""
+        chunk, rows = self.policy.spec.chunk, player.world.batch_size
+        count = min(rows, (self.config.steps - self.env_steps) // chunk)
+        self.wave += 1
+        player.start_wave(episode_seeds(seed, f"online/{self.wave}", count))
+        first, won = self.episodes, np.zeros(rows, dtype=bool)
+        self.episodes += count
+        turns: list[tuple[Tensor, Tensor]] = []
+        self.explorer.share = self.share
+        for played in player:
+            before = self.env_steps
+            turns.append(self.keep(played, first))
+            won[played.running] = played.step.success[played.running]
+            if not self.warming_up:
+                self.learn(len(turns[-1][1]))
+            self.explorer.share = self.share
+            advance(self.env_steps - before, f"{self.updates} updates")
+            if self.env_steps + player.running.sum() * chunk > self.config.steps:
+                break
+        self.experience.tell(turns, rows)
+        self.log(float(won[:count].mean()))
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the frozen policy still plays alone."""
+        return self.env_steps < self.config.warmup
+
+    @property
+    def share(self) -> float:
+        """Share of decisions that are the frozen policy's by now."""
+        return 1.0 if self.warming_up else self.config.base_share
+
+    def keep(self, played: PlayedStep[tuple[Tensor, Tensor]], first: int) -> tuple[Tensor, Tensor]:
+        """Keep the decisions that were executed; return where they are and their rows, both [n].
+
+        first: number of the episode in row 0.
+        """
+        (state, action), step, device = played.info, played.step, self.generators.device
+        rows = torch.from_numpy(np.flatnonzero(played.running)).to(device)
+        valid = torch.from_numpy(np.asarray(step.valid, dtype=np.float32)).to(device)
+        reward = torch.from_numpy(np.asarray(step.reward, dtype=np.float32)).to(device)
+        discount = self.agent.discount
+        worth = discount ** torch.arange(valid.shape[1], device=device)
+        columns = {
+            "reward": (reward * valid * worth).sum(1),
+            "next_state": self.policy.interface.state(to_tensors(step.observation, device)),
+            "terminated": torch.from_numpy(np.array(step.terminated)).to(device),
+            "success": torch.from_numpy(np.array(step.success)).to(device),
+            "episode": first + torch.arange(len(valid), device=device),
+            "decay": discount ** valid.sum(1),
+        }
+        self.env_steps += int(valid[rows].sum())
+        kept = {name: column[rows] for name, column in columns.items()}
+        return self.experience.add(state[rows], action[rows], kept), rows
+
+    def learn(self, decisions: int) -> None:
+        """Take the updates that so many new decisions ask for, evaluating on the way."""
+        if not self.switched:
+            self.switch()
+        self.owed += decisions * self.config.updates
+        while self.owed >= 1:
+            self.figures = self.agent.update(self.batch(), self.generators["update"])
+            self.owed, self.updates = self.owed - 1, self.updates + 1
+            every = self.config.evaluate_every
+            if self.updates in self.config.evaluate_at or (every and self.updates % every == 0):
+                self.look()
+
+    def switch(self) -> None:
+        """Turn from the frozen policy to the agent, and evaluate before any update."""
+        self.switched = True
+        if self.begins == "warm-up":
+            self.basis = len(self.experience)
+            self.agent.begin(self.experience.transitions)
+        if 0 in self.config.evaluate_at:
+            self.look()
+        self.policy.begin_to_act()
+
+    def batch(self) -> Transitions:
+        """Draw a batch: own decisions, and the share of recorded ones that is retained."""
+        config, draws = self.config, self.generators["batches"]
+        retained = round(config.retain * config.batch_size)
+        own = self.experience.transitions.draw(config.batch_size - retained, draws)
+        if not retained or self.recorded is None:
+            return own
+        return Transitions.join([own, self.recorded.draw(retained, draws)])
+
+    def look(self) -> None:
+        """Evaluate the policy as it is, unless it has been, and note what was found."""
+        if self.evaluate is None or (self.evaluations and self.evaluations[-1]["updates"] == self.updates):
+            return
+        found = {f"deterministic_{name}": value for name, value in self.evaluate(self.policy).items()}
+        self.evaluations.append({**self.where(), **found})
+        if self.run is not None:
+            self.run.log(self.evaluations[-1])
+
+    def where(self) -> dict[str, int]:
+        """Return how far it is, by name."""
+        return {"iteration": self.wave, "updates": self.updates, "env_steps": self.env_steps}
+
+    def log(self, succeeded: float) -> None:
+        """Write a line of metrics about the wave; raises NonFiniteError where learning has broken."""
+        for name, value in self.figures.items():
+            require_finite(name, value, f"update {self.updates}")
+        if self.run is not None:
+            figures = {name: float(value) for name, value in self.figures.items()}
+            self.run.log({**self.where(), "episodes": self.episodes, "success": succeeded, **figures})
+
+    def save(self) -> None:
+        """Write the policy and the resume point."""
+        if self.run is None:
+            return
+        self.policy.save(self.run.checkpoint)
+        counts = {name: getattr(self, name) for name in COUNTS}
+        tree = {
+            **counts,
+            "owed": self.owed,
+            "switched": self.switched,
+            "evaluations": self.evaluations,
+            "agent": self.agent.tree(),
+            "experience": self.experience.tree(),
+            "generators": self.generators.state(),
+        }
+        save_trainer(self.run.path / "resume" / "online", tree)
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `save` left."""
+        for name in COUNTS:
+            setattr(self, name, int(saved[name]))
+        self.owed, self.switched = float(saved["owed"]), bool(saved["switched"])
+        self.evaluations = list(saved["evaluations"])
+        self.experience = Experience.restored(saved["experience"], self.generators.device)
+        self.agent.restore(saved["agent"])
+        if self.switched:
+            self.policy.begin_to_act()
+        if self.basis:
+            self.agent.begin(self.experience.transitions.take(torch.arange(self.basis)))
+        self.generators.restore(saved["generators"])
+
+
+COUNTS = ("wave", "env_steps", "updates", "episodes", "basis")
+"""What a run counts."""
+
+
+def learn_online(
+    policy: Acts,
+    world: World,
+    frozen: Frozen,
+    config: OnlineConfig,
+    *,
+    recorded: Transitions | None = None,
+    begins: Begins = "warm-up",
+    evaluate: Evaluate | None = None,
+    seed: int = 0,
+    run: RunFolder | None = None,
+) -> OnlineResult:
+    """Let the agent of `policy` learn from its own decisions in `world`, in place, until the steps are used up.
+
+    frozen: plays the warm-up; recorded: what `retain` draws from, as the agent sees it; begins: what the agent
+    standardises states by. run: gets lines of metrics, `checkpoint/` and a resume point: the same call after a kill
+    goes on from there and ends bit for bit in the same place. Raises ConfigError where recorded data is asked for and
+    there is none, SpecError where policy and world do not fit, NonFiniteError naming the update.
+    """
+    if recorded is None and (config.retain or begins == "recorded"):
+        raise ConfigError(f"retain={config.retain:g} draws from recorded decisions, and there are none.")
+    require_fit(policy.spec, world.spec)
+    generators = Generators(derive(seed, "online"), next(policy.agent.parameters()).device)
+    into_the_world(policy.agent, config)
+    online = Online(policy, frozen, config, generators, recorded=recorded, begins=begins, evaluate=evaluate, run=run)
+    saved = None if run is None else load_trainer(run.path / "resume" / "online")
+    if saved is not None:
+        online.restore(saved)
+    if recorded is not None and begins == "recorded":
+        policy.agent.begin(recorded)
+    if run is not None:
+        run.rewind("iteration", online.wave)
+    player = Player(world, online.explorer)
+    with progress("Learning in the world", config.steps) as advance:
+        advance(online.env_steps)
+        while config.steps - online.env_steps >= policy.spec.chunk:
+            online.play(player, seed, advance)
+            if online.wave % config.checkpoint_every == 0:
+                online.save()
+    online.look()
+    online.save()
+    return OnlineResult(online.env_steps, online.updates, online.episodes, tuple(online.evaluations))
+
+
+def into_the_world(agent: OfflineAgent, config: OnlineConfig) -> None:
+    """Do to an agent what the switch from recorded data to the world asks for; see `OnlineConfig`."""
+    if config.moments == "reset":
+        for optimiser in agent.optimisers.values():
+            optimiser.state.clear()
+    if isinstance(agent, Cql) and not config.conservative:
+        agent.config = replace(agent.config, alpha=0.0, calibrated=False)

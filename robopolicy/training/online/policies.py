@@ -1,0 +1,270 @@
+"""Policies that an agent with critics makes: it acts itself, or it chooses the noise that a frozen policy begins with.
+
+The latter is DSRL (Wagenmaker et al. 2025, arXiv:2506.15799): the agent's action is the initial noise of a diffusion's
+or flow's noise-free sampler, so whatever it learns, what is done is something that the frozen policy would do.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from robopolicy.core.checkpoints import read_weights, require_format, restoring, write_checkpoint
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.modules import Module
+from robopolicy.core.origin import described_origin
+from robopolicy.core.policy import DecidesFromNoise, Decision, Policy, TensorObservation
+from robopolicy.core.spec import Field, PolicySpec, validate_observation
+from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.world import Rows
+from robopolicy.policies.checkpoint import load_policy
+from robopolicy.rl.offline.agent import OfflineAgent
+from robopolicy.rl.offline.interface import Interface
+from robopolicy.rl.offline.registry import AGENTS
+from robopolicy.training.offline.seen import Encoder, Encodes, interface_of
+
+BASE, ENCODER = "base", "encoder"
+"""Where a checkpoint keeps the frozen policy that is steered, and the policy whose features an agent sees."""
+
+
+@runtime_checkable
+class Steerable(Module, Policy, DecidesFromNoise, Protocol):
+    """A policy that can be steered, and saved within what steers it."""
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint."""
+        ...
+
+
+class Acts(Policy, Protocol):
+    """A policy whose decisions are an agent's actions, directly or by what a frozen policy makes of them."""
+
+    agent: OfflineAgent
+    interface: Interface
+
+    def actions_of(self, observation: TensorObservation, action: Tensor) -> Tensor:
+        """Return what flat actions [B, A'] of the agent in [-1, 1] are in the world, [B, C, A] in its units."""
+        ...
+
+    def begin_to_act(self) -> None:
+        """Let decisions be the agent's from now on."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint, critics included, atomically."""
+        ...
+
+
+class AgentPolicy(nn.Module):
+    """A `Policy` that does what an agent's actor does, whole chunks, on what it sees through `interface`.
+
+    fps: of the world. Its checkpoint has the critics as well, so that learning can go on from it.
+    """
+
+    def __init__(self, agent: OfflineAgent, interface: Interface, fps: float):
+        super().__init__()
+        self.agent, self.interface, self.fps = agent, interface, fps
+
+    @property
+    def spec(self) -> PolicySpec:
+        """It reads what the agent sees and has no log-probabilities."""
+        view = self.interface
+        seen = {key: view.fields[key] for key in view.keys}
+        return PolicySpec(seen, view.action, view.history, view.chunk, view.chunk, 0, self.fps, view.instructions)
+
+    def reset(self, rows: Rows = None) -> None:
+        """Nothing is remembered between decisions, of whatever rows [R]."""
+
+    def begin_to_act(self) -> None:
+        """It does so from the first."""
+
+    def actions_of(self, observation: TensorObservation, action: Tensor) -> Tensor:
+        """Return flat chunks [B, C * A] in the world's units, [B, C, A]."""
+        return self.interface.chunks(action)
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Return the actor's chunk [B, C, A]. Raises SpecError or NonFiniteError on a bad observation."""
+        return Decision(self.actions_of(observation, _acted(self, observation, generator, deterministic)))
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint, critics included, atomically."""
+        view = self.interface
+        spec = {**view.to_json(), "fps": self.fps}
+        write_checkpoint(
+            folder, _described(self, "agent", spec), self.agent, lambda inside: _save_encoder(view, inside)
+        )
+
+    @classmethod
+    def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "AgentPolicy":
+        """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
+        require_format(folder, description)
+        encoder = load_policy(folder / ENCODER, device) if (folder / ENCODER).exists() else None
+        with restoring(folder, "a policy"):
+            agent, interface = _saved_agent(folder, description, encoder)
+            fps = float(description["spec"]["fps"])
+        return cls(read_weights(agent, folder, device), interface, fps).eval()
+
+
+class SteeredPolicy(nn.Module):
+    """A `Policy` that lets `base` decide, noise-free, from the initial noise that an agent chooses.
+
+    The agent's actions are noise [P, A], laid out flat, in the box that `interface.action` says. steers: whether it
+    chooses already; until then the base decides as ever. Its checkpoint has the base and the critics inside.
+    """
+
+    steers: Tensor
+
+    def __init__(self, base: Steerable, agent: OfflineAgent, interface: Interface, steers: bool = True):
+        super().__init__()
+        self.base: Steerable = base
+        for weight in base.parameters():
+            weight.requires_grad_(False)
+        self.agent, self.interface = agent, interface
+        self.register_buffer("steers", torch.tensor(steers))
+
+    @property
+    def spec(self) -> PolicySpec:
+        """That of the base, which also needs to see what the agent sees; it has no log-probabilities."""
+        view, own = self.interface, self.base.spec
+        seen = {key: view.fields[key] for key in view.keys}
+        return replace(own, observation={**own.observation, **seen}, scored_steps=0)
+
+    def reset(self, rows: Rows = None) -> None:
+        """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
+        self.base.reset(rows)
+
+    def begin_to_act(self) -> None:
+        """Let the agent choose the noise from now on."""
+        self.steers.fill_(True)
+
+    def decide(self, observation: TensorObservation, noise: Tensor) -> Tensor:
+        """Return what the base does from noise [B, P, A], [B, C, A]; differentiable in the noise."""
+        return self.base.to_actions(self.base.trajectory(observation, noise)[:, -1])
+
+    def actions_of(self, observation: TensorObservation, action: Tensor) -> Tensor:
+        """Return what the base does from the noise that flat actions [B, P * A] in [-1, 1] stand for, [B, C, A]."""
+        return self.decide(observation, self.interface.chunks(action))
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Return what the base does from the agent's noise [B, C, A]; without `deterministic` the agent draws.
+
+        Raises SpecError or NonFiniteError on a bad observation.
+        """
+        if not bool(self.steers):
+            validate_observation(observation, self.spec.observation, history=self.spec.history)
+            return Decision(self.base.act(observation, generator, deterministic=deterministic).actions)
+        return Decision(self.actions_of(observation, _acted(self, observation, generator, deterministic)))
+
+    def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
+        """Return what the base makes of observations [N, H, ...]; raises ConfigError where it does not say."""
+        if not isinstance(self.base, Encodes):
+            raise ConfigError(f"{type(self.base).__name__} has no encode().")
+        return self.base.encode(observation)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint with the base inside, critics included, atomically."""
+        own = self.base.spec
+        spec = {
+            "observation": {key: field.to_json() for key, field in own.observation.items()},
+            "action": own.action.to_json(),
+            "fps": own.fps,
+            "instructions": list(own.instructions),
+        }
+        whole = _described(self, "steered", spec) | {"steers": bool(self.steers)}
+        write_checkpoint(folder, whole, self.agent, lambda inside: self.base.save(inside / BASE))
+
+    @classmethod
+    def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "SteeredPolicy":
+        """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
+        require_format(folder, description)
+        base = load_policy(folder / BASE, device)
+        with restoring(folder, "a policy"):
+            agent, interface = _saved_agent(folder, description, base)
+            made = cls(require_steerable(base), agent, interface, bool(description["steers"]))
+        read_weights(agent, folder, device)
+        return made.to(device).eval()
+
+
+def require_steerable(policy: Policy) -> Steerable:
+    """Return `policy`, typed as one that decides from given noise; raises ConfigError for one that does not."""
+    if not isinstance(policy, Steerable):
+        raise ConfigError(
+            f"{type(policy).__name__} has no initial noise that could be chosen: only diffusion and flow policies are "
+            "steered by it."
+        )
+    return policy
+
+
+def steered(
+    base: Policy,
+    config: Any,
+    fields: Mapping[str, Field],
+    instructions: tuple[str, ...],
+    *,
+    bound: float,
+    seed: int,
+    kind: str,
+    steers: bool = True,
+) -> SteeredPolicy:
+    """Return `base` steered by a fresh agent of a `kind` and its `config`, which sees `fields`; noise is in +-bound.
+
+    Raises ConfigError for a base without initial noise, and for a bound that is not positive.
+    """
+    chosen = require_steerable(base)
+    if bound <= 0:
+        raise ConfigError(f"bound {bound} must be positive.")
+    steps, size = chosen.noise_shape
+    noise = Field((size,), low=-bound, high=bound)
+    interface = interface_of(base, fields, noise, instructions, chunk=steps)
+    agent = AGENTS.builds(kind)(config, interface.size, interface.actions, seed)
+    return SteeredPolicy(chosen, agent, interface, steers)
+
+
+def _acted(
+    policy: "AgentPolicy | SteeredPolicy", observation: TensorObservation, generator: torch.Generator, sure: bool
+) -> Tensor:
+    """Return the agent's flat actions [B, A'] after a look at whether the observation fits."""
+    spec = policy.spec
+    validate_observation(observation, spec.observation, history=spec.history)
+    return policy.agent.act(policy.interface.state(observation), None if sure else generator)
+
+
+def _described(policy: "AgentPolicy | SteeredPolicy", kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of a policy whose class is registered as `kind`."""
+    agent = policy.agent
+    path = f"{type(agent.config).__module__}:{type(agent.config).__qualname__}"
+    name = next((name for name, known in AGENTS.paths().items() if known == path), None)
+    return {
+        "kind": kind,
+        "spec": spec,
+        "agent": {"kind": name or AGENTS.name_of(type(agent)), "config": to_plain(agent.config)},
+        "interface": policy.interface.to_json(),
+        **described_origin(policy),
+    }
+
+
+def _saved_agent(
+    folder: Path, description: Mapping[str, Any], encoder: Policy | None
+) -> tuple[OfflineAgent, Interface]:
+    """Return the agent that a checkpoint describes, its weights yet to be read, and how it sees."""
+    said, view = description["agent"], description["interface"]
+    made = AGENTS.saved(said["kind"], folder)
+    config = from_plain(AGENTS.configuration(said["kind"]), said["config"], "agent.config")
+    features = Encoder(encoder) if view["feature_size"] and encoder is not None else None
+    interface = Interface.from_json(view, features)
+    return made(config, interface.size, interface.actions, 0), interface
+
+
+def _save_encoder(interface: Interface, folder: Path) -> None:
+    """Put the policy whose features the agent sees, if any, into the folder of a checkpoint."""
+    if isinstance(interface.features, Encoder):
+        cast(Steerable, interface.features.policy).save(folder / ENCODER)
