@@ -60,6 +60,17 @@ JOBS = {
         *("offline.critic.steps=6", "offline.agent.width=8", "offline.improve.steps=2", "offline.improve.candidates=2"),
         *("offline.evaluate_episodes=4", "gate.judges=[fqe]", "gate.steps=4", "gate.starts=2", "gate.holdout=0.5"),
     ),
+    "online": (
+        *("online", *SHARED, f"online.policy={POLICY}", "online.steps=260", "online.warmup=60", "online.num_envs=4"),
+        *("online.agent.width=8", "online.agent.critics=2", "online.agent.depth=1", "online.batch_size=4"),
+        *("online.updates=0.1", "online.evaluate_at=[0,1]", "online.evaluate_episodes=4", "online.checkpoint_every=1"),
+    ),
+    "agent": (
+        *("online", *SHARED, f"online.dataset={DATA}", f"online.policy={POLICY}", "online.method=actions"),
+        *("online.steps=260", "online.warmup=60", "online.num_envs=4", "online.retain=0.5", "online.pretrain=4"),
+        *("online.agent=cal_ql", "online.agent.width=8", "online.agent.samples=2", "online.batch_size=4"),
+        *("online.updates=0.1", "online.evaluate_at=[0,1]", "online.evaluate_episodes=4", "run.name=agent"),
+    ),
     "finetune": ("finetune", *SHARED, TUNED),
     "worldmodel": ("worldmodel", *SHARED, f"worldmodel.data=[{DATA}]"),
     "imagine": (

@@ -301,6 +301,7 @@ def test_another_configuration_in_the_same_folder_is_refused(root, capsys):
         (["offline", "offline.agent=icl"], "Did you mean 'iql'"),
         (["offline", "offline.improve.expectile=1"], "offline.improve.kind=best_of has no 'expectile'"),
         (["offline", "offline.data=[imagined]"], "Set offline.model"),
+        (["online", "online.retain=0.5"], "offline.improve=dsrl"),
     ],
 )
 def test_mistakes_end_with_a_sentence_and_status_2(arguments, text, capsys, tmp_path):

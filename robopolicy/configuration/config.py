@@ -17,6 +17,7 @@ from robopolicy.configuration.finetune import FinetuneSection
 from robopolicy.configuration.gate import GateSection
 from robopolicy.configuration.imagine import ImagineSection
 from robopolicy.configuration.offline import OfflineSection
+from robopolicy.configuration.online import OnlineSection
 from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.policy import PolicySection
 from robopolicy.configuration.rank import RankSection
@@ -42,6 +43,7 @@ class Config:
     imagine: ImagineSection = field(default_factory=ImagineSection)
     plan: PlanSection = field(default_factory=PlanSection)
     offline: OfflineSection = field(default_factory=OfflineSection)
+    online: OnlineSection = field(default_factory=OnlineSection)
     gate: GateSection = field(default_factory=GateSection)
     bakeoff: BakeoffSection = field(default_factory=BakeoffSection)
     distill: DistillSection = field(default_factory=DistillSection)

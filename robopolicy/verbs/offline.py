@@ -36,6 +36,7 @@ from robopolicy.rl.offline.registry import AGENTS
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.offline.configuration import IMPROVERS
 from robopolicy.training.offline.critic import fit_agent
+from robopolicy.training.offline.dsrl import Wraps
 from robopolicy.training.offline.improvers import Lesson
 from robopolicy.training.offline.rounds import Rounds, improve_in_rounds
 from robopolicy.training.offline.seen import critic_interface
@@ -63,6 +64,9 @@ def run(config: Config) -> int:
     section, device = config.offline, choose_device(config.run)
     path = default_path(config, "train", "checkpoint", section.policy, "offline.policy")
     base, policy = load_policy(path, device), require_trainable(load_policy(path, device))
+    improver = IMPROVERS.builds(section.improve.kind)(section.improve.config)
+    if isinstance(improver, Wraps):
+        policy = improver.wrap(policy, derive(config.run.seed, "wrapped")).to(device)
     remember_origin(policy, origin_of(base))
     training, held = split_data(config, device)
     judges: list[Judge] = []
@@ -73,7 +77,6 @@ def run(config: Config) -> int:
         gate = Gate(judges, margin=own.margin, relative=own.relative, confidence=own.confidence)
     started = time.perf_counter()
     lesson = learn_critic(config, policy, training, folder, device)
-    improver = IMPROVERS.builds(section.improve.kind)(section.improve.config)
     seed = derive(config.run.seed, "offline")
     found = improve_in_rounds(policy, lesson, improver, gate, section.rounds, seed=seed, run=folder)
     seconds = time.perf_counter() - started

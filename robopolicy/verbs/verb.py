@@ -24,6 +24,7 @@ NAMES = (
     "offline",
     "gate",
     "bakeoff",
+    "online",
     "distill",
     "evaluate",
     "rank",

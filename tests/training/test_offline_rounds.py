@@ -48,7 +48,7 @@ IMPROVE = {
 }
 
 
-ELSEWHERE = {"diffusion_ql", "adjoint_matching", "recap"}
+ELSEWHERE = {"diffusion_ql", "adjoint_matching", "recap", "dsrl"}
 """Tried in files of their own: test_<name>.py."""
 
 

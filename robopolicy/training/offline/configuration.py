@@ -190,6 +190,40 @@ class RecapConfig:
             raise ConfigError("steps and batch_size must be at least 1, positive and dropout between 0 and 1.")
 
 
+@dataclass(frozen=True)
+class DsrlConfig:
+    """A frozen diffusion or flow policy is steered by its initial noise: an actor over noise climbs the critic.
+
+    Source: DSRL, Wagenmaker et al. 2025, arXiv:2506.15799 (its noise-aliased form). Whatever is learned, what is done
+    is something that the policy would have done. `robopolicy online` goes on from it.
+    """
+
+    builds: ClassVar[str] = "robopolicy.training.offline.dsrl:Dsrl"
+    bound: float = 1.5
+    """Largest noise that may be chosen, in standard deviations."""
+    steps: int = 2000
+    """Updates a round."""
+    batch_size: int = 256
+    """Recorded observations an update."""
+    learning_rate: float = 1e-3
+    """Of actor and critics over noise."""
+    own_share: float = 0.5
+    """Share of a batch in which the noise is the actor's own, so that its critics hold where it is; the paper's is 0.
+    """
+    critics: int = 2
+    """Over noise."""
+    width: int = 256
+    """Units of every hidden layer."""
+    depth: int = 2
+    """Hidden layers."""
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.batch_size, self.critics, self.width, self.depth) < 1 or self.bound <= 0:
+            raise ConfigError("steps, batch_size, critics, width and depth must be at least 1, bound above 0.")
+        if not 0 <= self.own_share <= 1:
+            raise ConfigError(f"own_share {self.own_share} must be in [0, 1].")
+
+
 IMPROVERS = Kinds(
     "improver",
     "robopolicy.improvers",
@@ -200,6 +234,7 @@ IMPROVERS = Kinds(
         "diffusion_ql": "robopolicy.training.offline.configuration:DiffusionQlConfig",
         "adjoint_matching": "robopolicy.training.offline.configuration:AdjointMatchingConfig",
         "recap": "robopolicy.training.offline.configuration:RecapConfig",
+        "dsrl": "robopolicy.training.offline.configuration:DsrlConfig",
     },
 )
 """Name -> configuration, a dataclass whose `builds` names what makes a candidate: Class(config), an `Improver`."""

@@ -1,0 +1,142 @@
+"""Steers a frozen policy by its noise, out of recorded data: noise-aliased DSRL behind the gate.
+
+Source: Wagenmaker et al. 2025, arXiv:2506.15799 (DSRL-NA). A critic of actions, Q(s, a), is fitted to what was
+recorded. What the frozen policy makes of noise w is pi(s, w), so Q^W(s, w) = Q(s, pi(s, w)) is known wherever it is
+asked for, and an actor over noise climbs it. Deviations: Q is the lesson's critic, whose targets do not follow the
+actor (the paper backs up pi(s', w') with the actor's w'); and a share of the noise is the actor's own, so that Q^W
+holds where it is.
+"""
+
+from dataclasses import replace
+from typing import Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Policy, TensorObservation, Trainable
+from robopolicy.core.randomness import Generators
+from robopolicy.nn.optimisers import require_finite, set_learning_rate
+from robopolicy.rl.offline.configuration import RlpdConfig
+from robopolicy.rl.offline.decisions import frame_states, observed_at
+from robopolicy.rl.offline.sac import Sac
+from robopolicy.training.offline.configuration import DsrlConfig
+from robopolicy.training.offline.improvers import Lesson
+from robopolicy.training.online.policies import SteeredPolicy, steered
+
+
+@runtime_checkable
+class Wraps(Protocol):
+    """An improver whose candidates are policies of another class than the one that is to be improved."""
+
+    def wrap(self, policy: Policy, seed: int) -> Trainable:
+        """Return a policy of that class which does what `policy` does; the rounds begin with it.
+
+        Raises ConfigError for a policy that cannot be improved in this way.
+        """
+        ...
+
+
+class Dsrl:
+    """See `DsrlConfig`."""
+
+    def __init__(self, config: DsrlConfig):
+        self.config = config
+
+    def wrap(self, policy: Policy, seed: int) -> Trainable:
+        """Return the policy as the base of a steered one, which is yet to steer; see `Wraps`."""
+        config, spec = self.config, policy.spec
+        settings = RlpdConfig(
+            width=config.width,
+            depth=config.depth,
+            critics=config.critics,
+            subset=None,
+            rate=config.learning_rate,
+            temperature=0.1,
+        )
+        made = steered(
+            policy,
+            settings,
+            spec.observation,
+            spec.instructions,
+            bound=config.bound,
+            seed=seed,
+            kind="rlpd",
+            steers=False,
+        )
+        return cast(Trainable, made)  # the rounds copy, save and restore it, and it learns here alone
+
+    def prepare(self, policy: Trainable) -> None:
+        """Nothing is to be done; raises ConfigError for a policy that was not wrapped."""
+        if not isinstance(policy, SteeredPolicy):
+            raise ConfigError(f"dsrl changes a SteeredPolicy, not {type(policy).__name__}: wrap() makes one.")
+
+    def improve(
+        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+    ) -> dict[str, float]:
+        """Distil the critic of actions into one of noise, and let the actor climb that; see `Improver`."""
+        steering, config, data = cast(SteeredPolicy, policy), self.config, lesson.data
+        agent, view = cast(Sac, steering.agent), steering.interface
+        agent.config = replace(agent.config, discount=lesson.critic.discount)
+        for optimiser in agent.optimisers.values():
+            set_learning_rate(optimiser, config.learning_rate * step)
+        states = frame_states(lesson.episodes, view)
+        if not bool(steering.steers):
+            agent.fit_statistics(states[data.frame])
+        keys = list(dict.fromkeys((*steering.spec.observation, *lesson.interface.keys)))
+        draws = generators["observations"]
+        losses: list[Tensor] = []
+        for _ in range(config.steps):
+            rows = torch.randint(len(data), (config.batch_size,), generator=draws, device=draws.device)
+            rows = rows.to(states.device)
+            seen = observed_at(lesson.episodes, data.frame[rows], steering.spec.history, keys)
+            state = states[data.frame[rows]]
+            noise = drawn_noise(steering, state, config.own_share, generators["noise"])
+            worth = noise_values(steering, lesson, seen, data.transitions.state[rows], noise)
+            loss = (agent.critics(state, noise) - worth).square().mean(1).sum()
+            require_finite("the loss", loss.detach(), where)
+            agent.step("critics", loss)
+            agent.climb(state, generators["climb"])
+            losses.append(loss.detach())
+        steering.begin_to_act()
+        gain = float(self._gain(steering, lesson, states, keys, generators))
+        return {"loss": float(torch.stack(losses).mean()), "gain": gain}
+
+    def _gain(
+        self, policy: SteeredPolicy, lesson: Lesson, states: Tensor, keys: list[str], generators: Generators
+    ) -> Tensor:
+        """Return how much more the critic of actions finds in the actor's noise than in normal noise, [], a mean."""
+        data, count = lesson.data, min(1024, len(lesson.data))
+        rows = torch.linspace(0, len(data) - 1, count, device=states.device).long()
+        seen = observed_at(lesson.episodes, data.frame[rows], policy.spec.history, keys)
+        state = states[data.frame[rows]]
+        normal = drawn_noise(policy, state, 0.0, generators["gain"])
+        own, usual = (
+            noise_values(policy, lesson, seen, data.transitions.state[rows], noise)
+            for noise in (policy.agent.act(state), normal)
+        )
+        return (own - usual).mean()
+
+
+@torch.no_grad()
+def noise_values(
+    policy: SteeredPolicy, lesson: Lesson, seen: TensorObservation, state: Tensor, noise: Tensor
+) -> Tensor:
+    """Return Q^W(s, w) = min Q(s, pi(s, w)) of flat noise [n, W] in [-1, 1], [n].
+
+    seen: observations [n, H, ...] that the base decides on; state: [n, S], as the critic of actions sees them.
+    """
+    action = lesson.interface.to_agent(policy.actions_of(seen, noise))
+    return lesson.critic.action_values(state, action).amin(0)
+
+
+def drawn_noise(policy: SteeredPolicy, state: Tensor, own: float, generator: torch.Generator) -> Tensor:
+    """Return flat noise [n, W] in states [n, S]: standard normal, brought into the box, a share `own` the actor's."""
+    shape = policy.base.noise_shape
+    normal = torch.randn((len(state), *shape), generator=generator, device=generator.device).to(state.device)
+    noise = policy.interface.to_agent(normal)
+    if not own:
+        return noise
+    theirs = policy.agent.act(state, generator)
+    chosen = torch.rand((len(state), 1), generator=generator, device=generator.device).to(state.device) < own
+    return torch.where(chosen, theirs, noise)

@@ -1,0 +1,224 @@
+"""Lets an agent with critics learn from its own decisions in the world, of its own or by steering a frozen policy.
+
+online.method=dsrl: the agent chooses the noise that a frozen diffusion or flow policy denoises (DSRL).
+online.method=actions: it acts itself, whole chunks, with online.dataset after training on recorded data; online.steps=0
+stops there. A frozen policy plays online.warmup steps first; online.retain=0 then learns from own decisions alone
+(WSRL: online.agent=cal_ql), online.retain=0.5 keeps half of every batch recorded (RLPD). Success is measured after 0,
+1, 100 and 500 updates, so that a dip is seen. Base and result are judged on the same seeds, which nothing else uses.
+Killed? Run the same command again: it goes on and ends in the same place.
+"""
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.configuration import Config
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.finite_values import require_finite_columns
+from robopolicy.core.origin import origin_of, remember_origin
+from robopolicy.core.policy import Policy
+from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import recover_folder
+from robopolicy.core.structured import narrowed
+from robopolicy.core.transitions import Transitions
+from robopolicy.core.world import World
+from robopolicy.data.lerobot_reading import read_dataset
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.origins import origin_of_section
+from robopolicy.rl.offline.decisions import recorded_decisions
+from robopolicy.rl.offline.interface import Interface, recorded_range
+from robopolicy.rl.offline.registry import AGENTS
+from robopolicy.runs import default_path, finish, finished, open_run, output, run_path
+from robopolicy.training.offline.critic import fit_agent
+from robopolicy.training.offline.seen import critic_interface, interface_of
+from robopolicy.training.online.configuration import OnlineConfig
+from robopolicy.training.online.loop import (
+    Begins,
+    Frozen,
+    OnlineResult,
+    learn_online,
+    plays_agent,
+    plays_noise,
+    plays_policy,
+)
+from robopolicy.training.online.policies import AgentPolicy, SteeredPolicy, steered
+from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.finetune import summary
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Let an agent with critics learn in the world, or steer a frozen policy by its noise",
+    sections=("run", "world", "online"),
+    example="robopolicy online runs/train/push_cube/0/checkpoint online.method=dsrl",
+    targets=("online.policy",),
+    world_from={"online.policy": "train/checkpoint", "online.dataset": ""},
+)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What learning in the world begins with: who learns, who plays the warm-up, and the recorded decisions."""
+
+    policy: AgentPolicy | SteeredPolicy
+    frozen: Frozen
+    begins: Begins
+    recorded: Transitions | None = None
+
+
+def run(config: Config) -> int:
+    """Learn from data, then in the world; judge base and result on the same seeds."""
+    folder = open_run(config, "online", VERB.sections)
+    if finished(folder) is not None:
+        output.print(f"{folder.path} is done; run.overwrite=true starts over.")
+        return 0
+    section, device = config.online, choose_device(config.run)
+    path = policy_path(config)
+    given = None if path is None else load_policy(path, device)
+    world = build_world(config.world, given, batch_size=section.num_envs, device=device)
+    started = time.perf_counter()
+    beginning = begin(config, given, world, folder, device)
+    policy = beginning.policy
+    base = copy.deepcopy(policy) if given is None else load_policy(path or Path(), device)
+    remember_origin(policy, origin_of_section(config.world, world) or origin_of(base))
+    judging = build_world(config.world, policy, episodes=section.evaluate_episodes, device=device)
+    validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
+
+    def evaluate(candidate: Policy) -> Mapping[str, float]:
+        return evaluate_policy(judging, candidate, validation, device=device, label="validate").figures()
+
+    found = learn_online(
+        policy,
+        world,
+        beginning.frozen,
+        narrowed(OnlineConfig, section),
+        recorded=beginning.recorded,
+        begins=beginning.begins,
+        evaluate=evaluate,
+        seed=config.run.seed,
+        run=folder,
+    )
+    seconds = time.perf_counter() - started
+    seeds = evaluation_seeds(config, section.evaluate_episodes)
+    verdicts = {
+        name: judge(judging, each, seeds, device, config.run.seed, name)
+        for name, each in {"base": base, "tuned": policy}.items()
+    }
+    for each in (world, judging):
+        each.close()
+    print_verdicts(verdicts)
+    say(found)
+    result: dict[str, Any] = {
+        "base_checkpoint": None if path is None else str(path),
+        "method": section.method,
+        "env_steps": found.env_steps,
+        "updates": found.updates,
+        "collected_episodes": found.episodes,
+        "evaluations": list(found.evaluations),
+        "dip": found.dip(by_of(found)),
+        "seconds": seconds,
+    }
+    finish(config, folder, summary(verdicts) | result)
+    output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
+    return 0
+
+
+def policy_path(config: Config) -> Path | None:
+    """Return where the given policy lies; None for an agent of actions, which needs none."""
+    section = config.online
+    usual = recover_folder(run_path(config, "train") / "checkpoint")
+    if section.method == "actions" and section.policy is None and not usual.exists():
+        return None
+    return default_path(config, "train", "checkpoint", section.policy, "online.policy")
+
+
+def begin(config: Config, given: Policy | None, world: World, folder: RunFolder, device: torch.device) -> Beginning:
+    """Make what learns, or take what learned before, and let it learn from recorded data."""
+    section, seed = config.online, derive(config.run.seed, "agent")
+    if isinstance(given, AgentPolicy | SteeredPolicy):
+        return gone_on(config, given, device)
+    kind, settings = section.agent.kind, section.agent.config
+    if section.method == "dsrl":
+        assert given is not None  # which policy_path sees to
+        fields, tasks = world.spec.observation, world.spec.instructions
+        steering = steered(given, settings, fields, tasks, bound=section.bound, seed=seed, kind=kind, steers=False).to(
+            device
+        )
+        return Beginning(steering, plays_noise(steering), "warm-up")
+    episodes = recorded_episodes(config, device)
+    interface = seen_by_agent(config, given, world, episodes)
+    agent = AGENTS.builds(kind)(settings, interface.size, interface.actions, seed).to(device)
+    acting = AgentPolicy(agent, interface, world.spec.fps)
+    other = plays_agent(copy.deepcopy(agent)) if given is None else plays_policy(given, acting)
+    if episodes is None:
+        return Beginning(acting, other, "warm-up")
+    data = recorded_decisions(episodes, interface, agent.discount).transitions
+    if not section.pretrain:
+        return Beginning(acting, other, "recorded", data)
+    generators = Generators(derive(config.run.seed, "online/pretrain"), device)
+    fit_agent(agent, data, section.pretrain, section.batch_size, generators, run=folder, label="agent")
+    return Beginning(acting, plays_agent(copy.deepcopy(agent)), "recorded", data)
+
+
+def gone_on(config: Config, policy: AgentPolicy | SteeredPolicy, device: torch.device) -> Beginning:
+    """Let a policy that learned before go on; raises ConfigError where it did so by another method."""
+    method = "actions" if isinstance(policy, AgentPolicy) else "dsrl"
+    if config.online.method != method:
+        raise ConfigError(f"online.policy={config.online.policy} learned by online.method={method}: say so.")
+    frozen = plays_agent(copy.deepcopy(policy.agent))
+    if isinstance(policy, SteeredPolicy) and not bool(policy.steers):
+        frozen = plays_noise(policy)
+    episodes = recorded_episodes(config, device)
+    if episodes is None:
+        return Beginning(policy, frozen, "already")
+    data = recorded_decisions(episodes, policy.interface, policy.agent.discount).transitions
+    return Beginning(policy, frozen, "already", data)
+
+
+def seen_by_agent(config: Config, given: Policy | None, world: World, episodes: Episodes | None) -> Interface:
+    """Return how the agent sees: what the data shows, else the world, in chunks of the given policy."""
+    chunk, spec = config.online.chunk, world.spec
+    if given is not None and episodes is not None:
+        return critic_interface(given, episodes)
+    if given is not None:
+        return interface_of(given, spec.observation, spec.action, spec.instructions)
+    if episodes is None:
+        return Interface.of(spec, chunk)
+    tasks, bounds = tuple(sorted(set(episodes.tasks))), recorded_range(episodes)
+    return Interface(episodes.observation_fields, episodes.action_field, chunk=chunk, instructions=tasks, bounds=bounds)
+
+
+def recorded_episodes(config: Config, device: torch.device) -> Episodes | None:
+    """Return the recorded episodes, None where there are none; raises DataError where values are not finite."""
+    section = config.online
+    if section.dataset is None:
+        return None
+    paths = (default_path(config, "collect", "dataset", section.dataset, "online.dataset"), *section.more)
+    episodes = Episodes.concatenate([read_dataset(path) for path in paths])
+    require_finite_columns(episodes, rewards=True)
+    return episodes.to(device)
+
+
+def by_of(found: OnlineResult) -> str:
+    """Return the figure that evaluations are compared by: success, or the return where there is none."""
+    by_return = any("deterministic_return" in record for record in found.evaluations)
+    return "deterministic_return" if by_return else "deterministic_success"
+
+
+def say(found: OnlineResult) -> None:
+    """Say what learning in the world did on the way, and what to try where it did nothing."""
+    by = by_of(found)
+    curve = [(record["updates"], record[by]) for record in found.evaluations]
+    if curve:
+        text = ", ".join(f"{value:.3g} after {updates}" for updates, value in curve)
+        output.print(f"By updates: {text}. Largest dip: {found.dip(by):.3g}.")
+    if not found.updates and found.env_steps:
+        output.print("Nothing was learned: the warm-up took all steps. Set online.steps above online.warmup.")

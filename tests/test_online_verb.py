@@ -1,0 +1,118 @@
+"""robopolicy online through the command line: both methods, what they leave behind, and what is refused."""
+
+import json
+
+import pytest
+
+from robopolicy.cli import main
+from robopolicy.core.run import RunFolder
+from robopolicy.policies import load_policy
+from robopolicy.training.online.policies import AgentPolicy, SteeredPolicy
+
+SMALL = (
+    "world=reach_planar",
+    "run.threads=1",
+    "policy.width=16",
+    "policy.depth=1",
+    "policy.sampling_steps=2",
+    "collect.episodes=12",
+    "train.fit.steps=10",
+    "train.evaluate_episodes=0",
+    "evaluate.episodes=4",
+    "evaluate.videos=0",
+    "online.steps=400",
+    "online.warmup=100",
+    "online.num_envs=4",
+    "online.batch_size=8",
+    "online.pretrain=5",
+    "online.evaluate_episodes=8",
+    "online.evaluate_at=[0,1,5]",
+)
+NARROW = ("online.agent.width=8", "online.agent.depth=1")
+RLPD = (*NARROW, "online.agent.critics=3")
+CAL_QL = (*NARROW, "online.agent=cal_ql", "online.agent.samples=2")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for verb in ("collect", "train"):
+        assert run(folder, verb) == 0
+    return folder
+
+
+def run(root, verb, *arguments):
+    own = [item for item in SMALL if item.partition(".")[0] not in ("evaluate", "online") or item.startswith(verb)]
+    return main([verb, *own, f"run.root={root}", *arguments])
+
+
+def result(root, name):
+    return json.loads((root / "online" / name / "0" / "result.json").read_text())
+
+
+def test_a_steered_policy_is_learned_judged_loaded_and_learned_further(root, capsys):
+    assert run(root, "online", "run.name=dsrl", *RLPD, f"online.policy={root}/train/reach_planar/0/checkpoint") == 0
+    found = result(root, "dsrl")
+    assert 396 <= found["env_steps"] <= 400 and found["updates"] > 50
+    assert [record["updates"] for record in found["evaluations"]] == [0, 1, 5, found["updates"]]
+    assert found["base"]["deterministic"]["episodes"] == 8
+    assert {"tuned", "difference", "dip", "seconds"} <= found.keys()
+    folder = root / "online" / "dsrl" / "0"
+    assert isinstance(load_policy(folder / "checkpoint"), SteeredPolicy)
+    assert "<svg" in (folder / "report.html").read_text()
+    assert "Largest dip" in capsys.readouterr().out
+    assert run(root, "evaluate", f"evaluate.policy={folder / 'checkpoint'}", "run.name=dsrl") == 0
+    assert run(root, "online", "run.name=on", *RLPD, f"online.policy={folder / 'checkpoint'}", "online.steps=200") == 0
+    assert result(root, "on")["updates"] > 10
+    assert run(root, "online", "run.name=dsrl", *RLPD, f"online.policy={root}/train/reach_planar/0/checkpoint") == 0
+    assert "is done" in capsys.readouterr().out
+
+
+def test_an_agent_learns_from_data_and_then_in_the_world(root):
+    data = f"online.dataset={root}/collect/reach_planar/0/dataset"
+    for name, settings in {
+        "wsrl": (*CAL_QL, data),
+        "rlpd": (*RLPD, data, "online.retain=0.5", "online.pretrain=0"),
+        "offline_only": (*NARROW, "online.agent=td3_bc", data, "online.steps=0"),
+        "alone": RLPD,
+    }.items():
+        assert run(root, "online", "online.method=actions", f"run.name={name}", *settings) == 0, name
+        found = result(root, name)
+        assert (found["env_steps"] == 0) is (name == "offline_only")
+        assert isinstance(load_policy(root / "online" / name / "0" / "checkpoint"), AgentPolicy)
+    trained = RunFolder(root / "online" / "wsrl" / "0").metrics()
+    assert any("agent_step" in record for record in trained) and any("iteration" in record for record in trained)
+
+
+def test_without_a_policy_an_agent_acts_from_data_or_from_nothing(root, tmp_path):
+    data = f"online.dataset={root}/collect/reach_planar/0/dataset"
+    for name, settings in {"data": (data, "online.steps=0"), "nothing": ("online.steps=200",)}.items():
+        arguments = ("online.method=actions", f"run.name={name}", *RLPD, *settings, "online.chunk=2")
+        assert run(tmp_path, "online", *arguments) == 0
+        found = load_policy(tmp_path / "online" / name / "0" / "checkpoint")
+        assert found.spec.chunk == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (("online.dataset=somewhere",), "offline.improve=dsrl"),
+        (("online.method=actions", "online.retain=0.5"), "Set online.dataset"),
+        (("online.policy=/nowhere",), "/nowhere does not exist"),
+        (("online.bound=0",), "noise needs room"),
+        (("online.retain=2", "online.method=actions"), "are shares"),
+        (("online.agent=rldp",), "Did you mean 'rlpd'"),
+        (("online.method=action",), "Did you mean 'actions'"),
+    ],
+)
+def test_mistakes_end_with_a_sentence(settings, text, root, capsys):
+    assert run(root, "online", "run.name=wrong", *settings) == 2
+    assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_policy_goes_on_by_the_method_by_which_it_learned(root, capsys):
+    assert run(root, "online", "run.name=own", "online.method=actions", *RLPD, "online.steps=120") == 0
+    own = f"online.policy={root}/online/own/0/checkpoint"
+    assert run(root, "online", "run.name=other", own, *RLPD) == 2
+    assert "online.method=actions: say so" in " ".join(capsys.readouterr().err.split())
+    assert run(root, "online", "run.name=further", "online.method=actions", own, *RLPD) == 0
