@@ -76,6 +76,23 @@ def test_returns_are_scored_between_the_anchors_of_the_data(root, capsys):
     assert "normalised" not in result(root, "offline", "plain")
 
 
+def test_a_judge_that_knows_too_little_of_a_policy_is_left_out_of_the_bakeoff(root, capsys):
+    base = root / "train" / "reach_planar" / "0" / "checkpoint"
+    others = []
+    for name in ("one", "two"):
+        assert run(root, "train", f"run.name={name}", f"train.data={root}/collect/reach_planar/0/dataset") == 0
+        others.append(root / "train" / name / "0" / "checkpoint")
+    assert run(root, "collect", f"collect.policy={base}", "collect.chains=true", "run.name=chains") == 0
+    data = root / "collect" / "chains" / "0" / "dataset"
+    policies = ",".join(map(str, (base, *others)))
+    judges = "gate.judges=[importance,critic]", f"gate.data=[{data}]", "gate.steps=10", "gate.width=16"
+    asked = f"bakeoff.policies=[{policies}]", "bakeoff.episodes=4", "gate.starts=8", "gate.effective=25"
+    assert run(root, "bakeoff", *asked, *judges) == 0
+    assert "importance sampling of 24 logged episodes refuses: Of 24 logged episodes 24.0" in capsys.readouterr().out
+    found = result(root, "bakeoff", "reach_planar")
+    assert len(found["refused"]) == 1 and len(found["judges"]) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -2,7 +2,8 @@
 
 For every judge that gate.judges names: rank correlation with the truth, regret of taking its favourite, error where
 units agree, and what the gate would do with every pair of policies: how often it lets in one that is no better (false
-accepts) and keeps out one that is (false rejects). gate.judges=[model,fqe,critic] compares all three.
+accepts) and keeps out one that is (false rejects). gate.judges=[model,fqe,critic] compares all three; importance, where
+its data logs chains, says of which policies it knows too little.
 """
 
 import math
@@ -12,7 +13,7 @@ import numpy as np
 
 from robopolicy.build import as_seen_in, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.evaluation.bakeoff import JudgeScore, best_judge, score_judge
 from robopolicy.evaluation.importance import ImportanceJudge
 from robopolicy.evaluation.judges import ModelReturn
@@ -52,9 +53,17 @@ def run(config: Config) -> int:
     world.close()
     scores: dict[str, JudgeScore] = {}
     values: dict[str, list[float]] = {}
+    refused: dict[str, str] = {}
     for judge in judges:
         name = judge.name if judge.name not in scores else f"{judge.name} ({len(scores) + 1})"
-        asked = np.stack([judge.values(policy) for policy in policies])
+        try:
+            asked = np.stack([judge.values(policy) for policy in policies])
+        except DataError as error:
+            if not isinstance(judge, ImportanceJudge):
+                raise
+            refused[name] = str(error)
+            output.print(f"{name} refuses: {error}", markup=False, soft_wrap=True)
+            continue
         values[name] = asked.mean(1).tolist()
         scores[name] = score_judge(
             name,
@@ -63,7 +72,7 @@ def run(config: Config) -> int:
             threshold=section.threshold,
             margin=config.gate.margin,
             confidence=config.gate.confidence,
-            comparable=isinstance(judge, ModelReturn | ImportanceJudge),
+            comparable=isinstance(judge, ModelReturn),
         )
     warn_of_divergence(judges)
     what = config.gate.by
@@ -81,6 +90,7 @@ def run(config: Config) -> int:
         "policies": dict(zip(names, truth, strict=True)),
         "judges": {name: score.to_json() | {"values": values[name]} for name, score in scores.items()},
         "best": chosen,
+        "refused": refused,
         **clipped(judges),
     }
     finish(config, folder, _without_nan(result))
