@@ -18,6 +18,7 @@ from robopolicy.configuration.gate import GateSection
 from robopolicy.configuration.imagine import ImagineSection
 from robopolicy.configuration.offline import OfflineSection
 from robopolicy.configuration.online import OnlineSection
+from robopolicy.configuration.pipeline import PipelineSection
 from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.policy import PolicySection
 from robopolicy.configuration.rank import RankSection
@@ -55,6 +56,7 @@ class Config:
     bench: BenchSection = field(default_factory=BenchSection)
     algorithms: AlgorithmsSection = field(default_factory=AlgorithmsSection)
     report: ReportSection = field(default_factory=ReportSection)
+    pipeline: PipelineSection = field(default_factory=PipelineSection)
     demo: DemoSection = field(default_factory=DemoSection)
     check: CheckSection = field(default_factory=CheckSection)
     json: Path | None = None

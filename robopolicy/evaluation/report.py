@@ -14,6 +14,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, write_atomic, write_json
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.plots import Rate
+from robopolicy.evaluation.stages import STAGES, stage_rows
 
 UNPLANNED = "without planning"
 """What a policy that does not look ahead is called beside itself."""
@@ -70,6 +71,8 @@ def report_for_run(path: Path) -> Path:
     report = Report(title=_title(folder.path), subtitle=_subtitle(folder.path))
     if "seconds_by_stage" in result:
         _add_demo(report, folder, result)
+    elif "stages" in result:
+        _add_pipeline(report, result)
     else:
         _add_run(report, folder, result)
     for name in ("config.yaml", "versions.json"):
@@ -160,6 +163,27 @@ def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> N
     stages = [[name, f"{seconds:.0f} s"] for name, seconds in result["seconds_by_stage"].items()]
     report.sections.append(Section("Where the time went", header=("stage", "seconds"), rows=stages))
     report.next_steps = list(result.get("next_steps", ()))
+
+
+def _add_pipeline(report: Report, result: Mapping[str, Any]) -> None:
+    """Show what the stages of a pipeline came to."""
+    stages = result["stages"]
+    judged = {name: told["policy"] for name, told in stages.items() if "policy" in told}
+    rates = [
+        Rate(name, found["success_rate"], found["low"], found["high"])
+        for name, verdict in judged.items()
+        if (found := verdict["deterministic"])["reports_success"]
+    ]
+    report.cards = [Card(rate.label, f"{rate.value:.1%}", f"{rate.low:.1%} to {rate.high:.1%}") for rate in rates]
+    faster = [told["times_faster"] for told in stages.values() if "times_faster" in told]
+    report.cards += [Card("decisions", f"{value:.1f} times", "as fast as the teacher's") for value in faster]
+    report.cards.append(Card("time", f"{result['seconds'] / 60:.1f} min"))
+    if rates:
+        caption = "The policy after each stage, on the same seeds without noise, with Wilson 95 % intervals."
+        report.sections.append(Section("Success, stage by stage", caption, svg=plots.success_bars(rates)))
+    caption = "World steps are those played to learn from or to record; judging plays others, and chooses nothing."
+    report.sections.append(Section("Stages", caption, header=STAGES, rows=stage_rows(stages)))
+    report.details["folders"] = "\n".join(f"{name}: {place}" for name, place in result["folders"].items())
 
 
 def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate | None) -> None:
@@ -267,7 +291,7 @@ def _judged(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Return ("policy, mode", its figures) of every judgement in the result."""
     return [
         (f"{name}, {mode}", result[name][mode])
-        for name in ("base", UNPLANNED, "policy", "tuned")
+        for name in ("base", "teacher", UNPLANNED, "policy", "tuned", "student")
         if isinstance(result.get(name), Mapping)
         for mode in ("deterministic", "stochastic")
         if mode in result[name]

@@ -26,6 +26,7 @@ from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.registry import load_dotted
 from robopolicy.core.run import RunFolder
+from robopolicy.core.structured import narrowed
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.gate import Gate, Judge
@@ -34,10 +35,11 @@ from robopolicy.evaluation.scores import known_anchors
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.registry import AGENTS
 from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.offline.configuration import IMPROVERS
 from robopolicy.training.offline.critic import fit_agent
 from robopolicy.training.offline.dsrl import Wraps
-from robopolicy.training.offline.improvers import Lesson
+from robopolicy.training.offline.improvers import Imagination, Lesson
 from robopolicy.training.offline.rounds import Rounds, improve_in_rounds
 from robopolicy.training.offline.seen import critic_interface
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, normalised, print_verdicts
@@ -47,7 +49,7 @@ from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
     summary="Improve a policy from recorded data alone, through a gate",
-    sections=("run", "world", "gate", "offline"),
+    sections=("run", "world", "finetune", "gate", "offline"),
     example="robopolicy offline runs/collect/push_t/0/dataset offline.policy=runs/train/push_t/0/checkpoint",
     targets=("offline.dataset",),
     world_from={"offline.policy": "train/checkpoint"},
@@ -65,6 +67,8 @@ def run(config: Config) -> int:
     path = default_path(config, "train", "checkpoint", section.policy, "offline.policy")
     base, policy = load_policy(path, device), require_trainable(load_policy(path, device))
     improver = IMPROVERS.builds(section.improve.kind)(section.improve.config)
+    if getattr(section.improve.config, "tunes_chain", False):
+        policy.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
     if isinstance(improver, Wraps):
         policy = improver.wrap(policy, derive(config.run.seed, "wrapped")).to(device)
     remember_origin(policy, origin_of(base))
@@ -166,10 +170,23 @@ def learn_critic(
     agent_config = section.agent.config
     data = recorded_decisions(episodes, interface, agent_config.discount)
     agent = AGENTS.builds(section.agent.kind)(agent_config, interface.size, interface.actions, derive(seed, "agent"))
+    if getattr(section.improve.config, "imagines", False):
+        return Lesson(agent.to(device), data, interface, imagination(config, policy, device))
     generators = Generators(derive(seed, "critic"), device)
     fitting = section.critic
     fit_agent(agent.to(device), data.transitions, fitting.steps, fitting.batch_size, generators, run=folder)
     return Lesson(agent, data, interface)
+
+
+def imagination(config: Config, policy: Policy, device: torch.device) -> Imagination:
+    """Return the imagination of offline.model to learn in, with the settings of the section finetune."""
+    section, tuning = config.offline, config.finetune
+    if section.model is None:
+        raise ConfigError(f"offline.improve={section.improve.kind} learns in a world model: set offline.model=PATH.")
+    inside = config.world.imagined_by(section.model)
+    world = build_world(inside, policy, batch_size=tuning.num_envs, seed=config.run.seed, device=device)
+    settings = narrowed(FinetuneConfig, tuning)
+    return Imagination(world, settings, tuning.critic_width, tuning.critic_depth, device)
 
 
 def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> Episodes:

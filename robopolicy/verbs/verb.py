@@ -26,6 +26,7 @@ NAMES = (
     "bakeoff",
     "online",
     "distill",
+    "pipeline",
     "evaluate",
     "rank",
     "serve",

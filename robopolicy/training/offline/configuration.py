@@ -29,6 +29,8 @@ class ChainPpoConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.improvers:ChainPpo"
+    tunes_chain: ClassVar[bool] = True
+    """It learns through the scored steps that fine-tuning trains, as many as that is set to."""
     iterations: int = 1
     """How often a round draws new decisions; beyond one the candidate itself draws them."""
     decisions: int = 4096
@@ -176,8 +178,12 @@ class RecapConfig:
     """Decisions an update."""
     learning_rate: float = 1e-3
     """The policy's."""
-    advantage: Literal["critic", "steps"] = "critic"
-    """Of a decision: critic, min Q - V; steps, what was paid during it and V behind it, minus V before it."""
+    advantage: Literal["own", "critic", "steps"] = "own"
+    """Of a decision: own, min Q minus the mean of what the policy would decide there; critic, min Q - V; steps, what was
+    paid during it and V behind it, minus V before it.
+    """
+    decisions: int = 8
+    """Decisions of the policy at every recorded observation, for own."""
     positive: float = 0.3
     """Share of the decisions that counts as better than usual."""
     dropout: float = 0.3
@@ -186,8 +192,33 @@ class RecapConfig:
     """Weight of "positive" beside nothing while acting: 1 is positive alone, more exaggerates (two calls a step)."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1 or not 0 < self.positive < 1 or not 0 <= self.dropout < 1:
-            raise ConfigError("steps and batch_size must be at least 1, positive and dropout between 0 and 1.")
+        if min(self.steps, self.batch_size, self.decisions) < 1:
+            raise ConfigError("steps, batch_size and decisions must be at least 1.")
+        if not 0 < self.positive < 1 or not 0 <= self.dropout < 1:
+            raise ConfigError("positive and dropout are between 0 and 1.")
+
+
+@dataclass(frozen=True)
+class ImaginedPpoConfig:
+    """PPO through the denoising chain in a world model of the log; the settings of fine-tuning are its own.
+
+    Source: MOPO's and DiWA's setting (arXiv:2005.13239, arXiv:2508.03645), behind a gate. Whoever judges it must not be
+    the model that it learned in.
+    """
+
+    builds: ClassVar[str] = "robopolicy.training.offline.imagined:ImaginedPpo"
+    tunes_chain: ClassVar[bool] = True
+    """As of `ChainPpoConfig`."""
+    imagines: ClassVar[bool] = True
+    """It learns in a world model, not from a critic of the data."""
+    iterations: int = 20
+    """Of fine-tuning, a round; its critic is fitted anew in each."""
+    near_base: float = 0.05
+    """Weight of staying near the incumbent (bc, DiWA's), 0 for none."""
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1 or self.near_base < 0:
+            raise ConfigError("iterations must be at least 1, near_base at least 0.")
 
 
 @dataclass(frozen=True)
@@ -235,6 +266,7 @@ IMPROVERS = Kinds(
         "adjoint_matching": "robopolicy.training.offline.configuration:AdjointMatchingConfig",
         "recap": "robopolicy.training.offline.configuration:RecapConfig",
         "dsrl": "robopolicy.training.offline.configuration:DsrlConfig",
+        "imagined_ppo": "robopolicy.training.offline.configuration:ImaginedPpoConfig",
     },
 )
 """Name -> configuration, a dataclass whose `builds` names what makes a candidate: Class(config), an `Improver`."""

@@ -15,6 +15,7 @@ from robopolicy.core.policy import Policy, TensorObservation, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import TASK
+from robopolicy.core.world import World
 from robopolicy.nn.optimisers import adamw, clip_gradients, require_finite, set_learning_rate
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
@@ -29,15 +30,28 @@ from robopolicy.training.update import Learner
 
 
 @dataclass(frozen=True)
+class Imagination:
+    """A world model of the log to play in, and the settings of fine-tuning and of its critic on `device`."""
+
+    world: World
+    settings: FinetuneConfig
+    critic_width: int = 256
+    critic_depth: int = 2
+    device: torch.device | str = "cpu"
+
+
+@dataclass(frozen=True)
 class Lesson:
     """What there is to learn from.
 
-    critic: an agent fitted to `data`, as it sees observations and actions through `interface`.
+    critic: an agent fitted to `data`, as it sees observations and actions through `interface`; imagination: a world
+    model, where there is one.
     """
 
     critic: OfflineAgent
     data: Decisions
     interface: Interface
+    imagination: Imagination | None = None
 
     @property
     def episodes(self) -> Episodes:

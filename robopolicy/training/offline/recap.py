@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Trainable
+from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.policies.advantage_conditioned import (
     IMPROVEMENT,
@@ -15,6 +15,7 @@ from robopolicy.policies.advantage_conditioned import (
     condition_on_advantage,
 )
 from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.rl.offline.decisions import ROWS, actions_at
 from robopolicy.training.offline.configuration import RecapConfig
 from robopolicy.training.offline.improvers import Lesson, imitate
 
@@ -41,7 +42,7 @@ class Recap:
         config, data, spec = self.config, lesson.data, policy.spec
         assert isinstance(policy, DenoisingPolicy) and isinstance(policy.network, AdvantageConditioned)
         policy.network.guidance.fill_(config.guidance)
-        better = improvements(advantages(lesson, config.advantage), config.positive)
+        better = improvements(advantages(policy, lesson, config, generators), config.positive)
         told = torch.where(better, int(Improvement.POSITIVE), int(Improvement.NEGATIVE))
         draws = generators["indicator"]
 
@@ -55,17 +56,23 @@ class Recap:
         return {"loss": loss, "positive": float(better.float().mean())}
 
 
-def advantages(lesson: Lesson, kind: str) -> Tensor:
-    """Return the advantage of every recorded decision, [N].
-
-    kind: "critic", min Q - V; "steps", what was paid during the decision, and V after it, minus V before it.
-    """
+def advantages(policy: Policy, lesson: Lesson, config: RecapConfig, generators: Generators) -> Tensor:
+    """Return the advantage of every recorded decision, [N], as `config.advantage` says."""
     data, critic = lesson.data.transitions, lesson.critic
-    if kind == "critic":
-        q, v = lesson.values(data.state, data.action)
+    q, v = lesson.values(data.state, data.action)
+    if config.advantage == "critic":
         return q - v
-    with torch.no_grad():
-        return data.backup(critic.value(data.next_state), critic.discount) - critic.value(data.state)
+    if config.advantage == "steps":
+        with torch.no_grad():
+            return data.backup(critic.value(data.next_state), critic.discount) - v
+    means = list[Tensor]()
+    for rows in torch.split(torch.arange(len(q), device=q.device), ROWS // config.decisions):
+        frames, generator = lesson.data.frame[rows], generators["own"]
+        chunks = actions_at(policy, lesson.episodes, frames, generator, samples=config.decisions)
+        state = data.state[rows].repeat_interleave(config.decisions, 0)
+        found, _ = lesson.values(state, lesson.interface.to_agent(chunks.flatten(0, 1)))
+        means.append(found.reshape(len(rows), -1).mean(1))
+    return q - torch.cat(means)
 
 
 def improvements(advantage: Tensor, share: float, corrected: Tensor | None = None) -> Tensor:

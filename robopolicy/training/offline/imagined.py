@@ -1,0 +1,61 @@
+"""Candidates that learn in a world model of the log: PPO in imagination, a few iterations a round."""
+
+from dataclasses import replace
+
+import torch
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Trainable
+from robopolicy.core.randomness import Generators, derive
+from robopolicy.rl.critic import Critic, state_critic
+from robopolicy.training.finetune import finetune
+from robopolicy.training.offline.configuration import ImaginedPpoConfig
+from robopolicy.training.offline.improvers import Imagination, Lesson
+
+NEARNESS = "bc"
+"""The loss that keeps a policy near what it was."""
+
+
+class ImaginedPpo:
+    """See `ImaginedPpoConfig`."""
+
+    def __init__(self, config: ImaginedPpoConfig):
+        self.config = config
+
+    def prepare(self, policy: Trainable) -> None:
+        """Let the last denoising steps (or all tokens) learn; see `Improver`."""
+        if not policy.spec.scored_steps:
+            raise ConfigError(f"{type(policy).__name__} has no scored steps: imagined_ppo cannot learn through them.")
+        policy.prepare_finetuning(None)
+
+    def improve(
+        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+    ) -> dict[str, float]:
+        """Fine-tune in imagination; see `Improver`."""
+        found = lesson.imagination
+        if found is None:
+            raise ConfigError("imagined_ppo learns in a world model, and there is none.")
+        # A round's own draws: whatever became of the candidates before, this one is made in the same way.
+        seed = derive(int(torch.randint(2**31, (), generator=generators["imagination"])), where)
+        given, config = found.settings, self.config
+        settings = replace(
+            given,
+            iterations=config.iterations,
+            learning_rate=given.learning_rate * step,
+            evaluate_every=0,
+            target_success=None,
+        )
+        if config.near_base and NEARNESS not in given.of("auxiliaries", ()):
+            options = {**given.options, NEARNESS: {"weight": config.near_base}}
+            settings = replace(settings, auxiliaries=(*given.of("auxiliaries", ()), NEARNESS), options=options)
+        result = finetune(policy, _critic(found, seed), found.world, settings, seed=seed)
+        return {"imagined_steps": float(result.env_steps)}
+
+
+def _critic(imagination: Imagination, seed: int) -> Critic:
+    """Return a fresh critic of the imagined world's observations."""
+    spec, settings = imagination.world.spec, imagination
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(seed, "critic weights"))
+        width, depth = settings.critic_width, settings.critic_depth
+        return state_critic(spec.observation, spec.history, width, depth, spec.instructions).to(settings.device)

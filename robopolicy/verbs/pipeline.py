@@ -1,0 +1,97 @@
+"""Runs verbs that build on each other as one command with one report: recipe=rl100, or stages of your own.
+
+A recipe lists the stages (pipeline.stages), each a verb with its settings; {name} in them is the run folder of an
+earlier stage. recipe=rl100 is imitation, gated offline rounds on the policy's own log, a short online phase and a
+policy of one denoising step (after RL-100, arXiv:2510.14830); pipeline.recipe names the task. Every stage has a run
+folder of its own and can be looked at, and run, by itself. Killed? Run the same command again: finished stages are
+kept, the one that was interrupted goes on.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.rule import Rule
+
+from robopolicy.configuration import Config, compose
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import read_json, write_json
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.stages import STAGES, stage_rows, stage_summary
+from robopolicy.runs import finish, finished, open_run, output, print_table, run_path
+from robopolicy.verbs.verb import VERBS, Verb
+
+VERB = Verb(
+    summary="Run several verbs as one resumable job with one report",
+    sections=("run", "pipeline"),
+    example="robopolicy pipeline recipe=rl100 pipeline.recipe=push_t",
+)
+
+
+def run(config: Config) -> int:
+    """Run every stage, then write the report on all."""
+    section = config.pipeline
+    if not section.stages:
+        raise ConfigError("A pipeline of no stages: choose recipe=rl100, or list yours in pipeline.stages.")
+    named = config if config.run.name else replace(config, run=replace(config.run, name=section.recipe))
+    folder = open_run(named, "pipeline", VERB.sections)
+    if finished(folder) is not None:
+        output.print(f"{folder.path} is done; run.overwrite=true starts over.")
+        return 0
+    stages = stages_of(config, folder.path)  # all of them, so that a wrong setting shows before the first one runs
+    seconds = folder.path / "seconds.json"
+    taken: dict[str, float] = read_json(seconds) if seconds.exists() else {}
+    for name, (verb, settings) in stages.items():
+        output.print(Rule(f"[bold]{name}: robopolicy {verb}", align="left"))
+        began = time.perf_counter()
+        VERBS.load(verb)(settings)
+        taken[name] = taken.get(name, 0.0) + time.perf_counter() - began
+        write_json(seconds, taken)
+    told = {name: stage_summary(verb, result_of(each, verb), taken[name]) for name, (verb, each) in stages.items()}
+    folders = {name: str(run_path(settings, verb)) for name, (verb, settings) in stages.items()}
+    finish(config, folder, {"stages": told, "folders": folders, "seconds": sum(taken.values())})
+    print_table(f"{section.recipe}, seed {config.run.seed}", STAGES, stage_rows(told))
+    output.print(f"Report: {report_for_run(folder.path)}")
+    return 0
+
+
+def stages_of(config: Config, root: Path) -> dict[str, tuple[str, Config]]:
+    """Return verb and configuration of every stage, in their order, whose run folders lie under `root`.
+
+    Raises ConfigError for an unknown verb, one that runs other verbs, a wrong setting, or a reference to a stage that
+    does not come before.
+    """
+    section, seed = config.pipeline, str(config.run.seed)
+    shared = [f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"]
+    found: dict[str, tuple[str, Config]] = {}
+    places = {"seed": seed}
+    for name, (verb, *settings) in section.stages.items():
+        if verb not in VERBS or verb in ("pipeline", "demo", "bench"):
+            raise ConfigError(f"pipeline.stages.{name}: '{verb}' is no stage.{did_you_mean(verb, VERBS.names())}")
+        settings += section.changes.get(name, ())
+        later = [each for each in section.stages if each not in places and any(f"{{{each}}}" in s for s in settings)]
+        if later:
+            raise ConfigError(f"pipeline.stages.{name} builds on {later[0]}, which does not come before it.")
+        given = [_filled(setting, places) for setting in (*section.overrides, *settings)]
+        basis = [f"recipe={section.recipe}", *shared, f"run.device={config.run.device}", f"run.name={name}"]
+        found[name] = verb, compose([*basis, *given])
+        places[name] = str(run_path(found[name][1], verb))
+    return found
+
+
+def _filled(setting: str, places: Mapping[str, str]) -> str:
+    for name, place in places.items():
+        setting = setting.replace(f"{{{name}}}", place)
+    return setting
+
+
+def result_of(config: Config, verb: str) -> dict[str, Any]:
+    """Return the figures that a stage has left; raises ConfigError where it left none."""
+    folder = RunFolder(run_path(config, verb))
+    found = finished(folder)
+    if found is None:
+        raise ConfigError(f"{folder.path} has no result.json: '{verb}' is no stage of a pipeline.")
+    return found

@@ -1,0 +1,175 @@
+"""Verbs that build on each other: distilling, learning in imagination behind a gate, and pipelines of stages."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from robopolicy.cli import main
+from robopolicy.configuration import compose
+from robopolicy.core.run import RunFolder
+from robopolicy.policies import load_policy
+from robopolicy.verbs import train
+from robopolicy.verbs.pipeline import stages_of
+
+SMALL = [
+    "policy.width=32",
+    "policy.depth=1",
+    "policy.sampling_steps=3",
+    "collect.episodes=24",
+    "train.fit.steps=30",
+    "train.evaluate_episodes=8",
+    "finetune.num_envs=8",
+    "finetune.rollout_length=4",
+    "finetune.evaluate_episodes=8",
+    "finetune.critic_width=16",
+    "worldmodel.transitions=600",
+    "worldmodel.config.members=2",
+    "worldmodel.config.width=32",
+    "worldmodel.fit.steps=40",
+    "worldmodel.validation_episodes=4",
+    "distill.fit.steps=20",
+    "distill.episodes=8",
+    "distill.evaluate_episodes=8",
+    "run.threads=1",
+]
+WORLD = ["world=reach_planar", *SMALL]
+QUOTED = ",".join(f"'{each}'" for each in SMALL)
+STAGES = """
+pipeline:
+  recipe: reach_planar
+  stages:
+    demonstrations: [collect]
+    imitation: [train, "train.data={demonstrations}/dataset"]
+    one_step:
+      - distill
+      - distill.policy={imitation}/checkpoint
+      - distill.data=[{demonstrations}/dataset]
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for verb in ("collect", "train", "worldmodel"):
+        assert main([verb, *WORLD, f"run.root={folder}"]) == 0
+    return folder
+
+
+def test_a_policy_is_distilled_and_judged_beside_its_teacher(root: Path, capsys):
+    teacher = root / "train" / "reach_planar" / "0" / "checkpoint"
+    arguments = ["distill", str(teacher), *SMALL, f"run.root={root}"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "times as fast" in said and "student" in said and "reach_planar" in said
+    folder = root / "distill" / "reach_planar" / "0"
+    found = json.loads((folder / "result.json").read_text())
+    assert load_policy(folder / "checkpoint").spec.scored_steps == 1
+    assert found["env_steps"] == found["observations"] > 0
+    assert set(found["milliseconds"]) == {"teacher", "student"}
+    assert "student, deterministic" in (folder / "report.html").read_text()
+    assert main(arguments) == 0
+    assert "is done" in capsys.readouterr().out
+    assert main(["evaluate", str(folder / "checkpoint"), "evaluate.episodes=4", f"run.root={root}"]) == 0
+    assert "reach_planar" in capsys.readouterr().out  # the student knows its world
+    assert main([*arguments, "distill.steps=3", "run.name=as_many"]) == 2
+    assert "fewer" in capsys.readouterr().err
+
+
+def test_a_candidate_learns_in_one_model_and_another_one_judges(root: Path, capsys):
+    model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
+    offline = [
+        "offline",
+        *WORLD,
+        f"run.root={root}",
+        "run.name=imagining",
+        "offline.improve=imagined_ppo",
+        "offline.improve.iterations=2",
+        "offline.rounds=2",
+        "offline.evaluate_episodes=8",
+        "gate.starts=8",
+        f"gate.models=[{model}]",
+    ]
+    data = [f"offline.dataset={root}/collect/reach_planar/0/dataset"]
+    data += [f"offline.policy={root}/train/reach_planar/0/checkpoint"]
+    assert main([*offline, *data]) == 2
+    assert "set offline.model" in " ".join(capsys.readouterr().err.split())
+    assert main([*offline, *data, f"offline.model={model}", "run.overwrite=true"]) == 2
+    assert "does not judge it alone" in " ".join(capsys.readouterr().err.split())
+    other = ["worldmodel", *WORLD, f"run.root={root}", "run.name=judge", "run.seed=5", "worldmodel.include_base=false"]
+    assert main([*other, f"worldmodel.data=[{root}/collect/reach_planar/0/dataset]"]) == 0
+    judge = f"gate.models=[{root}/worldmodel/judge/5/checkpoint]"
+    assert main([*offline, *data, f"offline.model={model}", judge, "run.overwrite=true"]) == 0
+    records = [each for each in RunFolder(root / "offline" / "imagining" / "0").metrics() if "round" in each]
+    assert [each["imagined_steps"] > 0 for each in records] == [True, True]
+    assert all("critic_step" not in each for each in RunFolder(root / "offline" / "imagining" / "0").metrics())
+    found = json.loads((root / "offline" / "imagining" / "0" / "result.json").read_text())
+    assert found["env_steps"] == 0
+
+
+def test_a_pipeline_is_one_job_that_goes_on_where_it_was_interrupted(tmp_path: Path, capsys, monkeypatch):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("# @package _global_" + STAGES)
+    asked = ["pipeline", f"recipe={recipe}", f"pipeline.overrides=[{QUOTED}]", f"run.root={tmp_path}", "run.threads=1"]
+    asked += ["pipeline.changes.one_step=['distill.fit.steps=10']"]
+    finished = train.finish
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "finish", killed)
+    assert main(asked) == 130
+    monkeypatch.setattr(train, "finish", finished)
+    folder = tmp_path / "pipeline" / "reach_planar" / "0"
+    first = (folder / "collect" / "demonstrations" / "0" / "result.json").stat().st_mtime_ns
+    assert main(asked) == 0
+    assert (folder / "collect" / "demonstrations" / "0" / "result.json").stat().st_mtime_ns == first
+    said = capsys.readouterr().out
+    assert "one_step: robopolicy distill" in said and "reach_planar, seed 0" in said
+    found = json.loads((folder / "result.json").read_text())
+    assert list(found["stages"]) == ["demonstrations", "imitation", "one_step"]
+    assert found["stages"]["demonstrations"]["world_steps"] > 0
+    assert found["stages"]["imitation"]["policy"]["deterministic"]["episodes"] == 8
+    assert "outcomes" not in str(found["stages"])
+    assert found["stages"]["one_step"]["world_steps"] == 0  # it was asked at what is recorded
+    done = json.loads((folder / "distill" / "one_step" / "0" / "result.json").read_text())
+    assert done["training_steps"] == 10
+    assert done["teacher_checkpoint"] == str(folder / "train" / "imitation" / "0" / "checkpoint")
+    page = (folder / "report.html").read_text()
+    assert "Success, stage by stage" in page and "one_step" in page
+    assert main(asked) == 0
+    assert "is done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"stages": {}}, "recipe=rl100"),
+        ({"stages": {"one": ["trian"]}}, "Did you mean 'train'"),
+        ({"stages": {"one": ["bench"]}}, "'bench' is no stage"),
+        ({"stages": {"one": ["train", "train.data={two}/dataset"], "two": ["collect"]}}, "does not come before it"),
+        ({"stages": {"one": "train"}}, "is a list"),
+        ({"stages": {"one": []}}, "its verb, then its settings"),
+        ({"stages": {"seed": ["train"]}}, "names a folder"),
+        ({"stages": {"one": ["train"]}, "changes": {"oen": ["train.episodes=1"]}}, "Did you mean 'one'"),
+        ({"stages": {"one": ["train", "train.epsiodes=1"]}}, "train.epsiodes"),
+    ],
+)
+def test_wrong_pipelines_are_refused_before_anything_runs(tmp_path: Path, capsys, change, text):
+    recipe = tmp_path / "wrong.yaml"
+    recipe.write_text("# @package _global_\n" + json.dumps({"pipeline": change}))
+    assert main(["pipeline", f"recipe={recipe}", f"run.root={tmp_path}"]) == 2
+    assert text in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.glob("pipeline/*/*/*/*"))
+
+
+@pytest.mark.parametrize("task", ["push_t", "pick_place"])
+def test_rl100_composes_for_every_task(task: str, tmp_path: Path):
+    config = compose(["recipe=rl100", f"pipeline.recipe={task}", "run.seed=3"])
+    stages = stages_of(config, tmp_path)
+    assert list(stages)[:3] == ["demonstrations", "imitation", "log"] and list(stages)[-1] == "one_step"
+    offline = stages["offline"][1]
+    assert offline.offline.model is not None
+    assert offline.gate.models != (offline.offline.model,)  # who taught a policy does not judge it
+    assert offline.offline.policy == tmp_path / "train" / "imitation" / "3" / "checkpoint"
+    assert {each.world.name for _, each in stages.values()} == {task}
