@@ -198,6 +198,8 @@ class RlpdConfig(SacConfig):
     """
     entropy_backup: bool = False
     """Whether targets pay for entropy too."""
+    temperature: float = 0.1
+    """The price of entropy, at first; the paper's 1 drowns rewards that are paid once an episode."""
 
 
 @dataclass(frozen=True)
