@@ -39,7 +39,7 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.offline.configuration import IMPROVERS
 from robopolicy.training.offline.critic import fit_agent
 from robopolicy.training.offline.dsrl import Wraps
-from robopolicy.training.offline.improvers import Imagination, Lesson
+from robopolicy.training.offline.improvers import Imagination, Improver, Lesson
 from robopolicy.training.offline.rounds import Rounds, improve_in_rounds
 from robopolicy.training.offline.seen import critic_interface
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, normalised, print_verdicts
@@ -66,7 +66,7 @@ def run(config: Config) -> int:
     section, device = config.offline, choose_device(config.run)
     path = default_path(config, "train", "checkpoint", section.policy, "offline.policy")
     base, policy = load_policy(path, device), require_trainable(load_policy(path, device))
-    improver = IMPROVERS.builds(section.improve.kind)(section.improve.config)
+    improver: Improver = IMPROVERS.builds(section.improve.kind)(section.improve.config)
     if getattr(section.improve.config, "tunes_chain", False):
         policy.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
     if isinstance(improver, Wraps):
