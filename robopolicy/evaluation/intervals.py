@@ -25,6 +25,20 @@ def wilson(successes: int, episodes: int, confidence: float = 0.95) -> tuple[flo
     return float(interval.low), float(interval.high)
 
 
+def wilson_bound(rates: np.ndarray, episodes: np.ndarray, confidence: float = 0.95) -> np.ndarray:
+    """Return the one-sided lower Wilson bounds [G] of rates [G] seen in so many episodes [G], which need not be whole.
+
+    Raises DataError for a rate outside [0, 1] or fewer than no episodes.
+    """
+    if np.any((rates < 0) | (rates > 1)) or np.any(episodes < 0):
+        raise DataError(f"{rates} in {episodes} episodes are no rates of success.")
+    _check_confidence(confidence)
+    z = float(stats.norm.ppf(confidence))
+    share = z * z / np.maximum(episodes, 1e-9)
+    spread = np.sqrt(share * rates * (1 - rates) + np.square(share) / 4)
+    return np.maximum(0.0, (rates + share / 2 - spread) / (1 + share))
+
+
 @dataclass(frozen=True)
 class Paired:
     """Two policies on the same episodes: their means, and tuned - base with its interval (low, high)."""

@@ -1,0 +1,237 @@
+"""Puts a new policy to work beside a known one without success falling below a floor: StepMix and EpsMix.
+
+A coin says who decides: at every decision (StepMix) or once an episode (EpsMix), the tuned policy with probability
+`share`, the base else. After every wave of episodes the share becomes the largest one whose success has a lower
+confidence bound above the floor, 0 where there is none. What it would be for any share is estimated from all episodes
+played so far, whatever shares they were played with: the world's part in an episode's probability is the same for all
+of them, and the coins' is known. With m of T coins for the tuned policy, and mixtures p_k that n episodes were played
+with,
+
+    p_share(m, T) = share^m (1 - share)^(T - m),   w = p_share / mean_k p_k,   V(share) = mean(w y),
+
+the balance heuristic of multiple importance sampling (Veach and Guibas 1995). Episodes of the base alone are shares of
+0, so that knowing the base well is what first lets a little of the tuned policy in.
+
+Source: Li et al. 2023, arXiv:2306.06265, for finite problems, where values of mixtures are known from counts of every
+state and action, and whose StepMix gives the base the first steps of an episode and the tuned policy the others.
+Deviations: success of whole episodes and importance weights in the place of counts; a coin at every decision; Wilson's
+bound at the effective number of episodes in the place of Hoeffding's: the guarantee is as good as that approximation.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from robopolicy.core.arrays import Array
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Decision, Policy, TensorObservation
+from robopolicy.core.randomness import derive
+from robopolicy.core.spec import PolicySpec
+from robopolicy.core.world import Rows, World
+from robopolicy.evaluation.intervals import wilson_bound
+from robopolicy.evaluation.waves import play_wave
+
+SHARES = np.linspace(0.0, 1.0, 101)
+"""Shares that are tried."""
+
+Coin = Literal["step", "episode"]
+"""When it is decided who acts: at every decision (StepMix), or once an episode (EpsMix)."""
+
+
+class MixedPolicy:
+    """A `Policy` of two: a coin says at every decision, or once an episode, whether `tuned` acts, else `base`.
+
+    share: how often the tuned policy does; decisions are not scored. `coins` [D, B] holds what came up in each decision
+    since all rows were reset. Raises ConfigError where the two act otherwise.
+    """
+
+    def __init__(self, base: Policy, tuned: Policy, share: float, coin: Coin, seed: int):
+        if (base.spec.chunk, base.spec.action.shape) != (tuned.spec.chunk, tuned.spec.action.shape):
+            raise ConfigError(
+                f"The base decides {base.spec.chunk} steps of {base.spec.action.shape}, the other policy "
+                f"{tuned.spec.chunk} of {tuned.spec.action.shape}: only policies that act alike take turns."
+            )
+        if base.spec.history != tuned.spec.history:
+            raise ConfigError(f"The base reads {base.spec.history} frames, the other policy {tuned.spec.history}.")
+        self.base, self.tuned, self.share, self.coin = base, tuned, share, coin
+        self.coins: list[torch.Tensor] = []
+        self._draws = torch.Generator().manual_seed(seed)
+        self._thrown: torch.Tensor | None = None
+
+    @property
+    def spec(self) -> PolicySpec:
+        """What both read and write."""
+        seen = {**self.base.spec.observation, **self.tuned.spec.observation}
+        return replace(self.base.spec, observation=seen, scored_steps=0, steps_per_action=0)
+
+    def reset(self, rows: Rows = None) -> None:
+        """Reset both, and throw an episode's coin anew. rows: indices [R], None for all."""
+        self.base.reset(rows)
+        self.tuned.reset(rows)
+        if rows is None:
+            self.coins, self._thrown = [], None
+        elif self._thrown is not None:
+            chosen = torch.as_tensor(np.asarray(rows), dtype=torch.int64)
+            self._thrown[chosen] = self._throw(len(chosen))
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Let both decide, and do what the coin says: actions [B, C, A] and nothing to score."""
+        both = [
+            each.act(observation, generator, deterministic=deterministic).actions for each in (self.base, self.tuned)
+        ]
+        if self._thrown is None or self.coin == "step":
+            self._thrown = self._throw(len(both[0]))
+        self.coins.append(self._thrown.clone())
+        return Decision(torch.where(self._thrown.to(both[0].device)[:, None, None], both[1], both[0]))
+
+    def _throw(self, count: int) -> torch.Tensor:
+        return torch.rand(count, generator=self._draws) < self.share
+
+
+@dataclass
+class Deployment:
+    """Which share of the tuned policy is safe, by what has been seen.
+
+    floor: success that must not be undercut; confidence: of the one-sided bound. What is seen is told in waves of n
+    episodes: see `tell`.
+    """
+
+    floor: float
+    confidence: float = 0.95
+    shares: list[float] = field(default_factory=list[float])
+    heads: list[int] = field(default_factory=list[int])
+    coins: list[int] = field(default_factory=list[int])
+    success: list[bool] = field(default_factory=list[bool])
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= 1 or not 0.5 <= self.confidence < 1:
+            raise ConfigError(f"floor {self.floor} is a rate of success, confidence {self.confidence} in [0.5, 1).")
+
+    def tell(self, share: float, heads: Sequence[int], coins: Sequence[int], success: Sequence[bool]) -> None:
+        """Take in n episodes that were played with `share`: of `coins` [n] thrown, `heads` [n] were for the tuned."""
+        self.shares += [share] * len(heads)
+        self.heads += [int(each) for each in heads]
+        self.coins += [int(each) for each in coins]
+        self.success += [bool(each) for each in success]
+
+    def estimate(self, shares: Array) -> tuple[Array, Array]:
+        """Return what success would be with each of `shares` [G], and how many episodes that is worth, [G] each."""
+        heads, tails = np.array(self.heads), np.array(self.coins) - np.array(self.heads)
+        played, counts = np.unique(np.array(self.shares), return_counts=True)
+        mixture = counts @ _likelihood(played, heads, tails) / len(heads)
+        weight = _likelihood(shares, heads, tails) / mixture
+        value = np.clip((weight * np.array(self.success)).mean(1), 0.0, 1.0)
+        return value, np.square(weight.sum(1)) / np.maximum(np.square(weight).sum(1), 1e-300)
+
+    def lower(self, shares: Array) -> Array:
+        """Return the lower confidence bounds [G] of success with `shares` [G]."""
+        return wilson_bound(*self.estimate(shares), self.confidence)
+
+    def choose(self) -> float:
+        """Return the largest share that is safe, 0 where none is, and before anything was told."""
+        if not self.success:
+            return 0.0
+        safe = SHARES[self.lower(SHARES) >= self.floor]
+        return float(safe.max()) if len(safe) else 0.0
+
+
+def _likelihood(shares: Array, heads: Array, tails: Array) -> Array:
+    """Return share^heads (1 - share)^tails, [G, n] of G shares and n episodes; 0^0 is 1."""
+    return np.power(shares[:, None], heads) * np.power(1 - shares[:, None], tails)
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """What a deployment of E episodes came to: success [E] in the order played, share [E] that each was played with."""
+
+    success: Array
+    shares: Array
+    floor: float
+
+    @property
+    def running(self) -> Array:
+        """Success rate so far, [E]."""
+        return self.success.cumsum() / np.arange(1, len(self.success) + 1)
+
+    @property
+    def margin(self) -> float:
+        """By how many standard errors success so far undercut the floor at its worst, below 0 where it never did.
+
+        Counted from the twentieth episode on: few episodes say nothing.
+        """
+        count = np.arange(1, len(self.success) + 1)
+        error = np.sqrt(max(self.floor * (1 - self.floor), 1e-9) / count)
+        return float(((self.floor - self.running) / error)[19:].max()) if len(count) >= 20 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        rate = float(self.success.mean())
+        return {
+            "success_rate": rate,
+            "floor": self.floor,
+            "worst_margin": self.margin,
+            "share_at_last": float(self.shares[-1]),
+            "running": [round(float(each), 4) for each in self.running],
+            "shares": [round(float(each), 2) for each in self.shares],
+        }
+
+
+def deploy(
+    world: World,
+    base: Policy,
+    tuned: Policy,
+    seeds: Array,
+    deployment: Deployment | None,
+    *,
+    coin: Coin = "step",
+    floor: float = 0.0,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Deployed:
+    """Play an episode for each of `seeds` [E], in waves of the world's batch size, and return what came of it.
+
+    deployment: says the share of every wave and is told what happened; None replaces the base at once. Both policies
+    act without exploration noise. Raises ConfigError as `MixedPolicy` does.
+    """
+    shares: list[float] = []
+    success: list[Array] = []
+    for number, start in enumerate(range(0, len(seeds), world.batch_size)):
+        wave = seeds[start : start + world.batch_size]
+        share = 1.0 if deployment is None else deployment.choose()
+        mixed = MixedPolicy(base, tuned, share, coin, derive(seed, f"coins/{number}"))
+        found = play_wave(world, mixed, wave, seed, device=device)
+        if deployment is not None:
+            deployment.tell(share, *_thrown(mixed, found.lengths), found.success.tolist())
+        shares += [share] * len(wave)
+        success.append(found.success)
+    return Deployed(np.concatenate(success), np.array(shares), floor if deployment is None else deployment.floor)
+
+
+def _thrown(mixed: MixedPolicy, lengths: Array) -> tuple[list[int], list[int]]:
+    """Return how many coins were for the tuned policy and how many were thrown, in episodes of `lengths` [n] steps."""
+    coins = torch.stack(mixed.coins)[:, : len(lengths)].numpy()
+    if mixed.coin == "episode":
+        return coins[0].astype(int).tolist(), [1] * len(lengths)
+    decisions = np.minimum(-(-lengths // mixed.spec.chunk), len(coins))
+    counted = np.arange(len(coins))[:, None] < decisions
+    return (coins & counted).sum(0).tolist(), decisions.tolist()
+
+
+def known_base(
+    world: World, base: Policy, seeds: Array, coin: Coin, *, seed: int = 0, device: torch.device | str = "cpu"
+) -> Mapping[str, list[Any]]:
+    """Play the base alone; return the heads, coins and success [n] that `Deployment.tell` takes, with a share of 0."""
+    found: dict[str, list[Any]] = {"heads": [], "coins": [], "success": []}
+    for start in range(0, len(seeds), world.batch_size):
+        alone = MixedPolicy(base, base, 0.0, coin, seed)
+        wave = play_wave(world, alone, seeds[start : start + world.batch_size], seed, device=device)
+        heads, coins = _thrown(alone, wave.lengths)
+        for name, values in (("heads", heads), ("coins", coins), ("success", wave.success.tolist())):
+            found[name] += values
+    return found
