@@ -76,6 +76,19 @@ def test_a_policy_is_distilled_and_judged_beside_its_teacher(root: Path, capsys)
     assert "fewer" in capsys.readouterr().err
 
 
+def test_a_new_policy_takes_over_in_a_deployment(root: Path, capsys):
+    checkpoint = root / "train" / "reach_planar" / "0" / "checkpoint"
+    small = ["deploy.known=10", "deploy.episodes=30", "deploy.wave=10", "run.threads=1", f"run.root={root}"]
+    assert main(["deploy", str(checkpoint), str(checkpoint), *small]) == 0
+    assert "floor" in capsys.readouterr().out
+    found = json.loads((root / "deploy" / "reach_planar" / "0" / "result.json").read_text())["deployed"]
+    assert [len(found[name]["running"]) for name in ("mixed", "replaced")] == [30, 30]
+    assert set(found["replaced"]["shares"]) == {1.0}
+    assert "Success so far" in (root / "deploy" / "reach_planar" / "0" / "report.html").read_text()
+    assert main(["deploy", str(checkpoint), str(checkpoint), *small, "deploy.drop=2"]) == 2
+    assert "deploy.drop=2" in capsys.readouterr().err
+
+
 def test_a_candidate_learns_in_one_model_and_another_one_judges(root: Path, capsys):
     model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
     offline = [

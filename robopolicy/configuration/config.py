@@ -9,6 +9,7 @@ from robopolicy.configuration.bench import BenchSection
 from robopolicy.configuration.check import CheckSection
 from robopolicy.configuration.collect import CollectSection
 from robopolicy.configuration.demo import DemoSection
+from robopolicy.configuration.deploy import DeploySection
 from robopolicy.configuration.distill import DistillSection
 from robopolicy.configuration.doctor import DoctorSection
 from robopolicy.configuration.drive import DriveSection
@@ -47,6 +48,7 @@ class Config:
     online: OnlineSection = field(default_factory=OnlineSection)
     gate: GateSection = field(default_factory=GateSection)
     bakeoff: BakeoffSection = field(default_factory=BakeoffSection)
+    deploy: DeploySection = field(default_factory=DeploySection)
     distill: DistillSection = field(default_factory=DistillSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     rank: RankSection = field(default_factory=RankSection)

@@ -110,6 +110,24 @@ def loss_curves(records: Sequence[Mapping], x: str = "step") -> str:
         return as_svg(figure)
 
 
+def deployments(found: Mapping[str, Mapping[str, Any]], floor: float) -> str:
+    """Draw success so far of deployments by name against episodes, the floor, and faintly the share of the new policy.
+
+    found: "running" and "shares" [E] of each.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure, axes = new_axes()
+        for (name, each), colour in zip(found.items(), (TUNED, THIRD), strict=False):
+            episodes = range(20, len(each["running"]) + 1)  # the first few say nothing
+            axes.plot(episodes, each["running"][19:], color=colour, label=f"{name}: success so far")
+            if name == "mixed":
+                axes.plot(episodes, each["shares"][19:], color=MUTED, linewidth=1, label="share of the new policy")
+        axes.axhline(floor, color=BASE, linestyle="--", linewidth=1, label="floor")
+        axes.set(xlabel="episodes", ylim=(0, 1))
+        axes.legend(frameon=False, loc="lower right")
+        return as_svg(figure)
+
+
 def success_bars(rates: Sequence[Rate]) -> str:
     """Draw success rates as points with their intervals, one row each."""
     with matplotlib.rc_context(STYLE):

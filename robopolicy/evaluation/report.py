@@ -112,6 +112,8 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> No
     if "models" in result:
         _add_rankings(report, result["models"])
     _add_gate(report, result)
+    if "deployed" in result:
+        _add_deployment(report, result["deployed"])
     report.sections += film(folder.path)
 
 
@@ -133,6 +135,17 @@ def _add_gate(report: Report, result: Mapping[str, Any]) -> None:
         report.sections.append(Section("Gate", caption, header=("candidate", "verdict", "why"), rows=rows))
     if "accepted" in result and "rounds" in result:
         report.cards.append(Card("accepted", f"{result['accepted']} of {len(result['rounds'])}", "candidates"))
+
+
+def _add_deployment(report: Report, deployed: Mapping[str, Mapping[str, Any]]) -> None:
+    """Show what became of success while a new policy took over."""
+    floor = next(iter(deployed.values()))["floor"]
+    for name, found in deployed.items():
+        note = f"share of the new policy at last {found['share_at_last']:.0%}"
+        report.cards.append(Card(f"{name}: success", f"{found['success_rate']:.1%}", note))
+    report.cards.append(Card("floor", f"{floor:.1%}"))
+    caption = "Mixed: a coin lets the new policy decide as often as the lower bound of success stays above the floor."
+    report.sections.append(Section("Success so far", caption, svg=plots.deployments(deployed, floor)))
 
 
 def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> None:

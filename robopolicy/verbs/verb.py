@@ -25,6 +25,7 @@ NAMES = (
     "gate",
     "bakeoff",
     "online",
+    "deploy",
     "distill",
     "pipeline",
     "evaluate",

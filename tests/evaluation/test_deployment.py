@@ -4,9 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
-from robopolicy.evaluation.deployment import Deployment, _thrown
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Decision
+from robopolicy.core.spec import Field, PolicySpec
+from robopolicy.evaluation.deployment import Deployment, MixedPolicy, _thrown
 from robopolicy.evaluation.intervals import wilson, wilson_bound
 
 
@@ -77,23 +81,40 @@ def test_a_better_policy_takes_over_and_a_worse_one_never_does(coins: int):
     assert np.mean([each.shares[-1] for each in worse]) < 0.25
 
 
-def test_only_coins_of_an_episode_count():
-    """Rows that have ended are still asked while others run."""
-    import torch
+class Says:
+    """A policy that always says one thing, and finds the world with two-step chunks."""
 
-    from robopolicy.evaluation.deployment import MixedPolicy
+    def __init__(self, action: float, chunk: int = 2):
+        field = Field((1,), low=-1.0, high=1.0)
+        self.action = action
+        self.spec = PolicySpec({"observation.state": field}, field, 1, chunk, chunk, 0, 10.0)
 
-    class Fake:
-        spec = type("Spec", (), {"chunk": 4, "action": type("A", (), {"shape": (1,)})(), "history": 1})()
+    def reset(self, rows=None):
+        """Nothing to forget."""
 
-    mixed = MixedPolicy.__new__(MixedPolicy)
-    mixed.coin = "step"
-    mixed.coins = [torch.tensor([True, False]), torch.tensor([True, True]), torch.tensor([True, True])]
-    object.__setattr__(mixed, "base", Fake())
-    MixedPolicy.spec, kept = property(lambda self: Fake.spec), MixedPolicy.spec
-    try:
-        assert _thrown(mixed, np.array([5, 12])) == ([2, 2], [2, 3])
-        mixed.coin = "episode"
-        assert _thrown(mixed, np.array([5, 12])) == ([1, 0], [1, 1])
-    finally:
-        MixedPolicy.spec = kept
+    def act(self, observation, generator, *, deterministic=False):
+        """Return chunks of the one thing."""
+        return Decision(torch.full((len(observation["observation.state"]), self.spec.chunk, 1), self.action))
+
+
+@pytest.mark.parametrize("coin", ["step", "episode"])
+def test_the_coin_says_who_decides(coin):
+    mixed = MixedPolicy(Says(0.0), Says(1.0), 0.5, coin, seed=3)
+    mixed.reset()
+    seen, draws = {"observation.state": torch.zeros(64, 1, 1)}, torch.Generator()
+    acted = torch.stack([mixed.act(seen, draws).actions[:, 0, 0] for _ in range(3)])
+    assert torch.equal(acted.bool(), torch.stack(mixed.coins))
+    assert 0.3 < float(acted.mean()) < 0.7
+    assert bool((acted[0] == acted[1]).all()) is (coin == "episode")
+    lengths = np.array([2, 3] * 32)  # one decision, and two: rows that have ended are still asked while others run
+    heads, coins = _thrown(mixed, lengths)
+    assert coins == ([1] * 64 if coin == "episode" else [1, 2] * 32)
+    counted = acted[:1] if coin == "episode" else acted[:2] * (torch.arange(2)[:, None] < torch.tensor(coins))
+    assert heads == counted.sum(0).int().tolist()
+    mixed.reset(rows=[0, 1])  # an episode's coin is thrown anew for rows that begin again
+    assert torch.equal(mixed.act(seen, draws).actions[2:, 0, 0], acted[0][2:]) is (coin == "episode")
+
+
+def test_policies_that_act_otherwise_take_no_turns():
+    with pytest.raises(ConfigError, match="act alike"):
+        MixedPolicy(Says(0.0), Says(1.0, chunk=4), 0.5, "step", 0)

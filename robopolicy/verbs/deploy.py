@@ -1,0 +1,76 @@
+"""Puts a new policy to work beside a known one, in a simulated deployment whose success must not fall below a floor.
+
+A coin says who decides, at every decision (StepMix) or once an episode (deploy.coin=episode, EpsMix), and how often it
+falls to the new policy follows from what has been seen: as often as the lower bound of success stays above the floor,
+deploy.drop below the base's. Beside it, on the same starts, the new policy replaces the base at once. With a robot,
+robopolicy.evaluation.deployment.Deployment is told what happened and says the share.
+"""
+
+import numpy as np
+import torch
+
+from robopolicy.build import as_seen_in, build_world, choose_device, load_policy
+from robopolicy.configuration import Config
+from robopolicy.core.policy import Policy
+from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.world import World
+from robopolicy.evaluation.deployment import Deployed, Deployment, deploy, known_base
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
+from robopolicy.verbs.finetune import require_target
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Let a new policy take over from a known one, above a floor of success",
+    sections=("run", "world", "deploy"),
+    example="robopolicy deploy runs/finetune/push_t/0/checkpoint runs/train/push_t/0/checkpoint",
+    targets=("deploy.policy", "deploy.base"),
+    world_from={"deploy.policy": "finetune/checkpoint", "deploy.base": "train/checkpoint"},
+)
+
+
+def run(config: Config) -> int:
+    """Get to know the base, play the deployment and the replacement, and report both."""
+    section, device, seed = config.deploy, choose_device(config.run), config.run.seed
+    paths = {
+        "policy": default_path(config, "finetune", "checkpoint", section.policy, "deploy.policy"),
+        "base": default_path(config, "train", "checkpoint", section.base, "deploy.base"),
+    }
+    folder = open_fresh_run(config, "deploy", VERB.sections)
+    tuned, base = (load_policy(paths[name], device) for name in ("policy", "base"))
+    world = build_world(config.world, base, batch_size=section.wave, device=device)
+    require_target(1 - section.drop, world)
+    tuned, base = as_seen_in(world, tuned), as_seen_in(world, base)
+    told = known_base(world, base, episode_seeds(seed, "known", section.known), section.coin, seed=seed, device=device)
+    rate = float(np.mean(told["success"]))
+    deployment = Deployment((1 - section.drop) * rate, section.confidence)
+    deployment.tell(0.0, **told)
+    found = both(config, world, base, tuned, deployment, device)
+    world.close()
+    print_table(
+        f"{section.episodes} episodes, floor {deployment.floor:.1%} ({section.drop:.0%} below the base's {rate:.1%})",
+        ("", "success", "share at last", "worst below the floor (standard errors)"),
+        [
+            [name, f"{each.success.mean():.1%}", f"{each.shares[-1]:.0%}", f"{each.margin:+.1f}"]
+            for name, each in found.items()
+        ],
+    )
+    deployed = {name: each.to_json() for name, each in found.items()}
+    finish(config, folder, {"deployed": deployed, "known": rate, **{name: str(path) for name, path in paths.items()}})
+    output.print(f"Report: {report_for_run(folder.path)}")
+    return 0
+
+
+def both(
+    config: Config, world: World, base: Policy, tuned: Policy, deployment: Deployment, device: torch.device
+) -> dict[str, Deployed]:
+    """Return what the deployment came to, and what replacing the base at once would have, on the same starts."""
+    section, seed = config.deploy, config.run.seed
+    seeds = episode_seeds(seed, "deploy", section.episodes)
+    ways = {"mixed": deployment, "replaced": None}
+    return {
+        name: deploy(
+            world, base, tuned, seeds, way, coin=section.coin, floor=deployment.floor, seed=seed, device=device
+        )
+        for name, way in ways.items()
+    }
