@@ -1,8 +1,8 @@
 """A network of ours that is also told whether an action was better than usual: advantage conditioning (RECAP).
 
 Source: pi*0.6, Physical Intelligence 2025, arXiv:2511.14759. What is imitated is labelled by its advantage, and the
-policy acts under the label "positive". A label is a vector, added to what the denoiser makes of the condition; the
-vectors begin at zero, so that a policy which was not told anything goes on as it was.
+policy acts under the label "positive". A label scales and shifts what the denoiser makes of the condition, element by
+element; labels begin at zero, so that a policy which was not told anything goes on as it was.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,6 +23,8 @@ from robopolicy.policies.network import ChunkNetwork, Condition, SharedSteps, St
 
 IMPROVEMENT = "improvement"
 """Key of observations [N] int64 that say what each row's action is, an `Improvement`; without it: POSITIVE, to act."""
+GAIN = 100.0
+"""Of labels: they begin at zero among many weights that have learned already, and would say little for a long time."""
 TOLD, WEIGHT = f"{CONDITION}.improvement", f"{CONDITION}.guidance"
 
 
@@ -35,7 +37,7 @@ class Improvement(IntEnum):
 
 
 class AdvantageConditioned(nn.Module):
-    """A `DenoisingNetwork`: a `ChunkNetwork` whose condition's features are shifted by what an `Improvement` says.
+    """A `DenoisingNetwork`: a `ChunkNetwork` whose condition's features depend on what an `Improvement` says.
 
     inner: that network, and what it was made with. guidance: [], weight w of classifier-free guidance while nobody says
     what the action is, none + w (positive - none) of both predictions; at 1 only one of them is made.
@@ -58,7 +60,7 @@ class AdvantageConditioned(nn.Module):
         size = inner.encoder.dimension + (config.text_features if inner.text_encoder is not None else 0)
         with torch.no_grad():
             features = inner.denoiser.encode_condition(torch.zeros(1, size, device=device))
-        self.shifts = nn.Parameter(torch.zeros(len(Improvement), features.shape[-1], device=device))
+        self.labels = nn.Parameter(torch.zeros(len(Improvement), 2, features.shape[-1], device=device))
         self.register_buffer("guidance", torch.ones((), device=device))
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
@@ -94,7 +96,7 @@ class AdvantageConditioned(nn.Module):
         return self.inner
 
     def encoder_parameters(self) -> Iterable[nn.Parameter]:
-        """The weights of the encoders; the shifts are not among them, for they are added behind what is cached."""
+        """The weights of the encoders; the labels are not among them, for they act behind what is cached."""
         return self.inner.encoder_parameters()
 
     def normalizers(self) -> Mapping[str, Normalizer]:
@@ -127,8 +129,11 @@ class AdvantageConditioned(nn.Module):
 
     def _features(self, condition: Condition) -> tuple[Tensor, Tensor]:
         """Return the condition's features [N, F] where nothing is told, and under what is."""
-        seen = self.inner.denoiser.encode_condition(condition[CONDITION])
-        return seen + self.shifts[Improvement.NONE], seen + self.shifts[condition[TOLD][:, 0]]
+        seen, told = self.inner.denoiser.encode_condition(condition[CONDITION]), condition[TOLD][:, 0]
+        labels = GAIN * torch.stack([self.labels[Improvement.NONE].expand(len(seen), -1, -1), self.labels[told]])
+        scale, shift = labels.unbind(-2)
+        without, under = seen * (1 + scale) + shift
+        return without, under
 
 
 class _GuidedSteps:
@@ -159,7 +164,7 @@ def condition_on_advantage(policy: DenoisingPolicy) -> AdvantageConditioned:
         return network
     if not isinstance(network, ChunkNetwork):
         raise ConfigError(
-            f"{type(network).__name__} is no ChunkNetwork, and only the features of its condition can be shifted."
+            f"{type(network).__name__} is no ChunkNetwork, and only the features of its condition can be labelled."
         )
     made_with = policy.config, policy.fields, policy.action.size, policy.instructions
     if isinstance(policy.base, ChunkNetwork):

@@ -76,8 +76,10 @@ def test_values_are_climbed_on_their_own_scale():
 
 def test_without_the_critic_it_is_plain_imitation(imitated):
     mine, plain = copy.deepcopy(imitated), copy.deepcopy(imitated)
-    DiffusionQl(DiffusionQlConfig(steps=5, eta=0.0)).improve(mine, lesson(), Generators(0), 1.0, "round 1")
-    imitation = WeightedImitation(WeightedImitationConfig(steps=5, temperature=0.0))
+    DiffusionQl(DiffusionQlConfig(steps=5, eta=0.0, learning_rate=3e-4)).improve(
+        mine, lesson(), Generators(0), 1.0, "round 1"
+    )
+    imitation = WeightedImitation(WeightedImitationConfig(steps=5, temperature=0.0, learning_rate=3e-4))
     imitation.improve(plain, lesson(), Generators(0), 1.0, "round 1")
     for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-6)

@@ -17,6 +17,7 @@ from robopolicy.policies import load_policy
 from robopolicy.policies.advantage_conditioned import IMPROVEMENT, Improvement, condition_on_advantage
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind, TextEncoder
 from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.rl.offline.decisions import actions_at
 from robopolicy.training.offline.configuration import RecapConfig, WeightedImitationConfig
 from robopolicy.training.offline.improvers import WeightedImitation
 from robopolicy.training.offline.recap import Recap, advantages, improvements
@@ -43,15 +44,22 @@ def test_the_best_share_and_every_correction_are_positive():
 
 
 @pytest.mark.checks("RECAP")
-def test_advantages_by_what_was_paid_and_the_value_after_or_by_the_critic():
+def test_advantages_by_what_was_paid_and_the_value_after_by_the_critic_or_beside_own_decisions(imitated):
     known = lesson()
     data = known.data.transitions
     paid = -(data.action - BEST).square()  # V is -BEST^2 everywhere, the decay that of the steps executed
-    decay = 0.9 ** torch.where(data.decay < 0.85, 2.0, 1.0)
-    expected = paid[:, 0] + torch.where(decay < 0.85, 0.9 * paid[:, 1], 0.0)
-    expected = expected + decay * torch.where(data.terminated, 0.0, -(BEST**2)) + BEST**2
-    assert torch.allclose(advantages(known, "steps"), expected, atol=1e-5)
-    assert torch.allclose(advantages(known, "critic"), paid.mean(1) + BEST**2, atol=1e-5)
+    twice = data.decay < 0.85
+    expected = paid[:, 0] + torch.where(twice, 0.9 * paid[:, 1], 0.0)
+    expected = expected + data.decay * torch.where(data.terminated, 0.0, -(BEST**2)) + BEST**2
+
+    def found(kind, decisions=8):
+        return advantages(imitated, known, RecapConfig(advantage=kind, decisions=decisions), Generators(0))
+
+    assert torch.allclose(found("steps"), expected, atol=1e-5)
+    assert torch.allclose(found("critic"), paid.mean(1) + BEST**2, atol=1e-5)
+    own = actions_at(imitated, known.episodes, known.data.frame, Generators(0)["own"], samples=2)
+    mean = -(own - BEST).square().mean((1, 2, 3))
+    assert torch.allclose(found("own", 2), paid.mean(1) - mean, atol=1e-5)
 
 
 CONFIGS = {
@@ -78,7 +86,7 @@ def test_preparing_changes_nothing_and_checkpoints_come_back_unasked(name, prepa
     around = condition_on_advantage(policy)
     assert around is policy.network
     with torch.no_grad():
-        around.shifts.normal_(generator=torch.Generator().manual_seed(0))
+        around.labels.normal_(0, 0.01, generator=torch.Generator().manual_seed(0))
         around.guidance.fill_(1.5)
     changed = policy.act(observation(), torch.Generator().manual_seed(0)).actions
     assert not torch.equal(before.actions, changed)
@@ -92,12 +100,12 @@ def test_it_keeps_every_promise_of_what_can_be_fine_tuned(guidance):
     policy = DenoisingPolicy(CONFIGS["diffusion"], FIELDS, ACTION, fps=10.0)
     around = condition_on_advantage(policy)
     with torch.no_grad():
-        around.shifts.normal_(generator=torch.Generator().manual_seed(0))
+        around.labels.normal_(0, 0.01, generator=torch.Generator().manual_seed(0))
         around.guidance.fill_(guidance)
     assert check_policy(policy, load_policy).level is Level.TRAINS
     policy.prepare_finetuning(train_encoder=False)
     assert check_policy(policy, load_policy).level is Level.TRAINS
-    assert around.shifts.requires_grad  # else nothing that is told could be learned with a frozen encoder
+    assert around.labels.requires_grad  # else nothing that is told could be learned with a frozen encoder
 
 
 @pytest.mark.checks("RECAP")
@@ -105,7 +113,7 @@ def test_guidance_goes_from_what_is_done_unasked_beyond_what_is_done_for_positiv
     policy = DenoisingPolicy(CONFIGS["diffusion"], FIELDS, ACTION, fps=10.0)
     around = condition_on_advantage(policy)
     with torch.no_grad():
-        around.shifts.normal_(generator=torch.Generator().manual_seed(0))
+        around.labels.normal_(0, 0.01, generator=torch.Generator().manual_seed(0))
     x, time = torch.randn(6, 4, 1, generator=torch.Generator().manual_seed(1)), torch.full((6,), 0.3)
 
     def predicted(improvement=None):
@@ -127,10 +135,10 @@ def test_guidance_goes_from_what_is_done_unasked_beyond_what_is_done_for_positiv
 def test_it_does_better_than_imitation_of_the_same_data(imitated, tmp_path):
     policy, plain = copy.deepcopy(imitated), copy.deepcopy(imitated)
     found = improve_in_rounds(
-        policy, lesson(), Recap(RecapConfig(steps=200, learning_rate=2e-3)), None, 1, run=RunFolder(tmp_path)
+        policy, lesson(), Recap(RecapConfig(steps=100, learning_rate=2e-3)), None, 1, run=RunFolder(tmp_path)
     )
     assert found.records[0]["positive"] == pytest.approx(0.3, abs=0.01)
-    same = WeightedImitation(WeightedImitationConfig(steps=200, learning_rate=2e-3, temperature=0.0))
+    same = WeightedImitation(WeightedImitationConfig(steps=100, learning_rate=2e-3, temperature=0.0))
     same.improve(plain, lesson(), Generators(0), 1.0, "round 1")
     assert distance(policy) < 0.7 * distance(plain)
     assert distance(load_policy(tmp_path / "checkpoint")) == pytest.approx(distance(policy), abs=1e-6)

@@ -112,7 +112,8 @@ class DiffusionQlConfig:
 
     Source: Wang et al. 2022, arXiv:2208.06193: the loss is that of imitation minus eta * Q / mean|Q|, the action being
     back-propagated through the steps that made it. Deviations: Q is that of the smallest critic, not of one drawn at
-    random; the chain is the noise-free one, which is what is served; the critic is fitted before, not alternately.
+    random; the chain is the noise-free one, which is what is served; the critic is fitted before, not alternately. It
+    climbs mistakes too: give it a critic that knows actions which were not recorded, such as offline.agent=rebrac.
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.diffusion_ql:DiffusionQl"
@@ -120,9 +121,9 @@ class DiffusionQlConfig:
     """Updates a round."""
     batch_size: int = 256
     """Decisions an update."""
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-3
     """The policy's."""
-    eta: float = 1.0
+    eta: float = 0.3
     """Weight of the critic beside imitation; 0 is plain imitation."""
     through: Literal["all", "last"] = "all"
     """all steps of the chain, or its last alone (deterministic policy gradient through the chain's last step): cheaper,
@@ -145,13 +146,13 @@ class AdjointMatchingConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.adjoint_matching:AdjointMatching"
-    steps: int = 300
+    steps: int = 600
     """Updates a round."""
     batch_size: int = 128
     """Recorded observations an update, with a chain for each."""
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-3
     """The policy's."""
-    strength: float = 10.0
+    strength: float = 5.0
     """What a unit of value is worth in log-probability (the inverse temperature); 0 leaves the flow as it is."""
     pessimism: float = 1.0
     """Standard deviations over critics that are taken off their mean value; 1 is the smaller of two."""
@@ -167,8 +168,9 @@ class RecapConfig:
 
     Source: pi*0.6, Physical Intelligence 2025, arXiv:2511.14759: an indicator I = [advantage > threshold] is an input
     of the policy, hidden at random, which makes classifier-free guidance possible; failures are learned from as what
-    not to do. Deviations: a vector added to the network's condition for the words in a prompt; the critic is that of
-    offline.agent, not a distribution over returns; a round goes on from the incumbent, not from the pre-trained policy.
+    not to do. Deviations: labels that scale and shift what the network sees for the words in a prompt; advantages are
+    beside the policy's own decisions, not beside what a state is worth to whoever was recorded; the critic is that of
+    offline.agent, no distribution over returns; a round goes on from the incumbent, not from the pre-trained policy.
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.recap:Recap"
@@ -179,8 +181,8 @@ class RecapConfig:
     learning_rate: float = 1e-3
     """The policy's."""
     advantage: Literal["own", "critic", "steps"] = "own"
-    """Of a decision: own, min Q minus the mean of what the policy would decide there; critic, min Q - V; steps, what was
-    paid during it and V behind it, minus V before it.
+    """Of a decision: own, min Q minus the mean of what the policy would decide there, so that the action counts and not
+    the state; critic, min Q - V; steps, what was paid during it and V behind it, minus V before it.
     """
     decisions: int = 8
     """Decisions of the policy at every recorded observation, for own."""
@@ -188,7 +190,7 @@ class RecapConfig:
     """Share of the decisions that counts as better than usual."""
     dropout: float = 0.3
     """Share of what is learned from which the indicator is hidden."""
-    guidance: float = 1.0
+    guidance: float = 2.5
     """Weight of "positive" beside nothing while acting: 1 is positive alone, more exaggerates (two calls a step)."""
 
     def __post_init__(self) -> None:
