@@ -5,9 +5,10 @@ chosen by that. offline.agent= names whose critic is fitted, offline.improve= ho
 best_of imitates the best of several decisions by that critic, weighted_imitation the recorded actions by how good they
 were, chain_ppo follows the critic through the denoising chain, diffusion_ql climbs its gradient through that chain,
 adjoint_matching tilts a flow by it, recap imitates everything under labels of how good it was, dsrl leaves the policy
-as it is and chooses the noise that it begins with. Candidates are judged in a world model that worldmodel has trained on the log (gate.models), or by
-critics (gate.judges=[fqe]) of a share of the episodes that is kept for them (gate.holdout); a refused candidate is
-gone, and steps become smaller. offline.gated=false accepts everything, for comparison.
+as it is and chooses the noise that it begins with. Candidates are judged in a world model that worldmodel has trained
+on the log (gate.models), or by critics (gate.judges=[fqe]) of a share of the episodes that is kept for them
+(gate.holdout); a refused candidate is gone, and steps become smaller. offline.gated=false accepts everything, for
+comparison.
 """
 
 import time
