@@ -1,10 +1,11 @@
 """What demonstrations are recorded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.data.configuration import CorrectConfig
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class CollectSection:
     """Record with every decision of a denoising policy (collect.policy) its chain and log-densities, which
     gate.judges=[importance] weighs.
     """
+    correct: CorrectConfig = field(default_factory=CorrectConfig)
     images: Literal["png", "video"] = "png"
     """How images are stored: png, exact, or video, small."""
 
@@ -48,6 +50,11 @@ class CollectSection:
             raise ConfigError(
                 "collect.chains=true records how a policy decides, all of its episodes: set collect.policy=CHECKPOINT, "
                 "and neither collect.quality nor collect.successes_only."
+            )
+        if self.correct.wanted and (self.policy is None or self.quality or self.chains or self.successes_only):
+            raise ConfigError(
+                "collect.correct.patience and budget let an expert take over from a policy: set "
+                "collect.policy=CHECKPOINT, and none of collect.quality, collect.chains and collect.successes_only."
             )
         if self.quality and self.successes_only:
             raise ConfigError(

@@ -22,6 +22,8 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 
+_OF_STEPS = ("step_success", "actor", "segment")
+
 
 @dataclass(frozen=True)
 class Episodes:
@@ -31,9 +33,10 @@ class Episodes:
     width x 3); actions: [N, A] in world units; lengths: [E] int64, actions per episode; tasks: instruction of each
     episode; rewards: term -> [N]; step_success: [N] bool, the episode has succeeded by the end of this step;
     terminated: [E] bool, the task ended (False: time limit); seeds: [E] int64; final_known: [E] bool, False where the
-    data lacks the observation after the last action (the last frame then repeats the one before). fps: steps per
-    second. Optional entries are None where a dataset does not say. Raises DataError where lengths do not fit together,
-    an episode is empty, or keys and fields differ.
+    data lacks the observation after the last action (the last frame then repeats the one before); actor, segment: [N]
+    int64, who acted and in what kind of segment, as `interventions` counts. fps: steps per second. Optional entries are
+    None where a dataset does not say. Raises DataError where lengths do not fit together, an episode is empty, or keys
+    and fields differ.
     """
 
     observation_fields: Mapping[str, Field]
@@ -48,13 +51,15 @@ class Episodes:
     terminated: Tensor | None = None
     seeds: Tensor | None = None
     final_known: Tensor | None = None
+    actor: Tensor | None = None
+    segment: Tensor | None = None
 
     def __post_init__(self):
         steps, count = int(self.lengths.sum()), len(self.lengths)
         expected: dict[str, tuple[Any, int]] = {
             "actions": (self.actions, steps),
             "tasks": (self.tasks, count),
-            "step_success": (self.step_success, steps),
+            **{name: (getattr(self, name), steps) for name in _OF_STEPS},
             "terminated": (self.terminated, count),
             "seeds": (self.seeds, count),
             "final_known": (self.final_known, count),
@@ -159,7 +164,7 @@ class Episodes:
             lengths=self.lengths[chosen],
             tasks=tuple(self.tasks[i] for i in integers(chosen)),
             rewards=None if self.rewards is None else {name: value[steps] for name, value in self.rewards.items()},
-            step_success=None if self.step_success is None else self.step_success[steps],
+            **{name: None if (value := getattr(self, name)) is None else value[steps] for name in _OF_STEPS},
             **per_episode,
         )
 
@@ -178,7 +183,8 @@ class Episodes:
     def concatenate(parts: Sequence["Episodes"]) -> "Episodes":
         """Join episodes of the same fields and fps; what one part does not know is None in the whole.
 
-        Raises DataError where shapes, observation keys or control rates differ.
+        But who acted: what only some parts know is -1 in the others. Raises DataError where shapes, observation keys or
+        control rates differ.
         """
         if not parts:
             raise DataError("There are no episodes to join.")
@@ -189,6 +195,13 @@ class Episodes:
         def joined(name: str) -> Tensor | None:
             values = [getattr(part, name) for part in parts]
             return None if any(value is None for value in values) else torch.cat(values)
+
+        def acted(name: str) -> Tensor | None:
+            values = [getattr(part, name) for part in parts]
+            if all(value is None for value in values):
+                return None
+            unknown = [torch.full((part.step_count,), -1, device=part.device) for part in parts]
+            return torch.cat([other if value is None else value for value, other in zip(values, unknown, strict=True)])
 
         terms = None if any(part.rewards is None for part in parts) else set(first.rewards or {})
         if terms is not None and any(set(part.rewards or {}) != terms for part in parts):
@@ -208,6 +221,8 @@ class Episodes:
             terminated=joined("terminated"),
             seeds=joined("seeds"),
             final_known=torch.cat(known),
+            actor=acted("actor"),
+            segment=acted("segment"),
         )
 
     @staticmethod

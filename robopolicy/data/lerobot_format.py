@@ -4,8 +4,9 @@ The files equal those of LeRobot's own writer feature by feature (the tests comp
 writer takes 50 ms and more an episode, one table and its statistics take less than 1 ms.
 
 Columns beside the observations and `action`: `next.reward` and one `next.reward.<term>` per term, `next.success`,
-`next.done` (last step of the episode), `next.terminated` (the task ended there; False at a time limit) and
-`episode_seed`. LeRobot stores no observation after the last action: those frames, and what a `Field` says beyond a
+`next.done` (last step of the episode), `next.terminated` (the task ended there; False at a time limit),
+`episode_seed` and, of episodes that say who acted, `correction.actor`, `correction.segment` and LeRobot's
+`intervention`. LeRobot stores no observation after the last action: those frames, and what a `Field` says beyond a
 shape, lie in `meta/robopolicy/`, which LeRobot ignores. `lerobot_reading` holds the way back.
 """
 
@@ -23,7 +24,7 @@ from robopolicy.core.origin import WorldOrigin
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.storage import read_json, recover_folder, write_folder_atomic, write_json
 from robopolicy.core.tensors import save_tree
-from robopolicy.data.lerobot_reading import SIDECAR, read_dataset, read_information
+from robopolicy.data.lerobot_reading import ACTOR, INTERVENTIONS, SEGMENT, SIDECAR, read_dataset, read_information
 from robopolicy.data.lerobot_tables import write_tables
 
 __all__ = ["read_dataset", "recorded_origin", "write_dataset"]
@@ -131,6 +132,8 @@ def _features(episodes: Episodes, images: str) -> dict[str, Any]:
         features["next.terminated"] = _scalar("bool")
     if episodes.seeds is not None:
         features["episode_seed"] = _scalar("int64")
+    if episodes.actor is not None and episodes.segment is not None:
+        features |= {INTERVENTIONS[0]: _scalar("bool"), ACTOR: _scalar("int64"), SEGMENT: _scalar("int64")}
     return features
 
 

@@ -1,8 +1,8 @@
 """Reading LeRobotDataset v3 folders into memory, straight from parquet and mp4: no import of lerobot, no row loop.
 
 Reads what `lerobot_format.write_dataset` wrote and what others recorded with LeRobot: success, reward, seed and the
-final observation may be missing (None, or `final_known` False). Only `observation.*` columns of numbers and images and
-`action` are read; images come back as uint8, height x width x 3.
+final observation may be missing (None, or `final_known` False). Only `observation.*` columns of numbers and images,
+`action` and who acted are read; images come back as uint8, height x width x 3.
 """
 
 import io
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, DataError, did_you_mean
+from robopolicy.core.interventions import Acted, Segment
 from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.tensors import load_tree
@@ -105,7 +106,7 @@ def _read_table(
         for key, feature in information["features"].items()
         if (
             feature["dtype"] in _NUMERIC
-            and (key.startswith(("observation.", "next.")) or key in (*_OWN, "action", *further))
+            and (key.startswith(("observation.", "next.")) or key in (*_OWN, *WHO_ACTED, "action", *further))
         )
         or (feature["dtype"] == "image" and key in image_keys)
     ]
@@ -135,6 +136,11 @@ def _read_table(
 
 
 _NUMERIC = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+ACTOR, SEGMENT = "correction.actor", "correction.segment"
+"""Columns that say who acted and in what kind of segment, as `core.interventions` counts."""
+INTERVENTIONS = ("intervention", "complementary_info.is_intervention")
+"""Columns of LeRobot's that are true where a person acted in a policy's place: its rollouts' and its learners'."""
+WHO_ACTED = (ACTOR, SEGMENT, *INTERVENTIONS)
 _OWN = ("episode_index", "frame_index", "timestamp", "task_index", "episode_seed")
 
 
@@ -329,7 +335,22 @@ def _assemble(
         terminated=_flat(columns["next.terminated"])[ends - 1].bool() if "next.terminated" in columns else None,
         seeds=_flat(columns["episode_seed"])[first] if "episode_seed" in columns else None,
         final_known=known,
+        **_who_acted(columns),
     )
+
+
+def _who_acted(columns: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Return `actor` and `segment` [N] where columns say; LeRobot's flags do not tell recoveries from corrections."""
+    if ACTOR in columns and SEGMENT in columns:
+        return {"actor": _flat(columns[ACTOR]).long(), "segment": _flat(columns[SEGMENT]).long()}
+    for name in INTERVENTIONS:
+        if name in columns and columns[name].size == len(columns[name]):
+            person = _flat(columns[name]).bool()
+            return {
+                "actor": torch.where(person, Acted.HUMAN, Acted.POLICY),
+                "segment": torch.where(person, Segment.CORRECT, Segment.AUTONOMOUS),
+            }
+    return {}
 
 
 def _interleave(values: Tensor, ending: Tensor, lengths: Tensor) -> Tensor:

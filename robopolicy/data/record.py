@@ -16,6 +16,8 @@ from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
 from robopolicy.core.world import Controller, Step, World
 from robopolicy.data.chains import Chains, chain_of
+from robopolicy.data.configuration import CorrectConfig
+from robopolicy.data.corrections import Operator, Turn
 
 
 def record(
@@ -60,9 +62,27 @@ def record_chains(
     return _gather(takes, world.spec, None, False), Chains(torch.tensor(begun), torch.from_numpy(chains))
 
 
+def record_corrected(
+    world: World,
+    policy: Policy,
+    expert: Controller,
+    seeds: Sequence[int] | np.ndarray,
+    config: CorrectConfig,
+    *,
+    generator: torch.Generator,
+) -> Episodes:
+    """`record` the episodes of a policy, with exploration noise, that `expert` corrects; they say who acted.
+
+    Raises ConfigError where what is undone has no range, beside what `record` raises.
+    """
+    operator = Operator(world.spec, world.batch_size, policy, expert, config, generator)
+    takes = _play(world, operator, seeds, None, False, generator, False)
+    return _gather(takes, world.spec, None, False)
+
+
 def _play(
     world: World,
-    actor: Controller | Policy,
+    actor: Controller | Policy | Operator,
     seeds: Sequence[int] | np.ndarray,
     episodes: int | None,
     successes_only: bool,
@@ -81,13 +101,16 @@ def _play(
         raise DataError("A policy draws noise: pass the generator it shall use.")
     if successes_only and not spec.reports_success:
         raise ConfigError(f"'{spec.name}' does not say which episodes succeed, so successes_only would keep none.")
-    chosen = actor_of(actor, torch.Generator() if generator is None else generator, deterministic=deterministic)
-    player = Player(world, chosen, stepwise=bool(spec.cameras) or not spec.terminate_on_success)
+    generator = torch.Generator() if generator is None else generator
+    chosen = actor if isinstance(actor, Operator) else actor_of(actor, generator, deterministic=deterministic)
+    player: Player[Any] = Player(world, chosen, stepwise=bool(spec.cameras) or not spec.terminate_on_success)
     takes = _Takes(player, seeds, chains)
     exact = episodes is None and not successes_only
     with progress(f"recording {spec.name}", wanted) as advance:
         for played in player:
             takes.add(played)
+            if isinstance(actor, Operator):
+                actor.watch(played)
             if not played.chunk_done:
                 continue
             ended = takes.collect()
@@ -120,6 +143,7 @@ class _Recording:
     terminated: bool = False
     begins: list[int] = field(default_factory=list)
     chains: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)
 
 
 class _Takes:
@@ -144,7 +168,9 @@ class _Takes:
         for row in played.running.nonzero()[0]:
             recording = self.current[row]
             assert recording is not None
-            if self.chains and self.decided:
+            if isinstance(played.info, Turn):
+                recording.turns.append((int(played.info.actor[row]), int(played.info.segment[row])))
+            elif self.chains and self.decided:
                 recording.begins.append(len(recording.success))
                 recording.chains.append(chain_of(played.info.decision, row))
             _append(recording, played.step, executed, row, self.player.world.spec)
@@ -204,6 +230,8 @@ def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: 
     if not kept:
         raise DataError(f"None of {len(done)} episodes on '{spec.name}' succeeded: keep failures or better the actor.")
 
+    turns = torch.tensor([turn for item in kept for turn in item.turns], dtype=torch.int64).reshape(-1, 2)
+
     def joined(parts: list[np.ndarray], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(dtype)
 
@@ -226,4 +254,6 @@ def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: 
         terminated=torch.tensor([item.terminated for item in kept]),
         seeds=torch.from_numpy(takes.seeds[[item.position for item in kept]]),
         final_known=torch.ones(len(kept), dtype=torch.bool),
+        actor=turns[:, 0].contiguous() if len(turns) else None,
+        segment=turns[:, 1].contiguous() if len(turns) else None,
     )

@@ -1,16 +1,19 @@
-"""Behaviour cloning: fit a policy to the action chunks of episodes."""
+"""Behaviour cloning: fit a policy to the action chunks of episodes, of those that say who acted to what is worth it."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import DataError
 from robopolicy.core.finite_values import require_finite_columns
+from robopolicy.core.interventions import worth_imitating
 from robopolicy.core.policy import Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import TASK
+from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.fit import FitResult, fit
 
@@ -36,8 +39,37 @@ def pretrain(
 def regression_batches(
     policy: Trainable, episodes: Episodes, batch_size: int, generator: torch.Generator
 ) -> Iterator[dict[str, Any]]:
-    """Yield random decisions of `episodes` for ever, as `policy.loss` takes them; `generator` is all the state."""
+    """Yield random decisions of `episodes` for ever, as `policy.loss` takes them; `generator` is all the state.
+
+    Where they say who acted, what is not worth imitating is neither begun nor part of what is predicted. Raises
+    DataError where nothing is.
+    """
     spec = policy.spec
     keys = [*spec.observation, TASK] if len(spec.instructions) > 1 else list(spec.observation)
     data = episodes.to(next(policy.parameters()).device)
+    worth = worth_imitating(data)
+    if worth is not None:
+        return _worthy_batches(data, worth, policy.spec, batch_size, generator, keys)
     return data.sampler(spec.history, spec.prediction, batch_size, generator, keys=keys)
+
+
+def _worthy_batches(
+    data: Episodes, worth: Tensor, spec: PolicySpec, size: int, generator: torch.Generator, keys: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield decisions as `Episodes.sampler` does that begin among the steps `worth` [N] bool, valid up to the first
+    that is not.
+    """
+    among = worth.nonzero()[:, 0]
+    if not len(among):
+        raise DataError(
+            "None of these steps is worth imitating: all are a policy's own that led to an intervention or failed, or "
+            "of which no success is recorded."
+        )
+    ahead = torch.arange(spec.prediction, device=data.device)
+    while True:
+        drawn = torch.randint(len(among), (size,), generator=generator, device=generator.device)
+        steps = among[drawn.to(data.device)]
+        batch = data.windows(steps, spec.history, spec.prediction, keys)
+        good = worth[(steps[:, None] + ahead).clamp(max=len(worth) - 1)].long().cumprod(1).bool()
+        batch["action_valid"] = batch["action_valid"] & good
+        yield batch

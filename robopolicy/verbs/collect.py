@@ -6,6 +6,8 @@ stores with every step what made it, and with the dataset what uniform actions a
 Failures are kept, because world models need them; collect.successes_only=true drops them. With collect.policy and
 plan.model, a world model's, the policy looks ahead: plan.uncertainty above 0 leads it where the model has yet to learn.
 collect.chains=true records beside a policy's episodes how it came to its decisions (gate.judges=[importance]).
+collect.correct.patience=20 lets the expert (or collect.controller) take over from a policy after so many steps without
+progress: it goes back, does it right, and every step says whose it was, which train and offline read.
 """
 
 from collections.abc import Mapping
@@ -15,14 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.build import build_noisy_expert, build_world, choose_device, load_policy, with_planning
+from robopolicy.build import (
+    build_controller,
+    build_noisy_expert,
+    build_world,
+    choose_device,
+    load_policy,
+    with_planning,
+)
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.interventions import interventions_in_words
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.lerobot_format import write_dataset
-from robopolicy.data.record import record, record_chains
+from robopolicy.data.record import record, record_chains, record_corrected
 from robopolicy.evaluation.importance import with_densities
 from robopolicy.evaluation.intervals import mean_interval, wilson
 from robopolicy.origins import origin_of_section
@@ -49,6 +59,9 @@ def run(config: Config) -> int:
     columns = None if graded is None else graded.columns
     if section.chains:
         episodes, columns = collect_chains(config)
+    elif section.correct.wanted:
+        episodes = collect_corrected(config)
+        output.print(interventions_in_words(episodes))
     else:
         episodes = collect(config) if graded is None else graded.episodes
     write_dataset(
@@ -111,6 +124,19 @@ def collect_chains(config: Config) -> tuple[Episodes, dict[str, Tensor]]:
     world.close()
     known = with_densities(policy, episodes.to(device), chains.to(device)).to("cpu")
     return episodes, known.columns(episodes.step_count)
+
+
+def collect_corrected(config: Config) -> Episodes:
+    """Return the episodes of a policy that the expert corrects, from the seeds of `collect`; they say who acted."""
+    section = config.collect
+    policy, device = acting(config)
+    assert policy is not None  # which the section asks for
+    world = build_world(config.world, policy, episodes=section.episodes, seed=config.run.seed)
+    expert = build_controller(config.world, world.spec, section.controller)
+    seeds, draws = episode_seeds(config.run.seed, "collect/0", section.episodes), Generators(config.run.seed, device)
+    episodes = record_corrected(world, policy, expert, seeds, section.correct, generator=draws["act"])
+    world.close()
+    return episodes
 
 
 def acting(config: Config) -> tuple[Policy | None, torch.device]:

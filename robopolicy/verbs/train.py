@@ -19,6 +19,7 @@ from robopolicy.build import behind, build_world, choose_device, load_encoder, s
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.finite_values import require_finite_columns
+from robopolicy.core.interventions import imitated_in_words, interventions_in_words
 from robopolicy.core.origin import remember_origin
 from robopolicy.core.policy import PlansInternally, Policy, Trainable
 from robopolicy.core.randomness import Generators, derive
@@ -75,6 +76,8 @@ def run(config: Config) -> int:
     output.print(escape("\n".join(reading.lines())), soft_wrap=True)
     if reads_text is False and len(reading.instructions) > 1 and hasattr(config.policy.config, "text_encoder"):
         output.print(f"policy.text_encoder={TextEncoder.WORDS.value} lets it read them and keep the tasks apart.")
+    if said := interventions_in_words(episodes):
+        output.print(f"{said}.\n{imitated_in_words(episodes, isinstance(policy, Staged))}.", soft_wrap=True)
     count, recorded = config.train.evaluate_episodes, recorded_origin(data)
     world: World | None = None
     if count:  # before training, so that a policy that does not fit is refused before it costs anything

@@ -3,6 +3,10 @@
 A decision may begin at every recorded step: it is the next C actions, of which those up to the end of the episode were
 executed. Its backup is R + discount^h V(s_h) with R = sum_{j < h} discount^j r_j over the h <= C steps executed
 (Q-chunking, arXiv:2507.07969; RL-100, arXiv:2510.14830), not C one-step backups.
+
+Where hands change (`core.interventions`) a decision ends and nothing else: what a policy began is neither paid for what
+an operator then did nor taken for the end of the task, but worth what the observation at the hand-over is. What would
+have come of the steps before an intervention is not known, so they have no outcome.
 """
 
 from collections.abc import Sequence
@@ -14,6 +18,7 @@ from torch import Tensor
 from robopolicy.core.arrays import integers
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
+from robopolicy.core.interventions import before_intervention, last_of_turn
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.returns import returns_to_go
 from robopolicy.core.spec import TASK
@@ -94,9 +99,10 @@ def recorded_decisions(
 ) -> Decisions:
     """Return every decision that `episodes` hold, in order of time; see the module.
 
-    reward: [N] instead of the recorded one, such as a success head's. Chunks that the end of an episode cuts short go
-    on with its last action, which was not executed. A decision is left out where it ends in an observation that was
-    not recorded, unless the task ended there. Raises DataError where rewards or the end of the task are not recorded.
+    reward: [N] instead of the recorded one, such as a success head's. Chunks that the end of an episode or of a turn
+    cuts short go on with the last action, which was not executed. A decision is left out where it ends in an
+    observation that was not recorded, unless the task ended there. Raises DataError where rewards or the end of the
+    task are not recorded.
     """
     found = episodes.reward if reward is None else reward
     if found is None or episodes.terminated is None:
@@ -104,9 +110,9 @@ def recorded_decisions(
         raise DataError(f"Critics learn from rewards and the end of the task, and this dataset lacks {lacking}.")
     chunk, steps = interface.chunk, torch.arange(episodes.step_count, device=episodes.device)
     episode = episodes.episode_of_step
-    last = (episodes.starts + episodes.lengths - 1)[episode]
-    executed = (last - steps + 1).clamp(max=chunk)
-    actions = interface.to_agent(_chunks(episodes, steps, last, chunk))
+    last, until = (episodes.starts + episodes.lengths - 1)[episode], last_of_turn(episodes)
+    executed = (until - steps + 1).clamp(max=chunk)
+    actions = interface.to_agent(_chunks(episodes, steps, until, chunk))
     paid = torch.zeros_like(found)
     for ahead in range(chunk):
         within = ahead < executed
@@ -116,6 +122,9 @@ def recorded_decisions(
     states, frame = frame_states(episodes, interface), steps + episode
     following = torch.minimum(steps + executed, last)
     outcome = returns_to_go(found.cpu(), episodes.to("cpu"), discount).to(found.device)
+    outcome = torch.where(episodes.terminated[episode], outcome, -torch.inf)
+    if (before := before_intervention(episodes)) is not None:
+        outcome = outcome.masked_fill(before, -torch.inf)
     every = Transitions(
         state=states[frame],
         action=actions,
@@ -127,7 +136,7 @@ def recorded_decisions(
         decay=discount ** executed.float(),
         next_action=actions[following],
         next_known=~ends,
-        outcome=torch.where(episodes.terminated[episode], outcome, -torch.inf),
+        outcome=outcome,
     )
     known = torch.ones_like(ends) if episodes.final_known is None else episodes.final_known[episode]
     kept = (~ends | terminated | known).nonzero().squeeze(1)
@@ -135,6 +144,6 @@ def recorded_decisions(
 
 
 def _chunks(episodes: Episodes, steps: Tensor, last: Tensor, chunk: int) -> Tensor:
-    """Return the actions [N, C, A] from each step on, the episode's last one again behind its end."""
+    """Return the actions [N, C, A] from each step on, that of `last` [N] again behind it."""
     ahead = torch.arange(chunk, device=steps.device)
     return episodes.actions[torch.minimum(steps[:, None] + ahead, last[:, None])]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.interventions import intervened
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.policies.advantage_conditioned import (
@@ -42,7 +43,7 @@ class Recap:
         config, data, spec = self.config, lesson.data, policy.spec
         assert isinstance(policy, DenoisingPolicy) and isinstance(policy.network, AdvantageConditioned)
         policy.network.guidance.fill_(config.guidance)
-        better = improvements(advantages(policy, lesson, config, generators), config.positive)
+        better = improvements(advantages(policy, lesson, config, generators), config.positive, corrections(lesson))
         told = torch.where(better, int(Improvement.POSITIVE), int(Improvement.NEGATIVE))
         draws = generators["indicator"]
 
@@ -73,6 +74,12 @@ def advantages(policy: Policy, lesson: Lesson, config: RecapConfig, generators: 
         found, _ = lesson.values(state, lesson.interface.to_agent(chunks.flatten(0, 1)))
         means.append(found.reshape(len(rows), -1).mean(1))
     return q - torch.cat(means)
+
+
+def corrections(lesson: Lesson) -> Tensor | None:
+    """Return which decisions [N] bool an operator made while intervening; None where the episodes do not say."""
+    inside = intervened(lesson.episodes)
+    return None if inside is None else inside[lesson.data.step]
 
 
 def improvements(advantage: Tensor, share: float, corrected: Tensor | None = None) -> Tensor:

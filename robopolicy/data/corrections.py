@@ -1,0 +1,114 @@
+"""An operator beside a policy: takes over where it gets nowhere, goes back, does it right, and the episode ends.
+
+The protocol is RaC's (Hu et al. 2025, arXiv:2509.07953): recover to where the policy knows its way, then correct, then
+end the episode; control never goes back to the policy. A scripted expert stands in for the person: it sees that rewards
+stop coming, undoes the last actions, and finishes the task. Axes: B row, A action dimension.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from robopolicy.core.arrays import Array
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.interventions import Acted, Segment
+from robopolicy.core.player import PlayedStep, PolicyActor
+from robopolicy.core.policy import Policy
+from robopolicy.core.spec import Field, Observation, WorldSpec, require_fit
+from robopolicy.core.world import Controller, Rows
+from robopolicy.data.configuration import CorrectConfig
+
+PROGRESS = 1e-3
+"""By how much the sum of rewards must exceed its best so far to count as progress."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Who chose the actions of every row, and in what kind of segment: [B] int64 each."""
+
+    actor: Array
+    segment: Array
+
+
+class Operator:
+    """A policy that a controller corrects, as an actor of single control steps; `watch` tells it what came of them.
+
+    policy: executes its chunks as alone; expert: corrects, forgetting what was before; generator: the policy's noise.
+    Raises ConfigError where actions to be undone have no finite range, SpecError where policy and world do not fit.
+    """
+
+    def __init__(
+        self,
+        spec: WorldSpec,
+        rows: int,
+        policy: Policy,
+        expert: Controller,
+        config: CorrectConfig,
+        generator: torch.Generator,
+    ):
+        require_fit(policy.spec, spec)
+        self.policy, self.expert, self.config = PolicyActor(policy, generator), expert, config
+        self._middle, self._kept = _undoing(spec.action, config.rewind)
+        self._chunk = np.zeros((rows, policy.spec.chunk, spec.action.size))
+        self._done = np.zeros((rows, spec.horizon, spec.action.size))
+        self._time, self._undone, self._idle = (np.zeros(rows, np.int64) for _ in range(3))
+        self._taken = np.full(rows, -1)  # the control step at which the operator took over, -1 before
+        self._earned, self._best = np.zeros(rows), np.zeros(rows)
+
+    def reset(self, rows: Rows = None) -> None:
+        """Begin new episodes in `rows` [R], all of them for None: the policy acts."""
+        index = np.arange(len(self._time)) if rows is None else np.asarray(rows)
+        for values in (self._time, self._undone, self._idle, self._earned, self._best):
+            values[index] = 0
+        self._taken[index] = -1
+        self.policy.reset(rows)
+        self.expert.reset(rows)
+
+    def choose(self, observation: Observation) -> tuple[Array, Turn]:
+        """Return the next control step of every row, [B, 1, A], and whose it is."""
+        config, every = self.config, np.arange(len(self._time))
+        stuck = np.zeros(len(every), bool)
+        if config.patience:
+            stuck |= self._idle >= config.patience
+        if config.budget:
+            stuck |= self._time >= config.budget
+        new = (self._taken < 0) & stuck
+        self._taken[new] = self._time[new]
+        taken = self._taken >= 0
+        back = taken & (self._undone < np.minimum(config.rewind, self._taken))
+        place = self._time % self._chunk.shape[1]
+        if (fresh := ~taken & (place == 0)).any():
+            self._chunk[fresh] = self.policy.choose(observation)[0][fresh]
+        actions = self._chunk[every, place]
+        if back.any():
+            before = self._done[every, np.maximum(self._taken - 1 - self._undone, 0)]
+            actions = np.where(back[:, None], np.where(self._kept, before, 2 * self._middle - before), actions)
+            self._undone[back] += 1
+        if (forward := taken & ~back).any():
+            began = forward & (self._time == self._taken + self._undone)
+            if began.any():
+                self.expert.reset(began.nonzero()[0])
+            actions = np.where(forward[:, None], np.asarray(self.expert.act(observation), np.float64), actions)
+        self._done[every, np.minimum(self._time, self._done.shape[1] - 1)] = actions
+        self._time += 1
+        segment = np.where(back, Segment.RECOVER, np.where(forward, Segment.CORRECT, Segment.AUTONOMOUS))
+        return actions[:, None], Turn(np.where(taken, Acted.SCRIPT, Acted.POLICY), segment)
+
+    def watch(self, played: PlayedStep[Any]) -> None:
+        """Note what the rows earned by the control step that was chosen last."""
+        self._earned += np.where(played.running, played.step.reward[:, 0], 0.0)
+        better = self._earned > self._best + PROGRESS
+        self._best = np.where(better, self._earned, self._best)
+        self._idle = np.where(better, 0, self._idle + 1)
+
+
+def _undoing(action: Field, rewind: int) -> tuple[Array, Array]:
+    """Return the middle of the actions' range [A] and which elements are kept as they were [A] bool: grippers."""
+    low, high = (np.broadcast_to(np.asarray(bound, np.float64), action.shape) for bound in (action.low, action.high))
+    middle = (low + high) / 2
+    if rewind and not np.isfinite(middle).all():
+        raise ConfigError("Actions without a range have no middle to be undone about: set collect.correct.rewind=0.")
+    names = action.names or ("",) * action.size
+    return middle, np.array(["gripper" in name for name in names])

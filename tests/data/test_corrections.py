@@ -1,0 +1,285 @@
+"""Interventions: who acted travels with the data, an operator recovers, corrects, ends, and learning has its sign."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from robopolicy.cli import main
+from robopolicy.configuration.collect import CollectSection
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.interventions import (
+    before_intervention,
+    imitated_in_words,
+    interventions_in_words,
+    last_of_turn,
+    worth_imitating,
+)
+from robopolicy.core.policy import Decision
+from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
+from robopolicy.core.world import Step
+from robopolicy.data.configuration import CorrectConfig
+from robopolicy.data.lerobot_format import read_dataset, write_dataset
+from robopolicy.data.record import record_corrected
+from robopolicy.policies.configuration import DenoisingPolicyConfig
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.rl.offline.decisions import recorded_decisions
+from robopolicy.rl.offline.interface import Interface
+from robopolicy.training.offline.improvers import Lesson
+from robopolicy.training.offline.recap import corrections
+from robopolicy.training.pretrain import regression_batches
+
+FIELDS, ACTION = {STATE: Field((1,))}, Field((1,), low=-1.0, high=1.0, names=("velocity",))
+LENGTHS = (6, 3, 3, 2)
+SEGMENT = [0, 0, 1, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+ACTOR = [0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1]
+SUCCESS = [0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0]
+"""An operator's correction that the policy completes; the policy's own success, and failure; a person's failed one."""
+
+
+def episodes(**changed) -> Episodes:
+    steps, count = sum(LENGTHS), len(LENGTHS)
+    made = Episodes(
+        observation_fields=FIELDS,
+        action_field=ACTION,
+        fps=10.0,
+        observation={STATE: torch.arange(steps + count).float()[:, None] / 20},
+        actions=torch.linspace(-1, 1, steps)[:, None],
+        lengths=torch.tensor(LENGTHS),
+        tasks=("",) * count,
+        rewards={"reward": torch.tensor(SUCCESS).float()},
+        step_success=torch.tensor(SUCCESS).bool(),
+        terminated=torch.tensor([True, True, False, False]),
+        final_known=torch.ones(count, dtype=torch.bool),
+        actor=torch.tensor(ACTOR),
+        segment=torch.tensor(SEGMENT),
+    )
+    return replace(made, **changed)
+
+
+def flags(values) -> list[int]:
+    return values.long().tolist()
+
+
+@pytest.mark.checks("RaC")
+def test_recoveries_corrections_and_own_successes_are_imitated_and_never_what_led_to_an_intervention():
+    data = episodes()
+    assert flags(before_intervention(data)) == [1, 1, 0, 0, 0, 0] + [0] * 8
+    assert flags(worth_imitating(data)) == [0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1]
+    unlabelled = replace(data, step_success=None)  # what the policy did alone is not known to have been any good
+    assert flags(worth_imitating(unlabelled)) == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1]
+    assert worth_imitating(replace(data, actor=None, segment=None)) is None
+    assert interventions_in_words(data) == (
+        "Interventions: in 1 of 4 episodes; 1 steps recover, 2 correct, 2 led to one"
+    )
+    assert "Imitates 9 of 14 steps" in imitated_in_words(data) and "left out: 5" in imitated_in_words(data)
+
+
+def test_who_acted_is_kept_by_selecting_joining_and_splitting():
+    data = episodes()
+    chosen = data.select([1, 0])
+    assert flags(chosen.segment) == SEGMENT[6:9] + SEGMENT[:6] and flags(chosen.actor) == ACTOR[6:9] + ACTOR[:6]
+    plain = replace(data, actor=None, segment=None)
+    joined = Episodes.concatenate([plain, data])
+    assert flags(joined.actor) == [-1] * 14 + ACTOR and flags(joined.segment) == [-1] * 14 + SEGMENT
+    assert flags(worth_imitating(joined))[:14] == [1] * 14  # as without the columns: nothing speaks against them
+    assert Episodes.concatenate([plain, plain]).segment is None
+    training, held = data.split(0.25, torch.Generator().manual_seed(0))
+    assert len(training.segment) == training.step_count and len(held.actor) == held.step_count
+    assert data.to("cpu").segment.dtype == torch.int64
+    with pytest.raises(DataError, match="segment has 3 entries"):
+        episodes(segment=torch.zeros(3, dtype=torch.int64))
+
+
+def test_a_dataset_says_who_acted_and_lerobot_reads_its_own_flag(tmp_path):
+    write_dataset(episodes(), tmp_path / "own")
+    found = read_dataset(tmp_path / "own")
+    assert flags(found.actor) == ACTOR and flags(found.segment) == SEGMENT
+    table = pq.read_table(next((tmp_path / "own/data").glob("*/*.parquet")))
+    assert table["intervention"].to_pylist() == [each > 0 for each in SEGMENT]
+    write_dataset(replace(episodes(), actor=None, segment=None), tmp_path / "plain")
+    assert read_dataset(tmp_path / "plain").segment is None
+
+
+@pytest.mark.parametrize("name", ["intervention", "complementary_info.is_intervention"])
+def test_flags_of_lerobots_recordings_are_read(tmp_path, name):
+    write_dataset(replace(episodes(), actor=None, segment=None), tmp_path / "theirs")
+    path, info = next((tmp_path / "theirs/data").glob("*/*.parquet")), tmp_path / "theirs/meta/info.json"
+    pq.write_table(pq.read_table(path).append_column(name, pa.array([each > 0 for each in SEGMENT])), path)
+    described = json.loads(info.read_text())
+    described["features"][name] = {"dtype": "bool", "shape": [1], "names": None}
+    info.write_text(json.dumps(described))
+    found = read_dataset(tmp_path / "theirs")
+    assert flags(found.actor) == [int(each > 0) for each in SEGMENT]
+    assert flags(found.segment) == [2 * int(each > 0) for each in SEGMENT]
+
+
+@pytest.mark.checks("RaC")
+def test_batches_begin_and_stay_among_what_is_worth_imitating():
+    config = DenoisingPolicyConfig(chunk=2, prediction_steps=3, width=8, depth=1)
+    policy, draws = DenoisingPolicy(config, FIELDS, ACTION, fps=10), torch.Generator().manual_seed(0)
+
+    def learned(data):
+        batch = next(regression_batches(policy, data, 512, draws))
+        steps = ((batch["actions"][:, 0, 0] + 1) / 2 * 13).round()
+        return {int(step): flags(valid) for step, valid in zip(steps, batch["action_valid"], strict=True)}
+
+    found = learned(episodes())
+    assert set(found) == {2, 3, 4, 5, 6, 7, 8, 12, 13}
+    assert found[2] == found[3] == found[6] == [1, 1, 1] and found[4] == found[7] == found[12] == [1, 1, 0]
+    twice = episodes(
+        actor=torch.tensor([0, 1, 0, 0, 0, 1, *ACTOR[6:]]), segment=torch.tensor([0, 2, 0, 0, 0, 2, *SEGMENT[6:]])
+    )
+    found = learned(twice)
+    assert set(found) == {1, 5, 6, 7, 8, 12, 13} and found[1] == [1, 0, 0]  # the next one led to an intervention
+    with pytest.raises(DataError, match="None of these steps is worth imitating"):
+        next(regression_batches(policy, twice.select([2]), 4, torch.Generator()))
+
+
+@pytest.mark.checks("RaC")
+def test_a_critic_is_told_neither_that_the_task_was_over_nor_what_the_operator_earned():
+    data = episodes(rewards={"reward": torch.tensor([0.0, 1, 10, 10, 10, 100] + [0] * 8)})
+    assert last_of_turn(data).tolist() == [1, 1, 4, 4, 4, 5] + [8] * 3 + [11] * 3 + [13] * 2
+    interface = Interface(FIELDS, ACTION, chunk=3)
+    found = recorded_decisions(data, interface, 0.5).transitions
+    # The policy's decisions end at the hand-over: paid what came until then, worth what comes from there on.
+    assert found.reward[:6].tolist() == [0.5, 1.0, 17.5, 15.0, 10.0, 100.0]
+    assert found.decay[:6].tolist() == [0.25, 0.5, 0.125, 0.25, 0.5, 0.5]
+    assert found.next_state[:6, 0].tolist() == pytest.approx([0.1, 0.1, 0.25, 0.25, 0.25, 0.3])
+    assert flags(found.terminated[:6]) == [0, 0, 0, 0, 0, 1]
+    assert found.action[0].tolist() == pytest.approx([-1, -1 + 2 / 13, -1 + 2 / 13])  # not the operator's
+    assert found.outcome[:2].tolist() == [-torch.inf] * 2 and bool(found.outcome[2:6].isfinite().all())
+    plain = recorded_decisions(replace(data, actor=None, segment=None), interface, 0.5).transitions
+    assert plain.reward[0] == 3.0 and bool(plain.outcome[0].isfinite())
+
+
+@pytest.mark.checks("RaC")
+def test_recap_takes_corrections_for_better():
+    interface = Interface(FIELDS, ACTION, chunk=1)
+    data = recorded_decisions(episodes(), interface, 0.9)
+    lesson = Lesson(None, data, interface)  # type: ignore[arg-type]
+    assert flags(corrections(lesson)) == [int(each > 0) for each in SEGMENT]
+    silent = recorded_decisions(episodes(actor=None, segment=None), interface, 0.9)
+    assert corrections(Lesson(None, silent, interface)) is None  # type: ignore[arg-type]
+
+
+class Line:
+    """A point that walks from 0 to 1 in steps of at most 0.1; paid for every bit of the way, success at 1."""
+
+    def __init__(self, rows=3, names=("velocity",)):
+        action = Field((len(names),), low=-0.1, high=0.1, names=names)
+        self.spec = WorldSpec("line", FIELDS, action, 10.0, 60, 1, ("progress",))
+        self.batch_size, self.place, self.time = rows, np.zeros(rows), np.zeros(rows, int)
+
+    def _shown(self):
+        return {STATE: self.place[:, None, None].astype(np.float32), "task": np.array([""] * self.batch_size)}
+
+    def reset(self, rows=None, seeds=None, options=None):
+        rows = np.arange(self.batch_size) if rows is None else np.asarray(rows)
+        self.place[rows], self.time[rows] = 0.0, 0
+        return self._shown()
+
+    def step(self, actions):
+        live = (self.place < 1 - 1e-9) & (self.time < 60)
+        before = self.place.copy()
+        self.place = np.where(live, self.place + np.clip(actions[:, 0, 0], -0.1, 0.1), self.place)
+        self.time = self.time + live
+        won = self.place >= 1 - 1e-9
+        trace = {STATE: self.place[:, None, None].astype(np.float32)}
+        paid = {"progress": (self.place - before)[:, None]}
+        return Step(self._shown(), trace, paid, live[:, None], won, ~won & (self.time >= 60), won)
+
+    def close(self):
+        pass
+
+
+class Stuck:
+    """Walks to 0.3 and no further, two steps at a time."""
+
+    def __init__(self, names=("velocity",)):
+        self.spec = PolicySpec(FIELDS, Field((len(names),), low=-0.1, high=0.1, names=names), 1, 2, 2, 10.0, ("",), 0)
+
+    def reset(self, rows=None):
+        pass
+
+    def act(self, observation, generator, deterministic=False):
+        far = observation[STATE][:, -1] < 0.299
+        actions = torch.where(far, 0.1, 0.0)[:, None].expand(-1, 2, self.spec.action.size)
+        none = torch.zeros(len(far), 0)
+        return Decision(actions, {}, none, none.bool())
+
+
+class Expert:
+    """Walks on."""
+
+    def __init__(self, size=1):
+        self.size, self.resets = size, []
+
+    def reset(self, rows=None):
+        self.resets.append(rows)
+
+    def act(self, observation):
+        return np.full((len(observation[STATE]), self.size), 0.1)
+
+
+def corrected(config: CorrectConfig, names=("velocity",), count=5) -> Episodes:
+    world, policy = Line(names=names), Stuck(names)
+    return record_corrected(world, policy, Expert(len(names)), range(count), config, generator=torch.Generator())
+
+
+@pytest.mark.checks("RaC")
+def test_an_operator_goes_back_does_it_right_and_the_episode_ends():
+    # By hand: chunks of two steps take it to 0.4, it stands still for 4, of the last 6 the operator undoes 5, to 0.3,
+    # and 7 more lead to 1.
+    data = corrected(CorrectConfig(patience=4, rewind=5))
+    for row in range(len(data)):
+        one = data.select([row])
+        assert one.actions[:, 0].tolist() == pytest.approx([0.1] * 4 + [0.0] * 4 + [0.0] * 4 + [-0.1] + [0.1] * 7)
+        assert flags(one.segment) == [0] * 8 + [1] * 5 + [2] * 7 and flags(one.actor) == [0] * 8 + [2] * 12
+    assert bool(data.success.all())
+
+
+def test_a_budget_ends_the_policys_turn_and_nobody_corrects_without_either():
+    data = corrected(CorrectConfig(budget=3, rewind=0))
+    assert flags(data.select([0]).segment) == [0] * 3 + [2] * 7
+    long = corrected(CorrectConfig(patience=100), count=1)
+    assert flags(long.segment) == [0] * 60 and not bool(long.success.any())
+
+
+def test_grippers_are_undone_by_what_they_held():
+    data = corrected(CorrectConfig(budget=2, rewind=2), names=("velocity", "gripper"), count=1)
+    assert data.actions[:5].tolist() == [
+        pytest.approx(each) for each in ([0.1, 0.1], [0.1, 0.1], [-0.1, 0.1], [-0.1, 0.1], [0.1, 0.1])
+    ]
+
+
+def test_corrections_need_a_policy_and_turns_of_some_length():
+    with pytest.raises(ConfigError, match=r"set collect\.policy=CHECKPOINT"):
+        CollectSection(correct=CorrectConfig(patience=3))
+    with pytest.raises(ConfigError, match="at least 0"):
+        CorrectConfig(rewind=-1)
+
+
+def test_collect_corrects_and_train_says_what_it_leaves_out(tmp_path, capsys):
+    small = [
+        "world=reach_planar",
+        "policy.width=8",
+        "policy.depth=1",
+        "policy.sampling_steps=2",
+        f"run.root={tmp_path}",
+    ]
+    small += ["train.fit.steps=2", "train.evaluate_episodes=0", "collect.episodes=4"]
+    assert main(["collect", *small]) == main(["train", *small]) == 0
+    policy = tmp_path / "train/reach_planar/0/checkpoint"
+    more = [f"collect.policy={policy}", "collect.correct.budget=5", "run.name=corrected"]
+    assert main(["collect", *small, *more]) == 0
+    assert "steps recover" in capsys.readouterr().out
+    dataset = tmp_path / "collect/corrected/0/dataset"
+    assert main(["train", *small, f"train.data={dataset}", "run.name=again"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Interventions: in 4 of 4 episodes" in said and "left out: 20 of its own" in said and "Skipped" not in said
