@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from robopolicy.benchmarks import rl100
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.run import RunFolder
@@ -186,3 +187,35 @@ def test_rl100_composes_for_every_task(task: str, tmp_path: Path):
     assert offline.gate.models != (offline.offline.model,)  # who taught a policy does not judge it
     assert offline.offline.policy == tmp_path / "train" / "imitation" / "3" / "checkpoint"
     assert {each.world.name for _, each in stages.values()} == {task}
+
+
+def told(rate: float, **more) -> dict:
+    """A stage's summary, with a verdict of 200 episodes."""
+    found = {"success_rate": rate, "low": rate - 0.05, "high": rate + 0.05, "episodes": 200}
+    return {
+        "verb": "v",
+        "seconds": 60.0,
+        "world_steps": None,
+        "policy": dict.fromkeys(("deterministic", "stochastic"), found),
+        **more,
+    }
+
+
+def test_the_benchmark_tells_stages_over_seeds_and_every_policy_by_itself():
+    stages = ("imitation", "offline", "online", rl100.CRITICS)
+    figures = {
+        str(seed): {
+            "log": {"verb": "collect", "seconds": 30.0, "world_steps": 1000 * seed},
+            **{name: told(rate, accepted=seed) for name, rate in zip(stages, (0.4, 0.9, 0.98, 0.6), strict=True)},
+            "one_step": told(0.97, times_faster=2.0),
+        }
+        for seed in (1, 3)
+    }
+    spread, each = rl100.tables({"tasks": {"push_t": figures}})
+    lines = {line[0]: line[1:] for line in spread.lines}
+    assert lines["log"] == ["", "", "2,000", "0.5", ""]
+    assert lines["offline"] == ["90.0 % (90.0 to 90.0)"] * 2 + ["", "1.0", "1 / 3 of 3 accepted"]
+    assert lines["one_step"][-1] == "2.0 times as fast, 2.0 times as fast"
+    assert each.header[1:] == list(rl100.JUDGED)
+    assert [line[0] for line in each.lines] == ["`push_t`, seed 1", "`push_t`, seed 3"]
+    assert each.lines[0][1:3] == ["40.0 % [35.0, 45.0]", "60.0 % [55.0, 65.0]"]

@@ -14,7 +14,7 @@ class BenchSection:
     iteration.
     """
     tasks: tuple[str, ...] = ("push_cube", "pick_place")
-    """Tasks, read by algorithms, collection, ranking, imagination, test_time_planning and gate."""
+    """Tasks, read by algorithms, collection, ranking, imagination, test_time_planning, gate and rl100."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Random seeds, one run for each; read by all benchmarks but sims."""
     only: tuple[str, ...] = ()

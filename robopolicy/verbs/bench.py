@@ -21,6 +21,7 @@ Of world models:
 
 Of recorded data:
 
+- rl100: from imitation over gated rounds to one denoising step, stage by stage.
 - gate: what it lets in of good candidates and of planted bad ones, and what becomes of a policy without it.
 
 `tables` writes the tables of results in the READMEs, and draws their plots, from assets/figures. All but sims go on
@@ -76,6 +77,7 @@ BENCHMARKS = Registry(
             "joint",
             "video",
             "gate",
+            "rl100",
             "tables",
         )
     },

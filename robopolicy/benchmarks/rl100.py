@@ -1,0 +1,101 @@
+"""RL-100's pipeline, stage by stage and seed by seed; beside it, what critics of the same log give without a model.
+
+`pipeline recipe=rl100` is run as anybody would run it. Then `offline` is given the same log and the same imitated
+policy with nothing but critics: the best of several decisions by IQL's critic are imitated, and fitted Q evaluation on
+held-out episodes of the log judges. Every stage has a run folder and is not run again once it is done.
+Source of the pipeline: RL-100, arXiv:2510.14830.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.rule import Rule
+
+from robopolicy.benchmarks.rates import rate_text, spread_text
+from robopolicy.configuration import Config, compose
+from robopolicy.core.storage import read_json
+from robopolicy.evaluation.stages import stage_summary
+from robopolicy.runs import is_complete, output
+from robopolicy.verbs import offline, pipeline
+from robopolicy.verbs.bench import Benchmark, Table
+
+CRITICS = "offline, critics alone"
+"""The row of the policy that critics improved without a world model."""
+JUDGED = "imitation", CRITICS, "offline", "online", "one_step"
+"""Stages that leave a policy."""
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"tasks": {task: {seed: {stage: summary}}}}, after running what is missing under `root`."""
+    seeds = [str(seed) for seed in config.bench.seeds]
+    return {"tasks": {task: {seed: measure(config, root, task, seed) for seed in seeds} for task in config.bench.tasks}}
+
+
+def measure(config: Config, root: Path, task: str, seed: str) -> dict[str, Any]:
+    """Return what every stage came to on one task and seed; see `stage_summary`."""
+    folder = root / "pipeline" / task / seed
+    overrides = ",".join(f"'{each}'" for each in config.bench.overrides)
+    shared = [f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"]
+    if not is_complete(folder):
+        chosen = [f"pipeline.recipe={task}", f"pipeline.overrides=[{overrides}]"]
+        pipeline.run(compose(["recipe=rl100", *shared, *chosen]))
+    found = read_json(folder / "result.json")
+    alone = root / "offline" / task / seed
+    if not is_complete(alone):
+        output.print(Rule(f"[bold]{task}, seed {seed}: critics alone", align="left"))
+        given = [
+            f"offline.dataset={found['folders']['log']}/dataset",
+            f"offline.policy={found['folders']['imitation']}/checkpoint",
+            "gate.judges=[fqe]",
+            f"run.name={task}",
+        ]
+        offline.run(compose([f"recipe={task}", *shared, *config.bench.overrides, *given]))
+    result = read_json(alone / "result.json")
+    return {**found["stages"], CRITICS: stage_summary("offline", result, result["seconds"])}
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return a table of stages for every task, and one of every policy with its Wilson interval."""
+    found: list[Table] = []
+    each_policy: list[list[str]] = []
+    for task, seeds in figures["tasks"].items():
+        lines: list[list[str]] = []
+        for stage in next(iter(seeds.values())):
+            told = [each[stage] for each in seeds.values()]
+            judged = [each["policy"] for each in told if "policy" in each]
+            rates = ["", ""]
+            if judged:
+                rates = [
+                    spread_text(each[mode]["success_rate"] for each in judged)
+                    for mode in ("deterministic", "stochastic")
+                ]
+            accepted = [f"{each['accepted']}" for each in told if "accepted" in each]
+            faster = [f"{each['times_faster']:.1f} times as fast" for each in told if "times_faster" in each]
+            steps = [each["world_steps"] for each in told if each["world_steps"] is not None]
+            lines.append(
+                [
+                    stage,
+                    *rates,
+                    f"{sum(steps) / len(steps):,.0f}" if steps else "",
+                    f"{sum(each['seconds'] for each in told) / len(told) / 60:.1f}",
+                    ", ".join(faster) if faster else f"{' / '.join(accepted)} of 3 accepted" if accepted else "",
+                ]
+            )
+        header = ["stage", "success", "with exploration noise", "world steps", "minutes", "by seed"]
+        episodes = next(iter(seeds.values()))["imitation"]["policy"]["deterministic"]["episodes"]
+        title = f"{task}: mean over {len(seeds)} seeds (lowest to highest), {episodes} paired episodes"
+        found.append(Table(title, header, lines))
+        for seed, stages in seeds.items():
+            rates = [rate_text(stages[stage]["policy"]["deterministic"]) for stage in JUDGED]
+            each_policy.append([f"`{task}`, seed {seed}", *rates])
+    title = "How well each policy was measured: success [Wilson 95 %]"
+    return [*found, Table(title, ["run", *JUDGED], each_policy)]
+
+
+BENCHMARK = Benchmark(
+    "How far do gated rounds on a log, a second log and one denoising step get, from imitation on?",
+    ("tasks", "seeds", "overrides"),
+    benchmark,
+    tables,
+)
