@@ -35,7 +35,8 @@ from robopolicy.verbs import collect, worldmodel
 from robopolicy.verbs.bench import Benchmark, Table
 from robopolicy.verbs.evaluate import evaluation_seeds
 from robopolicy.verbs.gate import build_judges
-from robopolicy.verbs.offline import learn_critic, split_data
+from robopolicy.verbs.logged import split_data
+from robopolicy.verbs.offline import learn_critic
 
 SETTINGS = ("collect.episodes=512", "offline.evaluate_episodes=512", "gate.judges=[model,fqe,critic]")
 """Episodes of the log, and those that say what a candidate is worth; bench.overrides can say otherwise."""
@@ -134,7 +135,7 @@ def prepared(config: Config, root: Path, task: str, seed: int) -> Attack:
     places = f"offline.dataset={log}", f"offline.policy={path}", f"gate.models=[{models}]"
     chosen = compose([*shared, *places])
     policy = require_trainable(load_policy(path, device))
-    training, held = split_data(chosen, device)
+    training, held = split_data(chosen, policy, device)
     lesson = learn_critic(chosen, policy, training, RunFolder(root / task / "critic" / str(seed)), device)
     judges = build_judges(chosen, policy, held, device)
     episodes = chosen.offline.evaluate_episodes

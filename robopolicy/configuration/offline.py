@@ -53,9 +53,11 @@ class OfflineSection:
     imagined: int = 512
     """Imagined episodes."""
     reward: str = ""
-    """Dotted path of a function (episodes) -> reward [N] or text "success" (1 where the episode has succeeded, else 0)
-    for data that records none; empty for the recorded one.
+    """For data that records none: success (1 where the episode succeeds, else 0), head:CHECKPOINT (the same, by the
+    success head of a world model), or the dotted path of a function (episodes) -> reward [N]; empty for the recorded.
     """
+    without: tuple[int, ...] = ()
+    """Episodes of `dataset` to leave out, by number, such as broken ones."""
     policy: Path | None = None
     """Checkpoint of the policy to improve (default: what train wrote under the same name and seed)."""
     agent: AgentSection = field(default_factory=AgentSection)

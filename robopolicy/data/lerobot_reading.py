@@ -332,11 +332,20 @@ def _assemble(
         tasks=_tasks(folder, columns["task_index"][first]),
         rewards=rewards or None,
         step_success=_flat(columns["next.success"]).bool() if "next.success" in columns else None,
-        terminated=_flat(columns["next.terminated"])[ends - 1].bool() if "next.terminated" in columns else None,
+        terminated=_terminated(columns, ends),
         seeds=_flat(columns["episode_seed"])[first] if "episode_seed" in columns else None,
         final_known=known,
         **_who_acted(columns),
     )
+
+
+def _terminated(columns: Mapping[str, np.ndarray], ends: np.ndarray) -> Tensor | None:
+    """Return which episodes ended the task [E] bool: said, or done and not truncated; None where nothing says so."""
+    if "next.terminated" in columns:
+        return _flat(columns["next.terminated"])[ends - 1].bool()
+    if "next.done" in columns and "next.truncated" in columns:
+        return (_flat(columns["next.done"]).bool() & ~_flat(columns["next.truncated"]).bool())[ends - 1]
+    return None
 
 
 def _who_acted(columns: Mapping[str, np.ndarray]) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ comparison.
 """
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,15 +20,12 @@ from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.gate import GateSection
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, DataError
-from robopolicy.core.finite_values import require_finite_columns
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import Generators, derive, episode_seeds
-from robopolicy.core.registry import load_dotted
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
-from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.gate import Gate, Judge
 from robopolicy.evaluation.report import report_for_run
@@ -47,6 +43,7 @@ from robopolicy.training.offline.seen import critic_interface
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, normalised, print_verdicts
 from robopolicy.verbs.finetune import summary
 from robopolicy.verbs.gate import build_judges, clipped, warn_of_divergence
+from robopolicy.verbs.logged import say_decisions, split_data
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -74,7 +71,7 @@ def run(config: Config) -> int:
     if isinstance(improver, Wraps):
         policy = improver.wrap(policy, derive(config.run.seed, "wrapped")).to(device)
     remember_origin(policy, origin_of(base))
-    training, held = split_data(config, device)
+    training, held = split_data(config, policy, device)
     judges: list[Judge] = []
     gate = None
     if section.gated:
@@ -121,45 +118,6 @@ def refuse_unread(section: GateSection) -> None:
         raise ConfigError("gate.judges=[importance] judges in robopolicy gate and bakeoff, by the chains of gate.data.")
 
 
-def split_data(config: Config, device: torch.device) -> tuple[Episodes, Episodes]:
-    """Return the episodes to learn from and those that only the judges see.
-
-    Raises DataError where rewards or the end of the task are missing, or values are not finite.
-    """
-    section = config.offline
-    paths = (default_path(config, "collect", "dataset", section.dataset, "offline.dataset"), *section.more)
-    episodes = Episodes.concatenate([read_dataset(path) for path in paths])
-    if section.reward:
-        episodes = with_reward(episodes, section.reward)
-    if episodes.reward is None or episodes.terminated is None:
-        lacking = "rewards" if episodes.reward is None else "where the task ended (next.terminated)"
-        raise DataError(
-            f"{paths[0]} records no {lacking}, and critics learn from nothing else. offline.reward=success pays for "
-            "recorded success, offline.reward=package.module:function for what you say; or improve the policy in a "
-            "world model (robopolicy imagine)."
-        )
-    require_finite_columns(episodes, rewards=True)
-    draws = torch.Generator().manual_seed(derive(config.run.seed, "offline/holdout"))
-    training, held = episodes.split(config.gate.holdout, draws)
-    return training.to(device), held.to(device)
-
-
-def with_reward(episodes: Episodes, reward: str) -> Episodes:
-    """Return the episodes paid by "success" or by the function at a dotted path, and ended where they succeeded."""
-    if reward == "success":
-        if episodes.step_success is None:
-            raise DataError("offline.reward=success, and the data does not say which steps succeeded.")
-        before = torch.cat([torch.zeros(1, dtype=torch.bool), episodes.step_success[:-1]])
-        before[episodes.starts] = False
-        paid = (episodes.step_success & ~before).float()
-        ended = episodes.terminated if episodes.terminated is not None else episodes.success
-        return replace(episodes, rewards={"success": paid}, terminated=ended)
-    found = load_dotted(reward, "offline.reward")(episodes)
-    if not isinstance(found, torch.Tensor) or found.shape != (episodes.step_count,):
-        raise ConfigError(f"{reward} must return a tensor [{episodes.step_count}], one reward a step.")
-    return replace(episodes, rewards={"reward": found.float()})
-
-
 def learn_critic(
     config: Config, policy: Trainable, episodes: Episodes, folder: RunFolder, device: torch.device
 ) -> Lesson:
@@ -171,6 +129,7 @@ def learn_critic(
     interface = critic_interface(policy, episodes)
     agent_config = section.agent.config
     data = recorded_decisions(episodes, interface, agent_config.discount)
+    say_decisions(data)
     agent = AGENTS.builds(section.agent.kind)(agent_config, interface.size, interface.actions, derive(seed, "agent"))
     if getattr(section.improve.config, "imagines", False):
         return Lesson(agent.to(device), data, interface, imagination(config, policy, device))

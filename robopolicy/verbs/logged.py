@@ -1,0 +1,208 @@
+"""What `offline` learns from: datasets that anybody may have recorded, checked against the policy, and what is read.
+
+Nothing is dropped in silence: columns that are not read, episodes and decisions that are left out are printed, and what
+cannot be learned from is refused with the column, the episode and a way out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from torch import Tensor
+
+from robopolicy.configuration import Config
+from robopolicy.configuration.offline import OfflineSection
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, DataError, did_you_mean
+from robopolicy.core.finite_values import nonfinite_columns, require_finite_columns
+from robopolicy.core.interventions import interventions_in_words
+from robopolicy.core.policy import Policy
+from robopolicy.core.randomness import derive
+from robopolicy.core.registry import load_dotted
+from robopolicy.core.spec import IMAGE_PREFIX, Field, PolicySpec
+from robopolicy.data.lerobot_reading import read_dataset, read_information
+from robopolicy.rl.offline.decisions import Decisions
+from robopolicy.runs import default_path, output
+from robopolicy.training.reading import describe_reading
+from worldmodels import load_world_model
+from worldmodels.heads.state import StepHeads
+
+HEAD = "head:"
+"""What offline.reward begins with where the success head of a world model pays."""
+SLACK = 0.05
+"""Share by which a dataset's control rate may miss the policy's: LeRobot rounds it to whole numbers."""
+
+
+def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Episodes, Episodes]:
+    """Return the episodes to learn from and those that only the judges see; prints what is read.
+
+    Raises DataError where they do not fit the policy, rewards or the end of the task are missing, or values are not
+    finite.
+    """
+    section = config.offline
+    first = default_path(config, "collect", "dataset", section.dataset, "offline.dataset")
+    parts = [read_log(first, policy, section, section.without)]
+    parts += [read_log(path, policy, section) for path in section.more]
+    episodes = Episodes.concatenate(parts)
+    draws = torch.Generator().manual_seed(derive(config.run.seed, "offline/holdout"))
+    training, held = episodes.split(config.gate.holdout, draws)
+    output.print(f"Of {len(episodes)} episodes, {len(held)} are kept from training, for the judges.")
+    return training.to(device), held.to(device)
+
+
+def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple[int, ...] = ()) -> Episodes:
+    """Return the episodes of a dataset but those `without`, paid as offline.reward says; raises as `split_data`."""
+    recorded = read_dataset(path)
+    require_fit_of(path, recorded, policy.spec)
+    beyond = [number for number in without if not 0 <= number < len(recorded)]
+    if beyond:
+        raise ConfigError(f"offline.without names episode {beyond[0]}; {path} holds 0 to {len(recorded) - 1}.")
+    episodes = recorded.select([number for number in range(len(recorded)) if number not in without])
+    vectors = [key for key in episodes.observation if not key.startswith(IMAGE_PREFIX)]
+    used = dict.fromkeys((*policy.spec.observation, *vectors))
+    reading = describe_reading(path, read_information(path)["features"], episodes, tuple(used))
+    output.print(escape("\n".join(reading.lines())), soft_wrap=True)
+    if without:
+        output.print(f"Left out by offline.without: {len(without)} episodes.")
+    if said := interventions_in_words(episodes):
+        output.print(f"{said}; the critic learns from everything.", soft_wrap=True)
+    if nonfinite_columns(episodes):
+        try:
+            require_finite_columns(recorded, rewards=True)
+        except DataError as error:
+            raise DataError(f"{path}: {error} offline.without=[NUMBER] leaves episodes out.") from error
+    return require_paid(path, with_reward(episodes, section.reward))
+
+
+def require_fit_of(path: Path, episodes: Episodes, spec: PolicySpec) -> None:
+    """Raise DataError unless the columns that a policy reads are there, with its shapes, elements and control rate."""
+    fields: Mapping[str, Field] = {**episodes.observation_fields, "action": episodes.action_field}
+    for key, own in {**spec.observation, "action": spec.action}.items():
+        if key not in fields:
+            alike = [name for name in fields if name != "action"]
+            raise DataError(
+                f"{path} has no column '{key}', which the policy reads; it has {', '.join(alike)}."
+                f"{did_you_mean(key, alike)} Rename it in the dataset, or train a policy on what is there."
+            )
+        if fields[key].shape != own.shape:
+            raise DataError(
+                f"{path} has '{key}' as {list(fields[key].shape)} and the policy {list(own.shape)}, in every episode: "
+                "convert the column, or train a policy on this one."
+            )
+        for place, (theirs, mine) in enumerate(zip(fields[key].names, own.names, strict=False)):
+            if theirs != mine:
+                raise DataError(
+                    f"{path} has '{theirs}' as element {place} of '{key}' and the policy '{mine}': bring the column "
+                    'and "names" in meta/info.json into the order of the policy, or rename what is the same.'
+                )
+    if abs(episodes.fps - spec.fps) > SLACK * spec.fps:
+        raise DataError(
+            f"{path} has {episodes.fps:g} steps per second and the policy acts at {spec.fps:g}: correct fps in "
+            "meta/info.json, or resample the episodes."
+        )
+
+
+def require_paid(path: Path, episodes: Episodes) -> Episodes:
+    """Return the episodes with rewards and where the task ended; raises DataError where it cannot be known.
+
+    Where only success is recorded the task ended with it, and every other end is taken for a time limit, which is said.
+    """
+    if episodes.terminated is None and episodes.success is not None:
+        ended = int(episodes.success.sum())
+        output.print(
+            f"{path} does not record where the task ended (next.terminated): {ended} episodes end by success, the "
+            f"other {len(episodes) - ended} are taken for cut by a time limit.",
+            markup=False,
+            soft_wrap=True,
+        )
+        episodes = replace(episodes, terminated=episodes.success)
+    if episodes.reward is None or episodes.terminated is None:
+        lacking = "rewards (next.reward)" if episodes.reward is None else "where the task ended (next.terminated)"
+        raise DataError(
+            f"{path} records no {lacking}, in any episode, and critics learn from nothing else. offline.reward=success "
+            "pays for recorded success (next.success), offline.reward=head:WORLDMODEL for what the success head of a "
+            "world model sees, offline.reward=package.module:function for what you say; or improve the policy in a "
+            "world model (robopolicy imagine)."
+        )
+    return episodes
+
+
+def with_reward(episodes: Episodes, reward: str) -> Episodes:
+    """Return the episodes paid by "success", a head or the function at a dotted path; as they are for "".
+
+    Paid for success, they end where they succeed unless they say where the task ended; by a head, in any case.
+    """
+    if not reward:
+        return episodes
+    if reward == "success":
+        if episodes.step_success is None:
+            raise DataError(
+                "offline.reward=success, and the data does not say which steps succeeded (next.success): "
+                "offline.reward=head:WORLDMODEL asks the success head of a world model."
+            )
+        ended = episodes.terminated if episodes.terminated is not None else episodes.success
+        return replace(episodes, rewards={"success": _first(episodes, episodes.step_success)}, terminated=ended)
+    if reward.startswith(HEAD):
+        seen = succeeded_by_head(episodes, Path(reward.removeprefix(HEAD)))
+        paid = replace(episodes, step_success=seen, rewards={"success": _first(episodes, seen)})
+        return replace(paid, terminated=paid.success)
+    found = load_dotted(reward, "offline.reward")(episodes)
+    if not isinstance(found, torch.Tensor) or found.shape != (episodes.step_count,):
+        raise ConfigError(f"{reward} must return a tensor [{episodes.step_count}], one reward a step.")
+    return replace(episodes, rewards={"reward": found.float()})
+
+
+@torch.no_grad()
+def succeeded_by_head(episodes: Episodes, path: Path) -> Tensor:
+    """Return by which steps [N] bool the episodes have succeeded, as a world model's success head sees it.
+
+    Prints how many. Raises ConfigError where the model has no head that reads states, DataError where the episodes lack
+    what it reads.
+    """
+    heads: Any = getattr(load_world_model(path), "heads", None)
+    if not isinstance(heads, StepHeads):
+        raise ConfigError(
+            f"offline.reward=head:{path} needs a success head that reads states, as an ensemble's; this world model "
+            "has none."
+        )
+    vector = heads.state_vector
+    shapes = {key: field.shape for key, field in episodes.observation_fields.items()}
+    for key, field in vector.fields.items():
+        if shapes.get(key) != field.shape:
+            raise DataError(
+                f"The success head of {path} reads '{key}' as {list(field.shape)}, and the data "
+                f"{'lacks it' if key not in shapes else f'has it as {list(shapes[key])}'}: train a world model on such "
+                "data (robopolicy worldmodel)."
+            )
+    steps = torch.arange(episodes.step_count)
+    states = vector.pack(episodes.observation)[steps + episodes.episode_of_step + 1]
+    reached = torch.cat([heads.succeeded(part) for part in states.split(8192)])
+    before = reached.long().cumsum(0) - reached.long()
+    seen = reached | (before > before[episodes.starts][episodes.episode_of_step])
+    found = replace(episodes, step_success=seen).success
+    assert found is not None
+    output.print(f"The success head of {path} sees success in {int(found.sum())} of {len(episodes)} episodes.")
+    return seen
+
+
+def say_decisions(data: Decisions) -> None:
+    """Print how many decisions are learned from and why others are left out; raises DataError where none is left."""
+    steps = data.episodes.step_count
+    missing = steps - len(data)
+    reason = (
+        f"; {missing} steps are left out: a decision that begins there ends in the observation after an episode's last "
+        "action, which is not recorded, and the task had not ended"
+    )
+    if not len(data):
+        raise DataError(f"Of {steps} recorded steps no decision is left{reason}. Record longer episodes, or the end.")
+    output.print(f"Decisions: {len(data)} of {steps} steps{reason if missing else ''}.", soft_wrap=True)
+
+
+def _first(episodes: Episodes, success: Tensor) -> Tensor:
+    """Return 1 at the step [N] with which an episode succeeds, else 0."""
+    before = torch.cat([torch.zeros(1, dtype=torch.bool), success[:-1]])
+    before[episodes.starts] = False
+    return (success & ~before).float()
