@@ -71,6 +71,10 @@ JOBS = {
         *("online.agent=cal_ql", "online.agent.width=8", "online.agent.samples=2", "online.batch_size=4"),
         *("online.updates=0.1", "online.evaluate_at=[0,1]", "online.evaluate_episodes=4", "run.name=agent"),
     ),
+    "distill": (
+        *("distill", *SHARED, f"distill.policy={POLICY}", "distill.fit.steps=6", "distill.fit.log_every=2"),
+        *("distill.fit.checkpoint_every=3", "distill.episodes=4", "distill.evaluate_episodes=4"),
+    ),
     "finetune": ("finetune", *SHARED, TUNED),
     "worldmodel": ("worldmodel", *SHARED, f"worldmodel.data=[{DATA}]"),
     "imagine": (

@@ -67,7 +67,7 @@ def test_a_policy_is_distilled_and_judged_beside_its_teacher(root: Path, capsys)
     found = json.loads((folder / "result.json").read_text())
     assert load_policy(folder / "checkpoint").spec.scored_steps == 1
     assert found["env_steps"] == found["observations"] > 0
-    assert set(found["milliseconds"]) == {"teacher", "student"}
+    assert found["seconds_teacher"] > 0 < found["seconds_student"]
     assert "student, deterministic" in (folder / "report.html").read_text()
     assert main(arguments) == 0
     assert "is done" in capsys.readouterr().out

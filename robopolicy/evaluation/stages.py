@@ -17,9 +17,11 @@ def stage_summary(verb: str, result: Mapping[str, Any], seconds: float) -> dict[
     """
     found: dict[str, Any] = {"verb": verb, "seconds": seconds}
     found["world_steps"] = result.get("env_steps", result.get("steps") if verb == "collect" else None)
-    for name in ("accepted", "times_faster", "reached_target"):
+    for name in ("accepted", "reached_target"):
         if name in result:
             found[name] = result[name]
+    if "seconds_student" in result:
+        found["times_faster"] = result["seconds_teacher"] / result["seconds_student"]
     judged = next((result[name] for name in JUDGED if isinstance(result.get(name), Mapping)), None)
     if judged is not None:
         found["policy"] = {

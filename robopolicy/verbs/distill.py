@@ -57,7 +57,8 @@ def run(config: Config) -> int:
     remember_origin(student, origin_of(teacher))
     student.save(folder.checkpoint)
     both: dict[str, Policy] = {"teacher": teacher, "student": student}
-    milliseconds = timed(both, episodes, device)
+    seconds = timed(both, episodes, device)
+    faster = seconds["teacher"] / seconds["student"]
     result: dict[str, Any] = {
         "teacher_checkpoint": str(path),
         "observations": episodes.step_count,
@@ -65,13 +66,12 @@ def run(config: Config) -> int:
         "training_steps": fitted.steps,
         "losses": dict(fitted.losses),
         "seconds": fitted.seconds,
-        "milliseconds": milliseconds,
-        "times_faster": milliseconds["teacher"] / milliseconds["student"],
+        **{f"seconds_{name}": value for name, value in seconds.items()},
     }
     finish(config, folder, result | judged(config, both, device))
     output.print(
-        f"A decision of one observation: {milliseconds['teacher']:.2f} ms, distilled {milliseconds['student']:.2f} ms, "
-        f"{result['times_faster']:.1f} times as fast."
+        f"A decision of one observation: {1000 * seconds['teacher']:.2f} ms, distilled "
+        f"{1000 * seconds['student']:.2f} ms, {faster:.1f} times as fast."
     )
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
@@ -91,7 +91,7 @@ def asked_at(config: Config, teacher: Policy, device: torch.device) -> Episodes:
 
 
 def timed(policies: dict[str, Policy], episodes: Episodes, device: torch.device) -> dict[str, float]:
-    """Return the median milliseconds of one decision of each policy, all asked in turns at the first observation."""
+    """Return the median seconds of one decision of each policy, all asked in turns at the first observation."""
     found: dict[str, list[float]] = {name: [] for name in policies}
     draws = torch.Generator(device).manual_seed(0)
     first = next(iter(policies.values())).spec
@@ -102,7 +102,7 @@ def timed(policies: dict[str, Policy], episodes: Episodes, device: torch.device)
             policy.act(seen, draws, deterministic=True)
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            found[name].append(1000 * (time.perf_counter() - began))
+            found[name].append(time.perf_counter() - began)
     return {name: float(np.median(values)) for name, values in found.items()}
 
 
