@@ -8,7 +8,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.structured import Tagged
 from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.registry import AGENTS
-from robopolicy.training.offline.configuration import IMPROVERS, BestOfConfig, CriticFitConfig
+from robopolicy.training.offline.configuration import IMPROVERS, BestOfConfig, CriticFitConfig, GuidedConfig
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,18 @@ class OfflineSection:
     """Folder of a LeRobotDataset (default: what collect wrote under the same name and seed)."""
     more: tuple[Path, ...] = ()
     """Further datasets of the same world, such as recorded episodes of the policy itself."""
-    data: tuple[Literal["recorded", "imagined"], ...] = ("recorded",)
-    """What critics learn from: recorded decisions, and such as the policy makes in the imagination of offline.model."""
+    data: tuple[Literal["recorded", "imagined", "guided"], ...] = ("recorded",)
+    """What critics learn from: recorded decisions; such as the policy makes in the imagination of offline.model (with
+    offline.agent=edac RAVL); such as a diffusion model of the recorded ones draws, guided towards the policy.
+    """
     model: Path | None = None
     """Checkpoint of the world model that imagines."""
     imagined: int = 512
     """Imagined episodes."""
+    imagined_steps: int = 0
+    """Cut them after so many control steps, and begin in recorded steps; 0 plays whole ones on the simulator's starts.
+    """
+    guided: GuidedConfig = field(default_factory=GuidedConfig)
     reward: str = ""
     """For data that records none: success (1 where the episode succeeds, else 0), head:CHECKPOINT (the same, by the
     success head of a world model), or the dotted path of a function (episodes) -> reward [N]; empty for the recorded.
@@ -71,8 +77,10 @@ class OfflineSection:
     """Episodes in the world that judge base and result at the end, and choose nothing; 0 where there is no world."""
 
     def __post_init__(self) -> None:
-        if self.rounds < 1 or self.imagined < 1 or self.evaluate_episodes < 0:
-            raise ConfigError("offline: rounds and imagined are at least 1, evaluate_episodes at least 0.")
+        if self.rounds < 1 or self.imagined < 1 or min(self.evaluate_episodes, self.imagined_steps) < 0:
+            raise ConfigError(
+                "offline: rounds and imagined are at least 1, evaluate_episodes and imagined_steps at least 0."
+            )
         if "imagined" in self.data and self.model is None:
             raise ConfigError("offline.data names imagined: in which world model? Set offline.model=CHECKPOINT.")
         if not self.data:

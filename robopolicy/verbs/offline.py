@@ -8,10 +8,13 @@ adjoint_matching tilts a flow by it, recap imitates everything under labels of h
 as it is and chooses the noise that it begins with. Candidates are judged in a world model that worldmodel has trained
 on the log (gate.models), or by critics (gate.judges=[fqe]) of a share of the episodes that is kept for them
 (gate.holdout); a refused candidate is gone, and steps become smaller. offline.gated=false accepts everything, for
-comparison.
+comparison. The critic also learns from synthetic decisions: offline.data=[recorded,guided] draws them from a diffusion
+model of the log, guided towards the policy; offline.agent=edac offline.data=[recorded,imagined]
+offline.imagined_steps=10 offline.model=MODEL is RAVL.
 """
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +40,7 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.offline.configuration import IMPROVERS
 from robopolicy.training.offline.critic import fit_agent
 from robopolicy.training.offline.dsrl import Wraps
+from robopolicy.training.offline.guided import guided_episodes
 from robopolicy.training.offline.improvers import Imagination, Improver, Lesson
 from robopolicy.training.offline.rounds import Rounds, improve_in_rounds
 from robopolicy.training.offline.seen import critic_interface
@@ -123,9 +127,7 @@ def learn_critic(
 ) -> Lesson:
     """Return the lesson: a critic fitted to the recorded decisions, and to imagined ones where they are named."""
     section, seed = config.offline, config.run.seed
-    if "imagined" in section.data:
-        imagined = imagined_episodes(config, policy, device)
-        episodes = Episodes.concatenate([episodes, imagined]) if "recorded" in section.data else imagined
+    episodes = episodes_for(config, policy, episodes, device)
     interface = critic_interface(policy, episodes)
     agent_config = section.agent.config
     data = recorded_decisions(episodes, interface, agent_config.discount)
@@ -137,6 +139,24 @@ def learn_critic(
     fitting = section.critic
     fit_agent(agent.to(device), data.transitions, fitting.steps, fitting.batch_size, generators, run=folder)
     return Lesson(agent, data, interface)
+
+
+def episodes_for(config: Config, policy: Policy, recorded: Episodes, device: torch.device) -> Episodes:
+    """Return what the critic learns from, as offline.data names it; says how much is whose, unless all is recorded."""
+    section, seed, parts = config.offline, config.run.seed, dict[str, Episodes]()
+    if "recorded" in section.data:
+        parts["recorded"] = recorded
+    if "imagined" in section.data:
+        parts["imagined"] = imagined_episodes(config, policy, device)
+    if "guided" in section.data:
+        draws = Generators(derive(seed, "offline/guided"), device)
+        made = guided_episodes(policy, recorded, section.guided, draws, derive(seed, "guided weights"))
+        parts["guided"] = made.to(device)
+    if set(parts) == {"recorded"}:
+        return recorded
+    counts = ", ".join(f"{len(part)} {name} ({part.step_count} steps)" for name, part in parts.items())
+    output.print(f"The critic learns from episodes: {counts}.")
+    return Episodes.concatenate(list(parts.values()))
 
 
 def imagination(config: Config, policy: Policy, device: torch.device) -> Imagination:
@@ -151,10 +171,17 @@ def imagination(config: Config, policy: Policy, device: torch.device) -> Imagina
 
 
 def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> Episodes:
-    """Return episodes that the policy plays in the imagination of offline.model, on the simulator's starts."""
+    """Return episodes that the policy plays in the imagination of offline.model, on the simulator's starts.
+
+    With offline.imagined_steps they begin in recorded steps and are cut after so many, which is no end of the task.
+    """
     section = config.offline
     assert section.model is not None  # which the section asks for
     inside = config.world.imagined_by(section.model)
+    if section.imagined_steps:
+        short = replace(inside.imagination, steps=section.imagined_steps, starts="data")
+        path = default_path(config, "collect", "dataset", section.dataset, "offline.dataset")
+        inside = replace(inside, imagination=short, data=path)
     world = build_world(inside, policy, episodes=section.imagined, device=device)
     seeds = episode_seeds(config.run.seed, "offline/imagined", section.imagined)
     found = record(world, policy, seeds, generator=Generators(config.run.seed, device)["offline/imagined"])

@@ -257,6 +257,30 @@ class DsrlConfig:
             raise ConfigError(f"own_share {self.own_share} must be in [0, 1].")
 
 
+@dataclass(frozen=True)
+class GuidedConfig:
+    """Synthetic episodes, drawn by a diffusion model of the log and guided towards the policy: arXiv:2404.06356."""
+
+    count: int = 1024
+    """Episodes."""
+    guidance: float = 1.0
+    """How far their actions are pushed towards the policy's; 0 leaves them like the recorded ones."""
+    length: int = 16
+    """Steps of each, a multiple of 2; recorded episodes must be as long, or end the task."""
+    steps: int = 2500
+    """Training steps of the diffusion model."""
+    width: int = 128
+    """Of its network."""
+    batch_size: int = 64
+    """Recorded subsequences a training step."""
+
+    def __post_init__(self) -> None:
+        if min(self.count, self.steps, self.width, self.batch_size) < 1 or self.length < 2 or self.guidance < 0:
+            raise ConfigError(
+                "count, steps, width and batch_size must be at least 1, length at least 2, guidance at least 0."
+            )
+
+
 IMPROVERS = Kinds(
     "improver",
     "robopolicy.improvers",

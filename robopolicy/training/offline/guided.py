@@ -1,0 +1,131 @@
+"""Synthetic episodes beside recorded ones, drawn as whole subsequences and guided towards the policy that is improved.
+
+Source: policy-guided diffusion, Jackson et al. 2024, arXiv:2404.06356; the generator is `worldmodels`'
+TrajectoryDiffusion. A policy of action chunks has no likelihood of single actions: it decides at every C-th step of
+what is denoised, and the action of each step is guided towards its decision, as by a Gaussian around it (the paper does
+so for deterministic policies). Deviation: drawn once, for the policy as it came, not anew while it improves.
+Axes: N subsequence, L step, S state, A action, T decision, H history, C chunk.
+"""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.policy import Policy
+from robopolicy.core.randomness import Generators
+from robopolicy.core.returns import PROGRESS, SUCCESS
+from robopolicy.core.spec import TASK, WorldSpec
+from robopolicy.core.vectors import StateVector
+from robopolicy.rl.offline.interface import recorded_range
+from robopolicy.training.configuration import FitConfig
+from robopolicy.training.offline.configuration import GuidedConfig
+from robopolicy.training.stages import fit_stages
+from worldmodels.configuration import TrajectoryConfig
+from worldmodels.trajectory_diffusion import LogProb, TrajectoryDiffusion
+
+
+def guided_episodes(
+    policy: Policy, episodes: Episodes, config: GuidedConfig, generators: Generators, seed: int
+) -> Episodes:
+    """Return `config.count` synthetic episodes of a generator trained on `episodes`, guided towards `policy`.
+
+    seed: of the generator's weights. An episode is a subsequence up to success, which ends the task; one that is over
+    without has no end, so the state behind it has a value. Raises ConfigError where states are no vectors or there are
+    several instructions, DataError where rewards, success, or observations after last actions are not recorded.
+    """
+    require_vectors(policy, episodes)
+    recorded = episodes.to("cpu")
+    fields = StateVector.of(recorded.observation_fields).fields
+    spec = WorldSpec(
+        "recorded",
+        fields,
+        recorded.action_field,
+        recorded.fps,
+        int(recorded.lengths.max()),
+        rewards=tuple(recorded.rewards or ()),
+        instructions=(recorded.tasks[0],),
+    )
+    sizes = TrajectoryConfig(length=config.length, width=config.width, batch_size=config.batch_size)
+    model = TrajectoryDiffusion.build(sizes, spec, recorded, seed)
+    fit_stages(model, recorded, FitConfig(steps=config.steps, learning_rate=2e-3), generators)
+    model.calibrate(recorded)
+    model.eval()
+    target = decided(policy, model, recorded.tasks[0], seed)
+    steps = model.generate(config.count, generators["guided"], target, config.guidance)
+    return as_episodes(model, steps, recorded)
+
+
+def require_vectors(policy: Policy, episodes: Episodes) -> None:
+    """Raise ConfigError or DataError, saying why, where such episodes cannot be drawn for such a policy."""
+    seen = sorted({*policy.spec.cameras, *episodes.cameras})
+    if seen:
+        raise ConfigError(
+            f"Guided episodes are drawn as vectors, and here are images (camera '{seen[0]}'): imagined ones, of a "
+            "world model that shows images, take their place."
+        )
+    if len(set(episodes.tasks)) > 1:
+        raise ConfigError(
+            f"Guided episodes are of one task, and here are {len(set(episodes.tasks))} instructions: give those of one."
+        )
+    if episodes.step_success is None:
+        raise DataError("Guided episodes end with success, and this data does not say which steps succeeded.")
+
+
+def decided(policy: Policy, model: TrajectoryDiffusion, instruction: str, seed: int) -> LogProb:
+    """Return the log-probability of actions under a Gaussian around what `policy` decides, without its constant.
+
+    (states [N * L, S], actions [N * L, A]) of whole subsequences -> [N * L]. The policy decides at every C-th step, of
+    the history within the subsequence, each time with the same noise, so that all denoising steps guide towards the
+    same; the Gaussian is as wide as the recorded actions.
+    """
+    spec, length = policy.spec, model.config.length
+    begins = torch.arange(0, length, spec.chunk)
+    frames = (begins[:, None] + torch.arange(1 - spec.history, 1)).clamp(min=0)
+    width = model.std[2 * model.states :]
+
+    @torch.no_grad()
+    def decisions(states: Tensor) -> Tensor:
+        whole = rearrange(states, "(n l) s -> n l s", l=length)
+        shown = model.state_vector.unpack(rearrange(whole[:, frames], "n t h s -> (n t) h s"))
+        seen = {key: shown[key] for key in spec.observation} | {TASK: [instruction] * (len(whole) * len(begins))}
+        noise = torch.Generator(states.device).manual_seed(seed)
+        actions = policy.act(seen, noise, deterministic=True).actions
+        return rearrange(actions, "(n t) c a -> n (t c) a", n=len(whole))[:, :length].flatten(0, 1)
+
+    def log_prob(states: Tensor, actions: Tensor) -> Tensor:
+        return -0.5 * ((actions - decisions(states)) / width).square().sum(-1)
+
+    return log_prob
+
+
+@torch.no_grad()
+def as_episodes(model: TrajectoryDiffusion, steps: Tensor, recorded: Episodes) -> Episodes:
+    """Return subsequences [N, L, S + A] as episodes of up to L - 1 actions like `recorded`, ending where they succeed.
+
+    Actions are clipped to the range of the recorded ones.
+    """
+    states, actions = steps.split([model.states, model.actions], -1)
+    low, high = recorded_range(recorded)
+    taken = actions[:, :-1].clamp(low, high)
+    before, after = states[:, :-1].flatten(0, 1), states[:, 1:].flatten(0, 1)
+    success = rearrange(model.heads.succeeded(after), "(n l) -> n l", n=len(steps))
+    progress = rearrange(model.heads.progress(before, taken.flatten(0, 1), after), "(n l) -> n l", n=len(steps))
+    won = success.long().cumsum(1)
+    kept = (won == 0) | ((won == 1) & success)  # up to the first success, that step included
+    lengths = kept.sum(1)
+    shown = torch.cat([torch.ones_like(kept[:, :1]), kept], 1)
+    return Episodes(
+        observation_fields=model.state_vector.fields,
+        action_field=recorded.action_field,
+        fps=recorded.fps,
+        observation=dict(model.state_vector.unpack(states[shown])),
+        actions=taken[kept],
+        lengths=lengths,
+        tasks=(recorded.tasks[0],) * len(steps),
+        rewards={PROGRESS: progress[kept], SUCCESS: model.heads.bonus * success[kept].float()},
+        step_success=success[kept],
+        terminated=success.any(1),
+        final_known=torch.ones(len(steps), dtype=torch.bool),
+    )
