@@ -13,9 +13,10 @@ class CorrectConfig:
     """Control steps without a new best sum of rewards after which the expert takes over; 0 for never."""
     budget: int = 0
     """Control steps of an episode after which it takes over in any case; 0 for never."""
-    rewind: int = 10
-    """Control steps of the policy that are undone first, the last one first: the actions' elements mirrored in the
-    middle of their range, grippers as they were. Right where actions are velocities or steps; 0 corrects at once.
+    rewind: int = 0
+    """Control steps of the policy that are undone first (RaC's recovery), the last one first: the actions' elements
+    mirrored in the middle of their range, grippers as they were. Right where actions are velocities or steps; 0
+    corrects at once, which taught more on push_cube (rl/offline/README.md).
     """
 
     def __post_init__(self) -> None:

@@ -7,7 +7,8 @@ Failures are kept, because world models need them; collect.successes_only=true d
 plan.model, a world model's, the policy looks ahead: plan.uncertainty above 0 leads it where the model has yet to learn.
 collect.chains=true records beside a policy's episodes how it came to its decisions (gate.judges=[importance]).
 collect.correct.patience=20 lets the expert (or collect.controller) take over from a policy after so many steps without
-progress: it goes back, does it right, and every step says whose it was, which train and offline read.
+progress: it goes back (collect.correct.rewind=10), does it right, and every step says whose it was, which train and
+offline read.
 """
 
 from collections.abc import Mapping
