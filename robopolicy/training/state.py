@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from robopolicy.core.errors import CheckpointError, ConfigError
-from robopolicy.core.storage import recover_folder, write_folder_atomic
+from robopolicy.core.storage import recover_folder, sweep, write_folder_atomic
 from robopolicy.core.tensors import Tree, load_tree, save_tree
 
 _NAME = "trainer"
@@ -17,7 +17,9 @@ def save_trainer(folder: Path, tree: Tree) -> None:
 
 
 def load_trainer(folder: Path) -> dict[str, Any] | None:
-    """Read the trainer's state, or return None where no run has left one."""
+    """Read the trainer's state, or return None where no run has left one; what a killed save left beside it goes."""
+    if folder.parent.is_dir():
+        sweep(folder.parent, folder.name)
     folder = recover_folder(folder)
     return load_tree(folder, _NAME) if folder.exists() else None
 

@@ -213,30 +213,70 @@ class Killed(Exception):
     """What stands for a kill."""
 
 
+class Dies(StepsWorld):
+    """It does so at its n-th chunk."""
+
+    def __init__(self, turns):
+        super().__init__()
+        self.turns = turns
+
+    def step(self, actions):
+        """Step, or die."""
+        self.turns -= 1
+        if not self.turns:
+            raise Killed
+        return super().step(actions)
+
+
 @pytest.mark.parametrize("kind", ["actions", "noise"])
 def test_a_run_that_is_killed_ends_bit_for_bit_in_the_same_place(kind, tmp_path):
-    config = replace(QUICK, checkpoint_every=2, updates=0.5)
+    # With few updates there are waves without any, which must not depend on a kill either.
+    config = replace(QUICK, steps=240, checkpoint_every=2, updates=0.06 if kind == "noise" else 0.5)
 
-    def run(name, stop=None):
+    def run(name, world):
         policy = acting() if kind == "actions" else steering()
         frozen = always(0.25) if kind == "actions" else plays_noise(policy)
-        looks = []
 
         def evaluate(evaluated):
-            looks.append(evaluated)
-            if stop is not None and len(looks) > stop:
-                raise Killed
             return {"success": float(evaluated.agent.act(torch.zeros(1, 1)).mean()) / 2 + 0.5}
 
-        return learn_online(policy, StepsWorld(), frozen, config, evaluate=evaluate, run=RunFolder(tmp_path / name))
+        return learn_online(policy, world, frozen, config, evaluate=evaluate, run=RunFolder(tmp_path / name))
 
-    whole = run("whole")
+    whole = run("whole", StepsWorld())
+    for turns in (8, 21):
+        name = f"broken at {turns}"
+        with pytest.raises(Killed):
+            run(name, Dies(turns))
+        assert run(name, StepsWorld()) == whole
+        for file in ("metrics.jsonl", "checkpoint/model.safetensors", "resume/online/trainer.safetensors"):
+            assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / name / file).read_bytes(), (name, file)
+    assert run("whole", StepsWorld()) == whole, "what is done is not done again"
+
+
+def test_a_kill_between_the_last_line_of_metrics_and_the_last_resume_point_leaves_one_line(tmp_path, monkeypatch):
+    saves, save = [], loop.Online.save
+
+    def run(name):
+        evaluate = lambda policy: {"success": float(policy.agent.act(torch.zeros(1, 1)).mean()) / 2 + 0.5}  # noqa: E731
+        return learn_online(
+            acting(), StepsWorld(), always(0.25), QUICK, evaluate=evaluate, run=RunFolder(tmp_path / name)
+        )
+
+    monkeypatch.setattr(loop.Online, "save", lambda self: saves.append(None) or save(self))
+    whole, count = run("whole"), len(saves)
+
+    def dies(self):
+        saves.append(None)
+        if len(saves) == count:
+            raise Killed
+        save(self)
+
+    saves.clear()
+    monkeypatch.setattr(loop.Online, "save", dies)
     with pytest.raises(Killed):
-        run("broken", stop=3)
+        run("broken")
     assert run("broken") == whole
-    for name in ("metrics.jsonl", "checkpoint/model.safetensors", "resume/online/trainer.safetensors"):
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "broken" / name).read_bytes(), name
-    assert run("whole") == whole, "what is done is not done again"
+    assert len({(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "broken")}) == 1
 
 
 def observation(count=5):

@@ -151,6 +151,7 @@ class Online:
         first, won = self.episodes, np.zeros(rows, dtype=bool)
         self.episodes += count
         turns: list[tuple[Tensor, Tensor]] = []
+        self.figures = {}  # a wave logs its own, as it would after a kill
         self.explorer.share = self.share
         for played in player:
             before = self.env_steps
@@ -229,14 +230,26 @@ class Online:
             return own
         return Transitions.join([own, self.recorded.draw(retained, draws)])
 
+    @property
+    def seen(self) -> bool:
+        """Whether the policy as it is has been evaluated, or nobody asks."""
+        return self.evaluate is None or (bool(self.evaluations) and self.evaluations[-1]["updates"] == self.updates)
+
     def look(self) -> None:
         """Evaluate the policy as it is, unless it has been, and note what was found."""
-        if self.evaluate is None or (self.evaluations and self.evaluations[-1]["updates"] == self.updates):
+        if self.evaluate is None or self.seen:
             return
         found = {f"deterministic_{name}": value for name, value in self.evaluate(self.policy).items()}
         self.evaluations.append({**self.where(), **found})
         if self.run is not None:
             self.run.log(self.evaluations[-1])
+
+    def finish(self) -> None:
+        """Evaluate and save at the end, an iteration of its own: a kill between the two leaves no second line."""
+        if not self.seen:
+            self.wave += 1
+            self.look()
+        self.save()
 
     def where(self) -> dict[str, int]:
         """Return how far it is, by name."""
@@ -325,8 +338,7 @@ def learn_online(
             online.play(player, seed, advance)
             if online.wave % config.checkpoint_every == 0:
                 online.save()
-    online.look()
-    online.save()
+    online.finish()
     return OnlineResult(online.env_steps, online.updates, online.episodes, tuple(online.evaluations))
 
 
