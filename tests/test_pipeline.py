@@ -119,6 +119,11 @@ def test_a_candidate_learns_in_one_model_and_another_one_judges(root: Path, caps
     assert all("critic_step" not in each for each in RunFolder(root / "offline" / "imagining" / "0").metrics())
     found = json.loads((root / "offline" / "imagining" / "0" / "result.json").read_text())
     assert found["env_steps"] == 0
+    trials = ["gate.judges=[world]", "offline.rounds=1", "run.name=trials"]
+    assert main([*offline, *data, f"offline.model={model}", *trials]) == 0
+    found = json.loads((root / "offline" / "trials" / "0" / "result.json").read_text())
+    assert found["env_steps"] == found["rounds"][0]["verdict"]["env_steps"] > 0
+    assert "success in trials of reach_planar" in found["rounds"][0]["gate"]
 
 
 def test_a_pipeline_is_one_job_that_goes_on_where_it_was_interrupted(tmp_path: Path, capsys, monkeypatch):

@@ -19,17 +19,18 @@ class GateSection:
     """Datasets that judges look at (default: what collect wrote under the same name and seed); give what training has
     not seen.
     """
-    judges: tuple[Literal["model", "fqe", "critic", "importance"], ...] = ("model",)
+    judges: tuple[Literal["model", "fqe", "critic", "importance", "world"], ...] = ("model",)
     """model: episodes in gate.models; fqe: a critic fitted to each policy on recorded data; critic: mean values of a
     critic of the recorded actions (AM-Q). The latter two are fooled where a policy does what the data has not.
-    importance: logged episodes (collect.chains=true), weighed by how likely each policy was to decide so.
+    importance: logged episodes (collect.chains=true), weighed by how likely each policy was to decide so. world: trials
+    in the world itself, whose steps are counted, for a short online phase.
     """
     models: tuple[Path, ...] = ()
     """Checkpoints of world models, one judge each (default: what worldmodel wrote under the same name and seed)."""
     by: Literal["success", "return"] = "success"
     """What models and importance judge by."""
     starts: int = 256
-    """Recorded observations (or imagined episodes) that both policies are scored from."""
+    """Recorded observations (or imagined episodes, or trials) that both policies are scored from."""
     margin: float = 0.0
     """By how much the lower bound of the improvement must exceed zero, in the judge's units."""
     relative: float = 0.0

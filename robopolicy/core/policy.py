@@ -180,7 +180,8 @@ class DecidesFromNoise(Protocol):
     def trajectory(self, observation: TensorObservation, noise: Tensor, through: int | None = None) -> Tensor:
         """Return the latents [N, K+1, P, A] of the noise-free chain from noise [N, P, A], which is the first of them.
 
-        Differentiable in noise and weights, or in the weights of the last `through` steps alone. Raises SpecError or NonFiniteError on a bad observation.
+        Differentiable in noise and weights, or in the weights of the last `through` steps alone. Raises SpecError or
+        NonFiniteError on a bad observation.
         """
         ...
 

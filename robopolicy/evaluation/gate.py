@@ -77,11 +77,12 @@ class Judgement:
 
 @dataclass(frozen=True)
 class GateResult:
-    """The verdict on one candidate; reasons: one sentence for each judge."""
+    """The verdict on one candidate; reasons: one sentence for each judge; env_steps: played in the world for it."""
 
     accepted: bool
     judgements: tuple[Judgement, ...]
     reasons: tuple[str, ...]
+    env_steps: int = 0
 
     def line(self, what: str) -> str:
         """Return the line of the log: "accepted round 3: +.06 [.02, .09] on 256 starts, judged by ..."."""
@@ -92,6 +93,7 @@ class GateResult:
         return {
             "accepted": self.accepted,
             "reasons": list(self.reasons),
+            "env_steps": self.env_steps,
             "judgements": [{**asdict(each), "low": each.low, "better": each.better} for each in self.judgements],
         }
 
@@ -125,6 +127,7 @@ class Gate:
 
         Raises DataError where a judge's values are not finite or do not pair.
         """
+        before = _trials(self.judges)
         found = [
             judged(
                 judge.name,
@@ -140,6 +143,7 @@ class Gate:
             accepted=all(each.better for each in found),
             judgements=tuple(found),
             reasons=tuple(_reason(each) for each in found),
+            env_steps=_trials(self.judges) - before,
         )
 
 
@@ -169,6 +173,11 @@ def judged(
         margin=max(margin, relative * abs(float(incumbent.mean()))),
         confidence=confidence,
     )
+
+
+def _trials(judges: Sequence[Judge]) -> int:
+    """Return how many control steps judges have played in the world so far, those that do."""
+    return sum(int(getattr(judge, "env_steps", 0)) for judge in judges)
 
 
 def _reason(found: Judgement) -> str:

@@ -30,8 +30,9 @@ from robopolicy.rl.offline.interface import Interface
 class ModelReturn:
     """Plays a policy in a world model: success (or return) of one episode per seed.
 
-    world: an imagined one; seeds: [S] of its starts; by: "success" or "return"; independent: whether the candidates
-    were not trained in it; as_inside: a policy -> what acts in its place in that world, itself without an encoder say.
+    world: an imagined one, or with `trials` the world itself, for a short online phase; seeds: [S] of its starts; by:
+    "success" or "return"; independent: whether the candidates were not trained in it; as_inside: a policy -> what acts
+    in its place in that world, itself without an encoder say. `env_steps` counts the control steps of trials.
     """
 
     def __init__(
@@ -42,18 +43,21 @@ class ModelReturn:
         by: str = "success",
         as_inside: Callable[[Policy], Policy] = lambda policy: policy,
         independent: bool = True,
+        trials: bool = False,
         seed: int = 0,
     ):
         if by not in ("success", "return"):
             raise ConfigError(f"by={by}: a model judges by success or by return.")
         self.world, self.seeds, self.by, self.independent, self.seed = world, np.asarray(seeds), by, independent, seed
         self.as_inside = as_inside
-        self.name = f"{by} in the {world.spec.name}"
+        self.trials, self.env_steps = trials, 0
+        self.name = f"{by} in {'trials of' if trials else 'the'} {world.spec.name}"
 
     def values(self, policy: Policy) -> Array:
         """Return success (0 or 1) or return of each episode [S], with the same noise for every policy."""
         inside = self.as_inside(policy)
         found = evaluate_policy(self.world, inside, self.seeds, generator_seed=self.seed, label=f"judge: {self.name}")
+        self.env_steps += found.steps if self.trials else 0
         return found.success.astype(np.float64) if self.by == "success" else found.returns
 
 

@@ -65,7 +65,7 @@ def run(config: Config) -> int:
 
 def recorded_for_gate(config: Config, device: torch.device) -> Episodes | None:
     """Return the episodes of gate.data, or what collect wrote; None where no judge looks at recorded data."""
-    if set(config.gate.judges) <= {"model"}:
+    if set(config.gate.judges) <= {"model", "world"}:
         return None
     return Episodes.concatenate([read_dataset(path) for path in recorded_paths(config)]).to(device)
 
@@ -85,12 +85,17 @@ def build_judges(
     and DataError where something is missing.
     """
     section, judges = config.gate, list[Judge]()
-    critics = not set(section.judges) <= {"model", "importance"}
+    critics = not set(section.judges) <= {"model", "importance", "world"}
     recorded = recorded_for_judges(section, incumbent, episodes) if critics and episodes is not None else None
     for name in section.judges:
         if name == "model":
             paths = section.models or (default_path(config, "worldmodel", "checkpoint", None, "gate.models"),)
             judges += [model_judge(config, path, incumbent, device, path not in trained_in) for path in paths]
+            continue
+        if name == "world":
+            world = build_world(config.world, incumbent, episodes=section.starts, device=device)
+            seeds = episode_seeds(config.run.seed, "gate/trials", section.starts)
+            judges.append(ModelReturn(world, seeds, by=section.by, trials=True, seed=config.run.seed))
             continue
         if name == "importance":
             judges.append(importance_judge(config, incumbent, episodes))

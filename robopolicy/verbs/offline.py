@@ -1,6 +1,6 @@
 """Improves a policy from recorded data alone: a critic is fitted, candidates are made, a gate lets the better ones in.
 
-No step is played in the real world until the end, where base and result are judged on the same starts; nothing is
+No step is played in the real world (but by gate.judges=[world]) until base and result are judged at the end; nothing is
 chosen by that. offline.agent= names whose critic is fitted, offline.improve= how a candidate is made of the incumbent:
 best_of imitates the best of several decisions by that critic, weighted_imitation the recorded actions by how good they
 were, chain_ppo follows the critic through the denoising chain, diffusion_ql climbs its gradient through that chain,
@@ -97,7 +97,7 @@ def run(config: Config) -> int:
         "steps": training.step_count,
         "rounds": list(found.records),
         "accepted": found.accepted,
-        "env_steps": 0,
+        "env_steps": sum(int(record.get("verdict", {}).get("env_steps", 0)) for record in found.records),
         "selected_by": [each.name for each in judges],
         "seconds": seconds,
         **clipped(judges),

@@ -87,3 +87,19 @@ def test_what_is_refused():
         judged("x", np.zeros(3), np.zeros(4), 0.0)
     with pytest.raises(DataError, match="model returned values that are not finite"):
         judged("model", np.array([0.0, np.nan]), np.zeros(2), 0.0)
+
+
+def test_trials_in_the_world_are_counted_verdict_by_verdict():
+    class Trials:
+        name, independent, env_steps = "trials", True, 0
+
+        def values(self, policy):
+            self.env_steps += 50
+            return np.full(10, float(policy)) + np.arange(10) * 0.01 * policy
+
+    gate = Gate([Trials()])
+    for _ in range(2):
+        found = gate.decide(2, 1)
+        assert found.env_steps == 100
+        assert found.to_json()["env_steps"] == 100
+        assert found.accepted

@@ -70,7 +70,9 @@ def test_points_of_the_teachers_chain_lead_to_the_same_end():
     with torch.no_grad():
         for weight in [*teacher.network.parameters(), *lesson.student.network.parameters()]:
             weight.zero_()  # a velocity of zero ends where it began, from every point of the chain
-    assert float(lesson.loss({"observation": seen}, torch.Generator().manual_seed(0))["distance"].detach().max()) < 1e-12
+    assert (
+        float(lesson.loss({"observation": seen}, torch.Generator().manual_seed(0))["distance"].detach().max()) < 1e-12
+    )
     with torch.no_grad():
         [*teacher.network.denoiser.parameters()][-1].fill_(0.1)  # now every step moves, and all by as much
     far = lesson.loss({"observation": seen}, torch.Generator().manual_seed(0))["distance"].detach()
