@@ -1,8 +1,8 @@
 """RL-100's pipeline, stage by stage and seed by seed; beside it, what critics of the same log give without a model.
 
 `pipeline recipe=rl100` is run as anybody would run it. Then `offline` is given the same log and the same imitated
-policy with nothing but critics: Diffusion-QL climbs ReBRAC's, and fitted Q evaluation on held-out episodes of the log
-judges. Every stage has a run folder and is not run again once it is done.
+policy with nothing but critics, its defaults: the best of several decisions by IQL's critic are imitated, and fitted Q
+evaluation on held-out episodes of the log judges. Every stage has a run folder and is not run again once it is done.
 Source of the pipeline: RL-100, arXiv:2510.14830.
 """
 
@@ -47,8 +47,6 @@ def measure(config: Config, root: Path, task: str, seed: str) -> dict[str, Any]:
         given = [
             f"offline.dataset={found['folders']['log']}/dataset",
             f"offline.policy={found['folders']['imitation']}/checkpoint",
-            "offline.agent=rebrac",
-            "offline.improve=diffusion_ql",
             "gate.judges=[fqe]",
             f"run.name={task}",
         ]
