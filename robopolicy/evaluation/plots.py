@@ -124,7 +124,7 @@ def deployments(found: Mapping[str, Mapping[str, Any]], floor: float) -> str:
                 axes.plot(episodes, each["shares"][19:], color=MUTED, linewidth=1, label="share of the new policy")
         axes.axhline(floor, color=BASE, linestyle="--", linewidth=1, label="floor")
         axes.set(xlabel="episodes", ylim=(0, 1))
-        axes.legend(frameon=False, loc="lower right")
+        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
         return as_svg(figure)
 
 
