@@ -84,7 +84,8 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
             )
         header = ["stage", "success", "with exploration noise", "world steps", "minutes", "by seed"]
         episodes = next(iter(seeds.values()))["imitation"]["policy"]["deterministic"]["episodes"]
-        title = f"{task}: mean over {len(seeds)} seeds (lowest to highest), {episodes} paired episodes"
+        over = "one seed" if len(seeds) == 1 else f"mean over {len(seeds)} seeds (lowest to highest)"
+        title = f"{task}: {over}, {episodes} paired episodes"
         found.append(Table(title, header, lines))
         for seed, stages in seeds.items():
             rates = [rate_text(stages[stage]["policy"]["deterministic"]) for stage in JUDGED]
