@@ -144,6 +144,11 @@ class PolicySpec:
         """Names of the cameras it looks through."""
         return cameras_of(self.observation)
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Keys of what it reads of recorded steps: its observation, and the task where there is more than one."""
+        return (*self.observation, TASK) if len(self.instructions) > 1 else tuple(self.observation)
+
 
 def require_fit(policy: PolicySpec, world: WorldSpec) -> None:
     """Raise `SpecError` unless `policy` can act in `world`: all it reads is shown, and actions have one shape.

@@ -1,6 +1,6 @@
 """What can be set about pre-training and fine-tuning, with the defaults that worked."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from robopolicy.core.errors import ConfigError
@@ -222,3 +222,15 @@ class FinetuneConfig(AlgorithmConfig):
             raise ConfigError(f"actor_warmup is {self.actor_warmup}; 1 means none.")
         if min(self.clip, self.clip_base or self.clip, self.clip_high or self.clip, self.log_ratio_clamp) <= 0:
             raise ConfigError("clip, clip_base, clip_high and log_ratio_clamp must be positive.")
+
+
+NEARNESS = "bc"
+"""The loss that keeps a policy near its base."""
+
+
+def held_near_base(settings: FinetuneConfig, weight: float) -> FinetuneConfig:
+    """Return the settings with nearness to the base among the losses; as they are where they name it themselves."""
+    named = tuple(settings.of("auxiliaries", ()))
+    if NEARNESS in named:
+        return settings
+    return replace(settings, auxiliaries=(*named, NEARNESS), options={**settings.options, NEARNESS: {"weight": weight}})

@@ -23,7 +23,6 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import TASK
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.few_steps import clean_actions, few_step_student
 from robopolicy.training.configuration import DistillConfig
@@ -96,8 +95,7 @@ def _observations(
 ) -> Iterator[dict[str, TensorObservation]]:
     """Yield random observations of `episodes` for ever; `generator` is all the state."""
     spec = policy.spec
-    keys = [*spec.observation, TASK] if len(spec.instructions) > 1 else list(spec.observation)
-    return episodes.to(generator.device).sampler(spec.history, 1, batch_size, generator, keys=keys)
+    return episodes.to(generator.device).sampler(spec.history, 1, batch_size, generator, keys=spec.columns)
 
 
 def _drawn(points: Tensor, times: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -411,8 +411,10 @@ class _Finetuning:
         tree = None if self.run_folder is None else load_trainer(self.run_folder.resume_point)
         if tree is None or self.run_folder is None:
             return
-        for saved, current in ((tree, self._tree()), (tree["config"], self._settings())):
-            require_same_parts(saved, current, self.run_folder.resume_point)
+        current = self._tree()
+        require_same_parts(tree, current, self.run_folder.resume_point)
+        for part in ("config", "collector"):
+            require_same_parts(tree[part], current[part], self.run_folder.resume_point)
         require_same_config(tree["config"], self._settings(), may_change=("iterations", "target_success"))
         self.iteration, self.env_steps, self.best = tree["iteration"], tree["env_steps"], tree["best"]
         self.course.restore(tree["course"])

@@ -13,7 +13,7 @@ from robopolicy.core.interventions import worth_imitating
 from robopolicy.core.policy import Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import TASK, PolicySpec
+from robopolicy.core.spec import PolicySpec
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.fit import FitResult, fit
 
@@ -45,16 +45,15 @@ def regression_batches(
     DataError where nothing is.
     """
     spec = policy.spec
-    keys = [*spec.observation, TASK] if len(spec.instructions) > 1 else list(spec.observation)
     data = episodes.to(next(policy.parameters()).device)
     worth = worth_imitating(data)
     if worth is not None:
-        return _worthy_batches(data, worth, policy.spec, batch_size, generator, keys)
-    return data.sampler(spec.history, spec.prediction, batch_size, generator, keys=keys)
+        return _worthy_batches(data, worth, spec, batch_size, generator)
+    return data.sampler(spec.history, spec.prediction, batch_size, generator, keys=spec.columns)
 
 
 def _worthy_batches(
-    data: Episodes, worth: Tensor, spec: PolicySpec, size: int, generator: torch.Generator, keys: list[str]
+    data: Episodes, worth: Tensor, spec: PolicySpec, size: int, generator: torch.Generator
 ) -> Iterator[dict[str, Any]]:
     """Yield decisions as `Episodes.sampler` does that begin among the steps `worth` [N] bool, valid up to the first
     that is not.
@@ -69,7 +68,7 @@ def _worthy_batches(
     while True:
         drawn = torch.randint(len(among), (size,), generator=generator, device=generator.device)
         steps = among[drawn.to(data.device)]
-        batch = data.windows(steps, spec.history, spec.prediction, keys)
+        batch = data.windows(steps, spec.history, spec.prediction, spec.columns)
         good = worth[(steps[:, None] + ahead).clamp(max=len(worth) - 1)].long().cumprod(1).bool()
         batch["action_valid"] = batch["action_valid"] & good
         yield batch

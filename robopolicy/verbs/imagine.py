@@ -47,7 +47,7 @@ from robopolicy.origins import origin_of_section
 from robopolicy.policies import load_policy as load_alone
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.acting import Acting
-from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.configuration import NEARNESS, FinetuneConfig, held_near_base
 from robopolicy.training.course import Course, Ended, Oversight
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
@@ -57,8 +57,8 @@ from robopolicy.verbs.verb import Verb
 from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import DecoderFree, LearnedModel
 
-NEARNESS, DIWA_WEIGHT = "bc", 0.05
-"""The loss that keeps a policy near its base, and its weight in DiWA."""
+DIWA_WEIGHT = 0.05
+"""Of the loss that keeps a policy near its base, in DiWA."""
 
 WHERE = "in imagination", "for real"
 
@@ -240,13 +240,11 @@ def held_near(tuning: FinetuneConfig, chosen: ImagineSection) -> tuple[FinetuneC
 
     Where the user's own settings name `bc`, its weight there is what it begins with.
     """
-    named = tuple(tuning.of("auxiliaries", ()))
-    if NEARNESS in named:
+    if NEARNESS in tuning.of("auxiliaries", ()):
         return tuning, 1.0
     if not chosen.near_base and (chosen.tighten == 1 or chosen.gap is None or not chosen.watch):
         return tuning, 1.0
-    options = {**tuning.options, NEARNESS: {"weight": chosen.near_base or DIWA_WEIGHT}}
-    return replace(tuning, auxiliaries=(*named, NEARNESS), options=options), float(chosen.near_base > 0)
+    return held_near_base(tuning, chosen.near_base or DIWA_WEIGHT), float(chosen.near_base > 0)
 
 
 def judge_all(config: Config, world: World, policies: Mapping[str, Policy]) -> dict[str, Verdict]:

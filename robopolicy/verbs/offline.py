@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.build import build_critic, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.gate import GateSection
 from robopolicy.core.episodes import Episodes
@@ -167,7 +167,7 @@ def imagination(config: Config, policy: Policy, device: torch.device) -> Imagina
     inside = config.world.imagined_by(section.model)
     world = build_world(inside, policy, batch_size=tuning.num_envs, seed=config.run.seed, device=device)
     settings = narrowed(FinetuneConfig, tuning)
-    return Imagination(world, settings, tuning.critic_width, tuning.critic_depth, device)
+    return Imagination(world, settings, lambda seed: build_critic(world, tuning, seed).to(device))
 
 
 def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> Episodes:

@@ -7,13 +7,10 @@ import torch
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Trainable
 from robopolicy.core.randomness import Generators, derive
-from robopolicy.rl.critic import Critic, state_critic
+from robopolicy.training.configuration import held_near_base
 from robopolicy.training.finetune import finetune
 from robopolicy.training.offline.configuration import ImaginedPpoConfig
-from robopolicy.training.offline.improvers import Imagination, Lesson
-
-NEARNESS = "bc"
-"""The loss that keeps a policy near what it was."""
+from robopolicy.training.offline.improvers import Lesson
 
 
 class ImaginedPpo:
@@ -45,17 +42,7 @@ class ImaginedPpo:
             evaluate_every=0,
             target_success=None,
         )
-        if config.near_base and NEARNESS not in given.of("auxiliaries", ()):
-            options = {**given.options, NEARNESS: {"weight": config.near_base}}
-            settings = replace(settings, auxiliaries=(*given.of("auxiliaries", ()), NEARNESS), options=options)
-        result = finetune(policy, _critic(found, seed), found.world, settings, seed=seed)
+        if config.near_base:
+            settings = held_near_base(settings, config.near_base)
+        result = finetune(policy, found.new_critic(seed), found.world, settings, seed=seed)
         return {"imagined_steps": float(result.env_steps)}
-
-
-def _critic(imagination: Imagination, seed: int) -> Critic:
-    """Return a fresh critic of the imagined world's observations."""
-    spec, settings = imagination.world.spec, imagination
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, "critic weights"))
-        width, depth = settings.critic_width, settings.critic_depth
-        return state_critic(spec.observation, spec.history, width, depth, spec.instructions).to(settings.device)

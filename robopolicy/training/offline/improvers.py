@@ -19,6 +19,7 @@ from robopolicy.core.world import World
 from robopolicy.nn.optimisers import adamw, clip_gradients, require_finite, set_learning_rate
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
+from robopolicy.rl.critic import Critic
 from robopolicy.rl.offline.agent import OfflineAgent
 from robopolicy.rl.offline.best_of import smallest_value
 from robopolicy.rl.offline.decisions import ROWS, Decisions, observed_at
@@ -31,13 +32,11 @@ from robopolicy.training.update import Learner
 
 @dataclass(frozen=True)
 class Imagination:
-    """A world model of the log to play in, and the settings of fine-tuning and of its critic on `device`."""
+    """A world model of the log to play in, the settings of fine-tuning there, and a fresh critic of it by seed."""
 
     world: World
     settings: FinetuneConfig
-    critic_width: int = 256
-    critic_depth: int = 2
-    device: torch.device | str = "cpu"
+    new_critic: Callable[[int], Critic]
 
 
 @dataclass(frozen=True)
