@@ -7,6 +7,7 @@ weights agree exactly.
 """
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -16,8 +17,26 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.nn.configuration import DenoiserKind
 
 
+class Blocks(Protocol):
+    """Who answers for the residual branches of a step: they compute, or somebody remembers what they said before."""
+
+    def __call__(self, index: int, branch: Callable[[], Tensor]) -> Tensor:
+        """Return the output of block number `index`, what `branch` computes or has computed in an earlier step."""
+        ...
+
+
+def fresh(index: int, branch: Callable[[], Tensor]) -> Tensor:
+    """Compute every block in every step; see `Blocks`."""
+    return branch()
+
+
 class Denoiser(Protocol):
     """What the three networks share; E and F are sizes of their own."""
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the residual branches, in the order of their computation."""
+        ...
 
     def encode_time(self, time: Tensor) -> Tensor:
         """Features [..., E] of times [...] in [0, 1]."""
@@ -27,7 +46,7 @@ class Denoiser(Protocol):
         """Features [..., F] of conditions [..., D]."""
         ...
 
-    def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor) -> Tensor:
+    def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor, blocks: Blocks = fresh) -> Tensor:
         """Predict [..., P, A] from latents [..., P, A]; the features broadcast against its leading axes."""
         ...
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from robopolicy.nn.denoisers import TimeEmbedding
+from robopolicy.nn.denoisers import Blocks, TimeEmbedding, fresh
 
 
 class ResidualMLP(nn.Module):
@@ -24,6 +24,11 @@ class ResidualMLP(nn.Module):
         self.head = nn.Linear(width, flat)
         self.activation = nn.SiLU()
 
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """The hidden layers."""
+        return tuple(f"{place}.hidden" for place in range(len(self.hidden)))
+
     def encode_time(self, time: Tensor) -> Tensor:
         """Return the time's part of the first layer, [..., width]."""
         return self.time(time)
@@ -32,17 +37,23 @@ class ResidualMLP(nn.Module):
         """Return the condition's part of the first layer, [..., width]."""
         return self.condition(condition)
 
-    def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor) -> Tensor:
+    def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor, blocks: Blocks = fresh) -> Tensor:
         """Predict [..., P, A] from latents x [..., P, A]; both features broadcast against x's leading axes."""
         flat = x.flatten(-2)
         context = (time_features + condition_features).expand(*flat.shape[:-1], -1)
         rows = torch.addmm(
             context.reshape(-1, context.shape[-1]), flat.reshape(-1, flat.shape[-1]), self.latent.weight.T
         )
-        for layer in self.hidden:
+        for place, layer in enumerate(self.hidden):
             assert isinstance(layer, nn.Linear)
-            rows = torch.addmm(rows, self.activation(rows), layer.weight.T)
+            rows = self._layer(rows, layer.weight, blocks, place)
         return self.head(self.activation(rows)).view(x.shape)
+
+    def _layer(self, rows: Tensor, weight: Tensor, blocks: Blocks, place: int) -> Tensor:
+        """Return rows [N, width] and what a hidden layer adds to them."""
+        if blocks is fresh:
+            return torch.addmm(rows, self.activation(rows), weight.T)  # the sum inside the product
+        return rows + blocks(place, lambda: self.activation(rows) @ weight.T)
 
     def forward(self, x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
         """Predict [..., P, A] for latents x [..., P, A], times [...], conditions [..., D]."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.nn.denoisers import TimeEmbedding
+from robopolicy.nn.denoisers import Blocks, TimeEmbedding, fresh
 
 _PARTS = 6
 """Modulations per block: shift, scale and gate of attention, and of the feed-forward layer."""
@@ -23,15 +23,25 @@ class TransformerBlock(nn.Module):
         self.attention_out = nn.Linear(width, width)
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width))
 
-    def forward(self, tokens: Tensor, modulation: Tensor) -> Tensor:
-        """Return tokens [N, P, width] of tokens [N, P, width] under modulation [N, 6, width]."""
+    def forward(self, tokens: Tensor, modulation: Tensor, blocks: Blocks = fresh, place: int = 0) -> Tensor:
+        """Return tokens [N, P, width] of tokens [N, P, width] under modulation [N, 6, width].
+
+        place: of this block in the network; its branches are number 2 place and 2 place + 1 of `blocks`.
+        """
         shift, scale, gate, shift_forward, scale_forward, gate_forward = modulation[:, :, None].unbind(1)
-        hidden = torch.addcmul(shift, self.norm(tokens), 1 + scale)
+        attended = blocks(2 * place, lambda: self._attend(torch.addcmul(shift, self.norm(tokens), 1 + scale)))
+        # The gates are not part of a branch: they follow the time also where its output is remembered.
+        mixed = torch.addcmul(tokens, gate, attended)
+        fed = blocks(
+            2 * place + 1,
+            lambda: self.feed_forward(torch.addcmul(shift_forward, self.norm(mixed), 1 + scale_forward)),
+        )
+        return torch.addcmul(mixed, gate_forward, fed)
+
+    def _attend(self, hidden: Tensor) -> Tensor:
         query, key, value = rearrange(self.attention_in(hidden), "n p (s h d) -> s n h p d", s=3, h=self.heads)
         mixed = rearrange(functional.scaled_dot_product_attention(query, key, value), "n h p d -> n p (h d)")
-        tokens = torch.addcmul(tokens, gate, self.attention_out(mixed))
-        hidden = torch.addcmul(shift_forward, self.norm(tokens), 1 + scale_forward)
-        return torch.addcmul(tokens, gate_forward, self.feed_forward(hidden))
+        return self.attention_out(mixed)
 
 
 class TransformerDenoiser(nn.Module):
@@ -70,6 +80,11 @@ class TransformerDenoiser(nn.Module):
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.head = nn.Linear(width, action_size)
 
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Attention and feed-forward layer of every block."""
+        return tuple(f"{place}.{part}" for place in range(self.depth) for part in ("attention", "feed_forward"))
+
     def encode_time(self, time: Tensor) -> Tensor:
         """Return the time's part of all modulations, [..., (6 depth + 2) width]."""
         return self.time(time)
@@ -78,14 +93,14 @@ class TransformerDenoiser(nn.Module):
         """Return the condition's part of all modulations, [..., (6 depth + 2) width]."""
         return self.condition(condition)
 
-    def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor) -> Tensor:
+    def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor, blocks: Blocks = fresh) -> Tensor:
         """Predict [..., P, A] from latents x [..., P, A]; both features broadcast against x's leading axes."""
         leading = x.shape[:-2]
         modulation = (time_features + condition_features).expand(*leading, -1)
         modulation = modulation.reshape(-1, _PARTS * self.depth + 2, self.width)
         tokens = self.embedding(x.reshape(-1, *x.shape[-2:])) + self.position
         for index, block in enumerate(self.blocks):
-            tokens = block(tokens, modulation[:, _PARTS * index : _PARTS * (index + 1)])
+            tokens = block(tokens, modulation[:, _PARTS * index : _PARTS * (index + 1)], blocks, index)
         shift, scale = modulation[:, -2:, None].unbind(1)
         return self.head(torch.addcmul(shift, self.norm(tokens), 1 + scale)).view(x.shape)
 

@@ -6,7 +6,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.nn.denoisers import TimeEmbedding
+from robopolicy.nn.denoisers import Blocks, TimeEmbedding, fresh
 
 
 class UNetDenoiser(nn.Module):
@@ -42,6 +42,12 @@ class UNetDenoiser(nn.Module):
         self.up = nn.ModuleList(block(2 * size, size) for size in sizes[:-1])
         self.head = nn.Conv1d(width, action_size, 1)
 
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """The residual blocks, from the finest resolution down to the coarsest and up again."""
+        down = [f"down.{level}" for level in range(len(self.down))]
+        return (*down, "middle", *(f"up.{level}" for level in reversed(range(len(self.up)))))
+
     def encode_time(self, time: Tensor) -> Tensor:
         """Return time features [..., width]."""
         return self.time(time)
@@ -50,23 +56,37 @@ class UNetDenoiser(nn.Module):
         """Return condition features [..., width]."""
         return self.condition(condition)
 
-    def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor) -> Tensor:
+    def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor, blocks: Blocks = fresh) -> Tensor:
         """Predict [..., P, A] from latents x [..., P, A]; both features broadcast against x's leading axes."""
         features = (time_features + condition_features).expand(*x.shape[:-2], -1)
         features = features.reshape(-1, features.shape[-1])
         hidden = rearrange(x.reshape(-1, *x.shape[-2:]), "n p a -> n a p")
         skips: list[Tensor] = []
         for level, block in enumerate(self.down):
-            hidden = block(hidden, features)
+            hidden = _residual(block, hidden, features, blocks, level)
             if level < len(self.shrink):
                 skips.append(hidden)
                 hidden = self.shrink[level](hidden)
-        hidden = self.middle(hidden, features)
-        for level in reversed(range(len(self.grow))):
+        hidden = _residual(self.middle, hidden, features, blocks, len(self.down))
+        for place, level in enumerate(reversed(range(len(self.grow))), len(self.down) + 1):
             hidden = torch.cat([self.grow[level](hidden), skips[level]], 1)
-            hidden = self.up[level](hidden, features)
+            hidden = _residual(self.up[level], hidden, features, blocks, place)
         return rearrange(self.head(hidden), "n a p -> n p a").reshape(x.shape)
 
     def forward(self, x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
         """Predict [..., P, A] for latents x [..., P, A], times [...], conditions [..., D]."""
         return self.denoise(x, self.encode_time(time), self.encode_condition(condition))
+
+
+def _residual(block: nn.Module, hidden: Tensor, features: Tensor, blocks: Blocks, place: int) -> Tensor:
+    """Return what one of diffusers' residual blocks makes of maps [N, C, P], its convolutions as a branch of `blocks`.
+
+    The same sum as the block's own forward, of the branch and its shortcut.
+    """
+    assert isinstance(block, ResidualTemporalBlock1D)
+
+    def branch() -> Tensor:
+        shift = block.time_emb(block.time_emb_act(features))
+        return block.conv_out(block.conv_in(hidden) + shift[..., None])
+
+    return blocks(place, branch) + block.residual_conv(hidden)
