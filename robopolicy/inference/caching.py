@@ -1,0 +1,244 @@
+"""Block caching: what a denoiser's blocks said in earlier steps of a chain, in the place of computing them again.
+
+A denoiser asks somebody for the output of each of its residual branches (`robopolicy.nn.denoisers.Blocks`). Whoever
+answers may remember it: by a plan made beforehand, which says of every block in which steps it is computed, or by what
+the first block does. Axes: N row, K step, P predicted step, A action dimension.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.nn.denoisers import Blocks, Denoiser
+
+
+class Memory(Protocol):
+    """What is known of the blocks in one chain, whose steps are taken in their order."""
+
+    def at(self, step: int) -> Blocks:
+        """Return who answers for the blocks in step number `step`."""
+        ...
+
+
+class Caching(Protocol):
+    """How blocks are remembered."""
+
+    def check(self, blocks: tuple[str, ...], steps: int) -> None:
+        """Raise ConfigError unless it fits a network of these blocks that takes so many steps."""
+        ...
+
+    def begin(self) -> Memory:
+        """Return the memory of a chain that is about to begin."""
+        ...
+
+
+class CachedSteps:
+    """A denoiser at work on N observations that remembers its blocks, for one chain: make a new one for the next.
+
+    times: its features of the times [K, E]; condition: of the conditions [N, F]; caching: a `CachePlan` or another way
+    to remember. A plan asks Python's numbers and never a tensor which blocks to compute, so the steps of a chain can be
+    unrolled by torch.compile and recorded in a CUDA graph. Raises ConfigError where the plan is another network's.
+    """
+
+    def __init__(self, denoiser: Denoiser, times: Tensor, condition: Tensor, caching: Caching):
+        caching.check(denoiser.block_names, len(times))
+        self.denoiser, self.times, self.condition = denoiser, times, condition
+        self.memory = caching.begin()
+
+    def one(self, x: Tensor, step: int) -> Tensor:
+        """Predict [N, P, A] of latents x [N, P, A] about to take step number `step`; the steps come in order.
+
+        A chain may begin in a later step than the first: what is not known yet is computed, whatever the plan says.
+        """
+        return self.denoiser.denoise(x, self.times[step], self.condition, self.memory.at(step))
+
+    def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
+        """Predict [N, k, P, A] of latents x [N, k, P, A] about to take the steps chosen [N, k], all blocks computed.
+
+        Scores ask for the network itself: what a chain remembers is not known here.
+        """
+        times = self.times if chosen is None else self.times[chosen]
+        return self.denoiser.denoise(x, times, self.condition[:, None])
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Which blocks are computed in which of K steps; in between they are held, or extrapolated (TaylorSeer).
+
+    blocks: their names; updates: of each block, whether it is computed in each step (in the first one always);
+    scheduler, budget: who made the plan, for how many updates a block; order: of the extrapolation from the last
+    computed outputs (arXiv:2503.06923), 0 holds the last one. Raises ConfigError where these do not fit together.
+    """
+
+    blocks: tuple[str, ...]
+    updates: tuple[tuple[bool, ...], ...]
+    scheduler: str = ""
+    budget: int = 0
+    order: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.updates or len(self.updates) != len(self.blocks):
+            raise ConfigError(f"updates has {len(self.updates)} rows for {len(self.blocks)} blocks: one for each.")
+        if len({len(row) for row in self.updates}) != 1 or not all(row and row[0] for row in self.updates):
+            raise ConfigError("updates: all blocks take the same number of steps, and each is computed in the first.")
+        if self.order < 0:
+            raise ConfigError(f"order is {self.order}: 0 holds what was computed last, 1 and 2 extrapolate.")
+
+    @staticmethod
+    def of(
+        blocks: tuple[str, ...], updates: Tensor, scheduler: str = "", budget: int = 0, order: int = 0
+    ) -> "CachePlan":
+        """Return the plan of a table `updates` [blocks, K] bool; raises ConfigError as the class does."""
+        rows = tuple(tuple(bool(item) for item in row) for row in updates.tolist())
+        return CachePlan(blocks, rows, scheduler, budget, order)
+
+    @property
+    def steps(self) -> int:
+        """How many steps K the chain has."""
+        return len(self.updates[0])
+
+    @property
+    def share(self) -> float:
+        """Block evaluations, as a share of those of the chain that remembers nothing."""
+        return sum(map(sum, self.updates)) / (len(self.blocks) * self.steps)
+
+    @property
+    def masks(self) -> int:
+        """How many different sets of blocks are computed in a step."""
+        return len(set(zip(*self.updates, strict=True)))
+
+    def check(self, blocks: tuple[str, ...], steps: int) -> None:
+        """Raise ConfigError unless the plan was made for these blocks and so many steps."""
+        if blocks != self.blocks:
+            raise ConfigError(
+                f"The cache plan is for another network: its blocks are {', '.join(self.blocks)}; this one's are "
+                f"{', '.join(blocks) or 'none'}. Make a plan for this one."
+            )
+        if steps != self.steps:
+            raise ConfigError(f"The cache plan is for chains of {self.steps} steps, and this one takes {steps}.")
+
+    def begin(self) -> Memory:
+        """Return the memory of a chain that is about to begin."""
+        return _Planned(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary, with the steps in which each block is computed."""
+        computed = [[step for step, now in enumerate(row) if now] for row in self.updates]
+        names = {"blocks": list(self.blocks), "steps": self.steps, "updates": computed}
+        return {**names, "scheduler": self.scheduler, "budget": self.budget, "order": self.order}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any], where: object = "The cache plan") -> "CachePlan":
+        """Rebuild from `to_json`; raises CheckpointError, beginning with `where`, on what is none."""
+        try:
+            steps, rows = range(int(data["steps"])), [frozenset(map(int, row)) for row in data["updates"]]
+            if not all(row <= frozenset(steps) for row in rows):
+                raise ConfigError(f"updates names steps that a chain of {len(steps)} does not have.")
+            updates = tuple(tuple(step in row for step in steps) for row in rows)
+            blocks = tuple(map(str, data["blocks"]))
+            return CachePlan(blocks, updates, str(data["scheduler"]), int(data["budget"]), int(data["order"]))
+        except (ConfigError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _Planned:
+    """Blocks by plan. Of each it keeps the last output and its differences up to the plan's order, not copied."""
+
+    def __init__(self, plan: CachePlan):
+        self.updates, self.order = plan.updates, plan.order
+        self.known: list[list[Tensor]] = [[] for _ in plan.blocks]
+        self.last = [0] * len(plan.blocks)
+
+    def at(self, step: int) -> Blocks:
+        """Return who answers in `step`."""
+
+        def answer(index: int, branch: Callable[[], Tensor]) -> Tensor:
+            if not self.known[index] or self.updates[index][step]:
+                self._learn(index, step, branch())
+                return self.known[index][0]
+            return self._guess(index, step - self.last[index])
+
+        return answer
+
+    def _learn(self, index: int, step: int, output: Tensor) -> None:
+        """Keep an output [N, ...], and its divided differences to the ones before.
+
+        diffusers' TaylorSeerState.update: difference j + 1 is what difference j has changed by a step since the last
+        update. Differences grow in number update by update, up to the order.
+        """
+        before, found = self.known[index], [output]
+        for place in range(min(self.order, len(before))):
+            found.append((found[place] - before[place]) / (step - self.last[index]))
+        self.known[index], self.last[index] = found, step
+
+    def _guess(self, index: int, offset: int) -> Tensor:
+        """Return sum_j offset^j / j! difference_j, [N, ...] (diffusers' TaylorSeerState.predict)."""
+        output, *differences = self.known[index]
+        for place, difference in enumerate(differences, 1):
+            output = torch.add(output, difference, alpha=offset**place / math.factorial(place))
+        return output
+
+
+@dataclass(frozen=True)
+class FirstBlockCaching:
+    """First-block caching: the first block is always computed, the others only in steps in which it has changed.
+
+    They are where mean |output - remembered output| > threshold mean |remembered output|, of the first block's output
+    in the last step with everything computed (diffusers' first_block_cache, after TeaCache, arXiv:2411.19108).
+    Deviations from diffusers: a block is a residual branch, not a layer, and the others' outputs are remembered one by
+    one, not as their sum, so that gates follow the time. It waits for a tensor's value in every step, and all rows
+    decide together: for eager engines. Raises ConfigError for a negative threshold.
+    """
+
+    threshold: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not self.threshold >= 0:
+            raise ConfigError(f"threshold is {self.threshold}; it is a relative change, 0 or more.")
+
+    def check(self, blocks: tuple[str, ...], steps: int) -> None:
+        """Raise ConfigError for a network without blocks."""
+        if not blocks:
+            raise ConfigError("The network has no blocks to remember.")
+
+    def begin(self) -> "FirstBlockMemory":
+        """Return the memory of a chain that is about to begin."""
+        return FirstBlockMemory(self.threshold)
+
+
+class FirstBlockMemory:
+    """What first-block caching knows in one chain; computed: the steps in which it computed everything."""
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+        self.computed: list[int] = []
+        self._known: dict[int, Tensor] = {}
+
+    def at(self, step: int) -> Blocks:
+        """Return who answers in `step`."""
+
+        def answer(index: int, branch: Callable[[], Tensor]) -> Tensor:
+            if index == 0:
+                first = branch()
+                if self._changed(first):
+                    self.computed.append(step)
+                    self._known = {0: first}
+                return first
+            if index not in self._known:
+                self._known[index] = branch()
+            return self._known[index]
+
+        return answer
+
+    def _changed(self, first: Tensor) -> bool:
+        """Whether the first block's output [N, ...] differs from the remembered one by more than the threshold."""
+        if 0 not in self._known:
+            return True
+        remembered = self._known[0]
+        change = (first - remembered).abs().mean() / remembered.abs().mean()
+        return not bool(change <= self.threshold)  # a change from nothing to nothing is nan: compute
