@@ -1,7 +1,10 @@
 """What is judged."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
+
+from robopolicy.core.structured import REGISTRY
 
 
 @dataclass(frozen=True)
@@ -26,3 +29,15 @@ class EvaluateSection:
     """How many in each mode."""
     videos: int = 8
     """How many are filmed, 0 for none."""
+    latency_steps: int = 0
+    """Control steps that a decision takes: what is seen at a step is acted on so many steps later."""
+    chunking: str = field(default="synchronous", metadata={REGISTRY: "robopolicy.inference.chunkings:CHUNKINGS"})
+    """What the robot does meanwhile: hold still (synchronous), or go on with its last plan and switch to the next
+    (prefetch), average both (ensembling), choose the next one that is closest to it (bidirectional), or inpaint the
+    next one around it (rtc, and lerobot_rtc without the network's derivative). All but the first need a policy whose
+    prediction_steps reach chunk + latency_steps. Or module:function.
+    """
+    chunking_options: dict[str, Any] = field(default_factory=dict)
+    """Its own settings, such as evaluate.chunking_options.max_guidance_weight=10."""
+    hold: Literal["zero", "last"] = "zero"
+    """How it holds still: no motion (actions are velocities or differences), or the last action (positions)."""

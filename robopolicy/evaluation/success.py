@@ -6,7 +6,7 @@ depend on the batch size either; a policy that draws noise meets other draws in 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.player import PlayedStep
 from robopolicy.core.policy import Policy
 from robopolicy.core.progress import progress
 from robopolicy.core.world import Controller, World
@@ -150,12 +151,13 @@ def evaluate_policy(
     device: torch.device | str = "cpu",
     confidence: float = 0.95,
     label: str = "evaluate",
+    watch: Callable[[PlayedStep[object] | None], None] | None = None,
 ) -> EvaluationResult:
     """Play one episode per seed [E] and return every outcome.
 
     deterministic: act without exploration noise (a denoising policy's initial noise remains, drawn from
-    `generator_seed`); device: where the policy computes; label: text of the progress bar. Raises ConfigError for no or
-    repeated seeds, SpecError when the policy and the world do not fit.
+    `generator_seed`); device: where the policy computes; label: text of the progress bar; watch: see `play_wave`.
+    Raises ConfigError for no or repeated seeds, SpecError when the policy and the world do not fit.
     """
     seeds = np.asarray(seeds, dtype=np.int64)
     if seeds.ndim != 1 or len(seeds) == 0:
@@ -167,7 +169,9 @@ def evaluate_policy(
     start = time.perf_counter()
     with progress(label, len(seeds)) as advance:
         for index in waves(seeds, world.batch_size):
-            wave = play_wave(world, policy, seeds[index], generator_seed, deterministic=deterministic, device=device)
+            wave = play_wave(
+                world, policy, seeds[index], generator_seed, deterministic=deterministic, device=device, watch=watch
+            )
             success[index], returns[index] = wave.success, wave.returns
             lengths[index], cut[index] = wave.lengths, wave.cut
             advance(len(index))

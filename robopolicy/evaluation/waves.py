@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from robopolicy.core.errors import SpecError
-from robopolicy.core.player import Player, actor_of
+from robopolicy.core.player import PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.world import Controller, Step, World
@@ -46,6 +46,7 @@ def play_wave(
     deterministic: bool = True,
     device: torch.device | str = "cpu",
     after_step: Callable[[Step | None], None] | None = None,
+    watch: Callable[[PlayedStep[object] | None], None] | None = None,
 ) -> Wave:
     """Play one episode per seed, [n <= B], until all have ended.
 
@@ -53,7 +54,8 @@ def play_wave(
     same starts and, if they draw alike, the same noise. Spare rows repeat the wave's seeds and are not counted.
     deterministic: no exploration noise (a denoising policy's initial noise remains); device: where a policy computes;
     after_step: called with None after the reset, then after every control step (the chunk is then run step by step).
-    Raises SpecError if the policy does not fit the world, or an episode outlasts the world's own horizon.
+    watch: called with None before the first chunk, then with every chunk that was executed. Raises SpecError if the
+    policy does not fit the world, or an episode outlasts the world's own horizon.
     """
     count, rows, horizon = len(seeds), world.batch_size, world.spec.horizon
     generator = torch.Generator(torch.device(device)).manual_seed(derive(noise_seed, f"wave {int(seeds[0])}"))
@@ -62,6 +64,8 @@ def play_wave(
     player.start_wave(seeds)
     if after_step is not None:
         after_step(None)
+    if watch is not None:
+        watch(None)
     returns, lengths, step = np.zeros(rows), np.zeros(rows, dtype=np.int64), None
     for played in player:
         step = played.step
@@ -69,6 +73,8 @@ def play_wave(
         lengths += step.valid.sum(-1)
         if after_step is not None:
             after_step(step)
+        if watch is not None:
+            watch(played)
         if lengths.max() > horizon and player.running.any():
             raise SpecError(f"'{world.spec.name}' has a horizon of {horizon} steps but did not end there.")
     assert step is not None

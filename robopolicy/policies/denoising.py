@@ -7,7 +7,7 @@ averaged copy inside, so `act` and `log_prob` always run the same function.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from robopolicy.policies.network import (
     rows_in,
     steps_of,
 )
-from robopolicy.policies.sampler import Chain, Kept, choices, draw, finish_chain, sample_chain, trajectory
+from robopolicy.policies.sampler import Chain, Draws, Kept, choices, draw, finish_chain, sample_chain, trajectory
 from robopolicy.policies.schedule import make_schedule
 
 
@@ -167,6 +167,23 @@ class DenoisingPolicy(nn.Module):
         if self.scored_by_matching:
             raise ConfigError("likelihood=matching keeps no chains to go on from: set branch_sampling_step=null.")
         return self._act(observation, generator, False, Kept(latents["chain"], count))
+
+    @torch.no_grad()
+    def predict(
+        self,
+        observation: TensorObservation,
+        generator: torch.Generator,
+        *,
+        deterministic: bool = False,
+        guided: Callable[[Steps], Steps] | None = None,
+    ) -> Tensor:
+        """Return all P steps that a decision predicts, [B, P, A] in the world's units and bounds; `act` executes C.
+
+        The draws are those of `act`. guided: returns what takes the steps in the network's place (real-time chunking
+        corrects each prediction on its way). Raises as `act` does.
+        """
+        chain, _ = self._chain(observation, self.encode(observation), generator, deterministic, guided=guided)
+        return in_range(self.action_normalizer.inverse(chain.final), self.action_low, self.action_high)
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """Score recorded chains [N, K'+1, P, A]: logp and entropy [N, K'], reduced over the executed C x A elements.
@@ -318,8 +335,29 @@ class DenoisingPolicy(nn.Module):
         self, observation: TensorObservation, generator: torch.Generator, deterministic: bool, kept: Kept | None = None
     ) -> Decision:
         """Encode, draw, run the chain, score it. kept: what is taken over from other chains."""
-        config, schedule, first, network = self.config, self.schedule, self.first_step, self.network
         condition = self.encode(observation)
+        chain, draws = self._chain(observation, condition, generator, deterministic, kept)
+        actions = self.to_actions(chain.final)
+        latents = self._latents(chain, condition, generator)
+        if self.scored_by_matching:
+            return self._matched(actions, latents, condition, deterministic)
+        mask = choices(self.schedule, self.first_step, draws, kept)
+        logp = torch.zeros(mask.shape, device=actions.device)
+        if not deterministic:
+            logp, _ = reduce_logp(self.config, chain.normal, chain.latents[:, 1:], None)
+        return Decision(actions, latents, logp, mask)
+
+    def _chain(
+        self,
+        observation: TensorObservation,
+        condition: Condition,
+        generator: torch.Generator,
+        deterministic: bool,
+        kept: Kept | None = None,
+        guided: Callable[[Steps], Steps] | None = None,
+    ) -> tuple[Chain, Draws]:
+        """Draw and run the chain under `condition`, what was made of the observation."""
+        config, schedule, first, network = self.config, self.schedule, self.first_step, self.network
         batch, device = rows_in(condition), next(iter(condition.values())).device
         draws = draw(
             schedule,
@@ -332,20 +370,13 @@ class DenoisingPolicy(nn.Module):
             noisy_steps=config.noisy_steps,
         )
         leading, scored = self._steps(observation, condition)
+        if guided is not None:
+            leading, scored = guided(leading), guided(scored)
         learned_std = None
         if learns_noise(config):
             assert isinstance(network, LearnsNoise)
             learned_std = lambda step: network.noise_std(schedule.times[step : step + 1], condition)[:, 0]  # noqa: E731
-        chain = sample_chain(schedule, first, leading, scored, draws, learned_std=learned_std, kept=kept)
-        actions = self.to_actions(chain.final)
-        latents = self._latents(chain, condition, generator)
-        if self.scored_by_matching:
-            return self._matched(actions, latents, condition, deterministic)
-        mask = choices(schedule, first, draws, kept)
-        logp = torch.zeros(mask.shape, device=device)
-        if not deterministic:
-            logp, _ = reduce_logp(config, chain.normal, chain.latents[:, 1:], None)
-        return Decision(actions, latents, logp, mask)
+        return sample_chain(schedule, first, leading, scored, draws, learned_std=learned_std, kept=kept), draws
 
     def _matched(
         self, actions: Tensor, latents: dict[str, Tensor], condition: Condition, deterministic: bool

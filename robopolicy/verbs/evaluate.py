@@ -3,12 +3,13 @@
 evaluate.base=CHECKPOINT judges a second policy on the same seeds and tests the difference. world=worldmodel judges in
 imagination (world.model=CHECKPOINT): the same starts, the same policy, a learned world. evaluate.instruction=wrong
 tells the policy another of the world's instructions: success above chance then means that it does not listen.
+evaluate.latency_steps=N lets every decision take N control steps, and evaluate.chunking says what the robot does then.
 plan.model=CHECKPOINT judges the policy looking ahead in a world model, beside itself without. evaluate.anchors=DATASET
 scores returns between what uniform actions and the expert earn.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from robopolicy.build import as_seen_in, build_world, choose_device, load_policy, with_planning
 from robopolicy.configuration import Config
+from robopolicy.configuration.evaluate import EvaluateSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
@@ -24,8 +26,11 @@ from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.scores import Anchors, normalised_score, read_anchors
+from robopolicy.evaluation.smoothness import Smoothness, SmoothnessMeter
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
 from robopolicy.evaluation.video import record_grid, write_video
+from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
+from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
 from robopolicy.runs import finish, open_fresh_run, output
 from robopolicy.verbs.verb import Verb
 
@@ -40,14 +45,20 @@ VERB = Verb(
 
 @dataclass(frozen=True)
 class Verdict:
-    """One policy in one world, acting without and with exploration noise on the same seeds."""
+    """One policy in one world, acting without and with exploration noise on the same seeds.
+
+    smoothness: how smooth each mode was, by its name, where that was measured.
+    """
 
     deterministic: EvaluationResult
     stochastic: EvaluationResult
+    smoothness: Mapping[str, Smoothness] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return both summaries and outcomes."""
-        return {"deterministic": self.deterministic.to_json(), "stochastic": self.stochastic.to_json()}
+        smoothness = {mode: each.to_json() for mode, each in self.smoothness.items()}
+        both = {"deterministic": self.deterministic.to_json(), "stochastic": self.stochastic.to_json()}
+        return {**both, "smoothness": smoothness} if smoothness else both
 
 
 def evaluation_seeds(config: Config, episodes: int) -> np.ndarray:
@@ -56,13 +67,22 @@ def evaluation_seeds(config: Config, episodes: int) -> np.ndarray:
 
 
 def judge(
-    world: World, policy: Policy, seeds: np.ndarray, device: torch.device, generator_seed: int, label: str
+    world: World,
+    policy: Policy,
+    seeds: np.ndarray,
+    device: torch.device,
+    generator_seed: int,
+    label: str,
+    *,
+    meter: Callable[[], SmoothnessMeter] | None = None,
 ) -> Verdict:
-    """Evaluate `policy` on `seeds`, deterministic and stochastic."""
+    """Evaluate `policy` on `seeds`, deterministic and stochastic; meter: makes what measures how smooth it acts."""
+    smoothness: dict[str, Smoothness] = {}
 
     def result(deterministic: bool) -> EvaluationResult:
         kind = "deterministic" if deterministic else "stochastic"
-        return evaluate_policy(
+        watch = meter() if meter is not None else None
+        found = evaluate_policy(
             world,
             as_seen_in(world, policy),
             seeds,
@@ -70,9 +90,24 @@ def judge(
             generator_seed=generator_seed,
             device=device,
             label=f"{label}, {kind}",
+            watch=watch,
         )
+        if watch is not None:
+            smoothness[kind] = watch.measured()
+        return found
 
-    return Verdict(result(True), result(False))
+    return Verdict(result(True), result(False), smoothness)
+
+
+def delayed(section: EvaluateSection, policy: Policy) -> tuple[Policy, Callable[[], SmoothnessMeter] | None]:
+    """Return `policy` as it acts with the section's delay, and what measures its smoothness where that matters."""
+    acting = with_chunking(
+        policy, section.chunking, Delay(section.latency_steps, section.hold), section.chunking_options
+    )
+    if section.chunking == SYNCHRONOUS and not section.latency_steps:
+        return acting, None
+    seams = acting.seams if isinstance(acting, HasSeams) else (0,)
+    return acting, lambda: SmoothnessMeter(seams, section.latency_steps)
 
 
 def print_verdicts(verdicts: dict[str, Verdict]) -> None:
@@ -84,6 +119,9 @@ def print_verdicts(verdicts: dict[str, Verdict]) -> None:
         modes = (verdict.deterministic, verdict.stochastic)
         table.add_row(name, modes[0].world, *(mode.text for mode in modes), str(modes[0].episodes))
     output.print(table)
+    for name, verdict in verdicts.items():
+        for mode, smoothness in verdict.smoothness.items():
+            output.print(f"{name}, {mode}: {smoothness.text}", markup=False)
 
 
 def normalised(verdicts: Mapping[str, Verdict], anchors: Anchors | None) -> dict[str, Any]:
@@ -107,6 +145,7 @@ def run(config: Config) -> int:
     section = config.evaluate
     if section.policy is None:
         raise ConfigError("Which policy? Write: robopolicy evaluate CHECKPOINT")
+    CHUNKINGS.path(section.chunking)
     device = choose_device(config.run)
     paths = {"base": section.base, "policy": section.policy} if section.base else {"policy": section.policy}
     if config.plan.model is not None and section.base is None:
@@ -124,8 +163,9 @@ def run(config: Config) -> int:
         )
         if anchors is not None:
             anchors.require_world(world.spec.name)
-        policy = with_instruction(as_seen_in(world, policy), section.instruction, world.spec.instructions)
-        verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name)
+        acting, meter = delayed(section, as_seen_in(world, policy))
+        policy = with_instruction(acting, section.instruction, world.spec.instructions)
+        verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name, meter=meter)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
         if section.videos and can_render(world):
             clip = record_grid(world, policy, seeds[: section.videos], label=name, device=device)

@@ -1,0 +1,91 @@
+"""How smooth what a robot executes is: differences of its actions, and the jumps where one plan follows another.
+
+Everything is in the world's units of an action per control step, the mean over action dimensions and steps. Axes: B
+row, C chunk step, T control step, A action dimension.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.arrays import Array
+from robopolicy.core.player import PlayedStep
+
+
+@dataclass(frozen=True)
+class Smoothness:
+    """What was measured over all episodes; NaN where there was nothing to measure.
+
+    second_difference, jerk: mean |second| and |third difference| of consecutive actions; border_jump, inner_jump: mean
+    |a_t - a_(t-1)| where another plan takes over, and elsewhere; borders: how many of the former there were.
+    """
+
+    second_difference: float
+    jerk: float
+    border_jump: float
+    inner_jump: float
+    borders: int
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        return (
+            f"jump {self.border_jump:.4f} at {self.borders} chunk borders, {self.inner_jump:.4f} elsewhere; "
+            f"second difference {self.second_difference:.4f}, jerk {self.jerk:.4f}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary, null for NaN."""
+        return {name: None if value != value else value for name, value in self.__dict__.items()}
+
+
+class SmoothnessMeter:
+    """Watches episodes being played (`evaluation.waves.play_wave`) and measures them.
+
+    seams: places in each chunk where another plan takes over; start: control steps at the beginning of an episode whose
+    jumps belong to neither kind, since the robot starts to move.
+    """
+
+    def __init__(self, seams: tuple[int, ...] = (0,), start: int = 0):
+        self.seams, self.start = seams, start
+        self._parts: list[tuple[Array, Array, Array]] = []
+        self._sums = {name: [0.0, 0] for name in ("second_difference", "jerk", "border_jump", "inner_jump")}
+
+    def __call__(self, played: PlayedStep[object] | None) -> None:
+        """Take what was executed of a chunk, None where new episodes begin in all rows."""
+        if played is None:
+            self._close()
+            return
+        steps = played.actions.shape[1]
+        border = np.isin(np.arange(steps), self.seams)
+        self._parts.append((played.actions, played.step.valid & played.running[:, None], border))
+
+    def measured(self) -> Smoothness:
+        """Return the figures of all that was watched."""
+        self._close()
+        means = {name: total / count if count else float("nan") for name, (total, count) in self._sums.items()}
+        return Smoothness(**means, borders=int(self._sums["border_jump"][1]))
+
+    def _close(self) -> None:
+        """Add up the episodes that were watched since the last beginning."""
+        if not self._parts:
+            return
+        actions, valid, border = (
+            np.concatenate(part, -1 if part[0].ndim == 1 else 1) for part in zip(*self._parts, strict=True)
+        )
+        self._parts = []
+        actions = actions.reshape(*actions.shape[:2], -1)
+        for order, name in ((2, "second_difference"), (3, "jerk")):
+            # Steps are executed one after another, so a difference counts where its last step was.
+            self._add(name, np.diff(actions, order, axis=1), valid[:, order:])
+        counted = np.arange(1, len(border)) > self.start
+        jumps = np.diff(actions, axis=1)
+        self._add("border_jump", jumps, valid[:, 1:] & border[1:] & counted)
+        self._add("inner_jump", jumps, valid[:, 1:] & ~border[1:] & counted)
+
+    def _add(self, name: str, differences: Array, counted: Array) -> None:
+        """differences: [B, T, A]; counted: [B, T] bool."""
+        chosen = np.abs(differences[counted])
+        self._sums[name][0] += float(chosen.mean(-1).sum()) if len(chosen) else 0.0
+        self._sums[name][1] += len(chosen)

@@ -1,0 +1,280 @@
+"""Delay: what a robot does while its policy thinks, simulated in any world, and how one chunk follows another.
+
+A decision takes d control steps: what is seen at step t leads to a plan that is at hand at t + d. A chunking is a way
+of living with that. Each is a function that returns a `core.policy.Policy` around another one, so players, worlds and
+imagination need not know of the delay. The policy predicts P steps and is asked every s (its spec's chunk); meanwhile
+the last plan goes on, of which s + d steps are then needed. An episode begins with nothing to go on with: the robot
+holds still for d steps, and its first plan begins after them.
+Axes: B row, P predicted step, A action dimension; s chunk, d delay.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
+from robopolicy.core.origin import origin_of, remember_origin
+from robopolicy.core.policy import Decision, Policy, TensorObservation
+from robopolicy.core.registry import fixed_arguments
+from robopolicy.core.spec import PolicySpec
+from robopolicy.core.world import Rows
+from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
+
+
+@dataclass(frozen=True)
+class Delay:
+    """How long a decision takes, in control steps, and what holding still is: see `RobotSettings.hold` of serving.
+
+    hold: zero, no motion, where actions are velocities or differences; last, the last action, where they are positions.
+    Raises ConfigError below 0.
+    """
+
+    steps: int = 0
+    hold: Literal["zero", "last"] = "zero"
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ConfigError(f"latency_steps is {self.steps}: a decision takes 0 control steps or more.")
+
+    def still(self, plan: Tensor, last: Tensor | None = None) -> Tensor:
+        """Return what holds robots still that wait for `plan` [B, P, A], [B, d, A].
+
+        last: their last actions [B, A]. Where there are none, as an episode begins, the plan's first action stands for
+        the position that they are in.
+        """
+        position = plan[:, 0] if last is None else last
+        action = torch.zeros_like(position) if self.hold == "zero" else position
+        return action[:, None].expand(-1, self.steps, -1)
+
+
+@runtime_checkable
+class PredictsAhead(Policy, Protocol):
+    """A policy that can say all P steps that it predicts, beyond the C that it executes."""
+
+    def predict(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Tensor:
+        """Return [B, P, A] in the world's units and bounds; with equal draws `act` returns the first C of them."""
+        ...
+
+
+class Chunking(Protocol):
+    """What a chunking's name stands for; what else it takes are its options, by name."""
+
+    def __call__(self, policy: Policy, delay: Delay, **options: Any) -> Policy:
+        """Return a policy that acts by `policy`, whose decisions take `delay`.
+
+        Raises ConfigError where it cannot.
+        """
+        ...
+
+
+@runtime_checkable
+class HasSeams(Protocol):
+    """A policy of which it is known where in its chunks another plan takes over."""
+
+    @property
+    def seams(self) -> tuple[int, ...]:
+        """Places in every chunk whose action belongs to another plan than the one before."""
+        ...
+
+
+def with_chunking(policy: Policy, kind: str, delay: Delay, options: Mapping[str, Any] | None = None) -> Policy:
+    """Return `policy` as it acts with a delay; as it is where decisions take no time and are waited for.
+
+    kind: a name in `CHUNKINGS` or a dotted path; options: its own settings. Raises ConfigError.
+    """
+    if kind == SYNCHRONOUS and not delay.steps and not options:
+        return policy
+    make: Chunking = CHUNKINGS.load(kind)
+    known = [name for name in fixed_arguments(make) if name not in ("policy", "delay")]
+    for name in options or {}:
+        if name not in known and not _takes_anything(make):
+            raise ConfigError(f"The chunking '{kind}' has no option '{name}'.{did_you_mean(name, known)}")
+    made = make(policy, delay, **(options or {}))
+    remember_origin(made, origin_of(policy))
+    return made
+
+
+def synchronous(policy: Policy, delay: Delay) -> Policy:
+    """Hold still for d steps, then execute a whole chunk: nothing to set, any policy, the slowest robot."""
+    return WaitingPolicy(policy, delay)
+
+
+def prefetch(policy: Policy, delay: Delay) -> Policy:
+    """Go on with the last plan for d steps, then switch to the new one, wherever that is by then."""
+    return OverlappingPolicy(policy, delay, fresh_plan)
+
+
+class WaitingPolicy:
+    """A `Policy` that holds still while it thinks; its chunks have d + s steps."""
+
+    def __init__(self, policy: Policy, delay: Delay):
+        self.policy, self.delay = policy, delay
+        self._last: Tensor | None = None
+        self._known = torch.zeros(0, dtype=torch.bool)
+
+    @property
+    def spec(self) -> PolicySpec:
+        """The policy's, with longer chunks and no scores."""
+        spec, steps = self.policy.spec, self.delay.steps
+        chunk = spec.chunk + steps
+        return replace(spec, chunk=chunk, prediction=max(chunk, spec.prediction), scored_steps=0, steps_per_action=0)
+
+    @property
+    def seams(self) -> tuple[int, ...]:
+        """Where it stops, and where it goes on."""
+        return (0, self.delay.steps) if self.delay.steps else (0,)
+
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Return d steps of holding still and the policy's chunk, [B, d + s, A]; raises as the policy does."""
+        chunk = self.policy.act(observation, generator, deterministic=deterministic).actions
+        if self._last is None:
+            self._last, self._known = chunk[:, 0], torch.zeros(len(chunk), dtype=torch.bool, device=chunk.device)
+        last = torch.where(self._known[:, None], self._last, chunk[:, 0])
+        self._last, self._known = chunk[:, -1], torch.ones_like(self._known)
+        return Decision(torch.cat([self.delay.still(chunk, last), chunk], 1))
+
+    def reset(self, rows: Rows = None) -> None:
+        """Forget the last actions of `rows` [R], all for None, and let the policy forget them."""
+        self.policy.reset(rows)
+        if rows is None:
+            self._last = None
+        elif self._last is not None:
+            self._known[torch.as_tensor(rows)] = False
+
+
+@dataclass(frozen=True)
+class Underway:
+    """What is being executed while the next plan is made.
+
+    rest: what remains of the last plan from now on [B, P - s, A] in the world's units, of which the first d steps will
+    be executed whatever the next plan says; decisions: how many plans each row's episode has had so far [B] int64,
+    those with none have no rest; delay: d; chunk: s.
+    """
+
+    rest: Tensor
+    decisions: Tensor
+    delay: int
+    chunk: int
+
+    @property
+    def known(self) -> Tensor:
+        """Rows [B] bool that have a plan to go on with."""
+        return self.decisions > 0
+
+
+class Plans(Protocol):
+    """How the next plan is made."""
+
+    def __call__(
+        self,
+        policy: PredictsAhead,
+        observation: TensorObservation,
+        generator: torch.Generator,
+        underway: Underway,
+        *,
+        deterministic: bool,
+    ) -> Tensor:
+        """Return the next plan [B, P, A] in the world's units, its first step that of the observation.
+
+        Its first d steps will have passed when it is at hand.
+        """
+        ...
+
+
+def fresh_plan(
+    policy: PredictsAhead,
+    observation: TensorObservation,
+    generator: torch.Generator,
+    underway: Underway,
+    *,
+    deterministic: bool,
+) -> Tensor:
+    """Return what the policy predicts [B, P, A], whatever is underway; see `Plans`."""
+    return policy.predict(observation, generator, deterministic=deterministic)
+
+
+class OverlappingPolicy:
+    """A `Policy` that executes its last plan while the next is made.
+
+    plans: makes the next plan. Raises ConfigError where d > s (the next question would come before the answer), where
+    the policy predicts fewer than s + d steps, or cannot say what it predicts.
+    """
+
+    def __init__(self, policy: Policy, delay: Delay, plans: Plans):
+        spec, steps = policy.spec, delay.steps
+        if steps > spec.chunk:
+            raise ConfigError(
+                f"latency_steps is {steps}, and the policy is asked every {spec.chunk} steps (chunk): it must answer "
+                "before it is asked again. Wait for it (synchronous), or execute longer chunks."
+            )
+        if spec.prediction < spec.chunk + steps:
+            raise ConfigError(
+                f"The policy predicts {spec.prediction} steps (prediction_steps) and executes {spec.chunk} (chunk). "
+                f"With latency_steps={steps} its plans must reach {spec.chunk + steps} steps: train it with "
+                f"prediction_steps={spec.chunk + steps} or more, or wait for it (synchronous)."
+            )
+        if not isinstance(policy, PredictsAhead):
+            raise ConfigError(
+                f"{type(policy).__name__} returns the chunks that are executed and nothing beyond them: it cannot go "
+                "on while it thinks. Wait for it (synchronous), or give it predict() (robopolicy.inference.chunking)."
+            )
+        self.policy, self.delay, self.plans = policy, delay, plans
+        self._rest: Tensor | None = None
+        self._decisions = torch.zeros(0, dtype=torch.int64)
+
+    @property
+    def spec(self) -> PolicySpec:
+        """The policy's, without scores: what is executed is of two plans."""
+        return replace(self.policy.spec, scored_steps=0, steps_per_action=0)
+
+    @property
+    def seams(self) -> tuple[int, ...]:
+        """Where the next plan takes over."""
+        return (self.delay.steps % self.policy.spec.chunk,)
+
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Return the d steps that are left of the last plan and s - d steps of the next one, [B, s, A].
+
+        Raises what the policy raises, and SpecError for other rows than before without a reset.
+        """
+        chunk, steps = self.policy.spec.chunk, self.delay.steps
+        underway = self._underway(observation, generator.device)
+        plan = self.plans(self.policy, observation, generator, underway, deterministic=deterministic)
+        begun = torch.cat([self.delay.still(plan), plan], 1)[:, : plan.shape[1]]
+        going_on = torch.cat([underway.rest[:, :steps], plan[:, steps:]], 1)
+        plan = torch.where(underway.known[:, None, None], going_on, begun)
+        self._rest, self._decisions = plan[:, chunk:], underway.decisions + 1
+        return Decision(plan[:, :chunk])
+
+    def reset(self, rows: Rows = None) -> None:
+        """Forget the plans of `rows` [R], all for None, and let the policy forget what it remembers."""
+        self.policy.reset(rows)
+        if rows is None:
+            self._rest = None
+        elif self._rest is not None:
+            self._decisions[torch.as_tensor(rows)] = 0
+
+    def _underway(self, observation: TensorObservation, device: torch.device) -> Underway:
+        spec = self.policy.spec
+        rows = len(observation[next(iter(spec.observation))])
+        if self._rest is None:
+            shape = (rows, spec.prediction - spec.chunk, *spec.action.shape)
+            self._rest = torch.zeros(shape, device=device)
+            self._decisions = torch.zeros(rows, dtype=torch.int64, device=device)
+        if len(self._rest) != rows:
+            raise SpecError(f"{rows} rows act where {len(self._rest)} did: reset the policy before other rows act.")
+        return Underway(self._rest, self._decisions, self.delay.steps, spec.chunk)
+
+
+def _takes_anything(make: Chunking) -> bool:
+    return any(item.kind is item.VAR_KEYWORD for item in inspect.signature(make).parameters.values())

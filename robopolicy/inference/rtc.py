@@ -1,0 +1,184 @@
+"""Real-time chunking (Black, Galliker, Levine 2025, arXiv:2506.07339): the next plan is inpainted around the last one.
+
+The d steps that will have been executed when the plan is at hand are given, those behind them, which both plans
+describe, are given less and less, and the last s are free. Every prediction of the network is corrected on its way from
+noise to plan so that its clean estimate agrees with the last plan there (PiGDM, Song et al. 2023).
+
+Let x = signal * clean + noise * n be the latents of a step, t = noise / (signal + noise), and J the derivative of the
+clean estimate by x / (signal + noise). The paper's correction of the velocity at flow time 1 - t, multiplied by -t, is
+one of the clean estimate:
+
+    clean + min(beta t, (t^2 + (1 - t)^2) / (1 - t)) J^T W (last plan - clean)
+
+A diffusion's latents divided by signal + noise are those of the flow at t, with the same clean estimate and the same
+posterior (r^2 = t^2 / (t^2 + (1 - t)^2), Tweedie's formula), so the same formula corrects its chain, DDIM's or DDPM's,
+with beta bounding alike. Axes: B row, K step, P predicted step, A action dimension; s chunk, d delay.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Policy, TensorObservation
+from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhead, Underway
+from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.network import Steps
+
+
+class Mask(Enum):
+    """How the weights fall over the steps that both plans describe and nobody will have executed: not (ones), at once
+    (zeros), evenly (linear), or as the paper has it (exponential).
+    """
+
+    ONES = "ones"
+    ZEROS = "zeros"
+    LINEAR = "linear"
+    EXPONENTIAL = "exponential"
+
+
+def rtc(policy: Policy, delay: Delay, max_guidance_weight: float = 5.0, mask: str = "exponential") -> Policy:
+    """Real-time chunking as published, differentiated through the network; of flows, and of diffusions alike.
+
+    max_guidance_weight: beta, which keeps the noisy steps, where the formula's weight is infinite, from overshooting; a
+    chain of K < beta steps would overshoot all the same, so its beta is K (not in the paper).
+    Raises ConfigError for other policies than denoising ones, and a beta that is not positive.
+    """
+    return _guided(policy, delay, max_guidance_weight, mask, jacobian=True)
+
+
+def lerobot_rtc(policy: Policy, delay: Delay, max_guidance_weight: float = 10.0, mask: str = "linear") -> Policy:
+    """Real-time chunking as LeRobot 0.6.1 computes it, with its defaults: the network's derivative is taken for zero.
+
+    It differentiates x - t v with v computed before, so J is the identity; nothing is differentiated here either, and
+    it costs no more than no guidance. Raises ConfigError as `rtc`.
+    """
+    return _guided(policy, delay, max_guidance_weight, mask, jacobian=False)
+
+
+def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobian: bool) -> Policy:
+    if not isinstance(policy, DenoisingPolicy):
+        raise ConfigError(
+            f"Real-time chunking guides the denoising of a diffusion or flow policy, and this is a "
+            f"{type(policy).__name__}: choose prefetch, ensembling, bidirectional or synchronous."
+        )
+    if strongest <= 0:
+        raise ConfigError(f"max_guidance_weight is {strongest}; it is positive.")
+    kinds = [each.value for each in Mask]
+    if mask not in kinds:
+        raise ConfigError(f"There is no mask '{mask}': choose {', '.join(kinds)}.")
+    bound = min(strongest, policy.schedule.steps) if jacobian else strongest
+    return OverlappingPolicy(policy, delay, Inpainted(bound, Mask(mask), jacobian))
+
+
+@dataclass(frozen=True)
+class Inpainted:
+    """`Plans` that agree with the one underway; strongest: beta; jacobian: whether the network is differentiated."""
+
+    strongest: float
+    mask: Mask
+    jacobian: bool
+
+    def __call__(
+        self,
+        policy: PredictsAhead,
+        observation: TensorObservation,
+        generator: torch.Generator,
+        underway: Underway,
+        *,
+        deterministic: bool,
+    ) -> Tensor:
+        """Return the guided plan [B, P, A], an unguided one where nothing is underway; see `Plans`."""
+        assert isinstance(policy, DenoisingPolicy)
+        overlap, steps = underway.rest.shape[1], policy.config.prediction_steps
+        weights = prefix_weights(underway.delay, overlap, steps, self.mask).to(underway.rest)
+        weights = weights * underway.known[:, None]
+        if not bool(weights.any()):
+            return policy.predict(observation, generator, deterministic=deterministic)
+        target = torch.nn.functional.pad(policy.action_normalizer(underway.rest), (0, 0, 0, steps - overlap))
+        guidance = Guidance(target, weights[..., None], self.strongest, self.jacobian)
+        guided: Callable[[Steps], Steps] = lambda inner: GuidedSteps(inner, policy.schedule, guidance)  # noqa: E731
+        return policy.predict(observation, generator, deterministic=deterministic, guided=guided)
+
+
+def prefix_weights(delay: int, overlap: int, steps: int, mask: Mask = Mask.EXPONENTIAL) -> Tensor:
+    """Return how much each step of a plan is bound to the last one, [P]: 1 for `delay` steps, 0 from `overlap` on.
+
+    Between them, with c = (overlap - i) / (overlap - delay + 1), c (e^c - 1) / (e - 1) (the paper's equation 5), or c
+    where linear. steps: P; overlap: P - s.
+    """
+    place = torch.arange(steps, dtype=torch.float64)
+    c = ((overlap - place) / (overlap - delay + 1)).clamp(0.0, 1.0)
+    falling = {
+        Mask.ONES: torch.ones_like(c),
+        Mask.ZEROS: torch.zeros_like(c),
+        Mask.LINEAR: c,
+        Mask.EXPONENTIAL: c * torch.expm1(c) / math.expm1(1.0),
+    }[mask]
+    return torch.where(place < delay, 1.0, torch.where(place < overlap, falling, 0.0)).float()
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """What clean latents are led to.
+
+    target: [B, P, A] in normalised actions; weights: W, [B, P, 1] in [0, 1]; strongest: beta; jacobian: whether the
+    error is pulled back through the network, or taken as it is (J = 1).
+    """
+
+    target: Tensor
+    weights: Tensor
+    strongest: float
+    jacobian: bool = True
+
+
+class GuidedSteps:
+    """`Steps` of a network whose predictions are corrected by `guidance`; see the module."""
+
+    def __init__(self, steps: Steps, schedule: NoiseSchedule, guidance: Guidance):
+        self.steps, self.schedule, self.guidance = steps, schedule, guidance
+        levels = noise_levels(schedule)
+        self._scale = levels.sum(1).tolist()
+        self._gains = guidance_gains(levels, guidance.strongest).tolist()
+        self._of_prediction = schedule.deterministic_table[:, 1].tolist()
+
+    def one(self, x: Tensor, step: int) -> Tensor:
+        """Predict [B, P, A] of latents x [B, P, A] about to take `step`, corrected."""
+        guidance = self.guidance
+        with torch.set_grad_enabled(guidance.jacobian):
+            leaf = x.detach().requires_grad_(guidance.jacobian)
+            prediction = self.steps.one(leaf, step)
+            clean = self.schedule.clean_estimate(leaf, prediction, step)
+        pull = guidance.weights * (guidance.target - clean.detach())
+        if guidance.jacobian:
+            (pull,) = torch.autograd.grad(clean, leaf, pull)
+            pull = self._scale[step] * pull
+        # clean is a x + b prediction: what is added to it is b times what is added to the prediction.
+        return prediction.detach() + (self._gains[step] / self._of_prediction[step]) * pull
+
+    def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
+        """Predict [B, k, P, A] as the network does: what is scored is not guided."""
+        return self.steps.several(x, chosen)
+
+
+def noise_levels(schedule: NoiseSchedule) -> Tensor:
+    """Return how much signal and noise the latents of each step have, [K, 2] fp64."""
+    times = schedule.times.double()
+    if not isinstance(schedule, DiffusionSchedule):
+        return torch.stack([1 - times, times], -1)
+    alpha = schedule.alphas.double()[(times * schedule.training_steps).round().long() - 1]
+    return torch.stack([alpha.sqrt(), (1 - alpha).sqrt()], -1)
+
+
+def guidance_gains(levels: Tensor, strongest: float) -> Tensor:
+    """Return how much of J^T W (target - clean) is added to the clean estimate in each step, [K].
+
+    levels: [K, 2], signal and noise; strongest: beta.
+    """
+    t = levels[:, 1] / levels.sum(1)
+    return torch.minimum(strongest * t, (t.square() + (1 - t).square()) / (1 - t))

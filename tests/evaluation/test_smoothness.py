@@ -1,0 +1,59 @@
+"""Differences of executed actions and jumps at chunk borders, against hand tables."""
+
+import json
+
+import numpy as np
+import pytest
+from evaluation_toys import LineWorld
+
+from robopolicy.core.player import PlayedStep
+from robopolicy.core.world import Step
+from robopolicy.evaluation.smoothness import SmoothnessMeter
+from robopolicy.evaluation.success import evaluate_policy
+
+
+def played(actions: list[list[float]], valid: list[list[bool]], running: list[bool]) -> PlayedStep[object]:
+    flags = np.asarray(valid)
+    nothing = np.zeros(len(flags), dtype=bool)
+    step = Step({}, {}, {}, flags, nothing, nothing, nothing)
+    return PlayedStep(None, np.asarray(actions)[..., None], step, np.asarray(running), True)
+
+
+def test_differences_and_jumps_of_what_was_executed():
+    meter = SmoothnessMeter(seams=(0,))
+    meter(None)
+    meter(played([[0, 1, 3], [5, 5, 5]], [[True] * 3, [True] * 3], [True, False]))  # the second row is not played
+    meter(played([[3, 7, 9], [0, 9, 0]], [[True, True, False], [True] * 3], [True, False]))  # it ended after 7
+    found = meter.measured()
+    # Actions 0 1 3 | 3 7: differences 1 2 0 4, of which the third is at the border.
+    assert found.border_jump == 0.0 and found.borders == 1
+    assert found.inner_jump == pytest.approx((1 + 2 + 4) / 3)
+    assert found.second_difference == pytest.approx((1 + 2 + 4) / 3)  # 1 -2 4
+    assert found.jerk == pytest.approx((3 + 6) / 2)  # -3 6
+
+
+def test_the_beginning_is_no_border_and_episodes_are_not_joined():
+    meter = SmoothnessMeter(seams=(2,), start=2)
+    for _ in range(2):
+        meter(None)
+        meter(played([[0, 0, 4, 5]], [[True] * 4], [True]))
+        meter(played([[6, 7, 3, 4]], [[True] * 4], [True]))
+    found = meter.measured()
+    assert (found.borders, found.border_jump, found.inner_jump) == (2, 4.0, 1.0)
+    assert json.loads(json.dumps(SmoothnessMeter().measured().to_json()))["jerk"] is None
+
+
+def test_an_evaluation_is_watched():
+    class Alternating:
+        def reset(self, rows=None):
+            self.sign = 1.0
+
+        def act(self, observation):
+            self.sign = -self.sign
+            return np.full((len(observation["task"]), 1), 0.05 * self.sign)
+
+    meter = SmoothnessMeter()
+    result = evaluate_policy(LineWorld(2), Alternating(), [11, 12, 13, 14], watch=meter)
+    found = meter.measured()
+    assert found.borders == result.steps - len(result.seeds)
+    assert found.border_jump == pytest.approx(0.1) and found.second_difference == pytest.approx(0.2)

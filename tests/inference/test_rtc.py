@@ -1,0 +1,190 @@
+"""Real-time chunking: its weights, its correction against closed forms and LeRobot's, and what it does to a policy."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from robopolicy.core.spec import STATE, Field
+from robopolicy.inference.chunking import Delay, with_chunking
+from robopolicy.inference.rtc import Guidance, GuidedSteps, Mask, guidance_gains, noise_levels, prefix_weights
+from robopolicy.nn.configuration import Prediction
+from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from robopolicy.policies.configuration import PolicyKind
+
+ROWS, STEPS, SIZE = 3, 4, 2
+
+
+def test_the_weights_are_those_of_the_paper():
+    # P = 8, s = 2, d = 2: c = (6 - i) / 5 = .8, .6, .4, .2 for i = 2 ... 5.
+    falling = [c * (math.exp(c) - 1) / (math.e - 1) for c in (0.8, 0.6, 0.4, 0.2)]
+    assert prefix_weights(2, 6, 8).tolist() == pytest.approx([1, 1, *falling, 0, 0])
+    assert falling == pytest.approx([0.5706, 0.2871, 0.1145, 0.0258], abs=1e-4)
+    assert prefix_weights(2, 6, 8, Mask.LINEAR).tolist() == pytest.approx([1, 1, 0.8, 0.6, 0.4, 0.2, 0, 0])
+    assert prefix_weights(2, 6, 8, Mask.ZEROS).tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert prefix_weights(2, 6, 8, Mask.ONES).tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
+    assert prefix_weights(3, 3, 5).tolist() == [1, 1, 1, 0, 0]  # a delay of the whole overlap
+    assert prefix_weights(0, 0, 3).tolist() == [0, 0, 0]
+
+
+class Affine:
+    """`Steps` whose clean estimate is x M + m: that of Gaussian data, where M is symmetric, and of no other."""
+
+    def __init__(self, schedule: NoiseSchedule, seed: int = 0):
+        draws, size = torch.Generator().manual_seed(seed), STEPS * SIZE
+        self.schedule = schedule
+        self.matrix = 0.4 * torch.randn(size, size, generator=draws)
+        self.offset = torch.randn(size, generator=draws)
+
+    def clean(self, x: Tensor) -> Tensor:
+        return (x.flatten(1) @ self.matrix + self.offset).view(x.shape)
+
+    def one(self, x: Tensor, step: int) -> Tensor:
+        a, b = self.schedule.table[step, :2]
+        return (self.clean(x) - a * x) / b
+
+    def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
+        return torch.stack([self.one(x[:, k], k) for k in range(x.shape[1])], 1)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def guidance(**settings) -> Guidance:
+    weights = torch.tensor([1.0, 0.6, 0.2, 0.0]).expand(ROWS, -1)[..., None]
+    return Guidance(**{"target": drawn(2, ROWS, STEPS, SIZE), "weights": weights, "strongest": 5.0, **settings})
+
+
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_a_flow_is_corrected_by_the_papers_formula(step: int):
+    schedule = FlowSchedule(5)
+    steps, guided = Affine(schedule), guidance()
+    x = drawn(1, ROWS, STEPS, SIZE)
+    # The paper's time is 0 at noise; its velocity points to the data, ours away from it. J = M.
+    tau = 1 - step_time(schedule, step)
+    r2 = (1 - tau) ** 2 / (tau**2 + (1 - tau) ** 2)
+    weight = min(5.0, (1 - tau) / (tau * r2) if tau else math.inf)
+    error = guided.weights * (guided.target - steps.clean(x))
+    pull = (error.flatten(1) @ steps.matrix.T).view(x.shape)
+    velocity = -steps.one(x, step) + weight * pull
+    assert torch.allclose(GuidedSteps(steps, schedule, guided).one(x, step), -velocity, atol=2e-5)
+
+
+def step_time(schedule: NoiseSchedule, step: int) -> float:
+    return float(schedule.times[step])
+
+
+@pytest.mark.parametrize("prediction", list(Prediction))
+@pytest.mark.parametrize("step", [0, 3, 6])
+def test_a_diffusion_is_corrected_by_its_posteriors_closed_form(prediction: Prediction, step: int):
+    """clean + (1 - alpha) / sqrt(alpha) r^-2 M^T W error, r^2 = 1 - alpha (unit variance), unless beta bounds it."""
+    schedule = DiffusionSchedule(100, 7, prediction, clip=None)
+    steps, guided = Affine(schedule), guidance(strongest=1e9)
+    x = drawn(1, ROWS, STEPS, SIZE)
+    alpha = schedule.alphas[round(step_time(schedule, step) * 100) - 1]
+    error = guided.weights * (guided.target - steps.clean(x))
+    r2 = 1 - alpha
+    expected = steps.clean(x) + (1 - alpha) / alpha.sqrt() / r2 * (error.flatten(1) @ steps.matrix.T).view(x.shape)
+    found = schedule.clean_estimate(x, GuidedSteps(steps, schedule, guided).one(x, step), step)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    bounded = schedule.clean_estimate(x, GuidedSteps(steps, schedule, guidance(strongest=0.01)).one(x, step), step)
+    assert (bounded - steps.clean(x)).norm() < 0.1 * (expected - steps.clean(x)).norm()
+
+
+def test_a_diffusion_is_the_flow_of_the_same_noise():
+    """One network of x / (signal + noise): both chains are corrected to the same clean estimate, beta included."""
+    flow, diffusion = FlowSchedule(4), DiffusionSchedule(100, 4)
+    levels = noise_levels(diffusion)
+    step = 1
+    signal, noise = levels[step].tolist()
+    flow.times[step] = noise / (signal + noise)
+    flow.table[step, 1] = flow.deterministic_table[step, 1] = -flow.times[step]
+    x = drawn(1, ROWS, STEPS, SIZE)
+    of_flow, of_diffusion = Affine(flow), Affine(diffusion)
+    of_diffusion.matrix = of_flow.matrix / (signal + noise)
+    for strongest in (0.5, 1e9):
+        guided = guidance(strongest=strongest)
+        one = flow.clean_estimate(x, GuidedSteps(of_flow, flow, guided).one(x, step), step)
+        scaled = (signal + noise) * x
+        other = GuidedSteps(of_diffusion, diffusion, guided).one(scaled, step)
+        assert torch.allclose(one, diffusion.clean_estimate(scaled, other, step), atol=1e-4)
+
+
+def test_gains_are_finite_where_only_noise_is_left():
+    assert guidance_gains(torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64), 5.0).tolist() == [5.0, 0.0]
+
+
+@pytest.mark.parametrize("step", [0, 2, 4])
+@pytest.mark.parametrize("beta", [10.0, 1.5])
+def test_without_the_jacobian_it_is_lerobots(step: int, beta: float):
+    rtc = pytest.importorskip("lerobot.policies.rtc.modeling_rtc")
+    from lerobot.configs import RTCAttentionSchedule
+    from lerobot.policies.rtc.configuration_rtc import RTCConfig
+
+    schedule, delay, overlap = FlowSchedule(5), 1, 3
+    steps, x, left = Affine(schedule), drawn(1, ROWS, STEPS, SIZE), drawn(2, ROWS, STEPS - 1, SIZE)
+    config = RTCConfig(prefix_attention_schedule=RTCAttentionSchedule.EXP, max_guidance_weight=beta)
+    theirs = rtc.RTCProcessor(config).denoise_step(
+        x, left, delay, schedule.times[step], lambda latents: steps.one(latents, step), execution_horizon=overlap
+    )
+    target = torch.nn.functional.pad(left, (0, 0, 0, 1))
+    weights = prefix_weights(delay, overlap, STEPS).expand(ROWS, -1)[..., None]
+    ours = GuidedSteps(steps, schedule, Guidance(target, weights, beta, jacobian=False)).one(x, step)
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    with_jacobian = GuidedSteps(steps, schedule, Guidance(target, weights, beta)).one(x, step)
+    assert not torch.allclose(with_jacobian, theirs, atol=1e-2)
+
+
+def made(kind: PolicyKind, **settings) -> DenoisingPolicy:
+    config = DenoisingPolicyConfig(
+        kind=kind, width=48, depth=2, sampling_steps=6, denoising_steps=30, chunk=4, prediction_steps=8, **settings
+    )
+    return DenoisingPolicy(config, {STATE: Field((1,))}, Field((1,), low=-1.0, high=1.0), fps=10)
+
+
+@pytest.mark.parametrize("kind", [PolicyKind.FLOW, PolicyKind.DIFFUSION])
+@pytest.mark.parametrize("name", ["rtc", "lerobot_rtc"])
+def test_where_nothing_overlaps_the_plan_is_the_unguided_one(kind: PolicyKind, name: str):
+    policy = made(kind)
+    delayed = with_chunking(policy, name, Delay(2))
+    seen = {STATE: drawn(3, ROWS, 1, 1)}
+    draws = torch.Generator().manual_seed(0)
+    delayed.reset()
+    delayed.act(seen, draws)
+    delayed.reset([0, 2])  # their episodes begin: only row 1 has a plan to go on with
+    before = draws.get_state()
+    guided = delayed.act(seen, draws).actions
+    draws.set_state(before)
+    free = policy.predict(seen, draws)
+    assert torch.equal(guided[[0, 2], 2:], free[[0, 2], :2])
+    assert not torch.allclose(guided[1, 2:], free[1, 2:4], atol=1e-3)
+    assert all(weight.grad is None for weight in policy.parameters())
+
+
+@pytest.mark.parametrize("kind", [PolicyKind.FLOW, PolicyKind.DIFFUSION])
+def test_a_trained_policy_goes_on_as_it_began(kind: PolicyKind):
+    """Two ways around an obstacle, up or down: a new plan chosen blindly crosses over every other time."""
+    policy, draws = made(kind), torch.Generator().manual_seed(0)
+    optimiser = torch.optim.Adam(policy.parameters(), 3e-3)
+    for _ in range(250):
+        way = torch.randint(2, (64, 1, 1), generator=draws) * 2.0 - 1
+        actions = 0.6 * way + 0.05 * torch.randn(64, 8, 1, generator=draws)
+        batch = {"observation": {STATE: torch.zeros(64, 1, 1)}, "actions": actions.clamp(-1, 1)}
+        loss = policy.loss({**batch, "action_valid": torch.ones(64, 8, dtype=torch.bool)}, draws)["denoising"].mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    seen, crossed, jumps = {STATE: torch.zeros(256, 1, 1)}, {}, {}
+    for name in ("prefetch", "rtc"):
+        delayed = with_chunking(policy, name, Delay(2))
+        delayed.reset()
+        delayed.act(seen, draws, deterministic=True)
+        chunk = delayed.act(seen, draws, deterministic=True).actions  # two steps of the first plan, two of the second
+        assert 0.3 < float((chunk[:, 0] > 0).float().mean()) < 0.7
+        crossed[name] = float((chunk[:, 1].sign() != chunk[:, 2].sign()).float().mean())
+        jumps[name] = float((chunk[:, 2] - chunk[:, 1]).abs().mean())
+    assert crossed["prefetch"] > 0.35 and crossed["rtc"] < 0.5 * crossed["prefetch"]
+    assert jumps["rtc"] < 0.5 * jumps["prefetch"]
