@@ -109,9 +109,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         """Return standardised mean and log-variance [M, N, F] of the free elements' change."""
         x = torch.cat([self.standard("state", state), self.standard("action", action)], -1)
         mean, logvar = self.dynamics(x).chunk(2, -1)
-        # Soft, learned bounds (PETS): far from the data a free variance would be arbitrary, and its likelihood explode.
-        logvar = self.max_logvar - functional.softplus(self.max_logvar - logvar)
-        return mean, self.min_logvar + functional.softplus(logvar - self.min_logvar)
+        return mean, self._bounded(logvar)
 
     def loss(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"dynamics", "reward", "potential", "success"}: each [N].
@@ -155,8 +153,8 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         self.heads.calibrate(data)
         found = []
         for state, action in zip(data.state.split(8192), data.action.split(8192), strict=True):
-            mean, _ = self._predict_all(state.to(device), action.to(device))
-            found.append(_disagreement(mean))
+            read = self.standard("state", state.to(device)), self.standard("action", action.to(device))
+            found.append(_disagreement(self._outputs(*read).chunk(2, -1)[0]))
         self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(found)))
 
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
@@ -168,47 +166,72 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         state = torch.from_numpy(self.state_vector.pack(present)).to(self.state_mean.device)
         return {"state": state, **counters(seeds, state.device)}
 
-    @torch.no_grad()
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Advance every row with a random member; success is terminal where the spec says so.
+        """Advance every row by one control step with actions [B, A], in the world's units; see `generate`."""
+        latent, found = self.generate(latent, actions[:, None])
+        return latent, found[0]
 
-        actions: [B, A], in the world's units. The uncertainty [B] is in standard deviations of a step's change.
+    @torch.no_grad()
+    def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
+        """Advance every row by T steps, each with a random member; success is terminal where the spec says so.
+
+        actions: [B, T, A], in the world's units. The uncertainty [B] is in standard deviations of a step's change. Only
+        the next state needs the one before: rewards, success and uncertainty of all steps are computed together.
         """
-        state, actions = latent["state"], actions.to(latent["state"].dtype)
-        rows = len(state)
-        mean, logvar = self._predict_all(state, actions)
-        member, noise = self._draws(latent)
-        chosen = mean[member, torch.arange(rows, device=state.device)]
-        if self.config.sample:
-            deviation = (0.5 * logvar[member, torch.arange(rows, device=state.device)]).exp()
-            chosen = chosen + deviation * noise
-        after = state.clone()
-        after[:, self.structure.free] += self.delta_mean + self.delta_std * chosen
-        after = self.structure.complete(after)
-        success = self.heads.succeeded(after)
-        rewards = {
-            PROGRESS: self.heads.progress(state, actions, after),
-            SUCCESS: self.success_bonus * success.to(state.dtype),
-        }
-        fields = self.state_vector.unpack(after)
-        observation = {key: fields[key] for key in self._spec.observation}
-        imagined = Imagined(observation, rewards, success, torch.zeros_like(success), _disagreement(mean))
-        return {"state": after, "seed": latent["seed"], "step": latent["step"] + 1}, imagined
+        structure, actions = self.structure, actions.to(latent["state"].dtype).transpose(0, 1)
+        members, noise = self._draws(latent, len(actions))
+        path, means, rows = [latent["state"]], [], torch.arange(actions.shape[1], device=actions.device)
+        for step, taken in enumerate(self.standard("action", actions)):
+            output = self._outputs(self.standard("state", path[-1]), taken)
+            mean, logvar = output.chunk(2, -1)
+            chosen = mean[members[step], rows]
+            if self.config.sample:
+                deviation = (0.5 * self._bounded(logvar[members[step], rows])).exp()
+                chosen = chosen + deviation * noise[step]
+            change = torch.addcmul(self.delta_mean, self.delta_std, chosen)
+            path.append(structure.complete(path[-1].index_add(1, structure.free, change)))
+            means.append(mean)
+        states = torch.stack(path)
+        progress, success = self.heads.judge(states, actions)
+        paid, never = self.success_bonus * success.to(states.dtype), torch.zeros_like(success)
+        fields, doubt = self.state_vector.unpack(states[1:]), _disagreement(torch.stack(means, 1))
+        found = [
+            Imagined(
+                {key: fields[key][step] for key in self._spec.observation},
+                {PROGRESS: progress[step], SUCCESS: paid[step]},
+                success[step],
+                never[step],
+                doubt[step],
+            )
+            for step in range(len(actions))
+        ]
+        return {"state": states[-1], "seed": latent["seed"], "step": latent["step"] + len(actions)}, found
 
-    def _predict_all(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what every member predicts for the same rows: mean and log-variance [M, N, F]."""
-        members = self.config.members
-        return self.predict(state.expand(members, -1, -1), action.expand(members, -1, -1))
+    def _outputs(self, state: Tensor, action: Tensor) -> Tensor:
+        """Return what every member says of the same standardised rows, [M, N, 2 F]: means, unbounded log-variances."""
+        return self.dynamics(torch.cat([state, action], -1).expand(self.config.members, -1, -1))
 
-    def _draws(self, latent: Latent) -> tuple[Tensor, Tensor]:
-        """Return member indices [B] and standard normal noise [B, F], a function of each row's seed and step alone."""
-        draws = draws_of(latent, 1 + len(self.structure.free))
-        member = torch.from_numpy((draws[:, 0] * self.config.members).astype(np.int64))
+    def _bounded(self, logvar: Tensor) -> Tensor:
+        """Return log-variances [..., F] within soft, learned bounds (PETS): far from the data a free variance would be
+        arbitrary, and its likelihood explode.
+        """
+        logvar = self.max_logvar - functional.softplus(self.max_logvar - logvar)
+        return self.min_logvar + functional.softplus(logvar - self.min_logvar)
+
+    def _draws(self, latent: Latent, steps: int) -> tuple[Tensor, Tensor]:
+        """Return member indices [T, B] and standard normal noise [T, B, F] of the next T = `steps` steps.
+
+        Both are a function of each row's seed and step alone; where nothing is sampled there is no noise, F = 0.
+        """
+        step = latent["step"] + torch.arange(steps, device=latent["step"].device)[:, None]
+        counted = {"seed": latent["seed"].repeat(steps), "step": step.flatten()}
+        draws = draws_of(counted, 1 + len(self.structure.free) * self.config.sample).reshape(*step.shape, -1)
+        members = torch.from_numpy((draws[..., 0] * self.config.members).astype(np.int64))
         # ndtri inverts the normal distribution's cumulative one: uniforms become standard normal numbers.
-        noise = torch.from_numpy(ndtri(np.clip(draws[:, 1:], 1e-9, 1 - 1e-9)).astype(np.float32))
-        return member.to(latent["state"].device), noise.to(latent["state"].device)
+        noise = torch.from_numpy(ndtri(np.clip(draws[..., 1:], 1e-9, 1 - 1e-9)).astype(np.float32))
+        return members.to(step.device), noise.to(step.device)
 
 
 def _disagreement(mean: Tensor) -> Tensor:
-    """Return how much the members' means [M, N, F] differ, [N]."""
+    """Return how much the members' means [M, ..., F] differ, [...]."""
     return mean.std(0, correction=0).mean(-1)

@@ -4,15 +4,15 @@ The three ends of a rollout stay apart: `terminated` (the model says the task en
 task's time limit: bootstrap) and `horizon_end` (imagination was cut: bootstrap, never a real end).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from robopolicy.core.episode_rows import EpisodeRows, require_sizes
+from robopolicy.core.episode_rows import Advanced, EpisodeRows, require_sizes
 from robopolicy.core.errors import ConfigError, NonFiniteError
+from robopolicy.core.history import held
 from robopolicy.core.randomness import numpy_generator
 from robopolicy.core.spec import Observation, WorldSpec, check_finite, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
@@ -113,22 +113,23 @@ class ImaginedWorld:
         actions = np.asarray(actions)
         validate_actions(actions, self._spec.action, self._batch_size)
         clipped = np.clip(actions, self._spec.action.low, self._spec.action.high)
-        shape = actions.shape[:2]
+        index, shape = episodes.running_index, actions.shape[:2]
         rewards = {name: np.zeros(shape) for name in self._spec.rewards}
         valid, uncertainty = np.zeros(shape, dtype=bool), np.zeros(shape)
-        trace = {key: np.zeros((*shape, *item.shape), item.dtype) for key, item in self._spec.observation.items()}
-        future = self._imagine(clipped)
-        for index in range(shape[1]):
-            active = episodes.running
-            if active.any():
-                valid[:, index] = active
-                imagined = next(future)
-                self._advance(imagined)
-                for name in self.model.spec.rewards:
-                    rewards[name][:, index] = np.where(active, imagined.rewards[name].cpu().numpy(), 0.0)
-                uncertainty[:, index] = np.where(active, imagined.uncertainty.cpu().numpy(), 0.0)
-            for key in trace:
-                trace[key][:, index] = arrays[f"history/{key}"][:, -1]
+        trace = {key: np.repeat(arrays[f"history/{key}"][:, -1:], shape[1], 1) for key in self._spec.observation}
+        if isinstance(index, slice) or len(index):
+            limit = min(self._spec.horizon, self._truncation.steps or self._spec.horizon)
+            count = min(shape[1], limit - int(arrays["steps"][index].min()))
+            future = self._imagine(clipped[:, :count], index)
+            moved = self._advance(index, future)
+            path = self._seen(index, future, moved)
+            for key, frames in path.items():
+                trace[key][index] = frames[:, self._spec.history :][:, np.minimum(np.arange(shape[1]), count - 1)]
+            episodes.update_history(index, path, moved.length)
+            valid[index, :count] = moved.live
+            uncertainty[index, :count] = np.where(moved.live, future.uncertainty.cpu().numpy(), 0.0)
+            for name in self.model.spec.rewards:
+                rewards[name][index, :count] = np.where(moved.live, future.rewards[name].cpu().numpy(), 0.0)
         if self._penalty:
             rewards[PENALTY] = -self._penalty * uncertainty
         return episodes.step(trace, rewards, valid, uncertainty)
@@ -170,63 +171,63 @@ class ImaginedWorld:
             check_finite(f"the first {key}", frame)
         return frames
 
-    def _imagine(self, actions: np.ndarray) -> Iterator[Imagined]:
-        """Yield what the steps of a chunk [B, C, A] lead to for rows that have not ended; together where models can."""
-        chunk = torch.from_numpy(actions).to(next(iter(self._latent.values())).device)
-        generate, parts = (
-            (self.model.generate, (chunk,)) if isinstance(self.model, ChunkModel) else (self._one, chunk.split(1, 1))
-        )
-        for part in parts:
-            index = np.flatnonzero(self._episodes.running)
-            everyone, rows = len(index) == self._batch_size, torch.from_numpy(index).to(chunk.device)
-            before = self._latent if everyone else {name: value[rows] for name, value in self._latent.items()}
-            with torch.no_grad():
-                latent, found = generate(before, part if everyone else part[rows])
-            self._latent = latent if everyone else _scatter(self._latent, latent, index, self._batch_size)
-            yield from found if everyone else (_spread(step, rows, self._batch_size) for step in found)
+    def _imagine(self, actions: np.ndarray, index: slice | np.ndarray) -> Imagined:
+        """Return what a chunk [B, C, A] leads to in the rows `index` [R] that run: [R, C, ...], steps after an
+        episode's end included.
+        """
+        everyone, device = isinstance(index, slice), next(iter(self._latent.values())).device
+        rows = torch.from_numpy(np.arange(self._batch_size)[index]).to(device)
+        latent = self._latent if everyone else {name: value[rows] for name, value in self._latent.items()}
+        chunk, found = torch.from_numpy(actions[index]).to(device), list[Imagined]()
+        with torch.no_grad():
+            if isinstance(self.model, ChunkModel):
+                latent, found = self.model.generate(latent, chunk)
+            else:
+                for taken in chunk.unbind(1):
+                    latent, imagined = self.model.imagine(latent, taken)
+                    found.append(imagined)
+        self._latent = latent if everyone else _scatter(self._latent, latent, rows.cpu().numpy(), self._batch_size)
+        return combined(found, lambda steps: torch.stack(steps, 1))
 
-    def _one(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
-        """Imagine the only step of a chunk [B, 1, A]."""
-        latent, imagined = self.model.imagine(latent, actions[:, 0])
-        return latent, [imagined]
-
-    def _advance(self, imagined: Imagined) -> None:
-        """Keep an imagined step of all B rows in those that run."""
-        episodes, arrays, index = self._episodes, self._episodes.arrays, self._episodes.running_index
-        frames = {key: imagined.observation[key].cpu().numpy()[index] for key in self._spec.observation}
-        for key, frame in frames.items():
-            check_finite(f"imagined {key}", frame)
-            frames[key] = frame[:, None].astype(self._spec.observation[key].dtype, copy=False)
-        seen = imagined.success.cpu().numpy()[index]
-        arrays["streak"][index] = np.where(seen, arrays["streak"][index] + 1, 0)
+    def _advance(self, index: slice | np.ndarray, future: Imagined) -> Advanced:
+        """Count the steps of an imagined chunk [R, C] in the rows `index`, and end episodes where they end."""
+        episodes, streak = self._episodes, self._episodes.arrays["streak"]
+        seen, uncertainty = future.success.cpu().numpy(), future.uncertainty.cpu().numpy()
+        # How many of the latest steps looked successful, after each of them: those since the latest that did not, or
+        # since the chunk's beginning, where what was seen before it counts as well.
+        place = np.arange(1, seen.shape[1] + 1)
+        failed = np.maximum.accumulate(np.where(seen, 0, place), axis=1)
+        streaks = place - failed + np.where(failed == 0, streak[index, None], 0)
         moved = episodes.advance(
             index,
-            (arrays["streak"][index] >= self._debounce)[:, None],
-            terminated=(imagined.terminated.cpu().numpy()[index] & ~seen)[:, None],
-            cut=self._cut(index, imagined.uncertainty.cpu().numpy())[:, None],
+            streaks >= self._debounce,
+            terminated=future.terminated.cpu().numpy() & ~seen,
+            cut=self._cut(index, uncertainty),
         )
-        episodes.update_history(index, episodes.extended_history(index, frames), moved.length)
+        if not np.isfinite(uncertainty[moved.live]).all():
+            raise NonFiniteError("The world model's uncertainty is not finite: train it longer or check its data.")
+        streak[index] = streaks[np.arange(len(streaks)), moved.length - 1]
+        return moved
+
+    def _seen(self, index: slice | np.ndarray, future: Imagined, moved: Advanced) -> dict[str, np.ndarray]:
+        """Return the history of the rows `index` and the frames that follow, key -> [R, H + C, *shape]; the last frame
+        of an episode that ended repeats.
+        """
+        frames = {key: held(future.observation[key].cpu().numpy(), moved.length) for key in self._spec.observation}
+        for key, frame in frames.items():
+            check_finite(f"imagined {key}", frame)
+            frames[key] = frame.astype(self._spec.observation[key].dtype, copy=False)
+        return self._episodes.extended_history(index, frames)
 
     def _cut(self, index: slice | np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
-        """Return where imagination is cut after one more step of the rows `index`, [R] bool; uncertainty: [B]."""
-        if not np.isfinite(uncertainty).all():
-            raise NonFiniteError("The world model's uncertainty is not finite: train it longer or check its data.")
-        steps = self._episodes.arrays["steps"][index] + 1
-        cut = np.zeros(len(steps), dtype=bool)
+        """Return after which of a chunk's steps imagination is cut in the rows `index`, like uncertainty [R, C]."""
+        steps = self._episodes.arrays["steps"][index, None] + np.arange(1, uncertainty.shape[1] + 1)
+        cut = np.zeros(uncertainty.shape, dtype=bool)
         if self._truncation.steps is not None:
             cut |= steps >= self._truncation.steps
         if self._truncation.uncertainty is not None:
-            cut |= uncertainty[index] > self._truncation.uncertainty
+            cut |= uncertainty > self._truncation.uncertainty
         return cut
-
-
-def _spread(imagined: Imagined, rows: Tensor, count: int) -> Imagined:
-    """Return what was imagined in some `rows` for all `count` of them, zeros in the others."""
-
-    def spread(parts: list[Tensor]) -> Tensor:
-        return parts[0].new_zeros((count, *parts[0].shape[1:])).index_copy(0, rows, parts[0])
-
-    return combined([imagined], spread)
 
 
 def _scatter(whole: Latent, part: Latent, index: np.ndarray, rows: int) -> Latent:

@@ -35,14 +35,17 @@ class Members(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run every member on its own batch, x [M, N, inputs] -> [M, N, outputs]."""
-        last = len(self.weights) - 1
-        for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+        last, fresh = len(self.weights) - 1, not torch.is_grad_enabled()
+        # Indexing a ParameterList costs as much as multiplying a small batch: what it holds is read directly.
+        layers = zip(self.weights._parameters.values(), self.biases._parameters.values(), strict=True)
+        for layer, (weight, bias) in enumerate(layers):
+            assert weight is not None and bias is not None
             x = torch.baddbmm(bias, x, weight)
             if layer == last:
                 return x
             if len(self.scales):
                 x = functional.layer_norm(x, x.shape[-1:]) * self.scales[layer]
-            x = self.activation(x)
+            x = self.activation(x, inplace=fresh)  # what nobody differentiates may be overwritten
         return x
 
 

@@ -129,21 +129,44 @@ def test_uncertainty_cuts_imagination_without_ending_the_task(learned):
 
 
 def test_rows_that_have_ended_are_left_alone(learned, monkeypatch):
-    asked, imagine = [], EnsembleModel.imagine
+    asked, generate = [], EnsembleModel.generate
     monkeypatch.setattr(
-        EnsembleModel, "imagine", lambda self, *given: asked.append(len(given[1])) or imagine(self, *given)
+        EnsembleModel, "generate", lambda self, *given: asked.append(given[1].shape[:2]) or generate(self, *given)
     )
     short, actions = world(learned[0], 3, truncation=Truncation(steps=3)), np.full((3, 2, 2), 0.1)
     short.reset(seeds=[1, 2, 3])
     short.step(actions)
     short.reset(rows=[1], seeds=[4])
     ended = short.step(actions)
-    assert asked == [3, 3, 3, 1] and ended.horizon_end.tolist() == [True, False, True]
+    last = short.step(actions)
+    assert asked == [(3, 2), (3, 2), (1, 1)]  # rows and steps: nothing behind the end that is known beforehand
+    assert last.valid.tolist() == [[False, False], [True, False], [False, False]]
+    assert np.array_equal(last.trace[STATE][1, 0], last.trace[STATE][1, 1]) and last.ended.all()
+    assert ended.horizon_end.tolist() == [True, False, True]
     assert ended.valid.tolist() == [[True, False], [True, True], [True, False]]
     alone = world(learned[0], 1)
     alone.reset(seeds=[4])
     assert np.allclose(alone.step(actions[:1]).trace[STATE][0], ended.trace[STATE][1], atol=1e-5)
     assert np.array_equal(ended.trace[STATE][0, 0], ended.trace[STATE][0, 1])
+
+
+def test_chunks_lead_where_single_steps_lead(learned):
+    options = {"truncation": Truncation(steps=7, uncertainty=0.08), "history": 3, "debounce": 2}
+    whole, single = world(learned[0], 12, **options), world(learned[0], 12, **options)
+    for each in (whole, single):
+        to_goal = each.reset(seeds=range(12))[ENVIRONMENT_STATE][:, -1:, 2:]
+    actions = np.repeat(to_goal, 8, axis=1)  # a gain of 0.2: at the goal after five steps, unless they are far from it
+    together, parts = whole.step(actions), [single.step(part) for part in np.split(actions, 8, axis=1)]
+    assert np.array_equal(together.valid, np.concatenate([part.valid for part in parts], 1))
+    assert 0 < together.valid.mean() < 0.9 and together.success.any() and not together.success.all()
+    for name in together.rewards:
+        joined = np.concatenate([part.rewards[name] for part in parts], 1)
+        assert np.allclose(together.rewards[name], joined, atol=1e-5)
+    for key in together.trace:
+        assert np.allclose(together.trace[key], np.concatenate([part.trace[key] for part in parts], 1), atol=1e-5)
+        assert np.allclose(together.observation[key], parts[-1].observation[key], atol=1e-5)
+    for flag in ("success", "terminated", "truncated", "horizon_end"):
+        assert np.array_equal(getattr(together, flag), getattr(parts[-1], flag))
 
 
 def test_doubt_costs_what_the_penalty_says(learned):

@@ -97,6 +97,18 @@ class StepHeads(Standardised):
         """Return the reward [N] without the bonus for success."""
         return self._increase(state, after) if self.pays_potential else self._predicted(state, action, after)
 
+    def judge(self, path: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `progress` [T, N] of N rows that took actions [T, N, A] along path [T + 1, N, S], and where they
+        `succeeded` [T, N]: all steps together, and every state is read once.
+        """
+        states = self.standard("state", path)
+        success = self.success(states[1:]) > self.success_threshold
+        if self.pays_potential:
+            value = self.potential(states.flatten(0, 1)[None]).reshape(path.shape[:2])
+            return self.reward_std * value.diff(dim=0), success
+        steps = (part.flatten(0, 1) for part in (path[:-1], actions, path[1:]))
+        return self._predicted(*steps).reshape(success.shape), success
+
     @torch.no_grad()
     def calibrate(self, data: Transitions) -> None:
         """Set the threshold of success and what is paid on held-out steps."""
