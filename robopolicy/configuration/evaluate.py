@@ -34,8 +34,9 @@ class EvaluateSection:
     chunking: str = field(default="synchronous", metadata={REGISTRY: "robopolicy.inference.chunkings:CHUNKINGS"})
     """What the robot does meanwhile: hold still (synchronous), or go on with its last plan and switch to the next
     (prefetch), average both (ensembling), choose the next one that is closest to it (bidirectional), or inpaint the
-    next one around it (rtc, and lerobot_rtc without the network's derivative). All but the first need a policy whose
-    prediction_steps reach chunk + latency_steps. Or module:function.
+    next one around it (rtc, lerobot_rtc without the network's derivative, trained_rtc by a policy that has learned it:
+    policy.prefix_steps). All but the first need a policy whose prediction_steps reach chunk + latency_steps. Or your
+    own, module:function.
     """
     chunking_options: dict[str, Any] = field(default_factory=dict)
     """Its own settings, such as evaluate.chunking_options.max_guidance_weight=10."""

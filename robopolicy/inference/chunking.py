@@ -224,7 +224,8 @@ class OverlappingPolicy:
         if not isinstance(policy, PredictsAhead):
             raise ConfigError(
                 f"{type(policy).__name__} returns the chunks that are executed and nothing beyond them: it cannot go "
-                "on while it thinks. Wait for it (synchronous), or give it predict() (robopolicy.inference.chunking)."
+                "on while it thinks. Wait for it (synchronous), compute it as it was trained if an engine does "
+                "(engine=reference), or give it predict() (see robopolicy.inference.chunking)."
             )
         self.policy, self.delay, self.plans = policy, delay, plans
         self._rest: Tensor | None = None

@@ -16,6 +16,7 @@ CHUNKINGS = Registry(
         "ensembling": "robopolicy.inference.ensembling:ensembling",
         "bidirectional": "robopolicy.inference.ensembling:bidirectional",
         "rtc": "robopolicy.inference.rtc:rtc",
+        "trained_rtc": "robopolicy.inference.rtc:trained_rtc",
         "lerobot_rtc": "robopolicy.inference.rtc:lerobot_rtc",
     },
 )

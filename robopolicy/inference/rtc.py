@@ -26,6 +26,7 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhead, Underway
+from robopolicy.nn.prefix import with_prefix
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.network import Steps
@@ -61,11 +62,59 @@ def lerobot_rtc(policy: Policy, delay: Delay, max_guidance_weight: float = 10.0,
     return _guided(policy, delay, max_guidance_weight, mask, jacobian=False)
 
 
+def trained_rtc(policy: Policy, delay: Delay) -> Policy:
+    """Training-time real-time chunking (Black et al. 2025, arXiv:2512.05964): the d steps are given to the network.
+
+    It has learned to continue them (policy.prefix_steps), so nothing is differentiated and nothing guided. Raises
+    ConfigError for a policy that has not learned it, or not for so many steps.
+    """
+    known = policy.config.prefix_steps if isinstance(policy, DenoisingPolicy) else 0
+    if known < max(delay.steps, 1):
+        raise ConfigError(
+            f"This policy has learned to continue {known} given steps: train it with prefix_steps="
+            f"{max(delay.steps, 1)} or more, or choose rtc, which guides policies that were trained without."
+        )
+    return OverlappingPolicy(policy, delay, continued)
+
+
+def continued(
+    policy: PredictsAhead,
+    observation: TensorObservation,
+    generator: torch.Generator,
+    underway: Underway,
+    *,
+    deterministic: bool,
+) -> Tensor:
+    """Return the plan [B, P, A] that continues the next d steps of the one underway; see `Plans`."""
+    assert isinstance(policy, DenoisingPolicy)
+    overlap, steps = underway.rest.shape[1], policy.config.prediction_steps
+    target = torch.nn.functional.pad(policy.action_normalizer(underway.rest), (0, 0, 0, steps - overlap))
+    count = underway.delay * underway.known
+    guided: Callable[[Steps], Steps] = lambda inner: PrefixedSteps(inner, target, count)  # noqa: E731
+    return policy.predict(observation, generator, deterministic=deterministic, guided=guided)
+
+
+class PrefixedSteps:
+    """`Steps` of a network that is given the first count[b] [B] steps of `clean` [B, P, A], normalised actions."""
+
+    def __init__(self, steps: Steps, clean: Tensor, count: Tensor):
+        self.steps, self.clean, self.count = steps, clean, count
+
+    def one(self, x: Tensor, step: int) -> Tensor:
+        """Predict [B, P, A] of latents x [B, P, A] about to take `step`, whose given steps are not looked at."""
+        return self.steps.one(with_prefix(x, self.clean, self.count), step)
+
+    def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
+        """Predict [B, k, P, A] as the network does when it is given nothing: what is scored."""
+        return self.steps.several(x, chosen)
+
+
 def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobian: bool) -> Policy:
     if not isinstance(policy, DenoisingPolicy):
         raise ConfigError(
             f"Real-time chunking guides the denoising of a diffusion or flow policy, and this is a "
-            f"{type(policy).__name__}: choose prefetch, ensembling, bidirectional or synchronous."
+            f"{type(policy).__name__}: choose prefetch, ensembling, bidirectional or synchronous. Of a policy that an "
+            "engine computes choose engine=reference."
         )
     if strongest <= 0:
         raise ConfigError(f"max_guidance_weight is {strongest}; it is positive.")

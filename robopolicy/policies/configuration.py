@@ -67,6 +67,10 @@ class DenoisingPolicyConfig:
     """Steps C that it executes of a decision."""
     prediction_steps: int = 4
     """Steps P >= C that it predicts."""
+    prefix_steps: int = 0
+    """It also learns to continue a plan: up to so many first steps of a chunk are given, a random number of them in
+    every sample, and the rest is learned (training-time real-time chunking, evaluate.chunking=trained_rtc). 0 for not.
+    """
     denoiser: DenoiserKind = DenoiserKind.MLP
     """mlp (small chunks, fastest), transformer, or unet (long chunks)."""
     width: int = 256
@@ -137,6 +141,11 @@ class DenoisingPolicyConfig:
             raise ConfigError(
                 f"chunk is {self.chunk} and prediction_steps {self.prediction_steps}: a policy executes at least one "
                 "step and no more than it predicts."
+            )
+        if not 0 <= self.prefix_steps <= self.prediction_steps - self.chunk:
+            raise ConfigError(
+                f"prefix_steps is {self.prefix_steps}: of prediction_steps={self.prediction_steps} the last "
+                f"{self.chunk} (chunk) are always learned, so choose 0 to {self.prediction_steps - self.chunk}."
             )
         if self.finetuned_steps is not None and not 1 <= self.finetuned_steps <= self.sampling_steps:
             raise ConfigError(

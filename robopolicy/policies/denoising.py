@@ -19,6 +19,7 @@ from robopolicy.core.policy import Decision, Scores, TensorObservation, is_condi
 from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
+from robopolicy.nn.prefix import given_steps, with_prefix
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.fields import select_fields
@@ -246,7 +247,7 @@ class DenoisingPolicy(nn.Module):
         """Return {"denoising": [N]}: the squared error of the prediction at one random noise level per sample.
 
         batch: "observation" (key -> [N, H, ...]), "actions" [N, P, A] in the world's units, "action_valid" [N, P] bool
-        (padding is not learned). Raises SpecError on wrong shapes.
+        (padding is not learned, nor is what prefix_steps has given). Raises SpecError on wrong shapes.
         """
         observation = batch["observation"]
         self._validate(observation)
@@ -256,6 +257,10 @@ class DenoisingPolicy(nn.Module):
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean.device)
         condition = self.network.encode(observation, generator)
         noisy = self.schedule.corrupt(clean, noise, level)
+        if most := self.config.prefix_steps:
+            count = torch.randint(most + 1, (len(clean),), generator=generator, device=generator.device)
+            noisy = with_prefix(noisy, clean, count.to(clean.device))
+            valid = valid & ~given_steps(count.to(valid.device), valid.shape[1])
         prediction = self.network.denoise(noisy, self.schedule.level_times(level), condition)
         error = (prediction - self.schedule.target(clean, noise, level)).square().mean(-1)
         weight = valid.to(error.dtype)

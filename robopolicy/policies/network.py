@@ -21,6 +21,7 @@ from robopolicy.nn.denoisers import Denoiser, make_denoiser
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.nn.noise import NoiseHead
 from robopolicy.nn.normalizer import Normalizer
+from robopolicy.nn.prefix import PrefixDenoiser
 from robopolicy.nn.text import WordEncoder
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind, TextEncoder
 from robopolicy.policies.instructions import given_instructions
@@ -158,15 +159,12 @@ class ChunkNetwork(nn.Module):
         if config.text_encoder is TextEncoder.WORDS:
             self.text_encoder = WordEncoder(instructions, config.text_features)
             condition_size += config.text_features
+        told = action_size + (config.prefix_steps > 0)  # one more channel says which steps are given
         self.denoiser = make_denoiser(
-            config.denoiser,
-            config.prediction_steps,
-            action_size,
-            condition_size,
-            config.width,
-            config.depth,
-            config.heads,
+            config.denoiser, config.prediction_steps, told, condition_size, config.width, config.depth, config.heads
         )
+        if config.prefix_steps:
+            self.denoiser = PrefixDenoiser(self.denoiser, action_size)
         self.noise_head: NoiseHead | None = None
         if learns_noise(config):
             low, high = config.flow_noise_bounds
@@ -274,6 +272,8 @@ def check_network(network: DenoisingNetwork, config: DenoisingPolicyConfig) -> N
     if learns_noise(config) and not isinstance(network, LearnsNoise):
         raise ConfigError(f"flow_noise=learned needs a network with noise_std; {name} has none.")
     inner = network.inside() if isinstance(network, Around) else network
+    if config.prefix_steps and not isinstance(inner, ChunkNetwork):
+        raise ConfigError(f"prefix_steps is a part of ChunkNetwork, and {name} cannot be given actions: leave it 0.")
     if config.text_encoder is not TextEncoder.NONE and not isinstance(inner, ChunkNetwork):
         raise ConfigError(
             f"text_encoder={config.text_encoder.value} is a part of ChunkNetwork, and {name} reads the instruction "

@@ -165,7 +165,7 @@ def test_what_cannot_be_is_refused_with_the_way_out():
 
 
 def test_every_registered_chunking_is_found():
-    assert [callable(CHUNKINGS.load(name)) for name in CHUNKINGS] == [True] * 6
+    assert [callable(CHUNKINGS.load(name)) for name in CHUNKINGS] == [True] * 7
 
 
 STRANGE = """

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import STATE, Field
 from robopolicy.inference.chunking import Delay, with_chunking
 from robopolicy.inference.rtc import Guidance, GuidedSteps, Mask, guidance_gains, noise_levels, prefix_weights
-from robopolicy.nn.configuration import Prediction
+from robopolicy.nn.configuration import DenoiserKind, Prediction
+from robopolicy.nn.prefix import with_prefix
 from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule
-from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from robopolicy.policies.configuration import PolicyKind
 
 ROWS, STEPS, SIZE = 3, 4, 2
@@ -164,12 +166,10 @@ def test_where_nothing_overlaps_the_plan_is_the_unguided_one(kind: PolicyKind, n
     assert all(weight.grad is None for weight in policy.parameters())
 
 
-@pytest.mark.parametrize("kind", [PolicyKind.FLOW, PolicyKind.DIFFUSION])
-def test_a_trained_policy_goes_on_as_it_began(kind: PolicyKind):
-    """Two ways around an obstacle, up or down: a new plan chosen blindly crosses over every other time."""
-    policy, draws = made(kind), torch.Generator().manual_seed(0)
+def trained(policy: DenoisingPolicy, draws: torch.Generator, steps: int = 250) -> DenoisingPolicy:
+    """Two ways around an obstacle, up or down."""
     optimiser = torch.optim.Adam(policy.parameters(), 3e-3)
-    for _ in range(250):
+    for _ in range(steps):
         way = torch.randint(2, (64, 1, 1), generator=draws) * 2.0 - 1
         actions = 0.6 * way + 0.05 * torch.randn(64, 8, 1, generator=draws)
         batch = {"observation": {STATE: torch.zeros(64, 1, 1)}, "actions": actions.clamp(-1, 1)}
@@ -177,14 +177,66 @@ def test_a_trained_policy_goes_on_as_it_began(kind: PolicyKind):
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    seen, crossed, jumps = {STATE: torch.zeros(256, 1, 1)}, {}, {}
-    for name in ("prefetch", "rtc"):
-        delayed = with_chunking(policy, name, Delay(2))
-        delayed.reset()
-        delayed.act(seen, draws, deterministic=True)
-        chunk = delayed.act(seen, draws, deterministic=True).actions  # two steps of the first plan, two of the second
-        assert 0.3 < float((chunk[:, 0] > 0).float().mean()) < 0.7
-        crossed[name] = float((chunk[:, 1].sign() != chunk[:, 2].sign()).float().mean())
-        jumps[name] = float((chunk[:, 2] - chunk[:, 1]).abs().mean())
-    assert crossed["prefetch"] > 0.35 and crossed["rtc"] < 0.5 * crossed["prefetch"]
-    assert jumps["rtc"] < 0.5 * jumps["prefetch"]
+    return policy
+
+
+def border(policy: DenoisingPolicy, name: str, draws: torch.Generator) -> tuple[float, float]:
+    """Return how often the second plan takes the other way than the first, and the mean jump between them."""
+    seen, delayed = {STATE: torch.zeros(256, 1, 1)}, with_chunking(policy, name, Delay(2))
+    delayed.reset()
+    delayed.act(seen, draws, deterministic=True)
+    chunk = delayed.act(seen, draws, deterministic=True).actions  # two steps of the first plan, two of the second
+    assert 0.3 < float((chunk[:, 0] > 0).float().mean()) < 0.7
+    crossed = (chunk[:, 1].sign() != chunk[:, 2].sign()).float().mean()
+    return float(crossed), float((chunk[:, 2] - chunk[:, 1]).abs().mean())
+
+
+@pytest.mark.parametrize("kind", [PolicyKind.FLOW, PolicyKind.DIFFUSION])
+def test_a_trained_policy_goes_on_as_it_began(kind: PolicyKind):
+    """A new plan chosen blindly crosses over every other time."""
+    draws = torch.Generator().manual_seed(0)
+    policy = trained(made(kind), draws)
+    (crossed_blindly, jump_blindly), (crossed, jump) = (border(policy, name, draws) for name in ("prefetch", "rtc"))
+    assert crossed_blindly > 0.35 and crossed < 0.5 * crossed_blindly
+    assert jump < 0.5 * jump_blindly
+
+
+def test_a_policy_that_was_trained_to_continue_does_so_unguided():
+    draws = torch.Generator().manual_seed(0)
+    policy = trained(made(PolicyKind.FLOW, prefix_steps=2), draws)
+    (crossed_blindly, jump_blindly), (crossed, jump) = (
+        border(policy, name, draws) for name in ("prefetch", "trained_rtc")
+    )
+    assert crossed_blindly > 0.35 and crossed < 0.25 * crossed_blindly
+    assert jump < 0.5 * jump_blindly
+
+
+@pytest.mark.parametrize("denoiser", list(DenoiserKind))
+def test_given_steps_are_taken_as_they_are_and_cost_nothing(denoiser: DenoiserKind, tmp_path):
+    policy = made(PolicyKind.FLOW, prefix_steps=3, denoiser=denoiser)
+    x, clean, count = drawn(1, ROWS, 8, 1), drawn(2, ROWS, 8, 1), torch.tensor([0, 1, 3])
+    told = with_prefix(x, clean, count)
+    assert torch.equal(told[..., 1].sum(1), count.float())
+    assert torch.equal(told[0, :, 0], x[0, :, 0]) and torch.equal(told[2, :3, 0], clean[2, :3, 0])
+    assert torch.equal(told[2, 3:, 0], x[2, 3:, 0])
+    seen = policy.encode({STATE: torch.zeros(ROWS, 1, 1)})
+    predict = lambda latents: policy.network.denoise(latents, torch.full((ROWS,), 0.5), seen)  # noqa: E731
+    assert predict(told).shape == (ROWS, 8, 1)
+    assert torch.equal(predict(x), predict(with_prefix(x, clean, torch.zeros_like(count))))  # nothing is given
+    # Only the first step is valid, and it is given in three of four samples: those have nothing to learn.
+    valid = torch.zeros(400, 8, dtype=torch.bool)
+    valid[:, 0] = True
+    batch = {"observation": {STATE: torch.zeros(400, 1, 1)}, "actions": torch.zeros(400, 8, 1), "action_valid": valid}
+    losses = policy.loss(batch, torch.Generator().manual_seed(0))["denoising"]
+    assert 0.68 < float((losses == 0).float().mean()) < 0.82
+    policy.save(tmp_path / "policy")
+    again = load_policy(tmp_path / "policy")
+    acting = [each.act({STATE: torch.zeros(2, 1, 1)}, torch.Generator().manual_seed(0)) for each in (policy, again)]
+    assert torch.equal(acting[0].actions, acting[1].actions)
+
+
+def test_what_was_not_trained_to_continue_is_refused():
+    with pytest.raises(ConfigError, match="prefix_steps=2 or more"):
+        with_chunking(made(PolicyKind.FLOW, prefix_steps=1), "trained_rtc", Delay(2))
+    with pytest.raises(ConfigError, match="choose 0 to 4"):
+        made(PolicyKind.FLOW, prefix_steps=5)
