@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from robopolicy.configuration.finetune import FinetuneSection
+from robopolicy.configuration.inference import AUTO, InferenceSection
 from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
@@ -27,6 +28,9 @@ from robopolicy.core.storage import read_json, recover_folder, write_json
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.engine import with_engine
+from robopolicy.inference.plan import load_plan
 from robopolicy.policies import load_policy as load_alone
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.training.acting import Acting
@@ -253,6 +257,27 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
             "it. Restore it from a copy, or train again."
         )
     return _of_the_same_origin(EncodedPolicy(policy, load_encoder(place, device)), policy)
+
+
+def load_acting(section: InferenceSection, folder: Path, device: torch.device | str = "cpu") -> Policy:
+    """Load a policy that is to act and not to learn, computed by the engine that the section names.
+
+    With engine=auto by what `robopolicy optimize` has stored beside the checkpoint, if anything: a plan made for other
+    weights is refused with a warning, one measured elsewhere is used with one. Raises as `load_policy` does, and
+    ConfigError where the engine does not compute such policies.
+    """
+    policy = load_policy(folder, device)
+    if section.engine != AUTO:
+        return with_engine(policy, narrowed(InferenceConfig, section))
+    plan = load_plan(folder)
+    if plan is None:
+        return policy
+    if said := plan.refusal(folder):
+        warnings.warn(said, RobopolicyWarning, stacklevel=2)
+        return policy
+    if said := plan.elsewhere(torch.device(device)):
+        warnings.warn(f"{said} robopolicy optimize {folder} chooses anew.", RobopolicyWarning, stacklevel=2)
+    return with_engine(policy, plan.config, plan.cache)
 
 
 def load_encoder(folder: Path, device: torch.device | str = "cpu") -> DecoderFree:

@@ -17,8 +17,10 @@ from robopolicy.configuration.evaluate import EvaluateSection
 from robopolicy.configuration.finetune import FinetuneSection
 from robopolicy.configuration.gate import GateSection
 from robopolicy.configuration.imagine import ImagineSection
+from robopolicy.configuration.inference import InferenceSection
 from robopolicy.configuration.offline import OfflineSection
 from robopolicy.configuration.online import OnlineSection
+from robopolicy.configuration.optimize import OptimizeSection
 from robopolicy.configuration.pipeline import PipelineSection
 from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.policy import PolicySection
@@ -50,6 +52,8 @@ class Config:
     bakeoff: BakeoffSection = field(default_factory=BakeoffSection)
     deploy: DeploySection = field(default_factory=DeploySection)
     distill: DistillSection = field(default_factory=DistillSection)
+    optimize: OptimizeSection = field(default_factory=OptimizeSection)
+    inference: InferenceSection = field(default_factory=InferenceSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     rank: RankSection = field(default_factory=RankSection)
     serve: ServeSection = field(default_factory=ServeSection)

@@ -26,7 +26,7 @@ class Blocks(Protocol):
 
 
 def fresh(index: int, branch: Callable[[], Tensor]) -> Tensor:
-    """Compute every block in every step; see `Blocks`."""
+    """Compute every block in every step, [..., P, width]; see `Blocks`."""
     return branch()
 
 

@@ -23,6 +23,7 @@ from robopolicy.build import (
     build_noisy_expert,
     build_world,
     choose_device,
+    load_acting,
     load_policy,
     with_planning,
 )
@@ -43,7 +44,7 @@ from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
     summary="Record demonstrations as a LeRobotDataset",
-    sections=("run", "world", "plan", "collect"),
+    sections=("run", "world", "plan", "inference", "collect"),
     example="robopolicy collect recipe=push_cube collect.episodes=200",
     world_from={"collect.policy": ""},
 )
@@ -147,7 +148,9 @@ def acting(config: Config) -> tuple[Policy | None, torch.device]:
         raise ConfigError("plan.model looks ahead for a policy: set collect.policy=CHECKPOINT as well.")
     if section.policy is None:
         return None, device
-    return with_planning(config.plan, load_policy(section.policy, device), device), device
+    if section.chains:  # an engine acts, and does not say how it came to a decision
+        return load_policy(section.policy, device), device
+    return with_planning(config.plan, load_acting(config.inference, section.policy, device), device), device
 
 
 def summary(episodes: Episodes) -> dict[str, Any]:

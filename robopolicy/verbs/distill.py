@@ -6,10 +6,8 @@ serve and finetune take it. Both are judged on the same starts, and their decisi
 same command again: it goes on and ends in the same place.
 """
 
-import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from robopolicy.build import build_world, choose_device, load_policy
@@ -24,6 +22,7 @@ from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare
+from robopolicy.inference.timing import timed
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.distill import DistillConfig, distill
@@ -57,7 +56,7 @@ def run(config: Config) -> int:
     remember_origin(student, origin_of(teacher))
     student.save(folder.checkpoint)
     both: dict[str, Policy] = {"teacher": teacher, "student": student}
-    seconds = timed(both, episodes, device)
+    seconds = seconds_of(both, episodes, device)
     faster = seconds["teacher"] / seconds["student"]
     result: dict[str, Any] = {
         "teacher_checkpoint": str(path),
@@ -90,20 +89,11 @@ def asked_at(config: Config, teacher: Policy, device: torch.device) -> Episodes:
     return played
 
 
-def timed(policies: dict[str, Policy], episodes: Episodes, device: torch.device) -> dict[str, float]:
+def seconds_of(policies: dict[str, Policy], episodes: Episodes, device: torch.device) -> dict[str, float]:
     """Return the median seconds of one decision of each policy, all asked in turns at the first observation."""
-    found: dict[str, list[float]] = {name: [] for name in policies}
-    draws = torch.Generator(device).manual_seed(0)
     first = next(iter(policies.values())).spec
     seen = observed_at(episodes.to(device), torch.zeros(1, dtype=torch.int64), first.history, list(first.observation))
-    for _ in range(TIMED):
-        for name, policy in policies.items():
-            began = time.perf_counter()
-            policy.act(seen, draws, deterministic=True)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            found[name].append(time.perf_counter() - began)
-    return {name: float(np.median(values)) for name, values in found.items()}
+    return {name: each.median for name, each in timed(policies, seen, TIMED).items()}
 
 
 def judged(config: Config, policies: dict[str, Policy], device: torch.device) -> dict[str, Any]:

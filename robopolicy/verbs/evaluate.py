@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from robopolicy.build import as_seen_in, build_world, choose_device, load_policy, with_planning
+from robopolicy.build import as_seen_in, build_world, choose_device, load_acting, with_planning
 from robopolicy.configuration import Config
 from robopolicy.configuration.evaluate import EvaluateSection
 from robopolicy.core.errors import ConfigError
@@ -36,7 +36,7 @@ from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
     summary="Measure success in a simulator or in a world model",
-    sections=("run", "world", "plan", "evaluate"),
+    sections=("run", "world", "plan", "inference", "evaluate"),
     example="robopolicy evaluate runs/finetune/push_cube/0/checkpoint world=worldmodel",
     targets=("evaluate.policy",),
     world_from={"evaluate.policy": ""},
@@ -150,7 +150,7 @@ def run(config: Config) -> int:
     paths = {"base": section.base, "policy": section.policy} if section.base else {"policy": section.policy}
     if config.plan.model is not None and section.base is None:
         paths = {UNPLANNED: section.policy, **paths}
-    policies = {name: load_policy(path, device) for name, path in paths.items() if path is not None}
+    policies = {name: load_acting(config.inference, path, device) for name, path in paths.items() if path is not None}
     policies["policy"] = with_planning(config.plan, policies["policy"], device)
     seeds = evaluation_seeds(config, section.episodes)
     anchors = None if section.anchors is None else read_anchors(section.anchors)

@@ -8,7 +8,7 @@ server is.
 
 import os
 
-from robopolicy.build import choose_device, load_policy, with_planning
+from robopolicy.build import choose_device, load_acting, with_planning
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.structured import narrowed
@@ -18,7 +18,7 @@ from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
     summary="Serve a policy to robots over a websocket (openpi's protocol)",
-    sections=("run", "plan", "serve"),
+    sections=("run", "plan", "inference", "serve"),
     example="robopolicy serve runs/finetune/push_cube/0/checkpoint",
     targets=("serve.policy",),
 )
@@ -30,7 +30,7 @@ def run(config: Config) -> int:
     if section.policy is None:
         raise ConfigError("Which policy? Write: robopolicy serve CHECKPOINT")
     device = choose_device(config.run)
-    policy = with_planning(config.plan, load_policy(section.policy, device), device)
+    policy = with_planning(config.plan, load_acting(config.inference, section.policy, device), device)
     key = section.api_key or os.environ.get("ROBOPOLICY_API_KEY", "")
 
     def announce(port: int) -> None:

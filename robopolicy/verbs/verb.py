@@ -27,6 +27,7 @@ NAMES = (
     "online",
     "deploy",
     "distill",
+    "optimize",
     "pipeline",
     "evaluate",
     "rank",

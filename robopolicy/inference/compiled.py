@@ -1,0 +1,144 @@
+"""The compiled engine: the lean one in machine code, by torch.compile; on a GPU a decision is one CUDA graph.
+
+What is compiled is the whole way from an encoded observation and noise to clean latents, unrolled over the K steps. The
+code is made for a number of rows: others are filled up to the next power of four, so that few are ever made. The first
+decision of each takes seconds to minutes.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch._inductor
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Policy
+from robopolicy.inference.caching import Caching
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.lean import LeanDenoising, require_denoising
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.network import Condition, rows_in
+from robopolicy.policies.sampler import Draws
+
+COMPILERS = ("g++", "clang++", "c++", "cl")
+
+
+def compiled(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
+    """Return `policy` computed in machine code; see `robopolicy.inference.engine.Engine`."""
+    denoising = require_denoising(policy, "compiled")
+    device = denoising.action_low.device.type
+    if device == "cpu" and not any(map(shutil.which, COMPILERS)):
+        raise ConfigError(
+            f"engine=compiled needs a C++ compiler, and there is none ({', '.join(COMPILERS)}): install one (Debian: "
+            "apt install g++), or use engine=lean."
+        )
+    return CompiledDenoising(denoising, config, caching)
+
+
+class CompiledDenoising(LeanDenoising):
+    """A `LeanDenoising` whose chain is machine code, for each bucket of rows and each kind of noise."""
+
+    def __init__(self, policy: DenoisingPolicy, config: InferenceConfig, caching: Caching | None = None):
+        super().__init__(policy, config, caching)
+        self._programs: dict[tuple[Any, ...], Program] = {}
+
+    def _prepare(self) -> None:
+        known = self._known
+        super()._prepare()
+        if self._known != known:
+            self._programs.clear()
+
+    def _chain(self, quiet: bool, condition: Condition, before: Condition, draws: Draws) -> Tensor:
+        if draws.quiet is not None:  # which rows are noise-free is drawn: nothing to unroll
+            return super()._chain(quiet, condition, before, draws)
+        rows, same = rows_in(condition), before is condition
+        wanted = bucket(rows)
+        given = [*condition.values(), *(() if same else before.values()), draws.start]
+        inputs = [filled(value, wanted) for value in given]
+        if draws.steps is not None:
+            inputs.append(filled(draws.steps, wanted, 1))
+        key = quiet, same, wanted
+        if key not in self._programs:
+            names = tuple(condition), () if same else tuple(before)
+            self._programs[key] = program(self._of_tensors(quiet, names), inputs)
+        return self._programs[key](inputs)[:rows]
+
+    def _of_tensors(self, quiet: bool, names: tuple[tuple[str, ...], tuple[str, ...]]) -> Callable[..., Tensor]:
+        """Return the chain as a function of tensors alone: those of both conditions by name, the noise, its steps."""
+        lean = super()._chain
+
+        def chain(*inputs: Tensor) -> Tensor:
+            left = iter(inputs)
+            condition = {name: next(left) for name in names[0]}
+            before = {name: next(left) for name in names[1]} or condition
+            return lean(quiet, condition, before, Draws(next(left), next(left, None)))
+
+        return chain
+
+
+Program = Callable[[list[Tensor]], Tensor]
+"""Machine code: the inputs' tensors -> the result."""
+
+
+def program(function: Callable[..., Tensor], inputs: list[Tensor]) -> Program:
+    """Return `function` in machine code for tensors of the shapes and device of `inputs`.
+
+    Traced by hand and not by torch.compile, whose guards ask again at every call whether anything has changed; they
+    cost more than a small policy's whole decision, and here nothing can change: weights are constants of the code, and
+    new weights get new code.
+    """
+    made = cast(Callable[..., Any], torch._inductor.compile(make_fx(function)(*inputs), list[Any](inputs)))
+    if not inputs[0].is_cuda:
+        return lambda given: _only(made(*given))
+    return graphed(lambda given: _only(made(*given)), inputs)
+
+
+def graphed(function: Program, inputs: list[Tensor]) -> Program:
+    """Return `function` as one CUDA graph: its hundreds of small kernels are launched at once.
+
+    The graph reads and writes the same memory every time, so that inputs are copied in and the result is copied out.
+    """
+    held = [value.clone() for value in inputs]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # what is set up at the first calls must not be part of the graph
+            function(held)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function(held)
+
+    def replay(given: list[Tensor]) -> Tensor:
+        for mine, theirs in zip(held, given, strict=True):
+            mine.copy_(theirs)
+        graph.replay()
+        return result.clone()
+
+    return replay
+
+
+def _only(found: Tensor | Sequence[Tensor]) -> Tensor:
+    return found if isinstance(found, Tensor) else found[0]
+
+
+def bucket(rows: int) -> int:
+    """Return the number of rows that code is made for: the next power of four, and above 1024 the number itself."""
+    size = 1
+    while size < rows and size < 1024:
+        size *= 4
+    return max(size, rows)
+
+
+def filled(value: Tensor, rows: int, axis: int = 0) -> Tensor:
+    """Return `value` with its last row repeated along `axis` until there are `rows`."""
+    missing = rows - value.shape[axis]
+    if not missing:
+        return value
+    last = value.narrow(axis, value.shape[axis] - 1, 1)
+    shape = list(value.shape)
+    shape[axis] = missing
+    return torch.cat([value, last.expand(shape)], axis)

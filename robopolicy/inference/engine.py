@@ -1,0 +1,58 @@
+"""Engines: who computes the decisions of a trained policy.
+
+An engine takes a policy and returns one that decides the same faster, or approximately so where it is told to. What it
+returns acts and nothing else: scores, gradients and checkpoints stay with the policy that it was made of.
+"""
+
+from typing import Protocol
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.origin import origin_of, remember_origin
+from robopolicy.core.policy import Policy
+from robopolicy.core.registry import Registry
+from robopolicy.inference.caching import Caching
+from robopolicy.inference.configuration import InferenceConfig
+from worldmodels.encoding import EncodedPolicy
+
+ENGINES = Registry(
+    "engine",
+    "robopolicy.engines",
+    {
+        "reference": "robopolicy.inference.engine:reference",
+        "lean": "robopolicy.inference.lean:lean",
+        "compiled": "robopolicy.inference.compiled:compiled",
+    },
+)
+
+
+class Engine(Protocol):
+    """What an engine's name stands for."""
+
+    def __call__(self, policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
+        """Return a policy that decides as `policy` does, in the way that config names.
+
+        caching: who remembers its blocks from step to step, None for nobody. Raises ConfigError where it cannot.
+        """
+        ...
+
+
+def reference(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
+    """Return the policy as it is; raises ConfigError with caching."""
+    if caching is not None:
+        raise ConfigError("The reference engine remembers nothing: block caching needs engine=lean.")
+    return policy
+
+
+def with_engine(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
+    """Return `policy`, computed by the engine that config names; raises ConfigError where it cannot be.
+
+    Of a policy behind a world model's encoder the policy inside is computed so.
+    """
+    engine: Engine = ENGINES.load(config.engine)
+    if isinstance(policy, EncodedPolicy):
+        made: Policy = EncodedPolicy(engine(policy.policy, config, caching), policy.model)
+    else:
+        made = engine(policy, config, caching)
+    if made is not policy:
+        remember_origin(made, origin_of(policy))
+    return made

@@ -1,0 +1,274 @@
+"""The lean engine: the same decisions as the reference, to 1e-5, without what only training needs.
+
+Time embeddings are computed once for a checkpoint, the observation's part of the network once for a decision, and a
+step's schedule is a few numbers (`samplers`). Nothing is scored, recorded or checked between noise and action; what
+goes in and what comes out is. Axes: B row, K step, P predicted step, C executed step, A action dimension.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.policy import CONDITION, Decision, Policy, TensorObservation
+from robopolicy.core.spec import PolicySpec, validate_observation
+from robopolicy.core.world import Rows
+from robopolicy.inference.caching import CachedSteps, Caching
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.samplers import Predicts, Sampler, make_sampler, own_sampler, sample
+from robopolicy.nn.denoisers import Denoiser
+from robopolicy.nn.encoders import ObservationEncoder
+from robopolicy.nn.residual_mlp import ResidualMLP
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.network import (
+    ChunkNetwork,
+    Condition,
+    DenoisingNetwork,
+    LearnsNoise,
+    learns_noise,
+    rows_in,
+    steps_of,
+)
+from robopolicy.policies.sampler import Draws, draw
+
+CONTEXTS = 2**25
+"""Most numbers of a table [K, B, width] that is filled before the first step."""
+
+
+def lean(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
+    """Return `policy` computed by the lean engine; see `robopolicy.inference.engine.Engine`."""
+    return LeanDenoising(require_denoising(policy, "lean"), config, caching)
+
+
+def require_denoising(policy: Policy, engine: str) -> DenoisingPolicy:
+    """Return `policy`, typed as one that denoises; raises ConfigError where it is another kind."""
+    if not isinstance(policy, DenoisingPolicy):
+        raise ConfigError(f"engine={engine} computes denoising policies, and this is a {type(policy).__name__}.")
+    return policy
+
+
+class LeanDenoising:
+    """A `core.policy.Policy` that decides as a denoising policy does; make one with `lean`.
+
+    Its tables follow the policy's weights: they are computed again where those have changed. With a sampler of its own
+    every decision is noise-free.
+    """
+
+    def __init__(self, policy: DenoisingPolicy, config: InferenceConfig, caching: Caching | None = None):
+        self.policy, self.config, self.caching = policy, config, caching
+        schedule = policy.schedule
+        if config.sampler:
+            quiet = make_sampler(config.sampler, schedule, config.steps)
+            self.samplers = {True: quiet, False: quiet}
+        else:
+            self.samplers = {flag: own_sampler(schedule, deterministic=flag) for flag in (True, False)}
+        self.noisy = not config.sampler and not policy.scored_by_matching
+        self._weights = [*policy.parameters(), *policy.buffers()]
+        self._known = -1
+        self._vectors = Vectors.of(policy)
+        self._at: dict[bool, tuple[Prepared, Prepared, int]] = {}
+
+    @property
+    def spec(self) -> PolicySpec:
+        """As the policy's own."""
+        return self.policy.spec
+
+    @property
+    def reads_instructions(self) -> bool:
+        """As the policy's own."""
+        return self.policy.reads_instructions
+
+    def reset(self, rows: Rows = None) -> None:
+        """Nothing is remembered between decisions, of whatever rows [R]."""
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Decide for every row, with the draws of the policy itself; actions [B, C, A] alone.
+
+        Raises SpecError or NonFiniteError as the policy does.
+        """
+        policy, quiet = self.policy, deterministic or not self.noisy
+        self._prepare()
+        condition = self._encode(observation)
+        before = condition
+        if policy.first_step and policy.base is not None and not policy.encoder_is_fixed:
+            before = policy.base.encode(observation)
+        draws = draw(
+            policy.schedule,
+            (rows_in(condition), *policy.noise_shape),
+            generator,
+            policy.action_low.device,
+            noisy=not quiet,
+            noise_clip=policy.config.noise_clip,
+            scored=slice(policy.first_step, None),
+            noisy_steps=policy.config.noisy_steps,
+        )
+        return Decision(policy.to_actions(self._chain(quiet, condition, before, draws)))
+
+    def _chain(self, quiet: bool, condition: Condition, before: Condition, draws: Draws) -> Tensor:
+        """Return clean latents [B, P, A]; quiet: noise-free; before: the condition of the frozen base's steps."""
+        sampler = self.samplers[quiet]
+        leading, scored, first = self._at[quiet]
+        late = scored(condition)
+        early = leading(before) if first else late
+        predict: Predicts = lambda x, step: (early if step < first else late)(x, step)  # noqa: E731
+        if draws.steps is None:
+            return sample(sampler, predict if first else late, draws.start)
+        noise = draws.steps * self._stds(sampler, condition)
+        return sample(sampler, predict, draws.start, noise, self._quiet_steps(sampler, draws, noise))
+
+    def _stds(self, sampler: Sampler, condition: Condition) -> Tensor:
+        """Return the noise's standard deviations, broadcastable to [K, B, P, A]."""
+        policy, network = self.policy, self.policy.network
+        stds = sampler.stds.to(policy.action_low.device)[:, None, None, None]
+        if not learns_noise(policy.config):
+            return stds
+        first = policy.first_step
+        learned = cast(LearnsNoise, network).noise_std(policy.schedule.times[first:], condition).transpose(0, 1)
+        return torch.cat([stds[:first].expand(-1, *learned.shape[1:]), learned])
+
+    def _quiet_steps(self, sampler: Sampler, draws: Draws, noise: Tensor) -> Mapping[int, tuple[Tensor, Tensor]] | None:
+        """Return the weights of x and clean in the steps of which some rows are noise-free; their `noise` becomes 0."""
+        if draws.quiet is None:
+            return None
+        first, still = self.policy.first_step, self.samplers[True]
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for place in range(draws.quiet.shape[1]):
+            index, rows = first + place, draws.quiet[:, place, None, None]
+            noise[index].masked_fill_(rows, 0.0)
+            pairs = [(own.latents[0][1], own.cleans[0][1]) for own in (still.steps[index], sampler.steps[index])]
+            of_x, of_clean = (torch.where(rows, *each) for each in zip(*pairs, strict=True))
+            found[index] = of_x, of_clean
+        return found
+
+    def _encode(self, observation: TensorObservation) -> Condition:
+        """Return the condition; raises SpecError or NonFiniteError on a bad observation."""
+        if self._vectors is not None:
+            return self._vectors.encode(observation)
+        policy = self.policy
+        validate_observation(observation, policy.fields, history=policy.config.history)
+        with torch.autocast(self.policy.action_low.device.type, torch.bfloat16, self.config.precision == "bf16"):
+            found = self.policy.network.encode(observation)
+        return found if self.config.precision == "fp32" else {name: value.float() for name, value in found.items()}
+
+    def _prepare(self) -> None:
+        """Compute the tables, unless the weights are those of the last time."""
+        version = sum(weight._version for weight in self._weights)
+        if version == self._known:
+            return
+        policy, config = self.policy, self.config
+        for flag, sampler in self.samplers.items():
+            times = sampler.times.to(policy.action_low.device)
+            # The frozen base takes what is noisier than the first step that was fine-tuned.
+            first = int((times > policy.schedule.times[policy.first_step] + 1e-6).sum()) if policy.base else 0
+            scored = prepared(policy.network, times, config.precision, self.caching)
+            base = policy.base if first else None
+            leading = prepared(base, times, config.precision, self.caching) if base is not None else scored
+            self._at[flag] = leading, scored, first
+        self._vectors = Vectors.of(policy)
+        self._known = version
+
+
+class Vectors:
+    """The encoder of a policy that reads vectors alone, [B, H, *shape] of each field, in four operations."""
+
+    def __init__(self, policy: DenoisingPolicy, encoder: ObservationEncoder):
+        self.fields, self.history, self.bound = policy.fields, policy.config.history, encoder.bound
+        parts = [(encoder.normalizer(key), self.history) for key in encoder.keys]
+        self.keys = encoder.keys
+        self.shapes = [(self.history, *self.fields[key].shape) for key in self.keys]
+        self.offset = torch.cat([each.offset.flatten().repeat(times) for each, times in parts])
+        self.scale = torch.cat([each.scale.flatten().repeat(times) for each, times in parts])
+
+    @classmethod
+    def of(cls, policy: DenoisingPolicy) -> "Vectors | None":
+        """Return the encoder of `policy`, None where it reads images or text, or its network is not ours."""
+        network = policy.network
+        if not isinstance(network, ChunkNetwork) or network.reads_instructions or policy.spec.cameras:
+            return None
+        return cls(policy, network.encoder)
+
+    def encode(self, observation: TensorObservation) -> Condition:
+        """Return {"condition": [B, D]}; raises SpecError or NonFiniteError on a bad observation."""
+        values = [value for key in self.keys if isinstance(value := observation.get(key), Tensor)]
+        if [value.shape[1:] for value in values] == self.shapes and len({len(value) for value in values}) == 1:
+            raw = torch.cat([value.flatten(1) for value in values], 1).float()
+            if bool(raw.isfinite().all()):
+                return {CONDITION: ((raw - self.offset) / self.scale).clamp_(-self.bound, self.bound)}
+        validate_observation(observation, self.fields, history=self.history)  # which says what is wrong
+        raise SpecError(f"The observation's fields differ in their rows: {', '.join(self.keys)}.")
+
+
+Prepared = Callable[[Condition], Predicts]
+"""A network, with what does not depend on the observation computed: condition -> the network at work on it."""
+
+
+def prepared(
+    network: DenoisingNetwork, times: Tensor, precision: str = "fp32", caching: Caching | None = None
+) -> Prepared:
+    """Return `network` prepared for steps at times [K]; caching: who remembers its blocks from step to step.
+
+    Raises ConfigError for bf16 or caching of a network that is not ours, and for a plan that does not fit.
+    """
+    if not isinstance(network, ChunkNetwork):
+        if precision != "fp32" or caching is not None:
+            raise ConfigError(f"bf16 and block caching are for our own networks; this is a {type(network).__name__}.")
+        return lambda condition: steps_of(network, times, condition).one
+    denoiser, table = network.denoiser, network.denoiser.encode_time(times)
+    if precision == "fp32":
+        at_work = _at_work(denoiser, table, caching)
+        return lambda condition: at_work(condition[CONDITION])
+    low = torch.bfloat16
+    at_work = _at_work(cast(Denoiser, copy.deepcopy(cast(nn.Module, denoiser)).to(low)), table.to(low), caching)
+
+    def narrow(condition: Condition) -> Predicts:
+        predict = at_work(condition[CONDITION].to(low))
+        return lambda x, step: predict(x.to(low), step).float()
+
+    return narrow
+
+
+def _at_work(denoiser: Denoiser, table: Tensor, caching: Caching | None) -> Callable[[Tensor], Predicts]:
+    """Return what makes a condition [B, D] the denoiser at work on it; table: its features of the times [K, E]."""
+    if caching is not None:
+        caching.check(denoiser.block_names, len(table))
+        return lambda condition: CachedSteps(denoiser, table, denoiser.encode_condition(condition), caching).one
+    if isinstance(denoiser, ResidualMLP):
+        return _perceptron(denoiser, table)
+
+    def at_work(condition: Tensor) -> Predicts:
+        features = denoiser.encode_condition(condition)
+        return lambda x, step: denoiser.denoise(x, table[step], features)
+
+    return at_work
+
+
+def _perceptron(denoiser: ResidualMLP, table: Tensor) -> Callable[[Tensor], Predicts]:
+    """`_at_work` of the residual MLP, whose layers are so small that calling them costs more than computing them.
+
+    The first layer's share of time and condition is one table [K, B, width], if it fits; everything else is `addmm`.
+    """
+    latent, head, bias = denoiser.latent.weight.T, denoiser.head.weight.T, denoiser.head.bias
+    hidden = [cast(nn.Linear, layer).weight.T for layer in denoiser.hidden]
+
+    def at_work(condition: Tensor) -> Predicts:
+        features = denoiser.encode_condition(condition)
+        fits = len(table) * features.numel() <= CONTEXTS
+        contexts = table[:, None] + features if fits else None
+
+        def predict(x: Tensor, step: int) -> Tensor:
+            context = table[step] + features if contexts is None else contexts[step]
+            rows = torch.addmm(context, x.flatten(1), latent)
+            for layer in hidden:
+                rows = torch.addmm(rows, silu(rows), layer)
+            return torch.addmm(bias, silu(rows), head).view(x.shape)
+
+        return predict
+
+    return at_work

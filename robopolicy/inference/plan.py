@@ -1,0 +1,99 @@
+"""What `robopolicy optimize` chose for a checkpoint, kept beside it: inference.json, read where a policy acts.
+
+It holds names and numbers, no weights and no code. It belongs to the weights whose hash it holds: for others it is
+refused, because what was measured on those says nothing about these.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from robopolicy.core.checkpoints import WEIGHTS
+from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.storage import read_json, recover_folder, write_json
+from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.tensors import file_hash
+from robopolicy.inference.caching import CachePlan
+from robopolicy.inference.configuration import InferenceConfig
+
+FILE = "inference.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class InferencePlan:
+    """How a checkpoint's policy is to decide.
+
+    weights: hash of the weights that it was made for; version, device, batch: torch's version and the device where it
+    was measured, and for how many rows at once; measured: what was found, for people.
+    """
+
+    config: InferenceConfig
+    weights: str
+    cache: CachePlan | None = None
+    version: str = field(default_factory=lambda: str(torch.__version__))
+    device: str = "cpu"
+    batch: int = 1
+    measured: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def refusal(self, folder: Path) -> str:
+        """Return why the plan is not for the checkpoint in `folder`, "" where it is."""
+        if weights_hash(folder) == self.weights:
+            return ""
+        return (
+            f"{folder / FILE} was made for other weights than those beside it: robopolicy optimize {folder} makes it "
+            "anew. Until then the policy decides as it was trained (inference.engine=reference)."
+        )
+
+    def elsewhere(self, device: torch.device) -> str:
+        """Return where the plan was measured, if not here; what is fastest there need not be so here. Else ""."""
+        own = {"torch": self.version, "device": self.device}
+        here = {"torch": str(torch.__version__), "device": device_name(device)}
+        differs = [f"{name} {own[name]}, here {here[name]}" for name in own if own[name] != here[name]]
+        return f"The plan was measured with {'; '.join(differs)}." if differs else ""
+
+
+def weights_hash(folder: Path) -> str:
+    """Return the hash of a checkpoint's weights file; raises CheckpointError where there is none."""
+    path = recover_folder(folder) / WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist: this is no checkpoint that a plan can be kept beside.")
+    return file_hash(path)
+
+
+def device_name(device: torch.device) -> str:
+    """Return "cpu", or the name of the GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def save_plan(folder: Path, plan: InferencePlan) -> None:
+    """Write the plan beside the checkpoint in `folder`, atomically."""
+    given = {name: value for name, value in vars(plan).items() if name not in ("config", "cache")}
+    cache = None if plan.cache is None else plan.cache.to_json()
+    write_json(folder / FILE, {"format": FORMAT, "config": to_plain(plan.config), "cache": cache, **to_plain(given)})
+
+
+def load_plan(folder: Path) -> InferencePlan | None:
+    """Read the plan beside a checkpoint, None where there is none; raises CheckpointError where it cannot be read."""
+    path = recover_folder(folder) / FILE
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    try:
+        if found["format"] != FORMAT:
+            raise CheckpointError(f"{path} is of format {found['format']!r:.20}, this robopolicy reads {FORMAT}.")
+        config = from_plain(InferenceConfig, found["config"], "config")
+        cache = None if found["cache"] is None else CachePlan.from_json(found["cache"], path)
+        names = ("weights", "version", "device")
+        if not all(isinstance(found[name], str) for name in names) or not isinstance(found["batch"], int):
+            raise TypeError("weights, version and device are texts, batch is a number")
+        return InferencePlan(
+            config, found["weights"], cache, found["version"], found["device"], found["batch"], dict(found["measured"])
+        )
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        raise CheckpointError(
+            f"{path} is no plan that robopolicy optimize wrote ({error}): remove it, or make it anew."
+        ) from error

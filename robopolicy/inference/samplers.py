@@ -1,0 +1,267 @@
+"""Samplers as tables of numbers: what remains of a schedule once everything that can be known before is computed.
+
+Every step of the chains that we have, and of diffusers' deterministic samplers, is linear in the latents and the clean
+estimates that came before:
+
+    clean_i = clip(a_i x_i + b_i prediction_i),   x_{i+1} = sum_j u_ij x_j + sum_j w_ij clean_j + std_i noise_i
+
+DDPM, DDIM and the flow's Euler step look back at step i alone, DPM-Solver++(2M) at the clean estimate before, Heun at
+the latent before. So one loop runs all of them, without a scheduler in it.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.registry import Registry
+from robopolicy.nn.configuration import Prediction
+from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule
+
+SAMPLERS = Registry(
+    "sampler",
+    "robopolicy.samplers",
+    {
+        "ddim": "robopolicy.inference.samplers:ddim",
+        "dpm++": "robopolicy.inference.samplers:dpm_solver",
+        "unipc": "robopolicy.inference.samplers:unipc",
+        "euler": "robopolicy.inference.samplers:euler",
+        "heun": "robopolicy.inference.samplers:heun",
+    },
+)
+"""Samplers other than a policy's own: functions (schedule, steps) -> `Sampler`."""
+
+Weights = tuple[tuple[int, float], ...]
+"""(index of an earlier step, its weight), those that are not zero."""
+
+
+@dataclass(frozen=True)
+class SamplerStep:
+    """One call of the network and what is made of it; the names are those of the formula above.
+
+    time: what the network is told, in (0, 1], 1 is noise; latents: u; cleans: w.
+    """
+
+    time: float
+    a: float
+    b: float
+    latents: Weights
+    cleans: Weights
+    std: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A whole chain; clip: bound on the clean estimates, None for none."""
+
+    steps: tuple[SamplerStep, ...]
+    clip: float | None
+
+    @property
+    def times(self) -> Tensor:
+        """What the network is told in each step, [K]."""
+        return torch.tensor([step.time for step in self.steps])
+
+    @property
+    def stds(self) -> Tensor:
+        """Of the noise of each step, [K]."""
+        return torch.tensor([step.std for step in self.steps])
+
+
+class MakesSampler(Protocol):
+    """What a sampler's name stands for."""
+
+    def __call__(self, schedule: NoiseSchedule, steps: int) -> Sampler:
+        """Return the sampler of `steps` steps for a policy of this schedule.
+
+        Raises ConfigError where it has none for such policies.
+        """
+        ...
+
+
+def own_sampler(schedule: NoiseSchedule, *, deterministic: bool) -> Sampler:
+    """Return the steps that a policy takes by itself, noise-free or not."""
+    table = schedule.deterministic_table if deterministic else schedule.table
+    steps = list[SamplerStep]()
+    for place, (time, row) in enumerate(zip(schedule.times.tolist(), table.tolist(), strict=True)):
+        a, b, c, d, std = row
+        steps.append(SamplerStep(time, a, b, ((place, d),), ((place, c),), std))
+    return Sampler(tuple(steps), schedule.clip)
+
+
+def make_sampler(name: str, schedule: NoiseSchedule, steps: int | None = None) -> Sampler:
+    """Return the named sampler, of as many steps as the schedule has for None.
+
+    Raises ConfigError where there is no such sampler, or none for this schedule and number of steps.
+    """
+    make: MakesSampler = SAMPLERS.load(name)
+    return make(schedule, schedule.steps if steps is None else steps)
+
+
+def ddim(schedule: NoiseSchedule, steps: int) -> Sampler:
+    """DDIM without noise (Song et al. 2021, arXiv:2010.02502), evenly spaced from the noisiest step on."""
+    diffusion = _diffusion(schedule, "ddim")
+    fewer = DiffusionSchedule(
+        diffusion.training_steps, steps, diffusion.prediction, eta=0.0, clip=diffusion.clip, spacing=diffusion.spacing
+    )
+    return own_sampler(fewer, deterministic=True)
+
+
+def euler(schedule: NoiseSchedule, steps: int) -> Sampler:
+    """Euler's method for the flow's differential equation, in equal steps."""
+    return own_sampler(FlowSchedule(steps, clip=_flow(schedule, "euler").clip), deterministic=True)
+
+
+def heun(schedule: NoiseSchedule, steps: int) -> Sampler:
+    """Heun's method for flows: of every two calls of the network the second corrects the first.
+
+    x' = x + h/2 (v(x, t) + v(x + h v(x, t), t + h)); at t + h = 0 the velocity of a flow is not defined (nothing is
+    left of the noise), so that the last step to 0 is Euler's. With v = (x - clean) / t everything is linear in latents
+    and clean estimates. Raises ConfigError for fewer than 2 steps. steps: calls of the network.
+    """
+    flow = _flow(schedule, "heun")
+    if steps < 2:
+        raise ConfigError(f"heun needs 2 calls of the network or more, not {steps}: one step is euler's.")
+    pairs = (steps - 1) // 2  # two calls each; what is left over, one or two calls, ends with Euler's step to 0
+    grid = torch.linspace(1.0, 0.0, pairs + 1 + (steps - 2 * pairs), dtype=torch.float64).tolist()
+    made: list[SamplerStep] = []
+    for place, (time, after) in enumerate(itertools.pairwise(grid)):
+        index, share = len(made), after / time
+        # Euler: x' = x + (t' - t)(x - clean)/t = (t'/t) x + (1 - t'/t) clean.
+        made.append(SamplerStep(time, 1.0, -time, ((index, share),), ((index, 1 - share),)))
+        if place < pairs:
+            half = (after - time) / 2
+            made.append(
+                SamplerStep(
+                    after,
+                    1.0,
+                    -after,
+                    ((index, 1 + half / time), (index + 1, half / after)),
+                    ((index, -half / time), (index + 1, -half / after)),
+                )
+            )
+    return Sampler(tuple(made), flow.clip)
+
+
+def dpm_solver(schedule: NoiseSchedule, steps: int) -> Sampler:
+    """DPM-Solver++(2M) of diffusers (Lu et al. 2022, arXiv:2211.01095), for diffusions."""
+    from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
+
+    # Below about 15 steps its last step of second order swings out: diffusers' own switch for that.
+    return _probed(DPMSolverMultistepScheduler, schedule, steps, "dpm++", lower_order_final=True)
+
+
+def unipc(schedule: NoiseSchedule, steps: int) -> Sampler:
+    """UniPC of order 2 of diffusers (Zhao et al. 2023, arXiv:2302.04867), for diffusions."""
+    from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
+
+    return _probed(UniPCMultistepScheduler, schedule, steps, "unipc", lower_order_final=True)
+
+
+def _probed(kind: type[Any], schedule: NoiseSchedule, steps: int, name: str, **settings: Any) -> Sampler:
+    """Return the table of one of diffusers' deterministic schedulers, found by letting it step with unit vectors.
+
+    The scheduler only scales and adds what it is given. Given unit vectors, one for each latent and clean estimate, it
+    therefore answers with its own weights.
+    """
+    diffusion = _diffusion(schedule, name)
+    if not 2 <= steps <= diffusion.training_steps:
+        raise ConfigError(f"{name} takes 2 to {diffusion.training_steps} steps of this policy, not {steps}.")
+    scheduler = kind(
+        diffusion.training_steps,
+        beta_schedule=diffusion.beta_schedule,
+        prediction_type="sample",
+        timestep_spacing="trailing",
+        **settings,
+    )
+    scheduler.set_timesteps(steps)
+    unit = torch.eye(2 * steps, dtype=torch.float64)
+    made: list[SamplerStep] = []
+    for place, timestep in enumerate(scheduler.timesteps):
+        found = scheduler.step(unit[steps + place], timestep, unit[place]).prev_sample.tolist()
+        alpha = diffusion.alphas[int(timestep)].item()
+        time = (int(timestep) + 1) / diffusion.training_steps
+        latents, cleans = (_weights(part) for part in (found[:steps], found[steps:]))
+        made.append(SamplerStep(time, *_to_clean(diffusion.prediction, alpha), latents, cleans))
+    return Sampler(tuple(made), diffusion.clip)
+
+
+def _weights(found: Sequence[float]) -> Weights:
+    return tuple((index, weight) for index, weight in enumerate(found) if weight)
+
+
+def _to_clean(prediction: Prediction, alpha: float) -> tuple[float, float]:
+    """Return (a, b) with clean = a x + b prediction, where x = sqrt(alpha) clean + sqrt(1 - alpha) epsilon."""
+    signal, noise = math.sqrt(alpha), math.sqrt(1 - alpha)
+    if prediction is Prediction.EPSILON:
+        return 1 / signal, -noise / signal
+    if prediction is Prediction.SAMPLE:
+        return 0.0, 1.0
+    return signal, -noise
+
+
+def _diffusion(schedule: NoiseSchedule, name: str) -> DiffusionSchedule:
+    if not isinstance(schedule, DiffusionSchedule):
+        raise ConfigError(f"{name} samples diffusions, and this policy is a flow: use euler or heun.")
+    return schedule
+
+
+def _flow(schedule: NoiseSchedule, name: str) -> FlowSchedule:
+    if not isinstance(schedule, FlowSchedule):
+        raise ConfigError(f"{name} samples flows, and this policy is a diffusion: use ddim, dpm++ or unipc.")
+    return schedule
+
+
+class Predicts(Protocol):
+    """A network at work on N observations."""
+
+    def __call__(self, x: Tensor, step: int) -> Tensor:
+        """Predict [N, P, A] of latents x [N, P, A] about to take step number `step`."""
+        ...
+
+
+def sample(
+    sampler: Sampler,
+    predict: Predicts,
+    x: Tensor,
+    noise: Sequence[Tensor] | Tensor | None = None,
+    quiet: Mapping[int, tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:
+    """Return the clean latents [N, P, A] that the chain makes of noise x [N, P, A].
+
+    noise: of every step [K, N, P, A], scaled already; quiet: step -> weights [N, 1, 1] of x_i and clean_i instead of
+    the table's, for chains of which some rows follow another sampler.
+    """
+    latents: list[Tensor] = [x]
+    cleans: list[Tensor] = []
+    for index, step in enumerate(sampler.steps):
+        found = predict(x, index)
+        if step.a:
+            found = torch.add(found * step.b if step.b != 1 else found, x, alpha=step.a)
+        elif step.b != 1:
+            found = found * step.b
+        cleans.append(found if sampler.clip is None else found.clamp(-sampler.clip, sampler.clip))
+        if quiet is not None and index in quiet:
+            of_x, of_clean = quiet[index]
+            x = of_clean * cleans[index] + of_x * x
+        else:
+            x = _sum(latents, step.latents, cleans, step.cleans)
+        if noise is not None:
+            x = x + noise[index]
+        latents.append(x)
+    return x
+
+
+def _sum(latents: Sequence[Tensor], u: Weights, cleans: Sequence[Tensor], w: Weights) -> Tensor:
+    """Return sum_j u_j latents_j + sum_j w_j cleans_j; what has no weight costs nothing."""
+    terms = [(cleans[j], weight) for j, weight in w if weight] + [(latents[j], weight) for j, weight in u if weight]
+    total, weight = terms[0]
+    total = total if weight == 1 else total * weight
+    for term, weight in terms[1:]:
+        total = torch.add(total, term, alpha=weight)
+    return total

@@ -1,0 +1,233 @@
+"""Finds the fastest way to compute a checkpoint's decisions, and keeps it beside the checkpoint (inference.json).
+
+Engines, samplers of fewer steps, block caches and bf16 take turns at the same observations: timed, and compared with
+the policy as it was trained. Only exact engines are chosen from, unless optimize.error says how far actions may be off;
+then the table also shows what less work costs. evaluate, serve and collect read the choice from then on
+(inference.engine=reference goes without); weights that change afterwards make it void. Ways are compared by their
+shortest decision, which a busy machine disturbs least.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.configuration import Config
+from robopolicy.configuration.optimize import OptimizeSection
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Policy, TensorObservation
+from robopolicy.core.progress import progress
+from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.data.lerobot_reading import read_dataset
+from robopolicy.data.record import record
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.success import compare
+from robopolicy.inference.caching import CachePlan
+from robopolicy.inference.calibration import Calibration, calibrate
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.engine import with_engine
+from robopolicy.inference.plan import InferencePlan, device_name, save_plan, weights_hash
+from robopolicy.inference.schedules import CacheConfig, make_plan
+from robopolicy.inference.timing import Timing, timed
+from robopolicy.nn.schedules import FlowSchedule
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.rl.offline.decisions import observed_at
+from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
+from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Find the fastest way to compute a policy's decisions",
+    sections=("run", "world", "optimize"),
+    example="robopolicy optimize runs/finetune/push_t/0/checkpoint optimize.error=0.05",
+    targets=("optimize.policy",),
+    world_from={"optimize.policy": "finetune/checkpoint"},
+)
+
+REFERENCE = "reference"
+EXACT = 1e-4
+"""Error, in standard deviations of the actions, up to which an engine counts as exact: rounding, K steps of it."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of computing decisions."""
+
+    config: InferenceConfig
+    cache: CachePlan | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is meant to decide as the reference does."""
+        return self.config.exact and self.cache is None
+
+
+def run(config: Config) -> int:
+    """Gather observations, time and compare, choose, judge, keep."""
+    section, device = config.optimize, choose_device(config.run)
+    path = default_path(config, "finetune", "checkpoint", section.policy, "optimize.policy")
+    policy = load_policy(path, device)
+    folder = open_fresh_run(config, "optimize", VERB.sections)
+    seen = observations(config, policy, device)
+    ways = ways_for(section, policy, seen)
+    made, refused = policies_of(policy, ways)
+    errors = errors_of(made, seen)
+    for name, error in list(errors.items()):
+        if ways[name].exact and error > EXACT:
+            refused[name] = f"its actions are off by {error:.2g} standard deviations, and it should be exact"
+            del made[name], errors[name]
+    times = timed(made, first_rows(seen, section.batch), section.rounds)
+    allowed = [name for name in made if errors[name] <= max(section.error, EXACT)]
+    chosen = min(allowed, key=lambda name: times[name].least)
+    show(ways, errors, times, chosen)
+    for name, why in refused.items():
+        output.print(f"{name}: left out, {why}", markup=False, soft_wrap=True)
+    rows = {name: row(ways[name], errors[name], times[name], times[REFERENCE]) for name in made}
+    plan = InferencePlan(
+        ways[chosen].config,
+        weights_hash(path),
+        ways[chosen].cache,
+        device=device_name(device),
+        batch=section.batch,
+        measured=rows[chosen],
+    )
+    save_plan(path, plan)
+    result: dict[str, Any] = {"checkpoint": str(path), "chosen": chosen, "ways": rows, "left_out": refused}
+    finish(config, folder, result | judged(config, {REFERENCE: policy, chosen: made[chosen]}, device))
+    faster = times[REFERENCE].least / times[chosen].least
+    output.print(f"Chosen: {chosen}, {faster:.1f} times as fast as the reference; kept in {path / 'inference.json'}.")
+    output.print(f"Report: {report_for_run(folder.path)}")
+    return 0
+
+
+def observations(config: Config, policy: Policy, device: torch.device) -> TensorObservation:
+    """Return observations [N, H, ...] of recorded episodes, or of some that the policy plays in its world."""
+    section, spec = config.optimize, policy.spec
+    if section.data:
+        episodes = Episodes.concatenate([read_dataset(path, cameras=spec.cameras) for path in section.data])
+    else:
+        world = build_world(config.world, policy, episodes=section.episodes, device=device)
+        seeds = episode_seeds(config.run.seed, "optimize", section.episodes)
+        episodes = record(world, policy, seeds, generator=Generators(config.run.seed, device)["optimize/play"])
+        world.close()
+    draws = torch.Generator().manual_seed(derive(config.run.seed, "optimize"))
+    steps = torch.randperm(episodes.step_count, generator=draws)[: section.observations]
+    frames = (steps + episodes.episode_of_step[steps]).to(device)
+    return observed_at(episodes.to(device), frames, spec.history, list(spec.observation))
+
+
+def first_rows(seen: TensorObservation, count: int) -> TensorObservation:
+    """Return `count` observations [count, H, ...], in a circle where there are fewer."""
+    rows = next(len(value) for value in seen.values())
+    index = [place % rows for place in range(count)]
+    return {
+        key: value[index] if isinstance(value, Tensor) else [value[i] for i in index] for key, value in seen.items()
+    }
+
+
+def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) -> dict[str, Way]:
+    """Return the ways to try, by name: exact engines, and what is cheaper where the section allows an error.
+
+    What is cheaper is computed by the first of the engines.
+    """
+    ways = {REFERENCE: Way(InferenceConfig()), **{name: Way(InferenceConfig(name)) for name in section.engines}}
+    if not section.error or not isinstance(policy, DenoisingPolicy):
+        return ways
+    engine, total = InferenceConfig(section.engines[0]), policy.schedule.steps
+    ways["bf16"] = Way(replace(engine, precision="bf16"))
+    samplers = ("euler", "heun") if isinstance(policy.schedule, FlowSchedule) else ("ddim", "dpm++")
+    for sampler in samplers:
+        for steps in section.steps:
+            if steps < total and (steps > 1 or sampler in ("ddim", "euler")):
+                ways[f"{sampler} {steps}"] = Way(replace(engine, sampler=sampler, steps=steps))
+    return ways | cached_ways(section, policy, seen, engine)
+
+
+def cached_ways(
+    section: OptimizeSection, policy: DenoisingPolicy, seen: TensorObservation, engine: InferenceConfig
+) -> dict[str, Way]:
+    """Return block caches to try, calibrated on the observations; none for a network without blocks of ours."""
+    budgets = [budget for budget in section.budgets if 2 < budget < policy.schedule.steps]
+    if not budgets or not section.schedulers:
+        return {}
+    draws = torch.Generator(policy.action_low.device).manual_seed(0)
+    try:
+        found: Calibration = calibrate(policy, seen, draws)
+    except ConfigError as error:
+        output.print(f"No block caches: {error}", markup=False, soft_wrap=True)
+        return {}
+    return {
+        f"{scheduler} cache {budget}": Way(engine, make_plan(found, CacheConfig(scheduler, budget)))
+        for scheduler in section.schedulers
+        for budget in budgets
+    }
+
+
+def policies_of(policy: Policy, ways: Mapping[str, Way]) -> tuple[dict[str, Policy], dict[str, str]]:
+    """Return the policy in each way, and why it cannot be computed in others."""
+    made, refused = dict[str, Policy](), dict[str, str]()
+    for name, way in ways.items():
+        try:
+            made[name] = with_engine(policy, way.config, way.cache)
+        except ConfigError as error:
+            refused[name] = str(error)
+    return made, refused
+
+
+def errors_of(policies: Mapping[str, Policy], seen: TensorObservation) -> dict[str, float]:
+    """Return how far each one's actions are from the reference's with the same noise: the root mean square, in standard
+    deviations of the reference's actions over the observations [N, H, ...].
+    """
+    device = next(value.device for value in seen.values() if isinstance(value, Tensor))
+    actions: dict[str, Tensor] = {}
+    with progress("Comparing", len(policies)) as advance:
+        for name, policy in policies.items():
+            actions[name] = policy.act(seen, torch.Generator(device).manual_seed(0), deterministic=True).actions
+            advance()
+    own = actions[REFERENCE]
+    scale = own.flatten(0, 1).std(0).clamp_min(1e-6)
+    return {name: float(((each - own) / scale).square().mean().sqrt()) for name, each in actions.items()}
+
+
+def row(way: Way, error: float, time: Timing, reference: Timing) -> dict[str, Any]:
+    """Return the figures of one way, JSON-ready."""
+    share = {} if way.cache is None else {"block_share": way.cache.share}
+    return {"error": error, **time.to_json(), "times_as_fast": reference.least / time.least, **share}
+
+
+def show(ways: Mapping[str, Way], errors: Mapping[str, float], times: Mapping[str, Timing], chosen: str) -> None:
+    """Print a line for each way."""
+    lines: list[list[str]] = []
+    for name, time in times.items():
+        cache = ways[name].cache
+        lines.append(
+            [
+                f"{name} *" if name == chosen else name,
+                f"{1e3 * time.median:.2f}",
+                f"{1e3 * time.least:.2f}",
+                f"{times[REFERENCE].least / time.least:.1f}",
+                f"{errors[name]:.1e}" if errors[name] < 1e-3 else f"{errors[name]:.3f}",
+                "" if cache is None else f"{cache.share:.0%}",
+            ]
+        )
+    header = ("way", "median ms", "least ms", "times as fast", "error / std", "block evaluations")
+    print_table("A decision", header, lines)
+
+
+def judged(config: Config, policies: Mapping[str, Policy], device: torch.device) -> dict[str, Any]:
+    """Return the verdicts on reference and choice, printed; nothing without optimize.evaluate_episodes."""
+    count = config.optimize.evaluate_episodes
+    if not count or len(policies) < 2:
+        return {}
+    world = build_world(config.world, policies[REFERENCE], episodes=count, device=device)
+    seeds = evaluation_seeds(config, count)
+    verdicts = {name: judge(world, each, seeds, device, config.run.seed, name) for name, each in policies.items()}
+    world.close()
+    print_verdicts(verdicts)
+    first, second = verdicts.values()
+    difference = compare(first.deterministic, second.deterministic)
+    return {"verdicts": {name: each.to_json() for name, each in verdicts.items()}, "difference": difference.to_json()}

@@ -1,0 +1,202 @@
+"""Engines decide as the policy itself: over random configurations, with noise and without, before and after tuning."""
+
+import copy
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
+from robopolicy.core.policy_conformance import check_policy
+from robopolicy.core.spec import Field
+from robopolicy.inference.caching import CachePlan
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.engine import with_engine
+from robopolicy.nn.configuration import DenoiserKind, FlowNoise, ImageEncoderConfig, Prediction, Spacing
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from robopolicy.policies.configuration import Likelihood, PolicyKind, TextEncoder
+
+STATE, GOAL, CAMERA = "observation.state", "observation.environment_state", "observation.images.front"
+LEAN = InferenceConfig("lean")
+TASKS = ("push the red cube", "push the blue cube")
+ACTION = Field((2,), low=-1.0, high=1.0)
+
+
+def _policy(config: DenoisingPolicyConfig, camera: bool = False) -> DenoisingPolicy:
+    fields = {STATE: Field((3,)), GOAL: Field((2,))} | ({CAMERA: Field((16, 16, 3), dtype="uint8")} if camera else {})
+    draws = torch.Generator().manual_seed(0)
+    values = {key: torch.randn(50, *fields[key].shape, generator=draws) for key in (STATE, GOAL)}
+    values["action"] = torch.rand(50, 2, generator=draws) * 2 - 1
+    return DenoisingPolicy(config, fields, ACTION, fps=10, values=values, instructions=TASKS)
+
+
+def _seen(policy: DenoisingPolicy, rows: int = 5) -> dict[str, Any]:
+    draws = torch.Generator().manual_seed(3)
+    seen: dict[str, Any] = {"task": [TASKS[place % 2] for place in range(rows)]}
+    for key, field in policy.fields.items():
+        shape = (rows, policy.config.history, *field.shape)
+        image = key == CAMERA
+        seen[key] = torch.randint(256, shape, generator=draws).byte() if image else torch.randn(shape, generator=draws)
+    return seen
+
+
+def _random(seed: int) -> tuple[DenoisingPolicyConfig, bool, int | None]:
+    """A configuration, whether it sees images, and how many steps are fine-tuned (None: it is not)."""
+    draw = random.Random(seed)
+    kind = draw.choice(list(PolicyKind))
+    steps = draw.randint(1, 6)
+    config = DenoisingPolicyConfig(
+        kind=kind,
+        denoiser=draw.choice(list(DenoiserKind)),
+        width=16,
+        depth=2,
+        heads=2,
+        chunk=draw.choice([2, 4]),
+        prediction_steps=4,
+        history=draw.choice([1, 2]),
+        denoising_steps=20,
+        sampling_steps=steps,
+        prediction=draw.choice(list(Prediction)),
+        spacing=draw.choice(list(Spacing)),
+        eta=draw.choice([0.0, 0.5, 1.0]),
+        clip=draw.choice([None, 1.0]),
+        noise_clip=draw.choice([None, 2.0]),
+        flow_noise=draw.choice([FlowNoise.SDE, FlowNoise.CONSTANT, FlowNoise.LEARNED]),
+        noisy_steps=draw.choice([None, None, 1]),
+        text_encoder=draw.choice([TextEncoder.NONE, TextEncoder.WORDS]),
+        image=ImageEncoderConfig(channels=(8,), features=4, frozen=draw.random() < 0.5),
+        likelihood=draw.choice([Likelihood.CHAIN, Likelihood.CHAIN, Likelihood.MATCHING]),
+    )
+    tuned = draw.choice([None, steps, max(1, steps - 1)])
+    return config, draw.random() < 0.4, tuned
+
+
+def _tune(policy: DenoisingPolicy, steps: int | None) -> None:
+    """Let the policy differ from its base, as fine-tuning does."""
+    if steps is None:
+        return
+    try:
+        policy.prepare_finetuning(steps)
+    except ConfigError:  # no step of these has a density
+        return
+    draws = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in policy.trainable_parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=draws))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_lean_decides_as_the_reference_over_random_configurations(seed: int):
+    config, camera, tuned = _random(seed)
+    policy = _policy(config, camera)
+    _tune(policy, tuned)
+    fast = with_engine(policy, LEAN)
+    for deterministic in (True, False):
+        own = policy.act(_seen(policy), torch.Generator().manual_seed(7), deterministic=deterministic).actions
+        draws = torch.Generator().manual_seed(7)
+        found = fast.act(_seen(policy), draws, deterministic=deterministic).actions
+        assert torch.allclose(found, own, atol=1e-5), (config, deterministic)
+
+
+def test_tables_follow_the_weights():
+    """A policy that is trained on behind an engine's back is not answered for by old tables."""
+    policy = _policy(DenoisingPolicyConfig(width=16, depth=2, sampling_steps=3, denoising_steps=20, chunk=2))
+    fast, before = with_engine(policy, LEAN), copy.deepcopy(policy)
+    fast.act(_seen(policy), torch.Generator())
+    _tune(policy, 3)
+    with torch.no_grad():
+        policy.network.encoder.normalizer(STATE).offset.add_(1.0)  # type: ignore[attr-defined]
+    draws = [torch.Generator().manual_seed(7) for _ in range(3)]
+    own, found, old = (
+        each.act(_seen(policy), draw, deterministic=True).actions
+        for each, draw in zip((policy, fast, before), draws, strict=True)
+    )
+    assert torch.allclose(found, own, atol=1e-5) and not torch.allclose(found, old, atol=1e-3)
+
+
+def test_an_engine_keeps_the_promises_of_a_policy_and_refuses_what_the_policy_refuses():
+    policy = _policy(DenoisingPolicyConfig(width=16, depth=2, sampling_steps=3, denoising_steps=20, chunk=2))
+    fast, seen = with_engine(policy, LEAN), _seen(policy)
+    check_policy(fast)
+    bad: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({STATE: seen[STATE] * float("nan")}, NonFiniteError),
+        ({STATE: seen[STATE][..., :2]}, SpecError),
+        ({GOAL: seen[GOAL][:2]}, SpecError),
+    ]
+    for change, kind in bad:
+        with pytest.raises(kind, match="observation"):
+            fast.act({**seen, **change}, torch.Generator())
+    with pytest.raises(SpecError, match="no field"):
+        fast.act({STATE: seen[STATE]}, torch.Generator())
+
+
+def test_bfloat16_is_near_and_is_not_the_same():
+    policy = _policy(DenoisingPolicyConfig(width=64, depth=3, sampling_steps=5, denoising_steps=20, chunk=2))
+    fast = with_engine(policy, replace(LEAN, precision="bf16"))
+    own, found = (
+        each.act(_seen(policy), torch.Generator().manual_seed(7), deterministic=True).actions for each in (policy, fast)
+    )
+    assert 0 < float((own - found).abs().max()) < 0.05
+    assert policy.network.denoiser.head.weight.dtype is torch.float32  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("denoiser", list(DenoiserKind))
+def test_a_plan_that_computes_everything_changes_nothing(denoiser: DenoiserKind):
+    config = DenoisingPolicyConfig(denoiser=denoiser, width=16, depth=2, heads=2, sampling_steps=5, denoising_steps=20)
+    policy = _policy(config)
+    _tune(policy, 3)
+    names = policy.network.denoiser.block_names  # type: ignore[attr-defined]
+    whole = CachePlan.of(names, torch.ones(len(names), 5, dtype=torch.bool))
+    cached = CachePlan.of(names, torch.tensor([[True, False, True, False, True]] * len(names)))
+    own, same, other = (
+        each.act(_seen(policy), torch.Generator().manual_seed(7), deterministic=True).actions
+        for each in (policy, with_engine(policy, LEAN, whole), with_engine(policy, LEAN, cached))
+    )
+    assert torch.allclose(own, same, atol=1e-5) and not torch.allclose(own, other, atol=1e-4)
+    with pytest.raises(ConfigError, match="another network"):
+        with_engine(policy, LEAN, CachePlan.of(("nowhere",), torch.ones(1, 5, dtype=torch.bool))).act(
+            _seen(policy), torch.Generator()
+        )
+
+
+def test_what_cannot_be_is_refused_with_a_way_out():
+    policy = _policy(DenoisingPolicyConfig(width=16, depth=2, sampling_steps=3, denoising_steps=20))
+    with pytest.raises(ConfigError, match=r"There is no engine 'leen'.*lean"):
+        with_engine(policy, InferenceConfig("leen"))
+    with pytest.raises(ConfigError, match="engine=lean"):
+        InferenceConfig("reference", sampler="ddim")
+    with pytest.raises(ConfigError, match="samples flows"):
+        with_engine(policy, replace(LEAN, sampler="euler"))
+    with pytest.raises(ConfigError, match="denoising policies"):
+        with_engine(_Still(policy), LEAN)
+
+
+class _Still:
+    """A policy of another kind."""
+
+    def __init__(self, policy: DenoisingPolicy):
+        self.spec, self.act, self.reset = policy.spec, policy.act, policy.reset
+
+
+def test_without_a_compiler_the_compiled_engine_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"C\+\+ compiler.*engine=lean"):
+        with_engine(_policy(DenoisingPolicyConfig(width=16, depth=2, chunk=2)), InferenceConfig("compiled"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("denoiser", [DenoiserKind.MLP, DenoiserKind.TRANSFORMER])
+def test_compiled_decides_as_the_reference_for_any_number_of_rows(denoiser: DenoiserKind, tmp_path: Path):
+    config = DenoisingPolicyConfig(denoiser=denoiser, width=16, depth=2, heads=2, sampling_steps=3, denoising_steps=20)
+    policy = _policy(config)
+    _tune(policy, 2)
+    fast = with_engine(policy, InferenceConfig("compiled"))
+    for rows, deterministic in ((1, True), (3, True), (4, True), (3, False)):
+        seen = _seen(policy, rows)
+        own = policy.act(seen, torch.Generator().manual_seed(7), deterministic=deterministic).actions
+        found = fast.act(seen, torch.Generator().manual_seed(7), deterministic=deterministic).actions
+        assert torch.allclose(found, own, atol=1e-5), (rows, deterministic)
