@@ -1,0 +1,164 @@
+"""What a denoiser's blocks do in chains from recorded observations: what cache plans are made of.
+
+Axes: B block, N observation, K step, P predicted step, A action dimension.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import CONDITION, TensorObservation
+from robopolicy.inference.caching import CachedSteps
+from robopolicy.inference.samplers import Sampler, own_sampler, sample
+from robopolicy.nn.denoisers import Blocks
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.network import ChunkNetwork, DenoisingNetwork, learns_noise
+from robopolicy.policies.sampler import draw
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was seen in `rows` chains.
+
+    blocks: names; similarity: cosine of a block's outputs in every two steps [B, K, K], the mean over rows; surge: how
+    much a block's output changes, the mean absolute difference over every two steps and all rows and elements [B].
+    """
+
+    blocks: tuple[str, ...]
+    similarity: Tensor
+    surge: Tensor
+    rows: int
+
+    @property
+    def steps(self) -> int:
+        """How many steps K a chain has."""
+        return self.similarity.shape[-1]
+
+
+class _Recorder:
+    """Computes every block, and keeps what it says: features, per block one [N, ...] for each step."""
+
+    def __init__(self, count: int):
+        self.features: list[list[Tensor]] = [[] for _ in range(count)]
+
+    def check(self, blocks: tuple[str, ...], steps: int) -> None:
+        """Fits every network."""
+
+    def begin(self) -> "_Recorder":
+        """Return itself: base and network write to one record."""
+        return self
+
+    def at(self, step: int) -> Blocks:
+        """Return who answers in `step`."""
+
+        def answer(index: int, branch: Callable[[], Tensor]) -> Tensor:
+            self.features[index].append(branch())
+            return self.features[index][-1]
+
+        return answer
+
+
+@torch.no_grad()
+def calibrate(
+    policy: DenoisingPolicy,
+    observation: TensorObservation,
+    generator: torch.Generator,
+    *,
+    deterministic: bool = True,
+    sampler: Sampler | None = None,
+    rows: int = 8,
+) -> Calibration:
+    """Let the policy decide on observations [N, H, ...] and return what its blocks did.
+
+    deterministic: the noise-free chain, instead of the one with noise; sampler: another noise-free chain; rows: how
+    many observations at a time. Nothing is pooled or rounded: B x rows x K outputs of one step [P, width] are in memory
+    together, and only their cosines and changes are kept. Raises ConfigError for a network without our blocks or no
+    observation, else what `act` raises.
+    """
+    count = len(next(iter(observation.values()))) if observation else 0
+    if count < 1 or rows < 1:
+        raise ConfigError(f"There are {count} observations, {rows} at a time: a calibration needs at least 1.")
+    blocks = _network(policy.network).denoiser.block_names
+    if not blocks:
+        raise ConfigError("The network has no blocks to remember: an mlp of depth 1 has none.")
+    sums: list[tuple[Tensor, Tensor]] = []
+    for begin in range(0, count, rows):
+        part = {key: value[begin : begin + rows] for key, value in observation.items()}
+        recorder = _Recorder(len(blocks))
+        _run(policy, part, generator, deterministic, sampler, recorder)
+        found = [_measure(torch.stack(each, 1).flatten(2)) for each in recorder.features]
+        similarity, surge = (torch.stack(each).double() for each in zip(*found, strict=True))
+        sums.append((similarity, surge))
+    similarity, surge = (torch.stack(each).sum(0) / count for each in zip(*sums, strict=True))
+    return Calibration(blocks, similarity.cpu(), surge.cpu(), count)
+
+
+def _run(
+    policy: DenoisingPolicy,
+    observation: TensorObservation,
+    generator: torch.Generator,
+    deterministic: bool,
+    sampler: Sampler | None,
+    recorder: _Recorder,
+) -> None:
+    """Decide on observations [N, H, ...], the frozen base of a fine-tuned policy taking its steps."""
+    schedule, quiet = policy.schedule, deterministic or sampler is not None
+    sampler = own_sampler(schedule, deterministic=quiet) if sampler is None else sampler
+    condition = policy.encode(observation)
+    features = condition[CONDITION]
+    times = sampler.times.to(features.device)
+    late = early = _steps(policy.network, times, features, recorder)
+    first = 0
+    if policy.base is not None:
+        seen = features if policy.encoder_is_fixed else policy.base.encode(observation)[CONDITION]
+        early = _steps(policy.base, times, seen, recorder)
+        first = int((times > schedule.times[policy.first_step] + 1e-6).sum())
+    shape = (len(features), *policy.noise_shape)
+    config = policy.config
+    draws = draw(
+        schedule,
+        shape,
+        generator,
+        features.device,
+        noisy=not quiet,
+        noise_clip=config.noise_clip,
+        scored=slice(policy.first_step, None),
+        noisy_steps=None,
+    )
+    noise = None
+    if draws.steps is not None:
+        noise = draws.steps * sampler.stds.to(features.device)[:, None, None, None]
+        network = _network(policy.network)
+        if learns_noise(config):
+            noise[first:] = draws.steps[first:] * network.noise_std(times[first:], condition).transpose(0, 1)
+    sample(sampler, lambda x, step: (early if step < first else late).one(x, step), draws.start, noise)
+
+
+def _steps(network: DenoisingNetwork, times: Tensor, condition: Tensor, recorder: _Recorder) -> CachedSteps:
+    """Return the network at work on conditions [N, D] at times [K], recorded."""
+    denoiser = _network(network).denoiser
+    return CachedSteps(denoiser, denoiser.encode_time(times), denoiser.encode_condition(condition), recorder)
+
+
+def _network(network: DenoisingNetwork) -> ChunkNetwork:
+    """Return the network, which is ours; raises ConfigError where it is not."""
+    if not isinstance(network, ChunkNetwork):
+        raise ConfigError(f"Cache plans are made for our own networks, and this is a {type(network).__name__}.")
+    return network
+
+
+def _measure(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums over rows of cosines [K, K] and of mean absolute differences, of outputs [N, K, D].
+
+    Sorted over the steps, the sum of all pairs' differences is a weighted sum: the i-th of K values is the larger one
+    of i pairs and the smaller one of K - 1 - i.
+    """
+    unit, steps = normalize(features, dim=-1), features.shape[1]
+    ranks = torch.arange(steps, device=features.device, dtype=features.dtype)
+    differences = torch.einsum("k,nkd->nd", 2 * ranks - (steps - 1), features.sort(1).values)
+    pairs = max(steps * (steps - 1) / 2, 1)
+    return torch.einsum("nad,ntd->at", unit, unit), differences.mean(-1).sum() / pairs
