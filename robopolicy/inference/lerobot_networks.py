@@ -1,0 +1,219 @@
+"""The networks of LeRobot's `multi_task_dit` and `diffusion`, evaluated at K times that are known beforehand.
+
+Both are made once for a network: everything that depends on the time alone is in tables. Under a condition [B, D], what
+depends on it alone is computed once; what is left is a function of latents [B, T, A] and the index of a time.
+Axes: B row, T predicted step, A action dimension, H width, L block, C channel.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Predict = Callable[[Tensor, int], Tensor]
+Maps = Callable[[Tensor], Tensor]
+
+
+def lean_transformer(model: Any, times: Tensor) -> Callable[[Tensor], Predict]:
+    """Return LeRobot's DiffusionTransformer at `times` [K], bound to a condition [B, D] by a call.
+
+    What that returns maps latents [B, T, A] and an index into times to a prediction [B, T, A].
+    """
+    blocks, split = list(model.transformer_blocks), model.timestep_embed_dim
+    read = [block.adaLN_modulation[-1] for block in blocks]
+    timed = functional.silu(model.time_mlp(times))
+    # Of adaLN's W SiLU([t; c]) + b the part of t, [K, L, 6 H]; scales multiply (1 + scale), and 1 is added here.
+    table = torch.stack([functional.linear(timed, layer.weight[:, :split], layer.bias) for layer in read], 1)
+    for scale in (1, 4):
+        table[..., scale * model.hidden_size : (scale + 1) * model.hidden_size] += 1
+    attend = [_attention(block) for block in blocks]
+
+    def bind(condition: Tensor) -> Predict:
+        given = functional.silu(condition)
+        known = torch.stack([functional.linear(given, layer.weight[:, split:]) for layer in read])[:, :, None]
+
+        def predict(x: Tensor, index: int) -> Tensor:
+            x = model.input_proj(x)
+            if model.pos_embedding is not None:
+                x = x + model.pos_embedding[:, : x.shape[1]]
+            modulation = (table[index][:, None, None] + known).chunk(6, -1)
+            for place, block in enumerate(blocks):
+                shift, scale, gate, shift_after, scale_after, gate_after = (part[place] for part in modulation)
+                x = torch.addcmul(x, gate, attend[place](_modulated(x, scale, shift, block.norm1.eps)))
+                hidden = block.mlp(_modulated(x, scale_after, shift_after, block.norm2.eps))
+                x = torch.addcmul(x, gate_after, hidden)
+            return model.output_proj(x)
+
+        return predict
+
+    return bind
+
+
+def _modulated(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """Return scale * norm(x) + shift of x [B, T, H]; scale, shift: [B, 1, H]. For one row that is one layer norm."""
+    if len(x) == 1:
+        return functional.layer_norm(x, x.shape[-1:], scale[0, 0], shift[0, 0], eps)
+    return torch.addcmul(shift, functional.layer_norm(x, x.shape[-1:], eps=eps), scale)
+
+
+def _attention(block: Any) -> Maps:
+    """Return the self-attention of a block, [B, T, H] -> [B, T, H]."""
+    if not block.use_rope:
+        layer: Any = block.multihead_attn
+        weight, bias, heads, leave, rotate = (
+            layer.in_proj_weight,
+            layer.in_proj_bias,
+            layer.num_heads,
+            layer.out_proj,
+            None,
+        )
+    else:
+        layer = block.attn
+        weight, bias, heads, leave = layer.qkv_proj.weight, layer.qkv_proj.bias, layer.num_heads, layer.out_proj
+        # Rotation of pairs (x1, x2) by an angle: x cos + (-x2, x1) sin. Rolling x by half gives (x2, x1), and the sign
+        # goes to the sine.
+        cos, sin = layer.rope._cos_cached[0, 0], layer.rope._sin_cached[0, 0].clone()
+        sin[:, : sin.shape[1] // 2] *= -1
+        rotate = cos, sin
+
+    def attend(x: Tensor) -> Tensor:
+        rows, steps, width = x.shape
+        parts = functional.linear(x, weight, bias).view(rows, steps, 3, heads, -1).permute(2, 0, 3, 1, 4)
+        turned, value = parts[:2], parts[2]
+        if rotate is not None:
+            cos, sin = rotate
+            turned = torch.addcmul(turned * cos[:steps], turned.roll(cos.shape[1] // 2, -1), sin[:steps])
+        mixed = functional.scaled_dot_product_attention(turned[0], turned[1], value)
+        return leave(mixed.transpose(1, 2).reshape(rows, steps, width))
+
+    return attend
+
+
+def lean_unet(model: Any, times: Tensor) -> Callable[[Tensor], Predict]:
+    """Return LeRobot's DiffusionConditionalUnet1d at `times` [K], bound to a condition [B, D] by a call.
+
+    What that returns maps latents [B, T, A] and an index into times to a prediction [B, T, A].
+    """
+    blocks = [
+        block for part in (model.down_modules, [model.mid_modules], model.up_modules) for block in _residual(part)
+    ]
+    read = [block.cond_encoder[-1] for block in blocks]
+    timed = functional.mish(model.diffusion_step_encoder(times))
+    split, sizes = timed.shape[1], [layer.out_features for layer in read]
+    table = torch.cat([functional.linear(timed, layer.weight[:, :split], layer.bias) for layer in read], 1)[..., None]
+    residual = [_residual_block(block) for block in blocks]
+    down = [_layer(stage[2]) for stage in model.down_modules]
+    up = [_layer(stage[2]) for stage in model.up_modules]
+    leave = _conv_block(model.final_conv[0]), _layer(model.final_conv[1])
+
+    def bind(condition: Tensor) -> Predict:
+        given = functional.mish(condition)
+        known = torch.cat([functional.linear(given, layer.weight[:, split:]) for layer in read], 1)[..., None]
+
+        def predict(x: Tensor, index: int) -> Tensor:
+            todo = zip(residual, (table[index] + known).split(sizes, 1), strict=True)
+            x, skipped = x.transpose(1, 2), list[Tensor]()
+            for shrink in down:
+                x = _two(x, todo)
+                skipped.append(x)
+                x = shrink(x)
+            x = _two(x, todo)
+            for grow in up:
+                x = grow(_two(torch.cat([x, skipped.pop()], 1), todo))
+            return leave[1](leave[0](x)).transpose(1, 2)
+
+        return predict
+
+    return bind
+
+
+def _residual(stages: Any) -> Iterator[Any]:
+    """Yield the residual blocks of stages, the first two modules of each."""
+    for stage in stages:
+        yield from (stage[0], stage[1])
+
+
+def _two(x: Tensor, todo: Iterator[tuple[Callable[[Tensor, Tensor], Tensor], Tensor]]) -> Tensor:
+    """Return maps [B, C, T] after the next two residual blocks."""
+    for _ in range(2):
+        block, modulation = next(todo)
+        x = block(x, modulation)
+    return x
+
+
+def _residual_block(block: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a residual block, maps [B, C, T] and FiLM's modulation [B, C or 2 C, 1] -> [B, C', T]."""
+    first, second, shortcut = _conv_block(block.conv1), _conv_block(block.conv2), _layer(block.residual_conv)
+
+    def run(x: Tensor, modulation: Tensor) -> Tensor:
+        hidden = first(x)
+        if block.use_film_scale_modulation:
+            scale, bias = modulation.chunk(2, 1)
+            hidden = torch.addcmul(bias, hidden, scale)
+        else:
+            hidden = hidden + modulation
+        return second(hidden) + shortcut(x)
+
+    return run
+
+
+def _conv_block(block: Any) -> Maps:
+    convolve, norm = _layer(block.block[0]), block.block[1]
+    return lambda x: functional.mish(
+        functional.group_norm(convolve(x), norm.num_groups, norm.weight, norm.bias, norm.eps)
+    )
+
+
+def _layer(layer: nn.Module) -> Maps:
+    """Return a layer of the U-Net, maps [B, C, T] -> [B, C', T']: what it is, or the same with packed weights."""
+    if isinstance(layer, nn.Conv1d):
+        return Convolution(layer.weight, layer.bias, layer.stride[0], int(layer.padding[0]))
+    if isinstance(layer, nn.ConvTranspose1d):
+        return _doubling(layer)
+    return layer
+
+
+def _doubling(layer: nn.ConvTranspose1d) -> Maps:
+    """Return a transposed convolution of 4 taps and stride 2, as an ordinary one that makes both phases of its output.
+
+    y[2 t] = w[1] x[t] + w[3] x[t - 1] and y[2 t + 1] = w[2] x[t] + w[0] x[t + 1].
+    """
+    taps = layer.weight.transpose(0, 1).unbind(-1)  # four of [outputs, inputs]
+    none = torch.zeros_like(taps[0])
+    phases = torch.stack([taps[3], taps[1], none], -1), torch.stack([none, taps[2], taps[0]], -1)
+    assert layer.bias is not None
+    convolve = Convolution(torch.cat(phases), layer.bias.repeat(2), 1, 1)
+
+    def double(x: Tensor) -> Tensor:
+        return convolve(x).unflatten(1, (2, -1)).permute(0, 2, 3, 1).flatten(2)
+
+    return double
+
+
+class Convolution:
+    """A convolution over time, [B, inputs, T] -> [B, outputs, T'], on a CPU by oneDNN on weights in its own layout.
+
+    That layout depends on the size of what is convolved, so weights are packed again where that changes.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, stride: int, padding: int):
+        self.weight, self.bias, self.stride, self.padding = weight.detach(), bias, stride, padding
+        self._packs = weight.device.type == "cpu" and weight.dtype == torch.float32 and _can_pack()
+        self._packed: tuple[torch.Size, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Convolve maps [B, inputs, T]."""
+        if not self._packs:
+            return functional.conv1d(x, self.weight, self.bias, self.stride, self.padding)
+        wide, geometry = x.unsqueeze(2), ((0, self.padding), (1, self.stride), (1, 1), 1)
+        if self._packed is None or self._packed[0] != x.shape:
+            plain = self.weight.unsqueeze(2).contiguous().to_mkldnn()
+            self._packed = x.shape, torch.ops.aten.mkldnn_reorder_conv2d_weight(plain, *geometry, wide.shape)
+        run = torch.ops.mkldnn._convolution_pointwise
+        return run(wide, self._packed[1], self.bias, *geometry, "none", [], "").squeeze(2)
+
+
+def _can_pack() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
