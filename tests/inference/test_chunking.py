@@ -11,10 +11,13 @@ from robopolicy.cli import main
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec
+from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.inference.chunking import Delay, with_chunking
 from robopolicy.inference.chunkings import CHUNKINGS
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import PolicyKind
+from sims.registry import make_world
+from worldmodels.oracle import oracle_twin
 
 ACTION = Field((1,), low=-1e6, high=1e6)
 SMALL = DenoisingPolicyConfig(kind=PolicyKind.FLOW, width=16, depth=1, sampling_steps=2, chunk=4, prediction_steps=6)
@@ -164,6 +167,17 @@ def test_what_cannot_be_is_refused_with_the_way_out():
     assert with_chunking(Executes(), "synchronous", Delay(1)).spec.chunk == 5
 
 
+@pytest.mark.parametrize("kind", ["synchronous", "rtc"])
+def test_a_delay_is_the_same_in_a_world_and_in_its_imagination(kind: str):
+    real, inside = make_world("push_cube", 3, threads=1), make_world("push_cube", 3, threads=1)
+    policy = DenoisingPolicy(SMALL, real.spec.observation, real.spec.action, fps=real.spec.fps)
+    delayed, seeds = with_chunking(policy, kind, Delay(2)), np.arange(5)
+    found = [evaluate_policy(world, delayed, seeds, deterministic=False) for world in (real, oracle_twin(inside))]
+    assert np.array_equal(found[0].returns, found[1].returns) and np.ptp(found[0].returns) > 0
+    prompt = evaluate_policy(real, policy, seeds, deterministic=False)
+    assert not np.array_equal(prompt.returns, found[0].returns)
+
+
 def test_every_registered_chunking_is_found():
     assert [callable(CHUNKINGS.load(name)) for name in CHUNKINGS] == [True] * 7
 
@@ -182,8 +196,6 @@ def reluctant(policy, delay, share=0.5):
 def test_the_verb_delays_measures_and_takes_a_strangers_chunking_by_its_dotted_path(tmp_path, monkeypatch, capsys):
     (tmp_path / "strange_chunking.py").write_text(STRANGE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    from sims.registry import make_world
-
     spec = make_world("reach_planar", 1).spec
     DenoisingPolicy(SMALL, spec.observation, spec.action, fps=spec.fps).save(tmp_path / "policy")
     common = [
