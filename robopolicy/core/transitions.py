@@ -65,7 +65,8 @@ class Transitions:
 
     def draw(self, count: int, generator: torch.Generator) -> "Transitions":
         """Draw `count` transitions, with replacement."""
-        return self.take(torch.randint(len(self), (count,), generator=generator).to(self.state.device))
+        drawn = torch.randint(len(self), (count,), generator=generator, device=generator.device)
+        return self.take(drawn.to(self.state.device))
 
     @staticmethod
     def join(parts: Sequence["Transitions"]) -> "Transitions":

@@ -17,7 +17,7 @@ from robopolicy.core.returns import SUCCESS, progress_reward
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.evaluation.image_quality import compare
 from worldmodels.encoding import encoded
-from worldmodels.protocol import DecoderFree, LearnedModel
+from worldmodels.protocol import DecoderFree, Imagined, Latent, LearnedModel
 from worldmodels.starts import context_at
 
 HORIZONS = (1, 2, 5, 10, 20, 30, 40, 50)
@@ -49,11 +49,11 @@ def examine(
 
 def one_step(model: LearnedModel, episodes: Episodes, generator: torch.Generator, steps: int) -> dict[str, Any]:
     """Return the figures of the heads after one imagined step each."""
-    chosen = torch.randperm(episodes.step_count, generator=generator)[:steps].sort().values
+    chosen = _shuffled(episodes.step_count, generator)[:steps].sort().values
     reward, success = [], []
     for part in chosen.split(4096):
         latent = model.initial(context_at(episodes, part, model.context), part.numpy())
-        _, imagined = model.imagine(latent, episodes.actions[part])
+        _, imagined = _imagine(model, latent, episodes.actions[part])
         paid = [value for name, value in imagined.rewards.items() if name != SUCCESS]
         reward.append(torch.stack(paid).sum(0).cpu())
         success.append(imagined.success.cpu())
@@ -63,6 +63,16 @@ def one_step(model: LearnedModel, episodes: Episodes, generator: torch.Generator
         "reward_error": float((torch.cat(reward) - true).square().mean() / true.var().clamp_min(1e-12)),
         "success": precision_recall(torch.cat(success), episodes.step_success[chosen]),
     }
+
+
+def _shuffled(count: int, generator: torch.Generator) -> Tensor:
+    """Return the numbers up to `count` in random order, on the CPU, where recorded episodes are."""
+    return torch.randperm(count, generator=generator, device=generator.device).cpu()
+
+
+def _imagine(model: LearnedModel, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
+    """Advance `model` by recorded actions [R, A], which are on the CPU and the latent where the model is."""
+    return model.imagine(latent, actions.to(next(iter(latent.values())).device))
 
 
 def precision_recall(predicted: Tensor, label: Tensor) -> dict[str, float | int]:
@@ -86,10 +96,10 @@ def open_loop(
     begin: the steps from which rows are followed, [R]; None draws `rows` of them.
     """
     if begin is None:
-        begin = torch.randperm(episodes.step_count, generator=generator)[:rows].sort().values
+        begin = _shuffled(episodes.step_count, generator)[:rows].sort().values
     left = (episodes.starts + episodes.lengths)[episodes.episode_of_step[begin]] - begin
     longest = min(max(horizons), int(left.max()))
-    order = torch.randperm(len(begin), generator=generator)
+    order = _shuffled(len(begin), generator)
     frames = begin + episodes.episode_of_step[begin]
     context = context_at(episodes, begin, model.context)
     truth = encoded(model, episodes) if isinstance(model, DecoderFree) else episodes
@@ -99,8 +109,8 @@ def open_loop(
     with progress("Following recorded actions", longest) as advance:
         for ahead in range(1, longest + 1):
             steps = torch.minimum(begin + ahead - 1, begin + left - 1)
-            latent, seen = model.imagine(latent, episodes.actions[steps])
-            confused, astray = model.imagine(confused, episodes.actions[steps[order]])
+            latent, seen = _imagine(model, latent, episodes.actions[steps])
+            confused, astray = _imagine(model, confused, episodes.actions[steps[order]])
             alive = left >= ahead
             if ahead in horizons and int(alive.sum()) >= 10:
                 index = torch.minimum(frames + ahead, frames + left)
@@ -158,7 +168,7 @@ def follow(model: LearnedModel, episodes: Episodes, begin: Tensor, steps: int) -
     imagined = {key: [torch.from_numpy(context.last(key))] for key in keys}
     for ahead in range(steps):
         actions = episodes.actions[begin + torch.clamp(left - 1, max=ahead)]
-        latent, seen = model.imagine(latent, actions)
+        latent, seen = _imagine(model, latent, actions)
         for key in keys:
             imagined[key].append(seen.observation[key].cpu())
     index = (begin + episode)[:, None] + torch.arange(steps + 1).minimum(left[:, None])

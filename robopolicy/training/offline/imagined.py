@@ -33,7 +33,8 @@ class ImaginedPpo:
         if found is None:
             raise ConfigError("imagined_ppo learns in a world model, and there is none.")
         # A round's own draws: whatever became of the candidates before, this one is made in the same way.
-        seed = derive(int(torch.randint(2**31, (), generator=generators["imagination"])), where)
+        draws = generators["imagination"]
+        seed = derive(int(torch.randint(2**31, (), generator=draws, device=draws.device)), where)
         given, config = found.settings, self.config
         settings = replace(
             given,
