@@ -11,6 +11,7 @@ the latent before. So one loop runs all of them, without a scheduler in it.
 
 import itertools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -172,18 +173,20 @@ def _probed(kind: type[Any], schedule: NoiseSchedule, steps: int, name: str, **s
     diffusion = _diffusion(schedule, name)
     if not 2 <= steps <= diffusion.training_steps:
         raise ConfigError(f"{name} takes 2 to {diffusion.training_steps} steps of this policy, not {steps}.")
-    scheduler = kind(
-        diffusion.training_steps,
-        beta_schedule=diffusion.beta_schedule,
-        prediction_type="sample",
-        timestep_spacing="trailing",
-        **settings,
-    )
-    scheduler.set_timesteps(steps)
-    unit = torch.eye(2 * steps, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, about diffusers' use of it
+        scheduler = kind(
+            diffusion.training_steps,
+            beta_schedule=diffusion.beta_schedule,
+            prediction_type="sample",
+            timestep_spacing="trailing",
+            **settings,
+        )
+        scheduler.set_timesteps(steps)
+    unit = torch.eye(2 * steps, dtype=torch.float64)[:, None, :, None]  # each [batch, elements, 1], as they want it
     made: list[SamplerStep] = []
     for place, timestep in enumerate(scheduler.timesteps):
-        found = scheduler.step(unit[steps + place], timestep, unit[place]).prev_sample.tolist()
+        found = scheduler.step(unit[steps + place], timestep, unit[place]).prev_sample.flatten().tolist()
         alpha = diffusion.alphas[int(timestep)].item()
         time = (int(timestep) + 1) / diffusion.training_steps
         latents, cleans = (_weights(part) for part in (found[:steps], found[steps:]))
