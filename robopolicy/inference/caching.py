@@ -15,6 +15,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.nn.denoisers import Blocks, Denoiser
+from robopolicy.nn.transformer import TransformerDenoiser
 
 
 class Memory(Protocol):
@@ -55,6 +56,10 @@ class CachedSteps:
 
         A chain may begin in a later step than the first: what is not known yet is computed, whatever the plan says.
         """
+        if isinstance(self.denoiser, TransformerDenoiser) and isinstance(self.memory, _Planned):
+            outputs = self.memory.all_held(step)
+            if outputs is not None:
+                return self.denoiser.hold(x, self.times[step], self.condition, outputs)
         return self.denoiser.denoise(x, self.times[step], self.condition, self.memory.at(step))
 
     def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
@@ -153,6 +158,16 @@ class _Planned:
         self.updates, self.order = plan.updates, plan.order
         self.known: list[list[Tensor]] = [[] for _ in plan.blocks]
         self.last = [0] * len(plan.blocks)
+        self.quiet = [not any(now) and not plan.order for now in zip(*plan.updates, strict=True)]
+        self.stack: Tensor | None = None
+
+    def all_held(self, step: int) -> Tensor | None:
+        """Return the outputs of all blocks [N, B, ...] where in `step` they are those of the step before, else None."""
+        if not self.quiet[step] or not all(self.known):
+            return None
+        if self.stack is None:
+            self.stack = torch.stack([known[0] for known in self.known], 1)
+        return self.stack
 
     def at(self, step: int) -> Blocks:
         """Return who answers in `step`."""
@@ -174,7 +189,7 @@ class _Planned:
         before, found = self.known[index], [output]
         for place in range(min(self.order, len(before))):
             found.append((found[place] - before[place]) / (step - self.last[index]))
-        self.known[index], self.last[index] = found, step
+        self.known[index], self.last[index], self.stack = found, step, None
 
     def _guess(self, index: int, offset: int) -> Tensor:
         """Return sum_j offset^j / j! difference_j, [N, ...] (diffusers' TaylorSeerState.predict)."""

@@ -95,14 +95,27 @@ class TransformerDenoiser(nn.Module):
 
     def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor, blocks: Blocks = fresh) -> Tensor:
         """Predict [..., P, A] from latents x [..., P, A]; both features broadcast against x's leading axes."""
-        leading = x.shape[:-2]
-        modulation = (time_features + condition_features).expand(*leading, -1)
-        modulation = modulation.reshape(-1, _PARTS * self.depth + 2, self.width)
-        tokens = self.embedding(x.reshape(-1, *x.shape[-2:])) + self.position
+        tokens, modulation = self._begin(x, time_features, condition_features)
         for index, block in enumerate(self.blocks):
             tokens = block(tokens, modulation[:, _PARTS * index : _PARTS * (index + 1)], blocks, index)
+        return self._end(tokens, modulation).view(x.shape)
+
+    def hold(self, x: Tensor, time_features: Tensor, condition_features: Tensor, outputs: Tensor) -> Tensor:
+        """`denoise` where every block's output is known, [N, 2 depth, P, width]: one weighted sum of them all."""
+        tokens, modulation = self._begin(x, time_features, condition_features)
+        gates = modulation[:, :-2].unflatten(1, (2 * self.depth, _PARTS // 2))[:, :, -1, None]
+        return self._end(tokens + (gates * outputs).sum(1), modulation).view(x.shape)
+
+    def _begin(self, x: Tensor, time_features: Tensor, condition_features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens [N, P, width] and modulations [N, 6 depth + 2, width]; N rows are x's leading axes together."""
+        modulation = (time_features + condition_features).expand(*x.shape[:-2], -1)
+        modulation = modulation.reshape(-1, _PARTS * self.depth + 2, self.width)
+        return self.embedding(x.reshape(-1, *x.shape[-2:])) + self.position, modulation
+
+    def _end(self, tokens: Tensor, modulation: Tensor) -> Tensor:
+        """Return predictions [N, P, A] of tokens [N, P, width]."""
         shift, scale = modulation[:, -2:, None].unbind(1)
-        return self.head(torch.addcmul(shift, self.norm(tokens), 1 + scale)).view(x.shape)
+        return self.head(torch.addcmul(shift, self.norm(tokens), 1 + scale))
 
     def forward(self, x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
         """Predict [..., P, A] for latents x [..., P, A], times [...], conditions [..., D]."""
