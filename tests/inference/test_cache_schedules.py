@@ -15,7 +15,7 @@ from robopolicy.inference.caching import CachedSteps, CachePlan
 from robopolicy.inference.calibration import Calibration, calibrate
 from robopolicy.inference.samplers import own_sampler, sample
 from robopolicy.inference.schedules import CacheConfig, anchors, bubbling_union, make_plan, spreading
-from robopolicy.nn.configuration import DenoiserKind
+from robopolicy.nn.configuration import DenoiserKind, FlowNoise
 from robopolicy.nn.denoisers import Denoiser
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import PolicyKind
@@ -214,9 +214,16 @@ def _slow_calibration(policy: DenoisingPolicy, chain: Tensor) -> tuple[Tensor, T
 
 
 @pytest.mark.checks("BAC")
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_calibration_is_what_the_blocks_do_in_the_chain(deterministic: bool):
-    policy = _policy()
+@pytest.mark.parametrize(
+    ("config", "deterministic"),
+    [
+        (CONFIG, True),
+        (CONFIG, False),
+        (replace(CONFIG, kind=PolicyKind.FLOW, flow_noise=FlowNoise.LEARNED), False),
+    ],
+)
+def test_a_calibration_is_what_the_blocks_do_in_the_chain(config: DenoisingPolicyConfig, deterministic: bool):
+    policy = _policy(config)
     decision = policy.act(_observation(), _generator(), deterministic=deterministic)
     similarity, surge = _slow_calibration(policy, decision.latents["chain"][:, :-1])
     found = calibrate(policy, _observation(), _generator(), deterministic=deterministic)
