@@ -1,0 +1,77 @@
+"""LeRobot's policies on a device, as they are loaded from a checkpoint folder of LeRobot's."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from device_policies import generator
+
+from robopolicy.core.policy_conformance import example_observation
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.policies.lerobot import CHUNK_KEYS, load_lerobot_policy
+
+UNTRIED = {
+    "multi_task_dit": "its CLIP needs a tokenizer's files; what is ours of it is the same for every kind",
+    "vqbet": "its codes are trained first; what is ours of it is the same for every kind",
+}
+"""Kinds that are not tried, and why."""
+
+
+def kinds() -> Iterator[tuple[str, Callable[[str], Any]]]:
+    """Yield every kind that can be loaded: name, device -> what comes of it."""
+    for kind in CHUNK_KEYS:
+        if kind not in UNTRIED:
+            yield f"lerobot, {kind}", lambda device, kind=kind: acted(kind, device)
+
+
+def _config(kind: str) -> Any:
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.act.configuration_act import ACTConfig
+    from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
+
+    shared = {
+        "input_features": {
+            STATE: PolicyFeature(FeatureType.STATE, (4,)),
+            ENVIRONMENT_STATE: PolicyFeature(FeatureType.ENV, (3,)),
+        },
+        "output_features": {"action": PolicyFeature(FeatureType.ACTION, (2,))},
+        "device": "cpu",
+        "pretrained_backbone_weights": None,
+        "push_to_hub": False,
+    }
+    if kind == "act":
+        sizes = {"dim_model": 32, "n_heads": 2, "dim_feedforward": 32, "n_encoder_layers": 1}
+        few = {"n_vae_encoder_layers": 1, "latent_dim": 4, "chunk_size": 6, "n_action_steps": 4}
+        return ACTConfig(**shared, **sizes, **few)
+    if kind == "diffusion":
+        sizes = {"horizon": 8, "n_action_steps": 3, "down_dims": (16, 32), "n_groups": 4, "crop_shape": None}
+        return DiffusionConfig(**shared, **sizes, num_train_timesteps=10, num_inference_steps=4)
+    raise AssertionError(f"Say here how a small policy of LeRobot's '{kind}' is made, or in UNTRIED why it is not.")
+
+
+def _saved(kind: str, folder: Path) -> None:
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+    config = _config(kind)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        policy: Any = get_policy_class(config.type)(config)
+    known = {}
+    for key, feature in {**config.input_features, **config.output_features}.items():
+        ones = torch.ones(feature.shape)
+        known[key] = {"min": -ones, "max": ones, "mean": 0.1 * ones, "std": 0.5 * ones}
+    for part in (policy, *make_pre_post_processors(config, dataset_stats=known)):
+        part.save_pretrained(folder)
+
+
+def acted(kind: str, device: str) -> list[Any]:
+    """Load a checkpoint to a device and let it decide."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(torch.cuda, "is_available", lambda: True):
+        with torch.device("cpu"):
+            _saved(kind, Path(folder))
+        policy = load_lerobot_policy(Path(folder), device)
+        seen = example_observation(policy.spec, 3, generator("cpu", 1), device)
+        return [policy.act(seen, generator(device), deterministic=each).actions for each in (True, False)]
