@@ -8,7 +8,7 @@ from device_policies import made, played
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.inference.chunking import Delay
-from robopolicy.inference.chunkings import CHUNKINGS
+from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import ENGINES, with_engine
 from robopolicy.inference.samplers import SAMPLERS
@@ -50,9 +50,11 @@ def sampled(sampler: str, device: str) -> list[dict[str, Any]]:
 
 
 def delayed(chunking: str, device: str) -> list[dict[str, Any]]:
-    """Let a policy act twice with a delay."""
-    policy = CHUNKINGS.load(chunking)(
-        made("flow", device, {"prediction_steps": 8}), Delay(0 if chunking == "synchronous" else 1)
-    )
+    """Let a policy act twice with a delay, one trained for it where a chunking asks for that."""
+    make, delay = CHUNKINGS.load(chunking), Delay(0 if chunking == SYNCHRONOUS else 1)
+    try:
+        policy = make(made("flow", device, {"prediction_steps": 8}), delay)
+    except ConfigError:
+        policy = make(made("flow", device, {"prediction_steps": 8, "prefix_steps": 2}), delay)
     policy.reset()
     return [played(policy, device), played(policy, device)]

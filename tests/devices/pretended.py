@@ -298,8 +298,8 @@ def _require_own_device(func: Any, generator: torch.Generator, args: Any, kwargs
         raise WrongDevice(f"{name}: expected a '{where}' device type for generator but found '{generator.device}'.")
 
 
-def _load_file(path: Any, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    return {name: value.to(device) for name, value in _LOAD_FILE(path).items()}
+def _load_file(path: Any, device: torch.device | str = "cpu", **options: Any) -> dict[str, Tensor]:
+    return {name: value.to(device) for name, value in _LOAD_FILE(path, **options).items()}
 
 
 def _autocast(device_type: str, *args: Any, **options: Any) -> Any:

@@ -74,8 +74,11 @@ class LatentModel(nn.Module):
         data = episodes.transitions(self.vector)
         names = ("state", "action", "next_state", "reward", "success")
         while True:
-            rows = torch.randint(len(data.state), (self.config.batch_size,), generator=generator)
-            yield {name: getattr(data, name)[rows] for name in names}
+            drawn = torch.randint(
+                len(data.state), (self.config.batch_size,), generator=generator, device=generator.device
+            )
+            rows = drawn.to(data.state.device)
+            yield {name: getattr(data, name)[rows].to(generator.device) for name in names}
 
     def loss(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the parts of the loss, each [N]."""
@@ -96,7 +99,7 @@ class LatentModel(nn.Module):
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
         """Encode the present frame."""
         vector = torch.from_numpy(self.vector.pack({key: context.last(key) for key in self.vector.keys}))
-        return {"z": self.encoder(vector.float())}
+        return {"z": self.encoder(vector.float().to(self.uncertainty_quantiles.device))}
 
     def show(self, latent: Latent) -> Mapping[str, Tensor]:
         """Return the latent as the one field that is seen."""
@@ -106,8 +109,8 @@ class LatentModel(nn.Module):
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
         """Advance by one control step."""
         after, reward, logit = self._ahead(latent["z"], actions.float())
-        never = torch.zeros(len(after), dtype=torch.bool)
-        return {"z": after}, Imagined({LATENT: after}, {"reward": reward}, logit > 0, never, torch.zeros(len(after)))
+        sure = torch.zeros_like(reward)
+        return {"z": after}, Imagined({LATENT: after}, {"reward": reward}, logit > 0, sure.bool(), sure)
 
     def _ahead(self, before: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         after = before + self.change(torch.cat([before, action], -1))

@@ -91,10 +91,12 @@ class GaussianPolicy(nn.Module):
         """Draw a chunk, or take its mean."""
         mean = self.means(observation)
         if deterministic:
-            empty = torch.zeros(len(mean), 1)
+            empty = torch.zeros(len(mean), 1, device=mean.device)
             return Decision(self._clipped(mean), {"x": mean}, empty, empty.bool())
-        x = mean + self.log_std.exp() * torch.randn(mean.shape, generator=generator)
-        return Decision(self._clipped(x), {"x": x}, self._logp(mean, x), torch.ones(len(x), 1, dtype=torch.bool))
+        noise = torch.randn(mean.shape, generator=generator, device=generator.device).to(mean.device)
+        x = mean + self.log_std.exp() * noise
+        drawn = torch.ones(len(x), 1, dtype=torch.bool, device=x.device)
+        return Decision(self._clipped(x), {"x": x}, self._logp(mean, x), drawn)
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """Score recorded chunks."""
@@ -128,5 +130,5 @@ class GaussianPolicy(nn.Module):
         return normal.log_prob(x).sum((1, 2))[:, None]
 
     def _clipped(self, x: Tensor) -> Tensor:
-        low, high = torch.as_tensor(self.action.low).float(), torch.as_tensor(self.action.high).float()
+        low, high = (torch.as_tensor(bound).to(x) for bound in (self.action.low, self.action.high))
         return torch.minimum(torch.maximum(x, low), high)
