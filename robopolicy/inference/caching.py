@@ -158,16 +158,21 @@ class _Planned:
         self.updates, self.order = plan.updates, plan.order
         self.known: list[list[Tensor]] = [[] for _ in plan.blocks]
         self.last = [0] * len(plan.blocks)
-        self.quiet = [not any(now) and not plan.order for now in zip(*plan.updates, strict=True)]
-        self.stack: Tensor | None = None
+        self.quiet = [not any(now) for now in zip(*plan.updates, strict=True)]
+        self.stacks: list[Tensor] = []
 
     def all_held(self, step: int) -> Tensor | None:
-        """Return the outputs of all blocks [N, B, ...] where in `step` they are those of the step before, else None."""
+        """Return the outputs of all blocks [N, B, ...] in a step that computes none, together; else None.
+
+        Blocks are extrapolated together where they were all computed in the same steps.
+        """
         if not self.quiet[step] or not all(self.known):
             return None
-        if self.stack is None:
-            self.stack = torch.stack([known[0] for known in self.known], 1)
-        return self.stack
+        if not self.stacks:
+            if self.order and len({(last, len(terms)) for last, terms in zip(self.last, self.known, strict=True)}) > 1:
+                return None
+            self.stacks = [torch.stack(terms, 1) for terms in zip(*self.known, strict=True)]
+        return _extrapolated(self.stacks, step - self.last[0])
 
     def at(self, step: int) -> Blocks:
         """Return who answers in `step`."""
@@ -176,7 +181,7 @@ class _Planned:
             if not self.known[index] or self.updates[index][step]:
                 self._learn(index, step, branch())
                 return self.known[index][0]
-            return self._guess(index, step - self.last[index])
+            return _extrapolated(self.known[index], step - self.last[index])
 
         return answer
 
@@ -189,25 +194,26 @@ class _Planned:
         before, found = self.known[index], [output]
         for place in range(min(self.order, len(before))):
             found.append((found[place] - before[place]) / (step - self.last[index]))
-        self.known[index], self.last[index], self.stack = found, step, None
+        self.known[index], self.last[index], self.stacks = found, step, []
 
-    def _guess(self, index: int, offset: int) -> Tensor:
-        """Return sum_j offset^j / j! difference_j, [N, ...] (diffusers' TaylorSeerState.predict)."""
-        output, *differences = self.known[index]
-        for place, difference in enumerate(differences, 1):
-            output = torch.add(output, difference, alpha=offset**place / math.factorial(place))
-        return output
+
+def _extrapolated(terms: list[Tensor], offset: int) -> Tensor:
+    """Return sum_j offset^j / j! terms_j, [N, ...] (diffusers' TaylorSeerState.predict)."""
+    output, *differences = terms
+    for place, difference in enumerate(differences, 1):
+        output = torch.add(output, difference, alpha=offset**place / math.factorial(place))
+    return output
 
 
 @dataclass(frozen=True)
 class FirstBlockCaching:
     """First-block caching: the first block is always computed, the others only in steps in which it has changed.
 
-    They are where mean |output - remembered output| > threshold mean |remembered output|, of the first block's output
-    in the last step with everything computed (diffusers' first_block_cache, after TeaCache, arXiv:2411.19108).
-    Deviations from diffusers: a block is a residual branch, not a layer, and the others' outputs are remembered one by
-    one, not as their sum, so that gates follow the time. It waits for a tensor's value in every step, and all rows
-    decide together: for eager engines. Raises ConfigError for a negative threshold.
+    Those are the steps with mean |output - remembered output| > threshold mean |remembered output|, of the first
+    block's output in the last step that computed everything (diffusers' first_block_cache, after TeaCache,
+    arXiv:2411.19108). Deviations from diffusers: a block is a residual branch, not a layer, and the others' outputs are
+    remembered one by one, not as their sum, so that gates follow the time. It waits for a tensor's value in every step,
+    and all rows decide together: for eager engines. Raises ConfigError for a negative threshold.
     """
 
     threshold: float = 0.05

@@ -142,6 +142,20 @@ def test_a_plan_that_computes_everything_changes_nothing(kind: DenoiserKind):
     )
 
 
+@pytest.mark.parametrize("order", [0, 1, 2])
+@torch.no_grad()
+def test_blocks_that_are_held_together_are_those_held_one_by_one(order: int):
+    denoiser, condition = _make(DenoiserKind.TRANSFORMER), torch.randn(2, D)
+    table, features = denoiser.encode_time(torch.linspace(1, 0.1, K)), denoiser.encode_condition(condition)
+    for seed in range(4):
+        plan = replace(_random_plan(denoiser.block_names, seed), order=order)
+        quiet = replace(plan, updates=tuple((*row[:3], False, False, True) for row in plan.updates))
+        for each in (plan, quiet):
+            memory = each.begin()
+            alone = _chain(lambda x, step: denoiser.denoise(x, table[step], features, memory.at(step)), 2)  # noqa: B023
+            torch.testing.assert_close(_chain(_cached(denoiser, each, condition).one, 2), alone, atol=2e-6, rtol=1e-5)
+
+
 @torch.no_grad()
 def test_a_chain_unrolls_without_a_graph_break():
     denoiser, condition = _make(DenoiserKind.MLP), torch.randn(2, D)
