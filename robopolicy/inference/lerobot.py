@@ -3,8 +3,8 @@
 Of `diffusion` and `multi_task_dit` (0.6.1), what depends on the step alone is computed once for the policy, and what
 depends on the observation alone once for a decision. The modulation of a block is linear in SiLU or Mish of [t; c], so
 W f([t; c]) + b is a table over the steps plus one product with c; in adaLN that product is most of a step at batch 1.
-A step of the scheduler is a weighted sum with six weights. Convolutions on a CPU find their weights in the layout that
-they are multiplied in, instead of bringing them into it at every call (that is most of a convolution over 16 steps).
+A step of the scheduler is a weighted sum with six weights. On a CPU layers find their weights in the layout that they
+are multiplied in, instead of bringing them into it at every call (which is most of a convolution over 16 steps).
 Features of an instruction are kept from decision to decision, because LeRobot's text encoder is frozen. Random numbers
 are drawn in LeRobot's order. Axes: B row, T predicted step, A action dimension, K evaluation of the network, C channel.
 """
@@ -48,8 +48,8 @@ class StepWeights(NamedTuple):
 def lean_lerobot(policy: LeRobotPolicy) -> LeRobotPolicy:
     """Return a policy that decides as `policy` does, to 1e-5 and with the same random numbers, without repetitions.
 
-    Its tables follow from the weights as they are now; weights are shared, but for convolutions on a CPU, which are
-    kept a second time in another layout. Raises ConfigError where there is no lean path: see `why_not_lean`.
+    Its tables follow from the weights as they are now; weights are shared, but for those on a CPU that are kept a
+    second time in another layout. Raises ConfigError where there is no lean path: see `why_not_lean`.
     """
     reason = why_not_lean(policy)
     if reason:

@@ -29,6 +29,7 @@ def lean_transformer(model: Any, times: Tensor) -> Callable[[Tensor], Predict]:
     for scale in (1, 4):
         table[..., scale * model.hidden_size : (scale + 1) * model.hidden_size] += 1
     attend = [_attention(block) for block in blocks]
+    expand, shrink = ([_linear(block.mlp[place]) for block in blocks] for place in (0, 2))
 
     def bind(condition: Tensor) -> Predict:
         given = functional.silu(condition)
@@ -42,7 +43,8 @@ def lean_transformer(model: Any, times: Tensor) -> Callable[[Tensor], Predict]:
             for place, block in enumerate(blocks):
                 shift, scale, gate, shift_after, scale_after, gate_after = (part[place] for part in modulation)
                 x = torch.addcmul(x, gate, attend[place](_modulated(x, scale, shift, block.norm1.eps)))
-                hidden = block.mlp(_modulated(x, scale_after, shift_after, block.norm2.eps))
+                hidden = expand[place](_modulated(x, scale_after, shift_after, block.norm2.eps))
+                hidden = shrink[place](functional.gelu(hidden, approximate="tanh"))
                 x = torch.addcmul(x, gate_after, hidden)
             return model.output_proj(x)
 
@@ -60,18 +62,13 @@ def _modulated(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 def _attention(block: Any) -> Maps:
     """Return the self-attention of a block, [B, T, H] -> [B, T, H]."""
+    rotate: tuple[Tensor, Tensor] | None = None
+    layer: Any = block.attn if block.use_rope else block.multihead_attn
+    heads, leave = layer.num_heads, _linear(layer.out_proj)
     if not block.use_rope:
-        layer: Any = block.multihead_attn
-        weight, bias, heads, leave, rotate = (
-            layer.in_proj_weight,
-            layer.in_proj_bias,
-            layer.num_heads,
-            layer.out_proj,
-            None,
-        )
+        enter = _linear(layer.in_proj_weight, layer.in_proj_bias)
     else:
-        layer = block.attn
-        weight, bias, heads, leave = layer.qkv_proj.weight, layer.qkv_proj.bias, layer.num_heads, layer.out_proj
+        enter = _linear(layer.qkv_proj)
         # Rotation of pairs (x1, x2) by an angle: x cos + (-x2, x1) sin. Rolling x by half gives (x2, x1), and the sign
         # goes to the sine.
         cos, sin = layer.rope._cos_cached[0, 0], layer.rope._sin_cached[0, 0].clone()
@@ -80,7 +77,7 @@ def _attention(block: Any) -> Maps:
 
     def attend(x: Tensor) -> Tensor:
         rows, steps, width = x.shape
-        parts = functional.linear(x, weight, bias).view(rows, steps, 3, heads, -1).permute(2, 0, 3, 1, 4)
+        parts = enter(x).view(rows, steps, 3, heads, -1).permute(2, 0, 3, 1, 4)
         turned, value = parts[:2], parts[2]
         if rotate is not None:
             cos, sin = rotate
@@ -89,6 +86,17 @@ def _attention(block: Any) -> Maps:
         return leave(mixed.transpose(1, 2).reshape(rows, steps, width))
 
     return attend
+
+
+def _linear(weight: Tensor | nn.Linear, bias: Tensor | None = None) -> Maps:
+    """Return a linear layer, [..., inputs] -> [..., outputs]; on a CPU by oneDNN on weights in its own layout."""
+    if isinstance(weight, nn.Linear):
+        weight, bias = weight.weight, weight.bias
+    matrix = weight.detach()
+    if not _packs(matrix):
+        return lambda x: functional.linear(x, matrix, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(matrix)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def lean_unet(model: Any, times: Tensor) -> Callable[[Tensor], Predict]:
@@ -200,7 +208,7 @@ class Convolution:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, stride: int, padding: int):
         self.weight, self.bias, self.stride, self.padding = weight.detach(), bias, stride, padding
-        self._packs = weight.device.type == "cpu" and weight.dtype == torch.float32 and _can_pack()
+        self._packs = _packs(weight)
         self._packed: tuple[torch.Size, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -215,5 +223,7 @@ class Convolution:
         return run(wide, self._packed[1], self.bias, *geometry, "none", [], "").squeeze(2)
 
 
-def _can_pack() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
+def _packs(weight: Tensor) -> bool:
+    """Whether oneDNN can have such weights in its own layout."""
+    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
+    return there and weight.device.type == "cpu" and weight.dtype == torch.float32
