@@ -87,11 +87,23 @@ BASES = {
     "token": Changes((*TOKEN, "train.fit.steps=600"), {"pick_place": ("collect.episodes=150", "train.fit.steps=1500")}),
     "few": Changes((), FEWER),
     "many": Changes((), MORE),
+    "hundred_steps": Changes(
+        (
+            "policy.denoiser=transformer",
+            "policy.width=128",
+            "policy.depth=4",
+            "policy.sampling_steps=100",
+            "policy.finetuned_steps=null",
+            "train.fit.steps=3000",
+            "train.evaluate_episodes=0",
+        )
+    ),
+    "ten_steps": Changes(("policy.sampling_steps=10", "policy.finetuned_steps=null")),
     "novice": Changes(("train.fit.steps=60",)),
     "token_novice": Changes((*TOKEN, "train.fit.steps=150")),
 }
 """Pre-trained policies by name. few, many: how many demonstrations; novice: training stopped while success is rare.
-Token policies need more than the dozen demonstrations of pick_place.
+Token policies need more than the dozen demonstrations of pick_place. hundred_steps, ten_steps: of denoising.
 """
 
 TUNED_BASES: dict[str, tuple[str, ...]] = {

@@ -125,6 +125,30 @@ def _panels(count: int, columns: int) -> tuple[Figure, np.ndarray]:
     return figure, panels
 
 
+def speed_against_success(
+    panels: Mapping[str, Mapping[str, tuple[float, float, float, float]]], columns: int = 2
+) -> str:
+    """Draw success against milliseconds a decision on a logarithmic axis, a panel a policy, a point a way of deciding.
+
+    panels: title -> way -> (milliseconds, success, its lower and upper bound).
+    """
+    with matplotlib.rc_context(STYLE):
+        down = -(-len(panels) // columns)
+        figure = Figure(figsize=(4.6 * min(columns, len(panels)), 3.6 * down), layout="constrained")
+        grid = figure.subplots(down, min(columns, len(panels)), sharey=True, squeeze=False)
+        for axes in grid.flat[len(panels) :]:
+            axes.remove()
+        for axes, (title, points) in zip(grid.flat, panels.items(), strict=False):
+            for number, (name, (ms, rate, low, high)) in enumerate(points.items()):
+                colour = COLOURS[number % len(COLOURS)]
+                axes.errorbar([ms], [rate], [[rate - low], [high - rate]], fmt="o", color=colour, markersize=4, lw=1)
+                axes.annotate(name, (ms, rate), (4, 3), textcoords="offset points", fontsize=6, color=MUTED)
+            axes.set(xscale="log", ylim=(-0.02, 1.02), xlabel="milliseconds a decision")
+            axes.set_title(title, fontsize=10, loc="left")
+        grid[0, 0].set_ylabel("success")
+        return as_svg(figure)
+
+
 def value_curves(runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> str:
     """Draw learned values against epochs on a symmetric logarithmic axis, one colour an arm, one line a seed.
 

@@ -1,8 +1,8 @@
 """The compiled engine: the lean one in machine code, by torch.compile; on a GPU a decision is one CUDA graph.
 
-What is compiled is the whole way from an encoded observation and noise to clean latents, unrolled over the K steps. The
-code is made for a number of rows: others are filled up to the next power of four, so that few are ever made. The first
-decision of each takes seconds to minutes.
+What is compiled is the whole way from an encoded observation and noise to clean latents, unrolled over the K steps; of
+long chains the network alone, whose code serves every step. The code is made for a number of rows: others are filled up
+to the next power of four, so that few are ever made. The first decision of each takes seconds to a minute.
 """
 
 import shutil
@@ -15,14 +15,17 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Policy
+from robopolicy.core.policy import CONDITION, Policy
 from robopolicy.inference.caching import Caching
 from robopolicy.inference.configuration import InferenceConfig
-from robopolicy.inference.lean import LeanDenoising, require_denoising
+from robopolicy.inference.lean import LeanDenoising, Prepared, denoiser_in, prepared, require_denoising
+from robopolicy.inference.samplers import Predicts
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.network import Condition, rows_in
+from robopolicy.policies.network import ChunkNetwork, Condition, DenoisingNetwork, rows_in
 from robopolicy.policies.sampler import Draws
 
+UNROLLED = 20
+"""Most steps that are compiled as one program; the compiler's time grows with them."""
 COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
@@ -35,7 +38,13 @@ def compiled(policy: Policy, config: InferenceConfig, caching: Caching | None = 
             f"engine=compiled needs a C++ compiler, and there is none ({', '.join(COMPILERS)}): install one (Debian: "
             "apt install g++), or use engine=lean."
         )
-    return CompiledDenoising(denoising, config, caching)
+    made = CompiledDenoising(denoising, config, caching)
+    if caching is not None and made.longest > UNROLLED:
+        raise ConfigError(
+            f"engine=compiled remembers blocks in chains of at most {UNROLLED} steps, which it unrolls; this one has "
+            f"{made.longest}: use engine=lean."
+        )
+    return made
 
 
 class CompiledDenoising(LeanDenoising):
@@ -45,17 +54,58 @@ class CompiledDenoising(LeanDenoising):
         super().__init__(policy, config, caching)
         self._programs: dict[tuple[Any, ...], Program] = {}
 
+    @property
+    def longest(self) -> int:
+        """The number of steps of its longer chain."""
+        return max(len(sampler.steps) for sampler in self.samplers.values())
+
     def _prepare(self) -> None:
         known = self._known
         super()._prepare()
-        if self._known != known:
-            self._programs.clear()
+        if self._known == known:
+            return
+        self._programs.clear()
+        if self.longest > UNROLLED:
+            policy = self.policy
+            for flag, (_, _, first) in self._at.items():
+                times = self.samplers[flag].times.to(policy.action_low.device)
+                late = self._each_step(policy.network, times)
+                early = self._each_step(policy.base, times) if first and policy.base is not None else late
+                self._at[flag] = early, late, first
+
+    def _each_step(self, network: DenoisingNetwork, times: Tensor) -> Prepared:
+        """Return a network whose single step is compiled, prepared for times [K]; others than ours stay as they are."""
+        if not isinstance(network, ChunkNetwork):
+            return prepared(network, times, self.config.precision)
+        denoiser, table = denoiser_in(self.config.precision, network, times)
+        programs: dict[int, Program] = {}
+
+        def step_of(x: Tensor, time: Tensor, features: Tensor) -> Tensor:
+            return denoiser.denoise(x.to(time.dtype), time, features).float()
+
+        def at_work(condition: Condition) -> Predicts:
+            features = denoiser.encode_condition(condition[CONDITION].to(table.dtype))
+
+            def predict(x: Tensor, step: int) -> Tensor:
+                inputs = [x, table[step], features]
+                if len(x) not in programs:
+                    programs[len(x)] = program(step_of, inputs)
+                return programs[len(x)](inputs)
+
+            return predict
+
+        return at_work
 
     def _chain(self, quiet: bool, condition: Condition, before: Condition, draws: Draws) -> Tensor:
         if draws.quiet is not None:  # which rows are noise-free is drawn: nothing to unroll
             return super()._chain(quiet, condition, before, draws)
         rows, same = rows_in(condition), before is condition
         wanted = bucket(rows)
+        if self.longest > UNROLLED:
+            chosen = {name: filled(value, wanted) for name, value in condition.items()}
+            early = chosen if same else {name: filled(value, wanted) for name, value in before.items()}
+            steps = None if draws.steps is None else filled(draws.steps, wanted, 1)
+            return super()._chain(quiet, chosen, early, Draws(filled(draws.start, wanted), steps))[:rows]
         given = [*condition.values(), *(() if same else before.values()), draws.start]
         inputs = [filled(value, wanted) for value in given]
         if draws.steps is not None:

@@ -19,11 +19,14 @@ from robopolicy.core.spec import PolicySpec, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.inference.caching import CachedSteps, Caching
 from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.lerobot import lean_lerobot
 from robopolicy.inference.samplers import Predicts, Sampler, make_sampler, own_sampler, sample
+from robopolicy.inference.tokens import LeanTokens
 from robopolicy.nn.denoisers import Denoiser
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.nn.residual_mlp import ResidualMLP
 from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.network import (
     ChunkNetwork,
     Condition,
@@ -34,6 +37,7 @@ from robopolicy.policies.network import (
     steps_of,
 )
 from robopolicy.policies.sampler import Draws, draw
+from robopolicy.policies.token.policy import TokenPolicy
 
 CONTEXTS = 2**25
 """Most numbers of a table [K, B, width] that is filled before the first step."""
@@ -41,6 +45,12 @@ CONTEXTS = 2**25
 
 def lean(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
     """Return `policy` computed by the lean engine; see `robopolicy.inference.engine.Engine`."""
+    if isinstance(policy, TokenPolicy | LeRobotPolicy):
+        if not config.exact or caching is not None:
+            raise ConfigError(
+                f"Other samplers, bf16 and block caching are for denoising policies, not for a {type(policy).__name__}."
+            )
+        return LeanTokens(policy) if isinstance(policy, TokenPolicy) else lean_lerobot(policy)
     return LeanDenoising(require_denoising(policy, "lean"), config, caching)
 
 
@@ -220,18 +230,25 @@ def prepared(
         if precision != "fp32" or caching is not None:
             raise ConfigError(f"bf16 and block caching are for our own networks; this is a {type(network).__name__}.")
         return lambda condition: steps_of(network, times, condition).one
-    denoiser, table = network.denoiser, network.denoiser.encode_time(times)
+    denoiser, table = denoiser_in(precision, network, times)
+    at_work = _at_work(denoiser, table, caching)
     if precision == "fp32":
-        at_work = _at_work(denoiser, table, caching)
         return lambda condition: at_work(condition[CONDITION])
-    low = torch.bfloat16
-    at_work = _at_work(cast(Denoiser, copy.deepcopy(cast(nn.Module, denoiser)).to(low)), table.to(low), caching)
 
     def narrow(condition: Condition) -> Predicts:
-        predict = at_work(condition[CONDITION].to(low))
-        return lambda x, step: predict(x.to(low), step).float()
+        predict = at_work(condition[CONDITION].to(table.dtype))
+        return lambda x, step: predict(x.to(table.dtype), step).float()
 
     return narrow
+
+
+def denoiser_in(precision: str, network: ChunkNetwork, times: Tensor) -> tuple[Denoiser, Tensor]:
+    """Return the network's denoiser in this precision, and its features of times [K], [K, E]."""
+    denoiser, table = network.denoiser, network.denoiser.encode_time(times)
+    if precision == "fp32":
+        return denoiser, table
+    copied = copy.deepcopy(cast(nn.Module, denoiser)).to(torch.bfloat16)
+    return cast(Denoiser, copied), table.bfloat16()
 
 
 def _at_work(denoiser: Denoiser, table: Tensor, caching: Caching | None) -> Callable[[Tensor], Predicts]:

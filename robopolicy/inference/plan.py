@@ -18,6 +18,7 @@ from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.tensors import file_hash
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.engine import ENGINES
 
 FILE = "inference.json"
 FORMAT = 1
@@ -86,6 +87,7 @@ def load_plan(folder: Path) -> InferencePlan | None:
         if found["format"] != FORMAT:
             raise CheckpointError(f"{path} is of format {found['format']!r:.20}, this robopolicy reads {FORMAT}.")
         config = from_plain(InferenceConfig, found["config"], "config")
+        ENGINES.path(config.engine)
         cache = None if found["cache"] is None else CachePlan.from_json(found["cache"], path)
         names = ("weights", "version", "device")
         if not all(isinstance(found[name], str) for name in names) or not isinstance(found["batch"], int):

@@ -78,6 +78,7 @@ BENCHMARKS = Registry(
             "video",
             "gate",
             "rl100",
+            "inference",
             "tables",
         )
     },

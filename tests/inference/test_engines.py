@@ -19,6 +19,8 @@ from robopolicy.inference.engine import with_engine
 from robopolicy.nn.configuration import DenoiserKind, FlowNoise, ImageEncoderConfig, Prediction, Spacing
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import Likelihood, PolicyKind, TextEncoder
+from robopolicy.policies.token.configuration import TokenConfig, TokenDecoding, TokenPolicyConfig
+from robopolicy.policies.token.policy import TokenPolicy
 
 STATE, GOAL, CAMERA = "observation.state", "observation.environment_state", "observation.images.front"
 LEAN = InferenceConfig("lean")
@@ -200,3 +202,25 @@ def test_compiled_decides_as_the_reference_for_any_number_of_rows(denoiser: Deno
         own = policy.act(seen, torch.Generator().manual_seed(7), deterministic=deterministic).actions
         found = fast.act(seen, torch.Generator().manual_seed(7), deterministic=deterministic).actions
         assert torch.allclose(found, own, atol=1e-5), (rows, deterministic)
+
+
+@pytest.mark.parametrize("decoding", list(TokenDecoding))
+def test_token_policies_read_an_instruction_once(decoding: TokenDecoding, monkeypatch: pytest.MonkeyPatch):
+    """The tokens are the policy's own, whatever was read before; other weights are read anew."""
+    fields = {STATE: Field((3,)), GOAL: Field((2,))}
+    token = TokenConfig(width=16, depth=1, heads=2, feed_forward=32, bins=5, decoding=decoding)
+    policy = TokenPolicy(TokenPolicyConfig(chunk=2, token=token), fields, ACTION, fps=10, instructions=TASKS)
+    fast, seen = with_engine(policy, LEAN), {key: torch.randn(5, 1, *field.shape) for key, field in fields.items()}
+    reads: list[int] = []
+    read = policy.language.read
+    monkeypatch.setattr(policy.language, "read", lambda *given: (reads.append(1), read(*given))[1])
+    for texts in (TASKS[:1] * 5, [TASKS[place % 2] for place in range(5)], TASKS[:1] * 5):
+        both = [
+            each.act({**seen, "task": list(texts)}, torch.Generator().manual_seed(7)).actions for each in (policy, fast)
+        ]
+        assert torch.equal(*both)
+    assert len(reads) == 3 + 2
+    with torch.no_grad():
+        policy.head.weight.mul_(-1)
+    both = [each.act({**seen, "task": list(TASKS[:1] * 5)}, torch.Generator()).actions for each in (policy, fast)]
+    assert torch.equal(*both) and len(reads) == 5 + 2

@@ -7,7 +7,7 @@ embeddings and a head of their own, so the distribution covers nothing else (Ope
 words instead) and the text's logits are never computed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from robopolicy.core.world import Rows
 from robopolicy.nn.action_tokens import make_action_tokenizer
 from robopolicy.nn.language import (
     LanguageModel,
+    Reading,
     TextTokenizer,
     WordTokenizer,
     pretrained_backbone,
@@ -136,7 +137,10 @@ class TokenPolicy(nn.Module):
         SpecError or NonFiniteError on a bad observation or unknown words, and NonFiniteError rather than returning a
         non-finite action.
         """
-        prompt = self._prompt(observation)
+        return self.say(self._prompt(observation), generator, deterministic=deterministic)
+
+    def say(self, prompt: Prompt, generator: torch.Generator, *, deterministic: bool) -> Decision:
+        """Decide [B, C, A] after a prompt; see `act`."""
         latents, logp = self.decoding.sample(self._action_language, prompt, generator, deterministic=deterministic)
         mask = torch.full(logp.shape, not deterministic, device=logp.device)
         return self._decision(latents, logp, mask)
@@ -293,19 +297,29 @@ class TokenPolicy(nn.Module):
 
     def _prompt(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Prompt:
         """Read the instruction and embed the observation."""
-        validate_observation(observation, self.fields, history=self.config.history)
-        embedded = self.observation_tokens(observation, generator)
-        tokens, text, rows = self._texts(observation, len(embedded), embedded.device)
-        return Prompt(self.language.read(tokens, text, rows), embedded)
-
-    def _texts(self, observation: TensorObservation, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the distinct instructions as tokens and text [U, L], and which of them each row has [N]."""
-        texts = given_instructions(observation, rows, self.instructions)
+        embedded, texts = self.embed(observation, generator), self.texts(observation)
         distinct = sorted(set(texts))
         number = {text: index for index, text in enumerate(distinct)}
-        tokens, text = self.text_tokens(distinct)
         index = torch.tensor([number[text] for text in texts], dtype=torch.int64)
-        return tokens.to(device), text.to(device), index.to(device)
+        return Prompt(self.read(distinct, index.to(embedded.device)), embedded)
+
+    def embed(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Tensor:
+        """Return an observation as embeddings [N, O, width]; a generator shifts images at random.
+
+        Raises SpecError or NonFiniteError on a bad observation.
+        """
+        validate_observation(observation, self.fields, history=self.config.history)
+        return self.observation_tokens(observation, generator)
+
+    def texts(self, observation: TensorObservation) -> list[str]:
+        """Return the instruction of each of the N rows; raises SpecError where one is missing or unknown."""
+        rows = len(observation[next(iter(self.fields))])
+        return given_instructions(observation, rows, self.instructions)
+
+    def read(self, texts: Sequence[str], rows: Tensor) -> Reading:
+        """Return what rows [N] have read, each of them one of `texts`."""
+        tokens, text = self.text_tokens(texts)
+        return self.language.read(tokens.to(rows.device), text.to(rows.device), rows)
 
 
 def _language(config: TokenPolicyConfig, instructions: tuple[str, ...]) -> "tuple[PreTrainedModel, TextTokenizer]":

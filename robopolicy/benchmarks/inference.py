@@ -1,0 +1,346 @@
+"""How fast a policy decides in each way of computing it, and what that costs: actions off, and success lost.
+
+Two policies a task: one of 100 denoising steps in a transformer, as diffusion policies are usually trained, where block
+caching and better samplers have something to save; and the recipe's own network with ten steps, which is distilled into
+one and two. All ways of a policy take turns in one process, batch one. Success is measured on the same starts, and not
+of ways that decide as the reference does: the largest difference of their actions is in the table instead.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from robopolicy.benchmarks.rates import mean_text, pooled, rate_text, short
+from robopolicy.benchmarks.runs import chosen_from, pretrained, settings_of
+from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.configuration import Config, compose
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Decision, Policy, TensorObservation
+from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.spec import PolicySpec
+from robopolicy.core.storage import read_json, write_json
+from robopolicy.core.world import Rows
+from robopolicy.data.lerobot_reading import read_dataset
+from robopolicy.evaluation.curves import speed_against_success
+from robopolicy.evaluation.report import Section
+from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.inference.caching import CachePlan
+from robopolicy.inference.calibration import Calibration, calibrate
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.engine import with_engine
+from robopolicy.inference.schedules import CacheConfig, make_plan
+from robopolicy.inference.timing import timed
+from robopolicy.nn.configuration import Prediction
+from robopolicy.nn.schedules import DiffusionSchedule
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.rl.offline.decisions import observed_at
+from robopolicy.runs import is_complete
+from robopolicy.verbs import distill
+from robopolicy.verbs.bench import Benchmark, Table
+
+EPISODES, OBSERVATIONS, CALIBRATED = 200, 256, 32
+LEAN, COMPILED = InferenceConfig("lean"), InferenceConfig("compiled")
+REFERENCE = "reference"
+EXACT = 1e-4
+
+MakesPlan = Callable[[Calibration], CachePlan]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way of deciding. config: the engine and sampler; cache: who plans the block cache; students: denoising steps of
+    the distilled policy that decides instead, 0 for the policy itself; peer: diffusers' own loop.
+    """
+
+    config: InferenceConfig = InferenceConfig()  # noqa: RUF009 (frozen)
+    cache: MakesPlan | None = None
+    student: int = 0
+    peer: bool = False
+
+
+def _cached(scheduler: str, budget: int, **settings: int) -> MakesPlan:
+    return lambda found: make_plan(found, CacheConfig(scheduler, budget, **settings))
+
+
+def _uniform_at(budget: int) -> MakesPlan:
+    """Return a uniform plan that computes as many blocks as BAC's of this budget really does."""
+
+    def plan(found: Calibration) -> CachePlan:
+        share = make_plan(found, CacheConfig("bac", budget)).share
+        return make_plan(found, CacheConfig("uniform", max(3, round(share * found.steps))))
+
+    return plan
+
+
+def _sampled(engine: InferenceConfig, sampler: str, steps: int, precision: str = "fp32") -> Arm:
+    return Arm(replace(engine, sampler=sampler, steps=steps, precision=cast(Any, precision)))
+
+
+HUNDRED: dict[str, Arm] = {
+    REFERENCE: Arm(),
+    "diffusers loop": Arm(peer=True),
+    "lean": Arm(LEAN),
+    "compiled": Arm(COMPILED),
+    **{f"BAC {budget}": Arm(LEAN, _cached("bac", budget)) for budget in (5, 10, 20)},
+    **{f"uniform at the cost of BAC {budget}": Arm(LEAN, _uniform_at(budget)) for budget in (5, 10, 20)},
+    "shared 10": Arm(LEAN, _cached("shared", 10)),
+    "TaylorSeer 10": Arm(LEAN, _cached("uniform", 10, order=1)),
+    **{f"DDIM {steps}": _sampled(LEAN, "ddim", steps) for steps in (20, 10, 5)},
+    **{f"DPM++ {steps}": _sampled(LEAN, "dpm++", steps) for steps in (10, 5)},
+    "bf16": Arm(replace(LEAN, precision="bf16")),
+    "compiled DDIM 10": _sampled(COMPILED, "ddim", 10),
+    "compiled DDIM 5": _sampled(COMPILED, "ddim", 5),
+}
+TEN: dict[str, Arm] = {
+    REFERENCE: Arm(),
+    "diffusers loop": Arm(peer=True),
+    "lean": Arm(LEAN),
+    "compiled": Arm(COMPILED),
+    "DDIM 5": _sampled(LEAN, "ddim", 5),
+    "two steps, distilled": Arm(LEAN, student=2),
+    "one step, distilled": Arm(LEAN, student=1),
+    "one step, distilled, compiled": Arm(COMPILED, student=1),
+}
+POLICIES = {"hundred_steps": HUNDRED, "ten_steps": TEN}
+
+
+class DiffusersLoop:
+    """The same network in the loop that other projects run: diffusers' scheduler object asked at every step.
+
+    With `clip_sample` off where the policy has none; noise-free (DDIM, eta 0), for diffusions.
+    """
+
+    def __init__(self, policy: DenoisingPolicy):
+        schedule = policy.schedule
+        if not isinstance(schedule, DiffusionSchedule):
+            raise ConfigError("The loop with diffusers' scheduler is for diffusions.")
+        names = {Prediction.EPSILON: "epsilon", Prediction.SAMPLE: "sample", Prediction.VELOCITY: "v_prediction"}
+        self.policy, self.training_steps = policy, schedule.training_steps
+        make: Any = DDIMScheduler
+        self.scheduler: Any = make(
+            schedule.training_steps,
+            beta_schedule=schedule.beta_schedule,
+            clip_sample=schedule.clip is not None,
+            clip_sample_range=schedule.clip or 1.0,
+            prediction_type=names[schedule.prediction],
+            timestep_spacing=schedule.spacing.value,
+        )
+
+    @property
+    def spec(self) -> PolicySpec:
+        """As the policy's own."""
+        return self.policy.spec
+
+    def reset(self, rows: Rows = None) -> None:
+        """Nothing is remembered of any rows [R]."""
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Decide for every row [B]; see `core.policy.Policy`."""
+        policy, scheduler = self.policy, self.scheduler
+        condition = policy.encode(observation)
+        rows = len(next(iter(condition.values())))
+        x = torch.randn((rows, *policy.noise_shape), generator=generator, device=generator.device)
+        scheduler.set_timesteps(policy.schedule.steps)
+        for timestep in scheduler.timesteps:
+            time = ((timestep + 1).to(x) / self.training_steps).expand(rows)
+            prediction = policy.network.denoise(x, time, condition)
+            x = scheduler.step(prediction, timestep, x, eta=0.0, use_clipped_model_output=True).prev_sample
+        return Decision(policy.to_actions(x))
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"tasks": {task: {policy: {seed: {arm: figures}}}}}, after doing what is missing."""
+    names = chosen_from(config, POLICIES)
+    return {
+        "tasks": {
+            task: {
+                name: {str(seed): measure(config, root, task, name, seed) for seed in config.bench.seeds}
+                for name in names
+            }
+            for task in config.bench.tasks
+        },
+        "rounds": config.bench.rounds,
+    }
+
+
+def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict[str, Any]:
+    """Return the figures of every arm of a policy of one seed, measured together and kept in root/task/arms."""
+    path = root / task / "arms" / name / f"{seed}.json"
+    if path.exists():
+        return read_json(path)
+    arms, chosen = POLICIES[name], compose(settings_of(config, root, task, seed))
+    ways = made(config, root, task, name, seed, choose_device(chosen.run))
+    seen = recorded(root, task, seed, ways[REFERENCE].inner)
+    first = {key: value[:1] for key, value in seen.items()}
+    times = timed({label: way.policy for label, way in ways.items()}, first, config.bench.rounds)
+    own = acted(ways[REFERENCE].policy, seen)
+    scale = own.flatten(0, 1).std(0).clamp_min(1e-6)
+    rows: dict[str, Any] = {}
+    for label, way in ways.items():
+        error = float(((acted(way.policy, seen) - own) / scale).square().mean().sqrt())
+        rows[label] = {**times[label].to_json(), "error": error, "flops": flops(ways, label, arms, first)}
+        if way.plan is not None:
+            rows[label] |= {"share": way.plan.share, "masks": way.plan.masks}
+        if label == REFERENCE or error > EXACT:
+            rows[label]["success"] = judged(chosen, way.lean(arms[label]), seed)
+    write_json(path, rows)
+    return rows
+
+
+@dataclass(frozen=True)
+class Way:
+    """An arm made: the policy that decides, the denoising policy inside, and the plan of its block cache."""
+
+    policy: Policy
+    inner: DenoisingPolicy
+    plan: CachePlan | None = None
+
+    def lean(self, arm: Arm) -> Policy:
+        """Return what decides the same, to 1e-5, without being compiled for every number of rows."""
+        if arm.config.engine != "compiled":
+            return self.policy
+        return with_engine(self.inner, replace(arm.config, engine="lean"), self.plan)
+
+
+def made(config: Config, root: Path, task: str, name: str, seed: int, device: torch.device) -> dict[str, Way]:
+    """Return every arm of a policy, which is trained, calibrated and distilled where that is missing."""
+    arms, base = POLICIES[name], pretrained(config, root, task, name, seed)
+    policy = loaded(base, device)
+    seen = recorded(root, task, seed, policy)
+    few = {key: value[:CALIBRATED] for key, value in seen.items()}
+    cached = any(arm.cache is not None for arm in arms.values())
+    found = calibrate(policy, few, torch.Generator(device).manual_seed(seed)) if cached else None
+    ways: dict[str, Way] = {}
+    for label, arm in arms.items():
+        inner = loaded(distilled(config, root, task, name, seed, arm.student), device) if arm.student else policy
+        plan = None if arm.cache is None or found is None else arm.cache(found)
+        ways[label] = Way(DiffusersLoop(inner) if arm.peer else with_engine(inner, arm.config, plan), inner, plan)
+    return ways
+
+
+def loaded(run: Path, device: torch.device) -> DenoisingPolicy:
+    """Return the policy of a run folder."""
+    policy = load_policy(run / "checkpoint", device)
+    assert isinstance(policy, DenoisingPolicy)
+    return policy
+
+
+def distilled(config: Config, root: Path, task: str, name: str, seed: int, steps: int) -> Path:
+    """Return the run folder of a policy distilled into so many steps, after distilling it where it is missing."""
+    label = f"{name}_in_{steps}"
+    folder = root / task / "distill" / label / str(seed)
+    if not is_complete(folder):
+        teacher = pretrained(config, root, task, name, seed) / "checkpoint"
+        own = f"run.name={label}", f"distill.policy={teacher}", f"distill.steps={steps}", "distill.evaluate_episodes=0"
+        distill.run(compose([*settings_of(config, root, task, seed), *own]))
+    return folder
+
+
+def recorded(root: Path, task: str, seed: int, policy: DenoisingPolicy) -> TensorObservation:
+    """Return observations [N, H, ...] of the demonstrations that the policy learned from."""
+    episodes = read_dataset(root / task / "collect" / "data" / str(seed) / "dataset", cameras=policy.spec.cameras)
+    draws = torch.Generator().manual_seed(seed)
+    steps = torch.randperm(episodes.step_count, generator=draws)[:OBSERVATIONS]
+    frames = steps + episodes.episode_of_step[steps]
+    keys = list(policy.spec.observation)
+    device = policy.action_low.device
+    return observed_at(episodes.to(device), frames.to(device), policy.spec.history, keys)
+
+
+def acted(policy: Policy, seen: TensorObservation) -> Tensor:
+    """Return noise-free actions [N, C, A] at observations [N, H, ...], with the same initial noise for every policy."""
+    device = next(value.device for value in seen.values() if isinstance(value, Tensor))
+    return policy.act(seen, torch.Generator(device).manual_seed(0), deterministic=True).actions
+
+
+def flops(ways: Mapping[str, Way], label: str, arms: Mapping[str, Arm], first: TensorObservation) -> int:
+    """Return the multiplications and additions of a decision at one observation, as torch counts them.
+
+    Compiled code is not counted through: it is what it was compiled from.
+    """
+    with FlopCounterMode(display=False) as counter:
+        acted(ways[label].lean(arms[label]), first)
+    return int(counter.get_total_flops())
+
+
+def judged(config: Config, policy: Policy, seed: int) -> dict[str, float]:
+    """Return the success of a policy, without exploration noise, on the starts that all are judged on."""
+    device = choose_device(config.run)
+    world = build_world(config.world, policy, episodes=EPISODES, device=device)
+    seeds = episode_seeds(seed, "evaluate", EPISODES)
+    found = evaluate_policy(world, policy, seeds, deterministic=True, generator_seed=seed, device=device)
+    world.close()
+    return short(found.to_json())
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return a table a task and policy, a row an arm."""
+    header = ["way", "ms", "x reference", "x diffusers", "MFLOP", "block evaluations", "action error / std", "success"]
+    found: list[Table] = []
+    for task, policies in figures["tasks"].items():
+        for name, seeds in policies.items():
+            rows = list(seeds.values())
+            lines = [[label, *row_of([seed[label] for seed in rows], rows)] for label in rows[0]]
+            found.append(Table(f"{task}, {name.replace('_', ' ')}: one decision of one observation", header, lines))
+    return found
+
+
+def row_of(arm: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
+    """Return the cells of an arm; arm: its figures of every seed, rows: those of all arms."""
+    beside = {
+        other: mean_text((row[other]["least_ms"] / each["least_ms"] for row, each in zip(rows, arm, strict=True)), 1)
+        for other in (REFERENCE, "diffusers loop")
+    }
+    success = "as the reference"
+    if "success" in arm[0]:
+        success = rate_text(pooled([{**each["success"], "successes": successes(each["success"])} for each in arm]))
+    error = sum(each["error"] for each in arm) / len(arm)
+    return [
+        mean_text((each["least_ms"] for each in arm), 2),
+        *beside.values(),
+        f"{sum(each['flops'] for each in arm) / len(arm) / 1e6:.1f}",
+        mean_text((100 * each["share"] for each in arm), 0) + " %" if "share" in arm[0] else "",
+        f"{error:.3f}" if error > 1e-3 else f"{error:.0e}",
+        success,
+    ]
+
+
+def successes(rate: Mapping[str, float]) -> int:
+    """Return how many episodes succeeded."""
+    return round(rate["success_rate"] * rate["episodes"])
+
+
+def picture(figures: Mapping[str, Any]) -> Section:
+    """Return the plot of success against milliseconds."""
+    panels: dict[str, dict[str, tuple[float, float, float, float]]] = {}
+    for task, policies in figures["tasks"].items():
+        for name, seeds in policies.items():
+            rows = list(seeds.values())
+            points = panels[f"{task}, {name.replace('_', ' ')}"] = {}
+            for label in rows[0]:
+                judged_as = label if "success" in rows[0][label] else REFERENCE
+                each = [row[judged_as]["success"] for row in rows]
+                rate = pooled([{**item, "successes": successes(item)} for item in each])
+                ms = sum(row[label]["least_ms"] for row in rows) / len(rows)
+                points[label] = ms, rate["success_rate"], rate["low"], rate["high"]
+    caption = "A point a way of computing it, with Wilson 95 % intervals."
+    return Section("Success against milliseconds a decision", caption, svg=speed_against_success(panels))
+
+
+BENCHMARK = Benchmark(
+    "How fast does a policy decide in each way of computing it, and what does that cost?",
+    ("tasks", "seeds", "only", "rounds", "overrides"),
+    benchmark,
+    tables,
+    lambda figures, root: [picture(figures)],
+    picture=picture,
+)

@@ -1,0 +1,104 @@
+"""`optimize` keeps a way of deciding beside a checkpoint; what acts later uses it, and refuses it for other weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from robopolicy.build import load_acting
+from robopolicy.cli import main
+from robopolicy.configuration.inference import InferenceSection
+from robopolicy.core.errors import CheckpointError, RobopolicyWarning
+from robopolicy.core.origin import WorldOrigin, remember_origin
+from robopolicy.inference.caching import CachePlan
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.lean import LeanDenoising
+from robopolicy.inference.plan import FILE, InferencePlan, load_plan, save_plan, weights_hash
+from robopolicy.nn.configuration import DenoiserKind
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from sims.registry import make_world
+
+
+def _checkpoint(folder: Path, seed: int = 0, **changes: Any) -> DenoisingPolicy:
+    """Save a small untrained policy for reach_planar."""
+    world = make_world("reach_planar", 1)
+    config = DenoisingPolicyConfig(width=16, depth=2, sampling_steps=6, denoising_steps=20, **changes)
+    policy = DenoisingPolicy(config, world.spec.observation, world.spec.action, fps=world.spec.fps, seed=seed)
+    world.close()
+    remember_origin(policy, WorldOrigin("reach_planar"))
+    policy.save(folder)
+    return policy
+
+
+def _seen(policy: DenoisingPolicy) -> dict[str, torch.Tensor]:
+    draws = torch.Generator().manual_seed(1)
+    return {key: torch.randn(3, 1, *field.shape, generator=draws) for key, field in policy.fields.items()}
+
+
+def test_a_plan_comes_back_as_it_was_written(tmp_path: Path):
+    _checkpoint(tmp_path / "checkpoint")
+    cache = CachePlan.of(("0.hidden",), torch.tensor([[True, False, True]]), "bac", 2)
+    config = InferenceConfig("lean", sampler="ddim", steps=3)
+    plan = InferencePlan(config, weights_hash(tmp_path / "checkpoint"), cache, measured={"error": 0.1})
+    save_plan(tmp_path / "checkpoint", plan)
+    assert load_plan(tmp_path / "checkpoint") == plan
+    assert plan.refusal(tmp_path / "checkpoint") == ""
+
+
+def test_optimize_keeps_the_fastest_that_is_allowed_and_acting_reads_it(tmp_path: Path, capsys):
+    policy = _checkpoint(tmp_path / "checkpoint", denoiser=DenoiserKind.TRANSFORMER, heads=2)
+    given = ["optimize", str(tmp_path / "checkpoint"), "optimize.engines=[lean]", "optimize.episodes=2"]
+    small = ["optimize.rounds=2", "optimize.budgets=[3]", "optimize.steps=[1,2]", f"run.root={tmp_path / 'runs'}"]
+    assert main([*given, *small, "run.threads=1"]) == 0
+    exact = load_plan(tmp_path / "checkpoint")
+    assert exact is not None and exact.config == InferenceConfig("lean") and exact.cache is None
+    assert main([*given, *small, "optimize.error=1e9", "run.threads=1", "optimize.evaluate_episodes=4"]) == 0
+    said = capsys.readouterr().out
+    assert "ddim 1" in said and "bac cache 3" in said and "times as fast as the reference" in said
+    chosen = load_plan(tmp_path / "checkpoint")
+    assert chosen is not None and chosen.measured["error"] > 1e-3
+    result = json.loads((tmp_path / "runs" / "optimize" / "reach_planar" / "0" / "result.json").read_text())
+    assert {"reference", "lean", "ddim 1", "bf16"} <= set(result["ways"]) and "difference" in result
+    save_plan(tmp_path / "checkpoint", exact)
+    acting = load_acting(InferenceSection(), tmp_path / "checkpoint")
+    assert isinstance(acting, LeanDenoising)
+    own, fast = (
+        each.act(_seen(policy), torch.Generator().manual_seed(0), deterministic=True).actions
+        for each in (policy, acting)
+    )
+    assert torch.allclose(own, fast, atol=1e-5)
+    assert isinstance(load_acting(InferenceSection("reference"), tmp_path / "checkpoint"), DenoisingPolicy)
+
+
+def test_a_plan_for_other_weights_is_refused_with_a_reason(tmp_path: Path):
+    _checkpoint(tmp_path / "checkpoint")
+    plan = InferencePlan(InferenceConfig("lean", sampler="ddim", steps=1), weights_hash(tmp_path / "checkpoint"))
+    _checkpoint(tmp_path / "checkpoint", seed=1)
+    save_plan(tmp_path / "checkpoint", plan)
+    with pytest.warns(RobopolicyWarning, match="made for other weights.*robopolicy optimize"):
+        acting = load_acting(InferenceSection(), tmp_path / "checkpoint")
+    assert isinstance(acting, DenoisingPolicy)
+
+
+def test_a_plan_measured_elsewhere_is_used_and_said(tmp_path: Path):
+    _checkpoint(tmp_path / "checkpoint")
+    save_plan(
+        tmp_path / "checkpoint",
+        InferencePlan(InferenceConfig("lean"), weights_hash(tmp_path / "checkpoint"), version="1.0"),
+    )
+    with pytest.warns(RobopolicyWarning, match=r"measured with torch 1\.0, here"):
+        assert isinstance(load_acting(InferenceSection(), tmp_path / "checkpoint"), LeanDenoising)
+
+
+@pytest.mark.parametrize(
+    "change", [{"format": 7}, {"config": {"engine": 3}}, {"weights": 1}, {"batch": "many"}, {"cache": {"blocks": 1}}]
+)
+def test_a_broken_plan_is_named(tmp_path: Path, change: dict[str, Any]):
+    _checkpoint(tmp_path / "checkpoint")
+    save_plan(tmp_path / "checkpoint", InferencePlan(InferenceConfig("lean"), weights_hash(tmp_path / "checkpoint")))
+    path = tmp_path / "checkpoint" / FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=FILE):
+        load_acting(InferenceSection(), tmp_path / "checkpoint")
