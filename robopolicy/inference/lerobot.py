@@ -105,24 +105,24 @@ def _sampling(module: nn.Module, sample: Callable[..., Tensor]) -> nn.Module:
     return twin
 
 
-def _transformer_parts(policy: Any, device: torch.device) -> dict[str, nn.Module]:
+def _transformer_parts(inner: Any, device: torch.device) -> dict[str, nn.Module]:
     """Return the parts of a multi_task_dit that are replaced: how it samples, and who encodes its instructions."""
-    config, objective = policy.config, policy.objective
+    config, objective = inner.config, inner.objective
     shape = objective.horizon, objective.action_dim
     if _diffuses(config):
         times, weights = _scheduled(objective.noise_scheduler, objective.num_inference_steps)
-        denoise = _diffusion(lean_transformer(policy.noise_predictor, times.to(device)), weights, _limit(config))
+        denoise = _diffusion(lean_transformer(inner.noise_predictor, times.to(device)), weights, _limit(config))
     else:
         doubled = 2 if config.integration_method == "rk4" else 1
         times = torch.linspace(0, 1, doubled * config.num_integration_steps + 1, device=device)
-        denoise = _flow(lean_transformer(policy.noise_predictor, times), config.num_integration_steps, doubled == 2)
+        denoise = _flow(lean_transformer(inner.noise_predictor, times), config.num_integration_steps, doubled == 2)
 
     def sample(model: nn.Module, batch_size: int, conditioning_vec: Tensor) -> Tensor:
         del model
         noise = torch.randn((batch_size, *shape), dtype=conditioning_vec.dtype, device=device)
         return denoise(conditioning_vec, noise)
 
-    encoder = policy.observation_encoder
+    encoder = inner.observation_encoder
     remembering = _with(encoder, {"text_encoder": RememberedTexts(encoder.text_encoder)})
     return {"objective": _sampling(objective, sample), "observation_encoder": remembering}
 

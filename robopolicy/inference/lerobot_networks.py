@@ -16,18 +16,18 @@ Predict = Callable[[Tensor, int], Tensor]
 Maps = Callable[[Tensor], Tensor]
 
 
-def lean_transformer(model: Any, times: Tensor) -> Callable[[Tensor], Predict]:
+def lean_transformer(network: Any, times: Tensor) -> Callable[[Tensor], Predict]:
     """Return LeRobot's DiffusionTransformer at `times` [K], bound to a condition [B, D] by a call.
 
     What that returns maps latents [B, T, A] and an index into times to a prediction [B, T, A].
     """
-    blocks, split = list(model.transformer_blocks), model.timestep_embed_dim
+    blocks, split = list(network.transformer_blocks), network.timestep_embed_dim
     read = [block.adaLN_modulation[-1] for block in blocks]
-    timed = functional.silu(model.time_mlp(times))
+    timed = functional.silu(network.time_mlp(times))
     # Of adaLN's W SiLU([t; c]) + b the part of t, [K, L, 6 H]; scales multiply (1 + scale), and 1 is added here.
     table = torch.stack([functional.linear(timed, layer.weight[:, :split], layer.bias) for layer in read], 1)
     for scale in (1, 4):
-        table[..., scale * model.hidden_size : (scale + 1) * model.hidden_size] += 1
+        table[..., scale * network.hidden_size : (scale + 1) * network.hidden_size] += 1
     attend = [_attention(block) for block in blocks]
     expand, shrink = ([_linear(block.mlp[place]) for block in blocks] for place in (0, 2))
 
@@ -36,9 +36,9 @@ def lean_transformer(model: Any, times: Tensor) -> Callable[[Tensor], Predict]:
         known = torch.stack([functional.linear(given, layer.weight[:, split:]) for layer in read])[:, :, None]
 
         def predict(x: Tensor, index: int) -> Tensor:
-            x = model.input_proj(x)
-            if model.pos_embedding is not None:
-                x = x + model.pos_embedding[:, : x.shape[1]]
+            x = network.input_proj(x)
+            if network.pos_embedding is not None:
+                x = x + network.pos_embedding[:, : x.shape[1]]
             modulation = (table[index][:, None, None] + known).chunk(6, -1)
             for place, block in enumerate(blocks):
                 shift, scale, gate, shift_after, scale_after, gate_after = (part[place] for part in modulation)
@@ -46,7 +46,7 @@ def lean_transformer(model: Any, times: Tensor) -> Callable[[Tensor], Predict]:
                 hidden = expand[place](_modulated(x, scale_after, shift_after, block.norm2.eps))
                 hidden = shrink[place](functional.gelu(hidden, approximate="tanh"))
                 x = torch.addcmul(x, gate_after, hidden)
-            return model.output_proj(x)
+            return network.output_proj(x)
 
         return predict
 
@@ -99,22 +99,22 @@ def _linear(weight: Tensor | nn.Linear, bias: Tensor | None = None) -> Maps:
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def lean_unet(model: Any, times: Tensor) -> Callable[[Tensor], Predict]:
+def lean_unet(network: Any, times: Tensor) -> Callable[[Tensor], Predict]:
     """Return LeRobot's DiffusionConditionalUnet1d at `times` [K], bound to a condition [B, D] by a call.
 
     What that returns maps latents [B, T, A] and an index into times to a prediction [B, T, A].
     """
     blocks = [
-        block for part in (model.down_modules, [model.mid_modules], model.up_modules) for block in _residual(part)
+        block for part in (network.down_modules, [network.mid_modules], network.up_modules) for block in _residual(part)
     ]
     read = [block.cond_encoder[-1] for block in blocks]
-    timed = functional.mish(model.diffusion_step_encoder(times))
+    timed = functional.mish(network.diffusion_step_encoder(times))
     split, sizes = timed.shape[1], [layer.out_features for layer in read]
     table = torch.cat([functional.linear(timed, layer.weight[:, :split], layer.bias) for layer in read], 1)[..., None]
     residual = [_residual_block(block) for block in blocks]
-    down = [_layer(stage[2]) for stage in model.down_modules]
-    up = [_layer(stage[2]) for stage in model.up_modules]
-    leave = _conv_block(model.final_conv[0]), _layer(model.final_conv[1])
+    down = [_layer(stage[2]) for stage in network.down_modules]
+    up = [_layer(stage[2]) for stage in network.up_modules]
+    leave = _conv_block(network.final_conv[0]), _layer(network.final_conv[1])
 
     def bind(condition: Tensor) -> Predict:
         given = functional.mish(condition)
