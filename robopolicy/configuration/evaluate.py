@@ -42,3 +42,5 @@ class EvaluateSection:
     """Its own settings, such as evaluate.chunking_options.max_guidance_weight=10."""
     hold: Literal["zero", "last"] = "zero"
     """How it holds still: no motion (actions are velocities or differences), or the last action (positions)."""
+    positions: tuple[str, ...] = ("gripper",)
+    """Elements of the action that keep their last value even so, by name."""

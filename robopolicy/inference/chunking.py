@@ -30,24 +30,27 @@ class Delay:
     """How long a decision takes, in control steps, and what holding still is: see `RobotSettings.hold` of serving.
 
     hold: zero, no motion, where actions are velocities or differences; last, the last action, where they are positions.
-    Raises ConfigError below 0.
+    positions: names of action elements that are positions even where the others are not, such as a gripper's. Raises
+    ConfigError below 0.
     """
 
     steps: int = 0
     hold: Literal["zero", "last"] = "zero"
+    positions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.steps < 0:
             raise ConfigError(f"latency_steps is {self.steps}: a decision takes 0 control steps or more.")
 
-    def still(self, plan: Tensor, last: Tensor | None = None) -> Tensor:
+    def still(self, names: tuple[str, ...], plan: Tensor, last: Tensor | None = None) -> Tensor:
         """Return what holds robots still that wait for `plan` [B, P, A], [B, d, A].
 
-        last: their last actions [B, A]. Where there are none, as an episode begins, the plan's first action stands for
-        the position that they are in.
+        names: of the action's elements, () where they have none; last: their last actions [B, A]. Where there are none,
+        as an episode begins, the plan's first action stands for the position that they are in.
         """
         position = plan[:, 0] if last is None else last
-        action = torch.zeros_like(position) if self.hold == "zero" else position
+        kept = [self.hold == "last" or name in self.positions for name in names or [""] * position.shape[-1]]
+        action = torch.where(torch.tensor(kept, device=position.device), position, 0.0)
         return action[:, None].expand(-1, self.steps, -1)
 
 
@@ -139,7 +142,7 @@ class WaitingPolicy:
             self._last, self._known = chunk[:, 0], torch.zeros(len(chunk), dtype=torch.bool, device=chunk.device)
         last = torch.where(self._known[:, None], self._last, chunk[:, 0])
         self._last, self._known = chunk[:, -1], torch.ones_like(self._known)
-        return Decision(torch.cat([self.delay.still(chunk, last), chunk], 1))
+        return Decision(torch.cat([self.delay.still(self.policy.spec.action.names, chunk, last), chunk], 1))
 
     def reset(self, rows: Rows = None) -> None:
         """Forget the last actions of `rows` [R], all for None, and let the policy forget them."""
@@ -251,7 +254,7 @@ class OverlappingPolicy:
         chunk, steps = self.policy.spec.chunk, self.delay.steps
         underway = self._underway(observation, generator.device)
         plan = self.plans(self.policy, observation, generator, underway, deterministic=deterministic)
-        begun = torch.cat([self.delay.still(plan), plan], 1)[:, : plan.shape[1]]
+        begun = torch.cat([self.delay.still(self.policy.spec.action.names, plan), plan], 1)[:, : plan.shape[1]]
         going_on = torch.cat([underway.rest[:, :steps], plan[:, steps:]], 1)
         plan = torch.where(underway.known[:, None, None], going_on, begun)
         self._rest, self._decisions = plan[:, chunk:], underway.decisions + 1

@@ -112,9 +112,8 @@ def loaded(config: Config, path: Path, device: torch.device) -> Policy:
 
 def delayed(section: EvaluateSection, policy: Policy) -> tuple[Policy, Callable[[], SmoothnessMeter] | None]:
     """Return `policy` as it acts with the section's delay, and what measures its smoothness where that matters."""
-    acting = with_chunking(
-        policy, section.chunking, Delay(section.latency_steps, section.hold), section.chunking_options
-    )
+    delay = Delay(section.latency_steps, section.hold, section.positions)
+    acting = with_chunking(policy, section.chunking, delay, section.chunking_options)
     if section.chunking == SYNCHRONOUS and not section.latency_steps:
         return acting, None
     seams = acting.seams if isinstance(acting, HasSeams) else (0,)

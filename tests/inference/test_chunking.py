@@ -81,6 +81,15 @@ def test_who_waits_holds_still_and_then_executes_the_whole_chunk():
     assert chunk_of(told_positions, 2, 6) == [[200, 200, 201, 202, 203], [503, 600, 601, 602, 603]]
 
 
+def test_a_gripper_keeps_its_place_where_the_others_stop():
+    plan, last = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), torch.tensor([[5.0, 6.0]])
+    delay = Delay(2, positions=("gripper",))
+    assert delay.still(("x", "gripper"), plan, last).tolist() == [[[0, 6], [0, 6]]]
+    assert delay.still(("x", "gripper"), plan).tolist() == [[[0, 2], [0, 2]]]
+    assert delay.still((), plan, last).tolist() == [[[0, 0], [0, 0]]]
+    assert Delay(1, "last").still((), plan, last).tolist() == [[[5, 6]]]
+
+
 def test_without_a_delay_nothing_changes():
     policy = Numbered()
     assert with_chunking(policy, "synchronous", Delay()) is policy
