@@ -49,6 +49,7 @@ from robopolicy.training.guidance import Guidance
 from robopolicy.training.providers import Sources, provide, provided
 from robopolicy.training.state import (
     load_trainer,
+    on_device,
     require_same_config,
     require_same_parts,
     save_trainer,
@@ -426,7 +427,7 @@ class _Finetuning:
         for name, model in self.models.items():
             model.restore(tree["models"][name])
         if self.replay is not None:
-            self.replay.restore(tree["replay"])
+            self.replay.restore(on_device(tree["replay"], self.device))
         for name, controller in self.controllers.items():
             controller.restore(tree["controllers"][name])
         self.return_scale.load_state_dict(tree["return_scale"])

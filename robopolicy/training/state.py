@@ -4,7 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.storage import recover_folder, sweep, write_folder_atomic
 from robopolicy.core.tensors import Tree, load_tree, save_tree
 
@@ -41,3 +45,14 @@ def require_same_config(saved: Mapping[str, Any], current: Mapping[str, Any], ma
     if changed:
         text = ", ".join(f"{key} was {saved.get(key)!r}, now {current.get(key)!r}" for key in changed)
         raise ConfigError(f"This run was started with another configuration ({text}). Use a new run name, or undo it.")
+
+
+def on_device(tree: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return nested mappings with their tensors [...] on `device`: what was loaded from a file is on the CPU."""
+
+    def moved(value: Any) -> Any:
+        if is_mapping(value):
+            return on_device(value, device)
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return {key: moved(value) for key, value in tree.items()}

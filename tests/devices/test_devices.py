@@ -20,8 +20,8 @@ import torch
 from pretended import PretendedGenerator, WrongDevice, pretended_cuda
 from torch import Tensor, nn
 
-TOLERANCE = 2e-4
-"""Relative; attention is computed in another order where no fused kernel is asked."""
+TOLERANCE = 2e-3
+"""Attention and the gradients of convolutions are summed in another order, and an optimiser's first steps say so."""
 EVERY = dict(
     itertools.chain(
         device_policies.exercises(),
@@ -48,7 +48,6 @@ QUICK = {
     "steered",
     "judged",
     "agent, iql",
-    "agent, rlpd",
     "improver, chain_ppo",
     "improver, dsrl",
     "finetune, dppo",

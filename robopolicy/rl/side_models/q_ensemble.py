@@ -195,9 +195,13 @@ class QEnsemble(SideNetwork[ValueModel]):
         """Go on from `tree`."""
         super().restore(tree)
         self.slow.load_state_dict(tree["slow"])
-        self.kept = dict(tree["replayed"])
+        self.kept = _moved(tree["replayed"], next(self.network.parameters()).device)
         for part in (*self.network.q, self.network.v):
             part.fitted = tree["fitted"]  # type: ignore[assignment]
+
+
+def _moved(data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {key: _moved(value, device) if is_mapping(value) else value.to(device) for key, value in data.items()}
 
 
 def _taken(data: Mapping[str, Any], index: Tensor | slice) -> dict[str, Any]:
