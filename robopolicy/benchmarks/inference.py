@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from robopolicy.benchmarks.rates import mean_text, pooled, rate_text, short
@@ -32,10 +31,10 @@ from robopolicy.evaluation.report import Section
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.calibration import Calibration, calibrate
+from robopolicy.inference.comparison import EXACT, action_error, decided, timed
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.schedules import CacheConfig, make_plan
-from robopolicy.inference.timing import timed
 from robopolicy.nn.configuration import Prediction
 from robopolicy.nn.schedules import DiffusionSchedule
 from robopolicy.policies.denoising import DenoisingPolicy
@@ -47,7 +46,6 @@ from robopolicy.verbs.bench import Benchmark, Table
 EPISODES, OBSERVATIONS, CALIBRATED = 200, 256, 32
 LEAN, COMPILED = InferenceConfig("lean"), InferenceConfig("compiled")
 REFERENCE = "reference"
-EXACT = 1e-4
 
 MakesPlan = Callable[[Calibration], CachePlan]
 
@@ -182,11 +180,10 @@ def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict
     seen = recorded(root, task, seed, ways[REFERENCE].inner)
     first = {key: value[:1] for key, value in seen.items()}
     times = timed({label: way.policy for label, way in ways.items()}, first, config.bench.rounds)
-    own = acted(ways[REFERENCE].policy, seen)
-    scale = own.flatten(0, 1).std(0).clamp_min(1e-6)
+    own = decided(ways[REFERENCE].policy, seen)
     rows: dict[str, Any] = {}
     for label, way in ways.items():
-        error = float(((acted(way.policy, seen) - own) / scale).square().mean().sqrt())
+        error = action_error(decided(way.policy, seen), own)
         rows[label] = {**times[label].to_json(), "error": error, "flops": flops(ways, label, arms, first)}
         if way.plan is not None:
             rows[label] |= {"share": way.plan.share, "masks": way.plan.masks}
@@ -256,19 +253,13 @@ def recorded(root: Path, task: str, seed: int, policy: DenoisingPolicy) -> Tenso
     return observed_at(episodes.to(device), frames.to(device), policy.spec.history, keys)
 
 
-def acted(policy: Policy, seen: TensorObservation) -> Tensor:
-    """Return noise-free actions [N, C, A] at observations [N, H, ...], with the same initial noise for every policy."""
-    device = next(value.device for value in seen.values() if isinstance(value, Tensor))
-    return policy.act(seen, torch.Generator(device).manual_seed(0), deterministic=True).actions
-
-
 def flops(ways: Mapping[str, Way], label: str, arms: Mapping[str, Arm], first: TensorObservation) -> int:
     """Return the multiplications and additions of a decision at one observation, as torch counts them.
 
     Compiled code is not counted through: it is what it was compiled from.
     """
     with FlopCounterMode(display=False) as counter:
-        acted(ways[label].lean(arms[label]), first)
+        decided(ways[label].lean(arms[label]), first)
     return int(counter.get_total_flops())
 
 

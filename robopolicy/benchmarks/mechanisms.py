@@ -33,7 +33,13 @@ SMALL = (
 
 SPARSE = "finetune.rewards=[success_only]"
 SMALL_GROUPS = ("finetune.group_size=4", "finetune.groups=64")
-TOKENS = ("finetune.learning_rate=1.5e-4", "finetune.minibatch=1024", "finetune.epochs=2", "finetune.clip=0.2")
+TOKENS = (
+    "finetune.learning_rate=1.5e-4",
+    "finetune.minibatch=1024",
+    "finetune.epochs=2",
+    "finetune.clip=0.2",
+    "finetune.ratio_tolerance=1e-4",
+)
 """Settings of token policies; NGRPO and PRIME were made for tokens, and denoising policies collapse under them."""
 
 STALE = (

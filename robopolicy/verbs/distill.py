@@ -22,7 +22,7 @@ from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare
-from robopolicy.inference.timing import timed
+from robopolicy.inference.comparison import timed
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.distill import DistillConfig, distill

@@ -16,6 +16,7 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.storage import read_json
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.doctor import Finding, Health, check_statistics, examine
+from robopolicy.doctor.engine import check_plan
 from robopolicy.runs import default_path, output, publish, run_path
 from robopolicy.verbs.verb import Verb
 
@@ -43,6 +44,8 @@ def run(config: Config) -> int:
     success = judged_success(Path(trained), data) if policy is not None else None
     findings = examine(episodes, world, policy, Generators(config.run.seed, device)["doctor"], success=success)
     findings += check_statistics(episodes, data)
+    if policy is not None:
+        findings += check_plan(Path(trained), policy, episodes.to(device))
     world.close()
     show(findings)
     publish(config, {"findings": [finding.to_json() for finding in findings]})

@@ -28,11 +28,11 @@ from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.calibration import Calibration, calibrate
+from robopolicy.inference.comparison import EXACT, Timing, action_error, decided, timed
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import InferencePlan, device_name, save_plan, weights_hash
 from robopolicy.inference.schedules import CacheConfig, make_plan
-from robopolicy.inference.timing import Timing, timed
 from robopolicy.nn.schedules import FlowSchedule
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.decisions import observed_at
@@ -49,8 +49,6 @@ VERB = Verb(
 )
 
 REFERENCE = "reference"
-EXACT = 1e-4
-"""Error, in standard deviations of the actions, up to which an engine counts as exact: rounding, K steps of it."""
 
 
 @dataclass(frozen=True)
@@ -179,18 +177,13 @@ def policies_of(policy: Policy, ways: Mapping[str, Way]) -> tuple[dict[str, Poli
 
 
 def errors_of(policies: Mapping[str, Policy], seen: TensorObservation) -> dict[str, float]:
-    """Return how far each one's actions are from the reference's with the same noise: the root mean square, in standard
-    deviations of the reference's actions over the observations [N, H, ...].
-    """
-    device = next(value.device for value in seen.values() if isinstance(value, Tensor))
+    """Return how far each one's actions at observations [N, H, ...] are from the reference's; see `action_error`."""
     actions: dict[str, Tensor] = {}
     with progress("Comparing", len(policies)) as advance:
         for name, policy in policies.items():
-            actions[name] = policy.act(seen, torch.Generator(device).manual_seed(0), deterministic=True).actions
+            actions[name] = decided(policy, seen)
             advance()
-    own = actions[REFERENCE]
-    scale = own.flatten(0, 1).std(0).clamp_min(1e-6)
-    return {name: float(((each - own) / scale).square().mean().sqrt()) for name, each in actions.items()}
+    return {name: action_error(each, actions[REFERENCE]) for name, each in actions.items()}
 
 
 def row(way: Way, error: float, time: Timing, reference: Timing) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """`optimize` keeps a way of deciding beside a checkpoint; what acts later uses it, and refuses it for other weights."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +14,9 @@ from robopolicy.cli import main
 from robopolicy.configuration.inference import InferenceSection
 from robopolicy.core.errors import CheckpointError, RobopolicyWarning
 from robopolicy.core.origin import WorldOrigin, remember_origin
+from robopolicy.data.record import record
+from robopolicy.doctor.engine import check_plan
+from robopolicy.doctor.findings import Health
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.lean import LeanDenoising
@@ -102,3 +107,17 @@ def test_a_broken_plan_is_named(tmp_path: Path, change: dict[str, Any]):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(CheckpointError, match=FILE):
         load_acting(InferenceSection(), tmp_path / "checkpoint")
+
+
+def test_doctor_compares_the_stored_way_with_the_policy(tmp_path: Path):
+    policy = _checkpoint(tmp_path / "checkpoint")
+    world = make_world("reach_planar", 4)
+    episodes = record(world, policy, np.arange(4), generator=torch.Generator().manual_seed(0))
+    world.close()
+    assert check_plan(tmp_path / "checkpoint", policy, episodes) == []
+    good = InferencePlan(InferenceConfig("lean"), weights_hash(tmp_path / "checkpoint"))
+    rough = replace(good, config=InferenceConfig("lean", sampler="ddim", steps=1), measured={"error": 1e-3})
+    for plan, health in ((good, Health.GOOD), (rough, Health.BAD), (replace(good, weights="x"), Health.WARNING)):
+        save_plan(tmp_path / "checkpoint", plan)
+        (finding,) = check_plan(tmp_path / "checkpoint", policy, episodes)
+        assert finding.health is health and finding.check == "engine"
