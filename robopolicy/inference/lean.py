@@ -103,6 +103,17 @@ class LeanDenoising:
 
         Raises SpecError or NonFiniteError as the policy does.
         """
+        return Decision(self.policy.to_actions(self._latents(observation, generator, deterministic)))
+
+    @torch.no_grad()
+    def predict(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Tensor:
+        """Return all P steps that a decision predicts, [B, P, A] in the world's units and bounds; see `act`."""
+        return self.policy.to_predictions(self._latents(observation, generator, deterministic))
+
+    def _latents(self, observation: TensorObservation, generator: torch.Generator, deterministic: bool) -> Tensor:
+        """Return the clean latents [B, P, A] of a decision."""
         policy, quiet = self.policy, deterministic or not self.noisy
         self._prepare()
         condition = self._encode(observation)
@@ -119,7 +130,7 @@ class LeanDenoising:
             scored=slice(policy.first_step, None),
             noisy_steps=policy.config.noisy_steps,
         )
-        return Decision(policy.to_actions(self._chain(quiet, condition, before, draws)))
+        return self._chain(quiet, condition, before, draws)
 
     def _chain(self, quiet: bool, condition: Condition, before: Condition, draws: Draws) -> Tensor:
         """Return clean latents [B, P, A]; quiet: noise-free; before: the condition of the frozen base's steps."""

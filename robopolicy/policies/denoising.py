@@ -184,7 +184,7 @@ class DenoisingPolicy(nn.Module):
         corrects each prediction on its way). Raises as `act` does.
         """
         chain, _ = self._chain(observation, self.encode(observation), generator, deterministic, guided=guided)
-        return in_range(self.action_normalizer.inverse(chain.final), self.action_low, self.action_high)
+        return self.to_predictions(chain.final)
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """Score recorded chains [N, K'+1, P, A]: logp and entropy [N, K'], reduced over the executed C x A elements.
@@ -235,8 +235,11 @@ class DenoisingPolicy(nn.Module):
 
     def to_actions(self, latents: Tensor) -> Tensor:
         """Return what is executed of clean latents [N, P, A], in the world's units and bounds: [N, C, A]."""
-        actions = self.action_normalizer.inverse(latents[:, : self.config.chunk])
-        return in_range(actions, self.action_low, self.action_high)
+        return self.to_predictions(latents[:, : self.config.chunk])
+
+    def to_predictions(self, latents: Tensor) -> Tensor:
+        """Return what clean latents [N, P, A] stand for, in the world's units and bounds."""
+        return in_range(self.action_normalizer.inverse(latents), self.action_low, self.action_high)
 
     def encode(self, observation: TensorObservation) -> Condition:
         """Return what the network makes of observations [N, H, ...]; raises SpecError or NonFiniteError."""

@@ -102,6 +102,10 @@ def test_lean_decides_as_the_reference_over_random_configurations(seed: int):
         draws = torch.Generator().manual_seed(7)
         found = fast.act(_seen(policy), draws, deterministic=deterministic).actions
         assert torch.allclose(found, own, atol=1e-5), (config, deterministic)
+    plans = [
+        each.predict(_seen(policy), torch.Generator().manual_seed(7), deterministic=True) for each in (policy, fast)
+    ]
+    assert plans[0].shape[1] == config.prediction_steps and torch.allclose(*plans, atol=1e-5)
 
 
 def test_tables_follow_the_weights():
