@@ -6,6 +6,7 @@
 - algorithms: success against environment steps on the same tasks, base policies and seeds.
 - collection: not waiting for the longest episodes, how much faster and as good?
 - mechanisms: ten small experiments, each asking whether a paper's claim shows.
+- inference: milliseconds a decision in every way of computing it, and what success it costs.
 
 Of world models:
 
