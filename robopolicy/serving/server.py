@@ -58,13 +58,15 @@ SHUTDOWN = 3.0
 @dataclass(frozen=True)
 class ServerSettings(ServerConfig):
     """What can be set about a server, with seed: of the policy's noise; deterministic: no exploration noise; keepalive:
-    seconds between pings, and how long a silent client is kept; limits: None for those that follow from the policy.
+    seconds between pings, and how long a silent client is kept; limits: None for those that follow from the policy;
+    device: where the policy computes, None for where its weights lie.
     """
 
     seed: int = 0
     deterministic: bool = True
     keepalive: float = 20.0
     limits: Limits | None = None
+    device: torch.device | None = None
 
 
 def serve(policy: Policy, settings: ServerSettings, on_ready: Callable[[int], None] = lambda port: None) -> None:
@@ -125,7 +127,7 @@ class PolicyServer:
         self.policy, self.settings = policy, settings
         self.limits = settings.limits or Limits.of(policy.spec)
         self.metrics, self.log, self.door = Metrics(), Log(), Door(self.limits)
-        self.device = _device(policy)
+        self.device = settings.device or _device(policy)
         self.sessions = Sessions(policy.spec, self.limits, settings.rename, settings.session_expiry)
         self.queue = InferenceQueue(
             policy,

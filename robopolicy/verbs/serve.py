@@ -1,9 +1,9 @@
 """Serves a policy to robots: openpi's websocket protocol, /healthz and /metrics, on loopback unless told otherwise.
 
 Any openpi client can connect; images of other sizes are resized. plan.model=CHECKPOINT makes the policy look ahead in a
-world model before it answers. To listen beyond loopback set serve.host and serve.api_key (or ROBOPOLICY_API_KEY), and a
-certificate. What happens is logged on standard error, a line of JSON an event; /livez, /readyz and /metrics say how the
-server is.
+world model before it answers; inference.engine= says who computes its decisions (robopolicy optimize). To listen beyond
+loopback set serve.host and serve.api_key (or ROBOPOLICY_API_KEY), and a certificate. What happens is logged on standard
+error, a line of JSON an event; /livez, /readyz and /metrics say how the server is.
 """
 
 import os
@@ -36,6 +36,6 @@ def run(config: Config) -> int:
     def announce(port: int) -> None:
         print(f"Serving {section.policy} at ws://{section.host}:{port} (Ctrl-C stops)", flush=True)
 
-    given = vars(narrowed(ServerConfig, section)) | {"api_key": key, "seed": config.run.seed}
+    given = vars(narrowed(ServerConfig, section)) | {"api_key": key, "seed": config.run.seed, "device": device}
     serve(policy, ServerSettings(**given), announce)
     return 0
