@@ -295,3 +295,30 @@ def test_nothing_of_ours_knows_the_package():
     ours = [path for top in ("robopolicy", "sims", "worldmodels", "configs") for path in (ROOT / top).rglob("*.*")]
     naming = [str(path) for path in ours if path.suffix in (".py", ".yaml") and PACKAGE in path.read_text()]
     assert not naming
+
+
+@pytest.mark.parametrize("prefix", ["", f"{PACKAGE}.inference:"])
+def test_ways_of_deciding(tmp_path, prefix):
+    """An engine and a chunking act in evaluate, a sampler and a cache's schedule among the ways that optimize tries."""
+    small = [*SMALL_DIFFUSION, "policy.denoiser=transformer", "policy.heads=2", "policy.sampling_steps=6"]
+    assert robopolicy("collect", "world=reach_planar", "collect.episodes=4", root=tmp_path) == 0
+    assert robopolicy("train", "world=reach_planar", *small, root=tmp_path) == 0
+    checkpoint = tmp_path / "train" / "reach_planar" / "0" / "checkpoint"
+    ways = [f"inference.engine={prefix}halving", f"evaluate.chunking={prefix}timid", "evaluate.latency_steps=3"]
+    assert robopolicy("evaluate", str(checkpoint), *ways, root=tmp_path) == 0
+    assert (
+        robopolicy(
+            "evaluate", str(checkpoint), "inference.engine=lean", f"inference.sampler={prefix}late", root=tmp_path
+        )
+        == 0
+    )
+    tried = f"optimize.schedulers=[{prefix}alternating]"
+    few = [
+        "optimize.engines=[lean]",
+        "optimize.error=1e9",
+        "optimize.episodes=2",
+        "optimize.rounds=1",
+        "optimize.steps=[1]",
+    ]
+    assert robopolicy("optimize", str(checkpoint), tried, "optimize.budgets=[3]", *few, root=tmp_path) == 0
+    assert f"{prefix}alternating cache 3" in result(tmp_path, "optimize", "reach_planar")["ways"]
