@@ -26,7 +26,7 @@ from robopolicy.core.spec import PolicySpec
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.world import Rows
 from robopolicy.data.lerobot_reading import read_dataset
-from robopolicy.evaluation.curves import speed_against_success
+from robopolicy.evaluation.curves import speed_beside_success
 from robopolicy.evaluation.report import Section
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.inference.caching import CachePlan
@@ -313,7 +313,7 @@ def successes(rate: Mapping[str, float]) -> int:
 
 
 def picture(figures: Mapping[str, Any]) -> Section:
-    """Return the plot of success against milliseconds."""
+    """Return the plot of milliseconds and success."""
     panels: dict[str, dict[str, tuple[float, float, float, float]]] = {}
     for task, policies in figures["tasks"].items():
         for name, seeds in policies.items():
@@ -325,8 +325,8 @@ def picture(figures: Mapping[str, Any]) -> Section:
                 rate = pooled([{**item, "successes": successes(item)} for item in each])
                 ms = sum(row[label]["least_ms"] for row in rows) / len(rows)
                 points[label] = ms, rate["success_rate"], rate["low"], rate["high"]
-    caption = "A point a way of computing it, with Wilson 95 % intervals."
-    return Section("Success against milliseconds a decision", caption, svg=speed_against_success(panels))
+    caption = "A row a way of computing it, with Wilson 95 % intervals of success."
+    return Section("Milliseconds a decision, and success", caption, svg=speed_beside_success(panels))
 
 
 BENCHMARK = Benchmark(

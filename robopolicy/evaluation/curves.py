@@ -125,27 +125,29 @@ def _panels(count: int, columns: int) -> tuple[Figure, np.ndarray]:
     return figure, panels
 
 
-def speed_against_success(
-    panels: Mapping[str, Mapping[str, tuple[float, float, float, float]]], columns: int = 2
-) -> str:
-    """Draw success against milliseconds a decision on a logarithmic axis, a panel a policy, a point a way of deciding.
+def speed_beside_success(panels: Mapping[str, Mapping[str, tuple[float, float, float, float]]]) -> str:
+    """Draw milliseconds a decision, on a logarithmic axis, and success beside it, a row a way of deciding.
 
     panels: title -> way -> (milliseconds, success, its lower and upper bound).
     """
     with matplotlib.rc_context(STYLE):
-        down = -(-len(panels) // columns)
-        figure = Figure(figsize=(4.6 * min(columns, len(panels)), 3.6 * down), layout="constrained")
-        grid = figure.subplots(down, min(columns, len(panels)), sharey=True, squeeze=False)
-        for axes in grid.flat[len(panels) :]:
-            axes.remove()
-        for axes, (title, points) in zip(grid.flat, panels.items(), strict=False):
-            for number, (name, (ms, rate, low, high)) in enumerate(points.items()):
-                colour = COLOURS[number % len(COLOURS)]
-                axes.errorbar([ms], [rate], [[rate - low], [high - rate]], fmt="o", color=colour, markersize=4, lw=1)
-                axes.annotate(name, (ms, rate), (4, 3), textcoords="offset points", fontsize=6, color=MUTED)
-            axes.set(xscale="log", ylim=(-0.02, 1.02), xlabel="milliseconds a decision")
-            axes.set_title(title, fontsize=10, loc="left")
-        grid[0, 0].set_ylabel("success")
+        counts = [len(points) for points in panels.values()]
+        figure = Figure(figsize=(7.2, 0.7 + 0.45 * len(panels) + 0.24 * sum(counts)), layout="constrained")
+        grid = figure.subplots(len(panels), 2, squeeze=False, sharex="col", height_ratios=[n + 1 for n in counts])
+        for (left, right), (title, points) in zip(grid, panels.items(), strict=True):
+            rows = range(len(points))
+            ms, rates, lows, highs = (list(each) for each in zip(*points.values(), strict=True))
+            left.scatter(ms, rows, s=26, color=TUNED)
+            left.hlines(rows, min(ms), ms, color=MUTED, linewidth=0.8, alpha=0.5)
+            around = [[rate - low for rate, low in zip(rates, lows, strict=True)]]
+            around.append([high - rate for rate, high in zip(rates, highs, strict=True)])
+            right.errorbar(rates, rows, xerr=around, fmt="o", color=TUNED, markersize=5, linewidth=1.2)
+            left.set(xscale="log", ylim=(len(points) - 0.5, -0.5))
+            right.set(xlim=(-0.02, 1.02), ylim=(len(points) - 0.5, -0.5), yticks=[])
+            left.set_yticks(rows, list(points))
+            left.set_title(title, fontsize=10, loc="left")
+        grid[-1, 0].set_xlabel("milliseconds a decision")
+        grid[-1, 1].set_xlabel("success")
         return as_svg(figure)
 
 

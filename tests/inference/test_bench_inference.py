@@ -1,0 +1,63 @@
+"""The benchmark of ways of deciding: its peer decides as the policy does, its plans cost what they say."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from robopolicy.benchmarks.inference import HUNDRED, POLICIES, DiffusersLoop, picture, tables
+from robopolicy.core.spec import Field
+from robopolicy.inference.calibration import calibrate
+from robopolicy.nn.configuration import DenoiserKind, Prediction
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from robopolicy.policies.configuration import PolicyKind
+
+FIELDS, ACTION = {"observation.state": Field((3,))}, Field((2,), low=-1.0, high=1.0)
+
+
+def _policy(**changes: Any) -> DenoisingPolicy:
+    config = DenoisingPolicyConfig(width=16, depth=2, heads=2, denoising_steps=40, **changes)
+    return DenoisingPolicy(config, FIELDS, ACTION, fps=10)
+
+
+@pytest.mark.parametrize("prediction", list(Prediction))
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_the_peer_s_loop_decides_as_the_policy_does(prediction: Prediction, clip: float | None):
+    policy = _policy(sampling_steps=8, prediction=prediction, clip=clip)
+    seen: Any = {"observation.state": torch.randn(4, 1, 3)}
+    own, theirs = (
+        each.act(seen, torch.Generator().manual_seed(1), deterministic=True).actions
+        for each in (policy, DiffusersLoop(policy))
+    )
+    assert torch.allclose(own, theirs, atol=1e-4)
+
+
+def test_the_peer_is_for_diffusions():
+    with pytest.raises(Exception, match="for diffusions"):
+        DiffusersLoop(_policy(kind=PolicyKind.FLOW, sampling_steps=4))
+
+
+def test_uniform_plans_cost_what_bac_costs():
+    policy = _policy(denoiser=DenoiserKind.TRANSFORMER, sampling_steps=40)
+    found = calibrate(policy, {"observation.state": torch.randn(4, 1, 3)}, torch.Generator().manual_seed(0))
+    for budget in (5, 10, 20):
+        names = f"BAC {budget}", f"uniform at the cost of BAC {budget}"
+        own, beside = (HUNDRED[name].cache(found).share for name in names)  # type: ignore[misc]
+        assert abs(own - beside) < 1 / 40
+
+
+def test_tables_and_plot_show_every_way():
+    arms = POLICIES["ten_steps"]
+    row = {"median_ms": 2.0, "least_ms": 1.0, "spread_ms": 0.1, "error": 0.0, "flops": 3e6}
+    rate = {"success_rate": 0.5, "low": 0.4, "high": 0.6, "episodes": 200}
+    rows = {name: {**row, "least_ms": 1.0 + place} for place, name in enumerate(arms)}
+    rows["reference"] |= {"success": rate}
+    rows["DDIM 5"] |= {"error": 0.25, "success": rate, "share": 0.5}
+    figures = {"tasks": {"push_t": {"ten_steps": {"0": rows, "1": rows}}}}
+    (table,) = tables(figures)
+    lines = {line[0]: line for line in table.lines}
+    assert list(lines) == list(arms)
+    assert lines["lean"][-1] == "as the reference" and lines["reference"][-1].startswith("50.0 % [45.1, 54.9]")
+    assert lines["DDIM 5"][5:7] == ["50 (50, 50) %", "0.250"]
+    assert lines["diffusers loop"][2:4] == ["0.5 (0.5, 0.5)", "1.0 (1.0, 1.0)"]
+    assert picture(figures).svg.count("push_t, ten steps") >= 1
