@@ -219,6 +219,16 @@ class RecordsMeans(Protocol):
 
 
 @runtime_checkable
+class LowersPrecision(Protocol):
+    """A policy that multiplies in the precision that a run learns in, alike in `act`, `log_prob` and `loss`.
+
+    lowers_precision: True; see `robopolicy.nn.precision`.
+    """
+
+    lowers_precision: bool
+
+
+@runtime_checkable
 class MatchesNoise(Protocol):
     """A policy whose decisions may be scored by denoising their own action, which is made noisy at K levels.
 

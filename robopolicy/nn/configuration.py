@@ -115,5 +115,8 @@ class EdmConfig:
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
+LearningPrecision = Literal["fp32", "bf16", "bf16_backward"]
+"""In which numbers policies and critics multiply while they learn, see `robopolicy.nn.precision`."""
+
 AGGREGATES = ("mean", "lower_bound", "median", "majority")
 """How the scores of several imagined futures become one."""

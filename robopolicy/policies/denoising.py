@@ -19,6 +19,7 @@ from robopolicy.core.policy import Decision, Scores, TensorObservation, is_condi
 from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
+from robopolicy.nn.precision import multiplied
 from robopolicy.nn.prefix import given_steps, with_prefix
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
@@ -56,6 +57,7 @@ class DenoisingPolicy(nn.Module):
 
     action_low: Tensor
     action_high: Tensor
+    lowers_precision = True
 
     def __init__(
         self,
@@ -264,7 +266,8 @@ class DenoisingPolicy(nn.Module):
             count = torch.randint(most + 1, (len(clean),), generator=generator, device=generator.device)
             noisy = with_prefix(noisy, clean, count.to(clean.device))
             valid = valid & ~given_steps(count.to(valid.device), valid.shape[1])
-        prediction = self.network.denoise(noisy, self.schedule.level_times(level), condition)
+        times = self.schedule.level_times(level)
+        prediction = multiplied(lambda: self.network.denoise(noisy, times, condition), noisy.device)
         error = (prediction - self.schedule.target(clean, noise, level)).square().mean(-1)
         weight = valid.to(error.dtype)
         return {"denoising": (error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.policy import Scores
+from robopolicy.nn.precision import multiplied
 from robopolicy.nn.schedules import NoiseSchedule, Normal, Schedule
 from robopolicy.policies.configuration import DenoisingPolicyConfig, LogpReduction
 from robopolicy.policies.network import Condition, DenoisingNetwork, LearnsNoise, learns_noise, repeat_rows, steps_of
@@ -130,7 +131,8 @@ def matching_scores(
     clean = action[:, None].expand(noise.shape).flatten(0, 1)
     flat_noise, flat_level = noise.flatten(0, 1), level.flatten()
     noisy = schedule.corrupt(clean, flat_noise, flat_level)
-    prediction = network.denoise(noisy, schedule.level_times(flat_level), repeat_rows(condition, samples))
+    times, conditions = schedule.level_times(flat_level), repeat_rows(condition, samples)
+    prediction = multiplied(lambda: network.denoise(noisy, times, conditions), noisy.device)
     error = (prediction - schedule.target(clean, flat_noise, flat_level)).square()[:, : config.chunk].mean(-1)
     error = error.reshape(count, samples, -1)
     if "executed" in latents:

@@ -21,6 +21,7 @@ from robopolicy.nn.denoisers import Denoiser, make_denoiser
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.nn.noise import NoiseHead
 from robopolicy.nn.normalizer import Normalizer
+from robopolicy.nn.precision import is_lowered, multiplied
 from robopolicy.nn.prefix import PrefixDenoiser
 from robopolicy.nn.text import WordEncoder
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind, TextEncoder
@@ -242,11 +243,24 @@ class _EveryStep:
         return found.unflatten(0, (rows, count))
 
 
+class _Lowered:
+    """Steps in the precision that the run learns in; predictions are fp32."""
+
+    def __init__(self, steps: Steps):
+        self.steps = steps
+
+    def one(self, x: Tensor, step: int) -> Tensor:
+        return multiplied(lambda: self.steps.one(x, step), x.device)
+
+    def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
+        return multiplied(lambda: self.steps.several(x, chosen), x.device)
+
+
 def steps_of(network: DenoisingNetwork, times: Tensor, condition: Condition) -> Steps:
     """Get `network` ready for steps at times [K] under a condition of N rows."""
-    return (
-        network.steps(times, condition) if isinstance(network, SharesSteps) else _EveryStep(network, times, condition)
-    )
+    shares = isinstance(network, SharesSteps)
+    steps = network.steps(times, condition) if shares else _EveryStep(network, times, condition)
+    return _Lowered(steps) if is_lowered() else steps
 
 
 def repeat_rows(condition: Condition, count: int) -> Condition:

@@ -12,6 +12,7 @@ from robopolicy.core.spec import TASK, Field
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.configuration import NormalizationMode
 from robopolicy.nn.normalizer import Normalizer
+from robopolicy.nn.precision import multiplied
 
 
 class StateFeatures(nn.Module):
@@ -83,7 +84,9 @@ class Critic(nn.Module):
 
     def forward(self, observation: Mapping[str, Any]) -> Tensor:
         """Return values [N]."""
-        return self.layers(self.encoder(observation)).squeeze(-1)
+        features = self.encoder(observation)
+        hidden = multiplied(lambda: self.layers[:-1](features), features.device)
+        return self.layers[-1](hidden).squeeze(-1)
 
 
 def state_critic(

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.rl.configuration import AlgorithmConfig
 
 
@@ -45,6 +46,10 @@ class PretrainConfig:
 
     batch_size: int = 256
     """Samples a step."""
+    precision: LearningPrecision = "fp32"
+    """What networks multiply in while they learn: bf16 is faster on processors that have it, and a bit noisier;
+    bf16_backward saves less and changes nothing but gradients. Weights and losses stay fp32.
+    """
     fit: FitConfig = field(default_factory=FitConfig)
 
     def __post_init__(self):
@@ -142,6 +147,11 @@ class FinetuneConfig(AlgorithmConfig):
     """Whole episodes in a minibatch instead, for group algorithms with episode ratios, 0 for decisions."""
     scored_steps: int = 0
     """Random steps of each decision that a minibatch scores (cheaper, noisier), 0 for all."""
+    precision: LearningPrecision = "fp32"
+    """What policy and critic multiply in while they collect and learn: bf16 is faster on processors that have it, and a
+    bit noisier; bf16_backward saves less and changes nothing but gradients. Weights, log-probabilities and losses stay
+    fp32, and evaluations are.
+    """
     critic_warmup: int = 1
     """First iterations that train the critic alone, be it of states or of noisy actions."""
     learning_rate: float = 5e-4
@@ -171,7 +181,9 @@ class FinetuneConfig(AlgorithmConfig):
     log_ratio_clamp: float = 3.0
     """Bound on the logarithm of a ratio."""
     ratio_tolerance: float = 1e-5
-    """How far a policy's score of its own fresh decisions may be from the one it acted with."""
+    """How far a policy's score of its own fresh decisions may be from the one it acted with; with precision=bf16, which
+    may round otherwise for another number of rows, 2^-5 at least.
+    """
     target_kl: float | None = 0.1
     """KL divergence of whole decisions that ends an iteration's epochs; a step beyond twice of it is taken back. Null
     for no end.

@@ -10,10 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.policy import CachesCondition, ScoredPolicy, TensorObservation, is_condition
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import (
+    CachesCondition,
+    LowersPrecision,
+    ScoredPolicy,
+    TensorObservation,
+    Trainable,
+    is_condition,
+)
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
+from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.nn.optimisers import require_finite
+from robopolicy.nn.precision import require_precision
 from robopolicy.rl.advantages.gae import chunk_rewards, gae, next_values
 from robopolicy.rl.advantages.learned import finished_returns
 from robopolicy.rl.context import for_another_policy
@@ -225,4 +235,14 @@ def require_same_scores(
             f"Before {where} the policy scores its own decisions differently from when it acted: log-probabilities "
             f"differ by {float(difference):.2e} (allowed {tolerance:.0e}). Sampling and scoring must share schedule, "
             "clipping, standard deviation and mode (dropout, precision)."
+        )
+
+
+def require_lowering(policy: Trainable, precision: LearningPrecision) -> None:
+    """Raise ConfigError unless `policy` learns in this precision where it is; see `require_precision`."""
+    require_precision(precision, next(policy.parameters()).device)
+    if precision == "bf16" and not isinstance(policy, LowersPrecision):
+        raise ConfigError(
+            f"{type(policy).__name__} acts and is scored in fp32 only, and ratios have to begin at 1: set "
+            "precision=bf16_backward, or fp32."
         )

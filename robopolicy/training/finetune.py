@@ -28,6 +28,7 @@ from robopolicy.core.segments import Segments
 from robopolicy.core.structured import to_plain
 from robopolicy.core.world import World
 from robopolicy.nn.optimisers import require_finite
+from robopolicy.nn.precision import learning_in, tolerance_in
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context, SideModel, Tools
 from robopolicy.rl.critic import Critic
@@ -41,6 +42,7 @@ from robopolicy.training.experience import (
     decisions_at,
     episode_metrics,
     learning_metrics,
+    require_lowering,
     require_same_scores,
     rescored,
     with_values,
@@ -151,6 +153,7 @@ class _Finetuning:
         self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None
         base = copy.deepcopy(policy).requires_grad_(False) if Need.BASE in self.algorithm.needs else None
         self.device = next(policy.parameters()).device
+        require_lowering(policy, config.precision)
         self.generators = Generators(seed, self.device)
         self.return_scale = ReturnScale().to(self.device)
         self.models = self._build_models(base)
@@ -240,23 +243,24 @@ class _Finetuning:
 
     def _iterate(self) -> dict[str, float]:
         started = time.perf_counter()
-        if self.turns is not None:
-            self.turns.begin(self._context.share)
-        collected_rollouts = self.collector.collect(self.iteration)
-        rollouts = self._prepare(collected_rollouts)
-        collected = time.perf_counter()
-        spec, tolerance = self.world.spec, self.config.ratio_tolerance
-        require_same_scores(rollouts, self.policy, self.iteration, spec.instructions, tolerance, self._where)
-        learning = learning_metrics(rollouts)
-        for controller in self.controllers.values():
-            self.learner.knobs.update(controller.step({**self.learner.stats, **learning}, self._context))
-        update = self.learner.update(
-            rollouts,
-            self._context,
-            self.generators["minibatches"],
-            self._where,
-            train_actor=not self._has_critic or self.iteration >= self.config.critic_warmup,
-        )
+        with learning_in(self.config.precision):  # evaluations are fp32, as whoever plays the checkpoint is
+            if self.turns is not None:
+                self.turns.begin(self._context.share)
+            collected_rollouts = self.collector.collect(self.iteration)
+            rollouts = self._prepare(collected_rollouts)
+            collected = time.perf_counter()
+            spec, tolerance = self.world.spec, tolerance_in(self.config.precision, self.config.ratio_tolerance)
+            require_same_scores(rollouts, self.policy, self.iteration, spec.instructions, tolerance, self._where)
+            learning = learning_metrics(rollouts)
+            for controller in self.controllers.values():
+                self.learner.knobs.update(controller.step({**self.learner.stats, **learning}, self._context))
+            update = self.learner.update(
+                rollouts,
+                self._context,
+                self.generators["minibatches"],
+                self._where,
+                train_actor=not self._has_critic or self.iteration >= self.config.critic_warmup,
+            )
         updated = time.perf_counter()
         collected_rollouts = collected_rollouts.fresh
         metrics = {**episode_metrics(collected_rollouts), **learning, **update}

@@ -14,6 +14,7 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.regression import Regressor
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import to_plain
+from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.nn.optimisers import (
     adamw,
     clip_gradients,
@@ -22,6 +23,7 @@ from robopolicy.nn.optimisers import (
     restore_optimiser,
     set_learning_rate,
 )
+from robopolicy.nn.precision import backward_in, learning_in
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.state import load_trainer, require_same_config, save_trainer
 
@@ -61,22 +63,32 @@ def fit(
     run: RunFolder | None = None,
     label: str = "train",
     evaluate: Callable[[], Mapping[str, float]] | None = None,
+    precision: LearningPrecision = "fp32",
 ) -> FitResult:
     """Minimise `model.loss` over `batches`; at the end the model holds the moving average of its weights.
 
     model: on its final device. batches: drawn from generators of `generators` and
     without any other state, so that a run killed at any point and started again ends bit for bit in the same place.
     run: where metrics and the resume point go; None keeps nothing. evaluate: called at every log step with the averaged
-    weights in place; its figures are logged. Raises NonFiniteError naming the step of a bad loss or gradient.
+    weights in place; its figures are logged. precision: of the losses' products; evaluations have fp32. Raises
+    NonFiniteError naming the step of a bad loss or gradient.
     """
-    return _Fit(model, config, generators, run).run(batches, label, evaluate)
+    return _Fit(model, config, generators, run, precision).run(batches, label, evaluate)
 
 
 class _Fit:
     """The state of one regression run."""
 
-    def __init__(self, model: Regressor, config: FitConfig, generators: Generators, run: RunFolder | None):
+    def __init__(
+        self,
+        model: Regressor,
+        config: FitConfig,
+        generators: Generators,
+        run: RunFolder | None,
+        precision: LearningPrecision,
+    ):
         self.model, self.config, self.generators, self.run_folder = model, config, generators, run
+        self.precision: LearningPrecision = precision
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimiser = adamw(self.parameters, config.learning_rate, config.weight_decay)
         self.average = [parameter.detach().clone() for parameter in self.parameters]
@@ -104,11 +116,14 @@ class _Fit:
 
     def _update(self, batch: Any) -> dict[str, Tensor]:
         where = f"training step {self.step}"
-        means = {name: value.mean() for name, value in self.model.loss(batch, self.generators["loss"]).items()}
+        with learning_in(self.precision):
+            losses = self.model.loss(batch, self.generators["loss"])
+        means = {name: value.mean() for name, value in losses.items()}
         total = torch.stack(list(means.values())).sum()
         require_finite("the loss", total.detach(), where)
         self.optimiser.zero_grad(set_to_none=True)
-        total.backward()
+        with backward_in(self.precision):
+            total.backward()
         clip_gradients(self.parameters, self.config.gradient_clip, where)
         set_learning_rate(self.optimiser, learning_rate_at(self.step, self.config))
         self.optimiser.step()

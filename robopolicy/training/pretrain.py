@@ -15,6 +15,7 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import PolicySpec
 from robopolicy.training.configuration import PretrainConfig
+from robopolicy.training.experience import require_lowering
 from robopolicy.training.fit import FitResult, fit
 
 
@@ -25,12 +26,15 @@ def pretrain(
 
     A run that was killed goes on from its resume point and ends bit for bit in the same place. The policy ends in
     evaluation mode, with averaged weights. seed: root of the batches drawn and of the noise.
-    Raises DataError where what the policy learns from holds NaN or infinity.
+    Raises DataError where what the policy learns from holds NaN or infinity, ConfigError for a precision that policy or
+    processor do not have.
     """
     require_finite_columns(episodes, policy.spec.observation)
     generators = Generators(seed, next(policy.parameters()).device)
+    require_lowering(policy, config.precision)
     batches = regression_batches(policy, episodes, config.batch_size, generators["batches"])
-    result = fit(policy, batches, config.fit, generators, run=run, label="Behaviour cloning")
+    label = "Behaviour cloning"
+    result = fit(policy, batches, config.fit, generators, run=run, label=label, precision=config.precision)
     if run is not None:
         policy.save(run.checkpoint)
     return result

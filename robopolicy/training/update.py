@@ -23,6 +23,7 @@ from robopolicy.nn.optimisers import (
     restore_optimiser,
     set_learning_rate,
 )
+from robopolicy.nn.precision import backward_in
 from robopolicy.rl import diagnostics
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.coefficients.ppo import clip_schedule
@@ -157,7 +158,8 @@ class Learner:
         )
         require_finite("the value loss", loss.detach(), where)
         self.critic_optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        with backward_in(self.config.precision):
+            loss.backward()
         clip_gradients(self.critic_parameters, self.config.gradient_clip, where)
         self.critic_optimiser.step()
         return {"value_loss": loss.detach()}
@@ -208,7 +210,8 @@ class Learner:
         loss = policy_loss(logp, coefficient, weight, auxiliaries)
         require_finite("the policy loss", loss.detach(), where)
         self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        with backward_in(config.precision):
+            loss.backward()
         norm = clip_gradients(self.parameters, config.gradient_clip, where)
         self.before_step = [parameter.detach().clone() for parameter in self.parameters]
         self.steps += 1

@@ -9,6 +9,7 @@ staleness 1 is collecting one batch ahead.
 
 import threading
 from collections import deque
+from contextvars import copy_context
 
 from torch import Tensor
 
@@ -45,7 +46,8 @@ class BackgroundCollector(CopyCollector):
             if self._thread is None:
                 self._submitted = self._version = iteration
                 self._stopping = False
-                self._thread = threading.Thread(target=self._work, name="collector", daemon=True)
+                work = copy_context().run  # with it goes the precision that this thread learns in
+                self._thread = threading.Thread(target=work, args=(self._work,), name="collector", daemon=True)
                 self._thread.start()
             while not self._ready and self._error is None:
                 self._changed.wait(0.2)  # wakes up for Ctrl-C
