@@ -13,7 +13,7 @@ import numpy as np
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError, SpecError
-from robopolicy.core.history import begin, held, latest
+from robopolicy.core.history import begin, held, latest, move
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation, WorldSpec
 from robopolicy.core.world import Rows, Snapshot, Step
 
@@ -126,7 +126,8 @@ class EpisodeRows:
     def running(self) -> Array:
         """[B] bool: rows whose episode has not ended."""
         arrays = self.arrays
-        return ~np.logical_or.reduce([arrays[name] for name in self._ends])
+        ended = arrays["terminated"] | arrays["truncated"]
+        return ~(ended | arrays["horizon_end"]) if "horizon_end" in self._ends else ~ended
 
     @property
     def running_index(self) -> slice | Array:
@@ -161,6 +162,10 @@ class EpisodeRows:
         timed_out = count >= spec.horizon
         timed_out = timed_out if truncated is None else timed_out | truncated
         ends = done | timed_out if cut is None else done | timed_out | cut
+        if not ends.any():  # what comes at nearly every step is quick: nothing but counts and success is to be written
+            arrays["steps"][index] += chunk
+            arrays["success"][index] = latched[:, -1]
+            return Advanced(np.full(len(ends), chunk), np.ones(ends.shape, dtype=bool), first)
         length = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, chunk)
         live = np.arange(chunk) < length[:, None]
         final = (np.arange(len(length)), length - 1)
@@ -183,6 +188,12 @@ class EpisodeRows:
         for key, value in path.items():
             self.arrays[f"history/{key}"][index] = latest(value, length, self.spec.history)
 
+    def move_history(self, index: slice | Array, frames: Mapping[str, Array], length: Array | None) -> None:
+        """Advance the history of rows `index` by the first `length` [R] (None: all) of `frames`, key -> [R, C, ...]."""
+        for key, value in frames.items():
+            window = self.arrays[f"history/{key}"]
+            window[index] = move(window[index], value, length)
+
     # -- showing -------------------------------------------------------------------------------------------------
 
     def observation(self) -> Observation:
@@ -199,10 +210,10 @@ class EpisodeRows:
         whole[index] = values
         return whole
 
-    def trace(self, index: slice | Array, frames: Mapping[str, Array], length: Array) -> dict[str, Array]:
+    def trace(self, index: slice | Array, frames: Mapping[str, Array], length: Array | None) -> dict[str, Array]:
         """Return the observation after every step, key -> [B, C, *shape]; ended rows repeat their last frame.
 
-        frames: key -> [R, C, *shape] of rows `index`, of which `length` [R] count.
+        frames: key -> [R, C, *shape] of rows `index`, of which `length` [R] (None: all) count.
         """
         trace = {key: held(value, length) for key, value in frames.items()}
         if not isinstance(index, slice):

@@ -36,12 +36,16 @@ def latest(joined: Array, length: Array, history: int) -> Array:
 
 def move(window: Array, frames: Array, length: Array | None = None) -> Array:
     """Return `window` [R, H, *shape] moved on by the first `length` [R] (None: all) of `frames` [R, C, *shape]."""
-    taken = np.full(len(frames), frames.shape[1]) if length is None else length
-    return latest(np.concatenate([window, frames], axis=1), taken, window.shape[1])
+    if length is None:
+        new = frames[:, -window.shape[1] :]
+        return np.concatenate([window[:, new.shape[1] :], new], axis=1)
+    return latest(np.concatenate([window, frames], axis=1), length, window.shape[1])
 
 
-def held(frames: Array, length: Array) -> Array:
-    """Return `frames` [R, C, *shape] with all after the first `length` [R] >= 1 replaced by the last of those."""
+def held(frames: Array, length: Array | None) -> Array:
+    """Return `frames` [R, C, *shape] with all after the first `length` [R] >= 1 (None: all) replaced by their last."""
+    if length is None:
+        return frames.copy()
     return select(frames, np.minimum(np.arange(frames.shape[1]), length[:, None] - 1))
 
 

@@ -91,7 +91,7 @@ class Layout:
             value = observation
             for key in path:
                 value = value[key]
-            out[place] = value if np.ndim(value) == 1 else np.ravel(value)
+            out[place] = value if getattr(value, "ndim", 0) == 1 else np.ravel(value)
 
 
 def observation_layout(
@@ -203,7 +203,7 @@ class RowEnvironment:
         if not isinstance(space, spaces.Box) or len(space.shape) != 1:
             raise ConfigError(f"A world needs a one-dimensional Box of continuous actions; this one has {space}.")
         self._action_space = space
-        self._action_dtype = space.dtype
+        self.action_dtype = space.dtype
         self._success_key = success_key
         self._images: dict[str, np.ndarray] = {}
         self.state = MujocoState(self.environment, (self._paid,)) if has_mujoco_state(self.environment) else None
@@ -238,7 +238,7 @@ class RowEnvironment:
             for _ in range(2):
                 out = np.zeros((2, self.layout.size), np.float32)
                 self.reset(0, out[0])
-                still = np.clip(np.zeros(space.shape), space.low, space.high).astype(self._action_dtype)
+                still = np.clip(np.zeros(space.shape), space.low, space.high).astype(self.action_dtype)
                 observation, *_, info = self.environment.step(still)
                 known |= set(info)
                 self.layout.write(observation, out[1])
@@ -259,11 +259,13 @@ class RowEnvironment:
     def step(self, action: np.ndarray, out: np.ndarray) -> tuple[float, bool, bool, bool]:
         """Act, write the observation into `out` and return reward, terminated, truncated, success.
 
-        action: [A]; out: [D], the layout's size. Raises SpecError when `info` lacks the success_key asked for.
+        action: [A], of the environment's dtype, which it may keep; out: [D], the layout's size. Raises SpecError when
+        `info` lacks the success_key asked for.
         """
-        observation, reward, terminated, truncated, info = self.environment.step(action.astype(self._action_dtype))
+        observation, reward, terminated, truncated, info = self.environment.step(action)
         self._take(observation, out)
-        paid, self._paid.total = float(reward), self._paid.total + float(reward)
+        paid = float(reward)
+        self._paid.total += paid
         if self._increase:
             last, self._paid.last = self._paid.last, paid
             paid = 0.0 if last is None else paid - last

@@ -110,6 +110,7 @@ class GymnasiumWorld:
             terminate_on_success=terminate_on_success,
         )
         generator = numpy_generator(seed, f"sims/{name}/episode_seeds")
+        self._low, self._high = np.asarray(description.action.low), np.asarray(description.action.high)
         self._episodes = EpisodeRows(
             self._spec, batch_size, lambda count: generator.integers(0, SEED_LIMIT, size=count)
         )
@@ -149,30 +150,34 @@ class GymnasiumWorld:
         rewards.
         """
         episodes, spec = self._episodes, self._spec
-        running, index = episodes.running, episodes.running_index
+        index = episodes.running_index
         actions = np.asarray(actions, dtype=np.float64)
         validate_actions(actions, spec.action, self._batch_size)
         chunk = actions.shape[1]
-        if not running.any():
+        left = spec.horizon - episodes.arrays["steps"][index]
+        if not len(left):
             return episodes.idle(chunk)
-        limits = np.where(running, np.minimum(chunk, spec.horizon - episodes.arrays["steps"]), 0)
-        actions = np.clip(actions, np.asarray(spec.action.low), np.asarray(spec.action.high))
-        played = self.pool.step(actions, limits, spec.terminate_on_success)
+        limits = episodes.scatter(index, np.minimum(chunk, left))
+        played = self.pool.step(actions.clip(self._low, self._high), limits, spec.terminate_on_success)
         self._check_finite(played.values, np.arange(self._batch_size))
 
-        last = np.arange(chunk) == played.length[index, None] - 1
-        moved = episodes.advance(
-            index,
-            played.success[index],
-            terminated=played.terminated[index, None] & last,
-            truncated=played.truncated[index, None] & last,
-        )
-        frames = {key: played.values[index][..., part] for key, part in self._layout.fields.items()}
-        trace = episodes.trace(index, frames, moved.length)
-        before = {key: episodes.arrays[f"history/{key}"][:, -1:] for key in frames}
-        path = {key: np.concatenate([before[key], value], axis=1) for key, value in trace.items()}
-        episodes.update_history(index, episodes.extended_history(index, frames), moved.length)
-        self._move_images(played)
+        ends = {}
+        if played.terminated.any() or played.truncated.any():
+            last = np.arange(chunk) == played.length[index, None] - 1
+            ends["terminated"] = played.terminated[index, None] & last
+            ends["truncated"] = played.truncated[index, None] & last
+        moved = episodes.advance(index, played.success[index], **ends)
+        length = moved.length if moved.length.min() < chunk else None
+        values = played.values[index]
+        frames = {key: values[..., part] for key, part in self._layout.fields.items()}
+        trace = episodes.trace(index, frames, length)
+        path = {}
+        if self._reward.potential is not None:
+            before = {key: episodes.arrays[f"history/{key}"][:, -1:] for key in frames}
+            path = {key: np.concatenate([before[key], value], axis=1) for key, value in trace.items()}
+        episodes.move_history(index, frames, length)
+        if played.frames:
+            self._move_images(played)
         valid, first = episodes.scatter(index, moved.live), episodes.scatter(index, moved.first)
         return episodes.step(trace, self._reward.terms(played.reward, path, first, valid), valid)
 

@@ -20,6 +20,7 @@ ROBOT = (slice(0, 4), slice(18, 22))
 """Hand position and gripper opening, now and one control step ago, in Meta-World's 39 numbers."""
 OBJECTS = (slice(4, 18), slice(22, 36), slice(36, 39))
 """Poses of up to two objects now and one control step ago, and the goal."""
+ROBOT_INDEX, OBJECTS_INDEX = (np.r_[parts] for parts in (ROBOT, OBJECTS))
 
 VIEW = {"lookat": np.array([0.0, 0.6, 0.1]), "distance": 1.5, "azimuth": 235.0, "elevation": -35.0}
 """The default image: from the front, over the table (Meta-World's own free view looks at the robot's back)."""
@@ -82,10 +83,7 @@ def _unbounded(parts: tuple[slice, ...]) -> spaces.Box:
 
 
 def _split(flat: np.ndarray) -> dict[str, np.ndarray]:
-    return {
-        "agent_pos": np.concatenate([flat[part] for part in ROBOT]),
-        "environment_state": np.concatenate([flat[part] for part in OBJECTS]),
-    }
+    return {"agent_pos": flat[ROBOT_INDEX], "environment_state": flat[OBJECTS_INDEX]}
 
 
 def joined(robot: np.ndarray, objects: np.ndarray) -> np.ndarray:

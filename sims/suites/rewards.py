@@ -37,9 +37,10 @@ class Reward:
     ) -> dict[str, np.ndarray]:
         """Return terms [B, C].
 
-        own: the environment's [B, C]; path: observations [B, C + 1, n], the one before the chunk first; first: [B, C]
-        where success came; valid: [B, C], the control steps that were run; the others pay 0. Raises SpecError when the
-        potential's shape is not [B, C + 1], NonFiniteError when a reward is NaN or infinite.
+        own: the environment's [B, C]; path: observations [B, C + 1, n], the one before the chunk first, which are read
+        where there is a potential; first: [B, C] where success came; valid: [B, C], the control steps that were run;
+        the others pay 0. Raises SpecError when the potential's shape is not [B, C + 1], NonFiniteError when a reward is
+        NaN or infinite.
         """
         dense = self.scale * own
         if self.potential is not None:

@@ -93,21 +93,25 @@ class EnvironmentRows:
 
         Images are drawn after every control step of rows with a history, else after a row's last one alone.
         """
-        count, chunk = actions.shape[:2]
-        played = self._blank(count, chunk)
-        for row, environment in enumerate(self._rows):
-            for index in range(limits[row]):
-                reward, terminated, truncated, success = environment.step(
-                    actions[row, index], played.values[row, index]
-                )
-                played.reward[row, index], played.success[row, index] = reward, success
-                played.length[row] += 1
-                played.terminated[row], played.truncated[row] = terminated, truncated
-                last = terminated or truncated or (success and stop_on_success) or index + 1 == limits[row]
-                if self._images.cameras and (last or self._images.history > 1):
+        played = self._blank(*actions.shape[:2])
+        # One copy for all rows: an environment may keep its action, or write into it.
+        actions = actions.astype(self._rows[0].action_dtype)
+        every = bool(self._images.cameras) and self._images.history > 1
+        for row, (environment, limit) in enumerate(zip(self._rows, limits.tolist(), strict=True)):
+            paid, done, terminated, truncated = [], [], False, False
+            for action, values in zip(actions[row, :limit], played.values[row], strict=False):
+                reward, terminated, truncated, success = environment.step(action, values)
+                paid.append(reward)
+                done.append(success)
+                if every:
                     self._image(environment, row, played)
-                if last:
+                if terminated or truncated or (success and stop_on_success):
                     break
+            length = len(paid)
+            if length and not every:
+                self._image(environment, row, played)
+            played.reward[row, :length], played.success[row, :length], played.length[row] = paid, done, length
+            played.terminated[row], played.truncated[row] = terminated, truncated
         return played
 
     def _blank(self, count: int, chunk: int) -> Played:
@@ -221,6 +225,8 @@ class Pool:
 
     def step(self, actions: np.ndarray, limits: np.ndarray, stop_on_success: bool) -> Played:
         """Run a chunk [B, C, A] in every row, up to limits [B] control steps; see `EnvironmentRows.step`."""
+        if self._local is not None:
+            return _run(self._local, self._name, "step", (actions, limits, stop_on_success))
         return joined(self._call("step", [(actions[share], limits[share], stop_on_success) for share in self.shares]))
 
     def states(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

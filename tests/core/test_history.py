@@ -44,3 +44,4 @@ def test_a_window_begins_with_the_newest_known_frames_and_repeats_the_first_wher
 def test_frames_after_the_end_repeat_the_last_and_places_say_which_frames_are_new():
     assert held(np.arange(8).reshape(2, 4), np.array([1, 3])).tolist() == [[0, 0, 0, 0], [4, 5, 6, 6]]
     assert places(np.array([0, 2]), 3).tolist() == [[0, 1, 2], [2, 3, 4]]
+    assert held(np.arange(8).reshape(2, 4), None).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -6,6 +6,7 @@ import pytest
 from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
 from sims.registry import make_world
+from sims.suites.environment import open_gymnasium
 from sims.suites.gymnasium_suite import make_gymnasium_world, words
 
 POINT = "suite_toys:Point-v0"
@@ -160,6 +161,29 @@ def test_success_is_found_under_either_name():
     world = point(env_options={"success_name": "success"})
     world.reset(seeds=[1, 2, 3])
     assert world.step(towards_goal(3, 12)).success.all()
+
+
+def test_chunks_are_the_environments_own_steps_to_the_last_bit_and_the_callers_actions_stay_as_they_were():
+    world = make_gymnasium_world("Pendulum-v1", 2, fps=20, horizon=19, history=3)
+    environments = [open_gymnasium("Pendulum-v1", {}) for _ in range(2)]
+    seen = [[environment.reset(seed=seed)[0]] for seed, environment in zip((4, 5), environments, strict=True)]
+    world.reset(seeds=[4, 5])
+    draws = np.random.default_rng(0)
+    for chunk in (1, 6, 2, 1, 8, 4):  # the last but one is longer than the history, the last than the episode's rest
+        actions = draws.uniform(-2, 2, (2, chunk, 1))
+        given, paid = actions.copy(), np.zeros((2, chunk))
+        step = world.step(actions)
+        assert np.array_equal(actions, given)
+        for row, environment in enumerate(environments):
+            for index in range(min(chunk, 20 - len(seen[row]))):
+                observation, paid[row, index], *_ = environment.step(actions[row, index].astype(np.float32))
+                seen[row].append(observation)
+                assert np.array_equal(step.trace["observation.state"][row, index], observation)
+            assert np.array_equal(
+                step.observation["observation.state"][row], np.stack(([seen[row][0]] * 2 + seen[row])[-3:])
+            )
+        assert np.array_equal(step.rewards["reward"], paid)
+    assert step.truncated.all() and step.valid.sum(axis=1).tolist() == [1, 1]
 
 
 def test_words():
