@@ -223,10 +223,20 @@ def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False, image
     """
     source = rollouts.next_observation if following else rollouts.observation
     wanted = [key for key in source if key != TASK and (images or not key.startswith(IMAGE_PREFIX))]
-    found = {key: tensor_of(source, key)[where] for key in wanted}
+    pick = picker(where)
+    found = {key: pick(tensor_of(source, key)) for key in wanted}
     if following and images and rollouts.final_images is not None:
         found |= rollouts.final_images.at(where)
-    return {**found, TASK: rollouts.task[where]}
+    return {**found, TASK: pick(rollouts.task)}
+
+
+def picker(where: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what takes the n decisions `where` [B, T] bool out of tensors [B, T, ...], as rows [n, ...].
+
+    All of them, as in minibatches of single decisions, are a view: nothing is looked for again with every tensor, which
+    on a GPU is waited for each time.
+    """
+    return (lambda value: value.flatten(0, 1)) if bool(where.all()) else (lambda value: value[where])
 
 
 def tensor_of(observation: TensorObservation, key: str) -> Tensor:

@@ -19,7 +19,7 @@ from robopolicy.core.policy import (
     Trainable,
     is_condition,
 )
-from robopolicy.core.rollouts import Rollouts, visible
+from robopolicy.core.rollouts import Rollouts, picker, visible
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
 from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.nn.optimisers import require_finite
@@ -160,14 +160,15 @@ def decisions_at(
 
     images: whether camera images are wanted; copying them costs more than everything else together.
     """
+    pick = picker(where)
     observation: TensorObservation = {}
     for key, value in rollouts.observation.items():
         assert isinstance(value, Tensor)
         if images or not key.startswith(IMAGE_PREFIX):
-            observation[key] = value[where]
+            observation[key] = pick(value)
     # Also where the world has but one: the policy may know more
-    observation[TASK] = [instructions[index] for index in rollouts.task[where].tolist()]
-    return observation, {key: value[where] for key, value in rollouts.latents.items()}
+    observation[TASK] = [instructions[index] for index in pick(rollouts.task).tolist()]
+    return observation, {key: pick(value) for key, value in rollouts.latents.items()}
 
 
 def critic_values(critic: Critic, observation: Mapping[str, Any], rows_at_once: int = 8192) -> Tensor:
