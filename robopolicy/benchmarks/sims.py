@@ -1,11 +1,13 @@
 """The native engine against pure physics, gymnasium's vector environments and Meta-World.
 
 Every arm runs in one process (gymnasium's AsyncVectorEnv has workers of its own), interleaved round-robin, and reports
-control steps per second: median, minimum and interquartile range over the rounds.
+control steps per second: median, minimum and interquartile range over the rounds, and the CPU time of a step, in which
+all threads count. What has threads is measured on one as well, since Meta-World's environments have one.
 """
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
 
+import math
 import multiprocessing
 import platform
 import statistics
@@ -13,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mujoco
 import numpy as np
@@ -27,19 +29,32 @@ from robopolicy.core.progress import progress
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.engine import MujocoWorld, usable_threads
 from sims.registry import load_task
+from sims.suites.metaworld_environment import open_metaworld
+from sims.suites.metaworld_suite import make_metaworld_world
 
 STEPS = 8192
 """Control steps of one run of a native arm, at most one episode per row; vector environments run an eighth."""
 
-Arm = Callable[[], float]
-"""Runs for a fraction of a second and returns control steps per second."""
+ADAPTED = "metaworld push-v3: our adapter"
+BARE = "metaworld push-v3: its environment as our adapter opens it"
 
 
-def rate(steps: int, run: Callable[[], object]) -> float:
-    """Time `run` and return `steps` per second."""
-    begin = time.perf_counter()
+class Timing(NamedTuple):
+    """Control steps (or frames) a second, and seconds of processor that one took, in all threads of this process."""
+
+    rate: float
+    cpu: float
+
+
+Arm = Callable[[], Timing]
+"""Runs for a fraction of a second; workers' processor time is not seen from here, so arms with workers tell NaN."""
+
+
+def timed(steps: int, run: Callable[[], object]) -> Timing:
+    """Time `run`, which makes `steps` control steps."""
+    begin, used = time.perf_counter(), time.process_time()
     run()
-    return steps / (time.perf_counter() - begin)
+    return Timing(steps / (time.perf_counter() - begin), (time.process_time() - used) / steps)
 
 
 def native_arm(name: str, batch: int, chunk: int, threads: int) -> Arm:
@@ -55,7 +70,7 @@ def native_arm(name: str, batch: int, chunk: int, threads: int) -> Arm:
         for each in actions:
             world.step(each)
 
-    return lambda: rate(count * batch * chunk, run)
+    return lambda: timed(count * batch * chunk, run)
 
 
 def physics_arm(name: str, batch: int, chunk: int, threads: int) -> Arm:
@@ -91,7 +106,7 @@ def physics_arm(name: str, batch: int, chunk: int, threads: int) -> Arm:
             )
             state = states[:, -1].copy()
 
-    return lambda: rate(count * batch * chunk, run)
+    return lambda: timed(count * batch * chunk, run)
 
 
 def gymnasium_arm(envs: SyncVectorEnv | AsyncVectorEnv, steps: int) -> Arm:
@@ -103,7 +118,41 @@ def gymnasium_arm(envs: SyncVectorEnv | AsyncVectorEnv, steps: int) -> Arm:
         for each in actions:
             envs.step(each)
 
-    return lambda: rate(steps * envs.num_envs, run)
+    def arm() -> Timing:
+        timing = timed(steps * envs.num_envs, run)
+        return timing if isinstance(envs, SyncVectorEnv) else timing._replace(cpu=math.nan)
+
+    return arm
+
+
+def adapter_arms(chunk: int, rows: int = 4) -> tuple[Arm, Arm]:
+    """Our world of push-v3 in this process, and the same environments, starts and actions without the world."""
+    world = make_metaworld_world("push-v3", rows, terminate_on_success=False)
+    environments = [open_metaworld("push-v3") for _ in range(rows)]
+    count = max(1, 96 // chunk)
+    actions = np.random.default_rng(0).uniform(-1, 1, (count, rows, chunk, 4)).astype(np.float32)
+    seeds = np.arange(rows)
+
+    def ours() -> None:
+        for each in actions:
+            world.step(each)
+
+    def bare() -> None:
+        for each in actions:
+            for environment, row in zip(environments, each, strict=True):
+                for action in row:
+                    environment.step(action)
+
+    def adapted() -> Timing:
+        world.reset(seeds=seeds)
+        return timed(count * rows * chunk, ours)
+
+    def alone() -> Timing:
+        for seed, environment in enumerate(environments):
+            environment.reset(seed=seed)
+        return timed(count * rows * chunk, bare)
+
+    return adapted, alone
 
 
 def metaworld_arms() -> tuple[Arm, Arm]:
@@ -119,13 +168,13 @@ def metaworld_arms() -> tuple[Arm, Arm]:
         for each in actions:
             env.step(each)
 
-    def own() -> float:
+    def own() -> Timing:
         env.reset()
-        return rate(steps, run)
+        return timed(steps, run)
 
-    def physics() -> float:
+    def physics() -> Timing:
         env.reset()
-        return rate(steps, lambda: mujoco.mj_step(env.model, env.data, env.frame_skip * steps))
+        return timed(steps, lambda: mujoco.mj_step(env.model, env.data, env.frame_skip * steps))
 
     return own, physics
 
@@ -134,7 +183,7 @@ def render_arm(name: str, size: int = 64, frames: int = 200) -> Arm:
     """Frames per second of the task's default camera on the calling thread."""
     world = MujocoWorld(load_task(name), frames, threads=1)
     world.reset(seeds=np.arange(frames))
-    return lambda: rate(frames, lambda: world.render(height=size, width=size))
+    return lambda: timed(frames, lambda: world.render(height=size, width=size))
 
 
 def benchmark_sims(
@@ -162,13 +211,16 @@ def benchmark_sims(
     for name in dict.fromkeys((*tasks, like_metaworld)):
         arms[f"{name}: native engine"] = native_arm(name, batch_size, chunk, threads)
         arms[f"{name}: pure physics"] = physics_arm(name, batch_size, chunk, threads)
+        arms[f"{name}: native engine, one thread"] = native_arm(name, batch_size, chunk, 1)
+        arms[f"{name}: pure physics, one thread"] = physics_arm(name, batch_size, chunk, 1)
     arms["push_cube: native engine, single steps"] = native_arm("push_cube", batch_size, 1, threads)
+    arms["push_cube: native engine, single steps, one thread"] = native_arm("push_cube", batch_size, 1, 1)
     for env in vectors:
         arms[f"push_cube: gymnasium SyncVectorEnv x{env.num_envs}"] = gymnasium_arm(env, STEPS // 8 // env.num_envs)
     for env in workers:
         arms[f"push_cube: gymnasium AsyncVectorEnv x{env.num_envs}"] = gymnasium_arm(env, STEPS // 8 // env.num_envs)
     arms["metaworld push-v3: its own environment"], arms["metaworld push-v3: physics alone"] = metaworld_arms()
-    arms[f"{like_metaworld}: pure physics, one thread"] = physics_arm(like_metaworld, 32, chunk, 1)
+    arms[ADAPTED], arms[BARE] = adapter_arms(chunk)
     for name in dict.fromkeys((*tasks, like_metaworld)):
         arms[f"{name}: frames/s at 64 px"] = render_arm(name)
     try:
@@ -181,9 +233,9 @@ def benchmark_sims(
     return result
 
 
-def measure(arms: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
-    """Run every arm once to warm up, then round-robin; returns rates by arm."""
-    samples: dict[str, list[float]] = {name: [] for name in arms}
+def measure(arms: dict[str, Arm], rounds: int) -> dict[str, list[Timing]]:
+    """Run every arm once to warm up, then round-robin; returns timings by arm."""
+    samples: dict[str, list[Timing]] = {name: [] for name in arms}
     with progress("bench sims", (rounds + 1) * len(arms)) as advance:
         for index in range(rounds + 1):
             for name, arm in arms.items():
@@ -194,15 +246,22 @@ def measure(arms: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
     return samples
 
 
-def report(samples: dict[str, list[float]], tasks: Sequence[str], like_metaworld: str) -> dict[str, Any]:
-    """Summarise rates; ratios are medians of the ratios within a round, so that a load on the machine cancels out."""
+def report(timings: dict[str, list[Timing]], tasks: Sequence[str], like_metaworld: str) -> dict[str, Any]:
+    """Summarise timings; ratios are medians of the ratios within a round, so that a load on the machine cancels out."""
+    samples = {name: [each.rate for each in values] for name, values in timings.items()}
     figures = {}
     for name, values in samples.items():
         low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
         figures[name] = {"median": middle, "min": min(values), "iqr": high - low}
+        used = statistics.median(each.cpu for each in timings[name])
+        if math.isfinite(used):
+            figures[name]["cpu"] = used
 
     def ratio(first: str, second: str) -> float:
         return statistics.median(a / b for a, b in zip(samples[first], samples[second], strict=True))
+
+    def cpu_ratio(first: str, second: str) -> float:
+        return statistics.median(a.cpu / b.cpu for a, b in zip(timings[first], timings[second], strict=True))
 
     def best(kind: str) -> str:
         return max((name for name in samples if kind in name), key=lambda name: figures[name]["median"])
@@ -218,6 +277,11 @@ def report(samples: dict[str, list[float]], tasks: Sequence[str], like_metaworld
         "native engine / Meta-World": ratio(
             f"{like_metaworld}: native engine", "metaworld push-v3: its own environment"
         ),
+        "native engine, one thread / Meta-World": ratio(
+            f"{like_metaworld}: native engine, one thread", "metaworld push-v3: its own environment"
+        ),
+        "our adapter of Meta-World / Meta-World": ratio(ADAPTED, "metaworld push-v3: its own environment"),
+        "CPU time of a step, adapter / bare environment": cpu_ratio(ADAPTED, BARE),
         "physics cost, ours / Meta-World": ratio(
             "metaworld push-v3: physics alone", f"{like_metaworld}: pure physics, one thread"
         ),
@@ -227,7 +291,8 @@ def report(samples: dict[str, list[float]], tasks: Sequence[str], like_metaworld
         "at least 85 % of pure physics (push_cube)": ratios["push_cube: native engine / pure physics"] >= 0.85,
         "faster than SyncVectorEnv": ratios["native engine / SyncVectorEnv"] > 1.0,
         "faster than AsyncVectorEnv": ratios["native engine / AsyncVectorEnv"] > 1.0,
-        "at least 8 x Meta-World": ratios["native engine / Meta-World"] >= 8.0,
+        "at least 8 x Meta-World on one thread each": ratios["native engine, one thread / Meta-World"] >= 8.0,
+        "our adapter costs at most 5 %": ratios["CPU time of a step, adapter / bare environment"] <= 1.05,
         "at least 1000 frames/s at 64 px": frames >= 1000.0,
     }
     packages = ("mujoco", "numpy", "gymnasium", "metaworld")
@@ -237,11 +302,15 @@ def report(samples: dict[str, list[float]], tasks: Sequence[str], like_metaworld
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Return rates, ratios, and whether each bar is met."""
+    """Return rates, ratios, and whether each bar is met; figures from before CPU time was measured have no column."""
     rates = [
         [name, *(f"{row[key]:,.0f}" for key in ("median", "min", "iqr"))] for name, row in figures["figures"].items()
     ]
     header = ["arm", "median /s", "minimum /s", "interquartile range /s"]
+    if any("cpu" in row for row in figures["figures"].values()):
+        header.append("CPU time of one / us")
+        for line, row in zip(rates, figures["figures"].values(), strict=True):
+            line.append(f"{1e6 * row['cpu']:,.1f}" if "cpu" in row else "in workers")
     used = ", ".join(f"{name} {value}" for name, value in figures["settings"].items())
     ratios = [[name, f"{value:.2f}"] for name, value in figures["ratios"].items()]
     bars = [[name, "met" if met else "MISSED"] for name, met in figures["bars"].items()]

@@ -1,11 +1,13 @@
 """The benchmark's hand-written gymnasium environment is the same task, and its report has every figure."""
 
+import math
+
 import gymnasium
 import numpy as np
 import pytest
 
 from robopolicy.benchmarks.push_cube_env import PushCubeEnv
-from robopolicy.benchmarks.sims import benchmark_sims, report
+from robopolicy.benchmarks.sims import ADAPTED, BARE, Timing, benchmark_sims, report, tables
 from robopolicy.core.errors import ConfigError
 from sims.registry import load_task, make_world
 
@@ -52,12 +54,28 @@ def test_ratios_are_taken_within_a_round_and_judged():
         "metaworld push-v3: physics alone": [50.0, 25.0, 100.0],
         "push_cube: pure physics, one thread": [50.0, 25.0, 100.0],
         "push_cube: frames/s at 64 px": [900.0, 1100.0, 1200.0],
+        "push_cube: native engine, one thread": [40.0, 20.0, 80.0],
+        ADAPTED: [5.0, 2.5, 10.0],
+        BARE: [5.0, 2.5, 10.0],
     }
-    result = report(samples, ("push_cube",), "push_cube")
+    # Every arm used one core, but the adapter a tenth more, and workers' processor time is unknown.
+    used = {ADAPTED: 1.1, "push_cube: gymnasium AsyncVectorEnv x4": math.nan}
+    timings = {name: [Timing(each, used.get(name, 1) / each) for each in values] for name, values in samples.items()}
+    result = report(timings, ("push_cube",), "push_cube")
     assert result["ratios"]["push_cube: native engine / pure physics"] == pytest.approx(0.9)
     assert result["ratios"]["native engine / SyncVectorEnv"] == pytest.approx(9.0)
     assert result["ratios"]["physics cost, ours / Meta-World"] == pytest.approx(1.0)
-    assert [bool(met) for met in result["bars"].values()] == [True, True, False, True, True]
+    assert [bool(met) for met in result["bars"].values()] == [True, True, False, False, False, True]
+    assert result["ratios"]["native engine, one thread / Meta-World"] == pytest.approx(4.0)
+    assert result["ratios"]["our adapter of Meta-World / Meta-World"] == pytest.approx(0.5)
+    assert result["ratios"]["CPU time of a step, adapter / bare environment"] == pytest.approx(1.1)
+    assert result["figures"][native]["cpu"] == pytest.approx(1 / 90)
+    table = tables(result)[0]
+    cells = {line[0]: line[-1] for line in table.lines}
+    assert cells[native] == "11,111.1" and cells["push_cube: gymnasium AsyncVectorEnv x4"] == "in workers"
+    for row in result["figures"].values():
+        row.pop("cpu", None)
+    assert len(tables(result)[0].header) == len(table.header) - 1, "figures of before have no such column"
     assert result["figures"][native]["min"] == 45.0
     assert {"mujoco", "numpy", "gymnasium", "metaworld", "python"} <= set(result["settings"])
 
