@@ -68,9 +68,7 @@ class DenoisingPolicyConfig:
     prediction_steps: int = 4
     """Steps P >= C that it predicts."""
     prefix_steps: int = 0
-    """It also learns to continue a plan: up to so many first steps of a chunk are given, a random number of them in
-    every sample, and the rest is learned (training-time real-time chunking, evaluate.chunking=trained_rtc). 0 for not.
-    """
+    """First steps that may be given (chunking=trained_rtc)."""
     denoiser: DenoiserKind = DenoiserKind.MLP
     """mlp (small chunks, fastest), transformer, or unet (long chunks)."""
     width: int = 256
@@ -82,7 +80,7 @@ class DenoisingPolicyConfig:
     image: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
     text_encoder: TextEncoder = TextEncoder.NONE
     """none ignores instructions, so all tasks of a dataset are learned as one; words reads them, with an encoder that
-    is trained with the policy and knows the words of the data's instructions (other phrasings of them too).
+    is trained with the policy and knows the words of the data's instructions.
     """
     text_features: int = 64
     """Size of an instruction's vector."""
@@ -115,7 +113,7 @@ class DenoisingPolicyConfig:
     min_logprob_std: float = 0.1
     """The same floor in log-probabilities."""
     noise_clip: float | None = 3.0
-    """Noise is truncated to so many standard deviations, null for not."""
+    """Noise is truncated to so many standard deviations, or null."""
     logp_clamp: tuple[float, float] | None = (-5.0, 2.0)
     """Bounds on each element's log-density, null for none; clamping zeroes gradients (how often is among the metrics).
     """

@@ -47,9 +47,7 @@ class PretrainConfig:
     batch_size: int = 256
     """Samples a step."""
     precision: LearningPrecision = "fp32"
-    """What networks multiply in while they learn: bf16 is faster on processors that have it, and a bit noisier;
-    bf16_backward saves less and changes nothing but gradients. Weights and losses stay fp32.
-    """
+    """fp32; bf16 (faster where processors have it); bf16_backward (for gradients)."""
     fit: FitConfig = field(default_factory=FitConfig)
 
     def __post_init__(self):
@@ -148,9 +146,8 @@ class FinetuneConfig(AlgorithmConfig):
     scored_steps: int = 0
     """Random steps of each decision that a minibatch scores (cheaper, noisier), 0 for all."""
     precision: LearningPrecision = "fp32"
-    """What policy and critic multiply in while they collect and learn: bf16 is faster on processors that have it, and a
-    bit noisier; bf16_backward saves less and changes nothing but gradients. Weights, log-probabilities and losses stay
-    fp32, and evaluations are.
+    """What policy and critic multiply in while they collect and learn: bf16 is faster where processors have it;
+    bf16_backward changes gradients alone. Weights, losses and evaluations stay fp32.
     """
     critic_warmup: int = 1
     """First iterations that train the critic alone, be it of states or of noisy actions."""

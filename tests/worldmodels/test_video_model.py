@@ -160,7 +160,7 @@ def test_a_world_imagines_chunks_together_and_only_rows_that_run(fresh, monkeypa
     ended = step.observation[STATE][1:]
     asked.clear()
     step = together.step(actions)
-    assert asked == [(1, 2), (1, 2)], "rows that have ended are left alone"
+    assert asked == [(1, 1)], "rows that have ended are left alone, and nothing is imagined past the time limit"
     np.testing.assert_array_equal(step.observation[STATE][1:], ended)
 
 
