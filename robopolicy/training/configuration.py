@@ -46,9 +46,9 @@ class PretrainConfig:
 
     batch_size: int = 256
     """Samples a step."""
+    fit: FitConfig = field(default_factory=FitConfig)
     precision: LearningPrecision = "fp32"
     """fp32; bf16 (faster where processors have it); bf16_backward (for gradients)."""
-    fit: FitConfig = field(default_factory=FitConfig)
 
     def __post_init__(self):
         if self.batch_size < 1:
