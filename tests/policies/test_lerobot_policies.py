@@ -103,14 +103,12 @@ def tiny_clip(folder: Path) -> Path:
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     folder.mkdir(parents=True)
-    (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
     size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**size, "vocab_size": len(words), "eos_token_id": len(words) - 1, "bos_token_id": len(words) - 2}
     vision = {**size, "image_size": SIZE, "patch_size": 16}
     torch.manual_seed(0)
     CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(folder)
-    CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt")).save_pretrained(folder)
+    CLIPTokenizer(vocab={word: index for index, word in enumerate(words)}, merges=[]).save_pretrained(folder)
     return folder
 
 
