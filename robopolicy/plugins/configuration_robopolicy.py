@@ -1,0 +1,61 @@
+"""`--policy.type=robopolicy`: which checkpoint of ours LeRobot runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.optim import LRSchedulerConfig, OptimizerConfig
+
+from robopolicy.core.errors import ConfigError
+
+
+@PreTrainedConfig.register_subclass("robopolicy")
+@dataclass
+class RobopolicyConfig(PreTrainedConfig):
+    """A checkpoint of ours as a policy of LeRobot's; its features are read off the checkpoint.
+
+    checkpoint: the folder that `robopolicy train` or `finetune` wrote, None in a folder that was exported, which holds
+    it; deterministic: act without exploration noise; seed: of the policy's noise.
+    """
+
+    checkpoint: Path | None = None
+    deterministic: bool = True
+    seed: int = 0
+
+    @property
+    def observation_delta_indices(self) -> None:
+        """None: the policy remembers its history itself."""
+        return
+
+    @property
+    def action_delta_indices(self) -> None:
+        """None: LeRobot trains nothing here."""
+        return
+
+    @property
+    def reward_delta_indices(self) -> None:
+        """None: LeRobot trains nothing here."""
+        return
+
+    def get_optimizer_preset(self) -> OptimizerConfig:
+        """Raise ConfigError: our checkpoints are trained by our own trainer."""
+        raise not_trained_here()
+
+    def get_scheduler_preset(self) -> LRSchedulerConfig | None:
+        """Raise ConfigError: our checkpoints are trained by our own trainer."""
+        raise not_trained_here()
+
+    def validate_features(self) -> None:
+        """Raise ConfigError where no checkpoint is named."""
+        if self.checkpoint is None:
+            raise ConfigError(
+                "Which checkpoint? Write --policy.checkpoint=runs/finetune/push_t/0/checkpoint, or --policy.path=FOLDER "
+                "made by: python -m robopolicy.plugins CHECKPOINT FOLDER"
+            )
+
+
+def not_trained_here() -> ConfigError:
+    """Return what is said to whoever wants LeRobot to train our policies."""
+    return ConfigError(
+        "LeRobot runs policies of type robopolicy and does not train them: use robopolicy train or robopolicy finetune."
+    )

@@ -1,0 +1,69 @@
+"""`--env.type=robopolicy`: our worlds as LeRobot's environments."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.envs.configs import EnvConfig
+
+from robopolicy.build import build_world
+from robopolicy.configuration.world import WorldSection
+from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX
+from robopolicy.core.world import World
+from robopolicy.plugins.vector_environment import WorldVectorEnvironment, raw_key
+
+
+@EnvConfig.register_subclass("robopolicy")
+@dataclass
+class RobopolicyEnv(EnvConfig):
+    """A world of ours in LeRobot; all rows of a batch are simulated side by side, in threads of this process.
+
+    task: any name that world.name takes; cameras, image_size: what observations show, in pixels; model: the checkpoint
+    of a world model, for task=worldmodel; options: whatever else the world takes, as world.options does; seed: of
+    starts that LeRobot does not seed. fps and features are the world's own. Raises ConfigError with the nearest name.
+    """
+
+    task: str | None = "push_t"
+    cameras: list[str] = field(default_factory=list)
+    image_size: int = 64
+    model: Path | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        world = self._world(1)
+        spec = world.spec
+        world.close()
+        self.fps = round(spec.fps)
+        self.features = {"action": PolicyFeature(FeatureType.ACTION, spec.action.shape)}
+        self.features_map = {"action": "action"}
+        for key, shown in spec.observation.items():
+            image = key.startswith(IMAGE_PREFIX)
+            kind = FeatureType.ENV if key == ENVIRONMENT_STATE else FeatureType.STATE
+            name = key if image else raw_key(key)
+            self.features[name] = PolicyFeature(FeatureType.VISUAL if image else kind, shown.shape)
+            self.features_map[name] = key
+
+    @property
+    def gym_kwargs(self) -> dict[str, Any]:
+        """Nothing: our worlds are not made by gymnasium."""
+        return {}
+
+    def create_envs(
+        self, n_envs: int, use_async_envs: bool = False
+    ) -> dict[str, dict[int, gymnasium.vector.VectorEnv]]:
+        """Return {"robopolicy": {0: one world of `n_envs` rows}}, in no process of its own, whatever is asked for."""
+        return {self.type: {0: WorldVectorEnvironment(self._world(n_envs))}}
+
+    def _world(self, rows: int) -> World:
+        section = WorldSection(
+            name=self.task or "",
+            batch_size=rows,
+            cameras=tuple(self.cameras),
+            image_size=self.image_size,
+            model=self.model,
+            options=self.options,
+        )
+        return build_world(section, seed=self.seed)

@@ -1,0 +1,183 @@
+"""A checkpoint of ours behind LeRobot's `PreTrainedPolicy`: history, chunks, images and instructions for every row.
+
+Axes: B row (one robot or environment), C chunk step, A action dimension, H history frame.
+"""
+
+import shutil
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies.pretrained import ActionSelectKwargs, PreTrainedPolicy
+from torch import Tensor
+
+from robopolicy.build import load_acting
+from robopolicy.configuration.inference import InferenceSection
+from robopolicy.core.errors import CheckpointError, SpecError
+from robopolicy.core.player import PolicyActor
+from robopolicy.core.policy import PolicySpec
+from robopolicy.core.randomness import Generators
+from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, TASK, Observation
+from robopolicy.plugins.configuration_robopolicy import RobopolicyConfig, not_trained_here
+from robopolicy.serving.inputs import Session
+from robopolicy.serving.limits import Limits
+
+CHECKPOINT = "checkpoint"
+"""Where a folder that was exported for LeRobot holds ours."""
+
+LARGEST_IMAGE = 3 * 8192 * 8192
+"""Bytes of the largest image that is resized."""
+
+
+class RobopolicyPolicy(PreTrainedPolicy):
+    """One of our checkpoints, as LeRobot's commands run policies.
+
+    Every row has the history that the policy reads, and all rows decide at once, every C steps, as LeRobot's `reset`
+    begins all of them at once. Images may be float 0..1 or uint8, and of any size. Raises CheckpointError where the
+    checkpoint cannot be loaded, ConfigError where none is named, and SpecError where what the environment or robot
+    shows does not fit it.
+    """
+
+    config_class = RobopolicyConfig  # pyright: ignore[reportAssignmentType]
+    name = "robopolicy"  # pyright: ignore[reportAssignmentType]
+
+    def __init__(self, config: RobopolicyConfig, **_: object):
+        super().__init__(config)
+        config.validate_features()
+        assert config.checkpoint is not None
+        device = torch.device(str(config.device))
+        self.acting = load_acting(InferenceSection(), config.checkpoint, device)
+        spec = self.acting.spec
+        self._limits = replace(Limits.of(spec), image=LARGEST_IMAGE)
+        _require_features(config, spec, self._limits)
+        config.input_features = {key: _feature(key, field.shape) for key, field in spec.observation.items()}
+        config.output_features = {"action": PolicyFeature(FeatureType.ACTION, spec.action.shape)}
+        generator = Generators(config.seed, device)["lerobot"]
+        self.actor = PolicyActor(self.acting, generator, deterministic=config.deterministic)
+        self.reset()
+        self.eval()
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_name_or_path: str | Path, *, config: PreTrainedConfig | None = None, **kwargs: Any
+    ) -> "RobopolicyPolicy":
+        """Load a folder made by `save_pretrained`; raises CheckpointError where it is none. Nothing is downloaded."""
+        folder = Path(pretrained_name_or_path)
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{folder} is no folder with a config.json. Ours are made by: python -m robopolicy.plugins CHECKPOINT "
+                "FOLDER; one on a hub is fetched first, with hf download."
+            )
+        config = PreTrainedConfig.from_pretrained(folder) if config is None else config
+        if not isinstance(config, RobopolicyConfig):
+            raise CheckpointError(f"{folder} holds a policy of type '{config.type}', not robopolicy.")
+        return cls(replace(config, checkpoint=config.checkpoint or folder / CHECKPOINT))
+
+    def _save_pretrained(self, save_directory: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+        config = self.config
+        assert isinstance(config, RobopolicyConfig) and config.checkpoint is not None
+        shutil.copytree(config.checkpoint, save_directory / CHECKPOINT)
+        replace(config, checkpoint=None, pretrained_path=None)._save_pretrained(save_directory)
+
+    def reset(self) -> None:
+        """Begin an episode in every row: nothing is remembered."""
+        self.acting.reset()
+        self._sessions: list[Session] = []
+        self._seen: list[Observation] = []
+        self._queue: deque[Tensor] = deque()
+
+    def select_action(self, batch: dict[str, Tensor], **kwargs: Unpack[ActionSelectKwargs]) -> Tensor:
+        """Return the next control step of every row, [B, A]; to be called once a control step.
+
+        batch: LeRobot's keys -> [B, *shape]; images [B, 3, height, width] float 0..1 or uint8, in either layout.
+        """
+        self._see(batch)
+        if not self._queue:
+            self._queue.extend(self._decided().unbind(1))
+        return self._queue.popleft()
+
+    def predict_action_chunk(self, batch: dict[str, Tensor], **kwargs: Unpack[ActionSelectKwargs]) -> Tensor:
+        """Return the chunk [B, C, A] that is decided now; batch as in `select_action`, and added to the history."""
+        self._see(batch)
+        return self._decided()
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any] | None]:
+        """Raise ConfigError: our checkpoints are trained by our own trainer."""
+        raise not_trained_here()
+
+    def get_optim_params(self) -> dict[str, Any]:
+        """Raise ConfigError: our checkpoints are trained by our own trainer."""
+        raise not_trained_here()
+
+    def _see(self, batch: Mapping[str, Any]) -> None:
+        """Add what every row shows now to its history."""
+        arrays = {key: _array(key, value) for key, value in batch.items() if _is_shown(key, value)}
+        if not arrays:
+            raise SpecError(f"Nothing is shown: the batch holds {', '.join(map(str, batch)) or 'nothing'}.")
+        rows = len(next(iter(arrays.values())))
+        if not self._sessions:
+            self._sessions = [Session(self.acting.spec, limits=self._limits) for _ in range(rows)]
+        if len(self._sessions) != rows:
+            raise SpecError(f"The batch has {rows} rows, before it had {len(self._sessions)}: call reset() in between.")
+        texts = _texts(batch.get(TASK), rows)
+        self._seen = [
+            session.observe({**{key: value[row] for key, value in arrays.items()}, **texts[row]})
+            for row, session in enumerate(self._sessions)
+        ]
+
+    def _decided(self) -> Tensor:
+        joined = {key: np.concatenate([each[key] for each in self._seen]) for key in self._seen[0]}
+        actions, _ = self.actor.choose(joined)
+        return torch.as_tensor(actions, dtype=torch.float32, device=str(self.config.device))
+
+
+def _is_shown(key: str, value: object) -> bool:
+    return key.startswith("observation.") and isinstance(value, Tensor)
+
+
+def _array(key: str, value: Tensor) -> np.ndarray:
+    """Return [B, ...] as the policy's inputs take it: images as uint8."""
+    if value.ndim == 4 and value.is_floating_point():
+        low, high = float(value.min()), float(value.max())
+        if not (low >= -1e-3 and high <= 1 + 1e-3):
+            raise SpecError(
+                f"Images of '{key}' are floats from 0 to 1, or uint8; these reach from {low:g} to {high:g}."
+            )
+        value = (value.float() * 255).round().clamp(0, 255).to(torch.uint8)
+    return value.detach().cpu().numpy()
+
+
+def _texts(task: Any, rows: int) -> list[dict[str, str]]:
+    """Return every row's instruction, if it has one: LeRobot writes "" where there is none."""
+    texts = [task] * rows if task is None or isinstance(task, str) else list(task)
+    if len(texts) != rows:
+        raise SpecError(f"'{TASK}' has {len(texts)} texts for {rows} rows.")
+    return [{TASK: str(text)} if text else {} for text in texts]
+
+
+def _feature(key: str, shape: tuple[int, ...]) -> PolicyFeature:
+    if key.startswith(IMAGE_PREFIX):
+        return PolicyFeature(FeatureType.VISUAL, (shape[2], *shape[:2]))
+    return PolicyFeature(FeatureType.ENV if key == ENVIRONMENT_STATE else FeatureType.STATE, shape)
+
+
+def _require_features(config: RobopolicyConfig, spec: PolicySpec, limits: Limits) -> None:
+    """Raise SpecError where the features that LeRobot knows of its environment or data are not the policy's."""
+    if config.input_features:
+        blank = {
+            key: np.zeros(feature.shape, np.uint8 if feature.type is FeatureType.VISUAL else np.float32)
+            for key, feature in config.input_features.items()
+        }
+        Session(spec, limits=limits).observe(blank)
+    action = (config.output_features or {}).get("action")
+    if action is not None and tuple(action.shape) != spec.action.shape:
+        raise SpecError(
+            f"The policy's actions have shape {list(spec.action.shape)} ({', '.join(spec.action.names)}), those of the "
+            f"environment {list(action.shape)}. Is this the environment it was trained for?"
+        )

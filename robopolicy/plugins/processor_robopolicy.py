@@ -1,0 +1,36 @@
+"""What LeRobot does before and after our policy: names, a batch axis, devices; normalising is the policy's own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lerobot.processor import (
+    AddBatchDimensionProcessorStep,
+    DeviceProcessorStep,
+    PolicyProcessorPipeline,
+    RenameObservationsProcessorStep,
+)
+from lerobot.processor.converters import policy_action_to_transition, transition_to_policy_action
+from lerobot.utils.constants import POLICY_POSTPROCESSOR_DEFAULT_NAME, POLICY_PREPROCESSOR_DEFAULT_NAME
+
+from robopolicy.plugins.configuration_robopolicy import RobopolicyConfig
+
+
+def make_robopolicy_pre_post_processors(
+    config: RobopolicyConfig, dataset_stats: Mapping[str, Any] | None = None
+) -> tuple[PolicyProcessorPipeline[Any, Any], PolicyProcessorPipeline[Any, Any]]:
+    """Return both pipelines; dataset_stats are of no use, the checkpoint holds what it normalises by."""
+    before = PolicyProcessorPipeline(
+        [
+            RenameObservationsProcessorStep(rename_map={}),
+            AddBatchDimensionProcessorStep(),
+            DeviceProcessorStep(device=str(config.device)),
+        ],
+        name=POLICY_PREPROCESSOR_DEFAULT_NAME,
+    )
+    after = PolicyProcessorPipeline(
+        [DeviceProcessorStep(device="cpu")],
+        name=POLICY_POSTPROCESSOR_DEFAULT_NAME,
+        to_transition=policy_action_to_transition,
+        to_output=transition_to_policy_action,
+    )
+    return before, after

@@ -1,0 +1,157 @@
+"""A world of ours as a gymnasium `VectorEnv` with what LeRobot asks of its environments."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Dict
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, TASK, Field, Observation, WorldSpec
+from robopolicy.core.world import World, can_render
+
+NEW_ROLLOUT = "lerobot_new_rollout"
+"""Reset option of LeRobot's rollouts: it looks at no row again that has ended, until the next reset."""
+
+RAW_NAMES = {STATE: "agent_pos", ENVIRONMENT_STATE: "environment_state"}
+"""Our keys -> those that LeRobot's environments have; images are below "pixels"."""
+
+
+def raw_key(key: str) -> str:
+    """Return the name in an environment's observation of what is `key` to policies."""
+    return RAW_NAMES.get(key, key.removeprefix("observation."))
+
+
+class WorldVectorEnvironment(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
+    """All rows of a world as one vector environment, stepped together; B row, A action dimension.
+
+    Rows that end begin anew in the same step (SAME_STEP), but in a rollout of LeRobot's, where they rest as they are.
+    `call` and `get_attr` answer for _max_episode_steps, task (the world's name), task_description (the row's
+    instruction) and render, as a vector of single environments would.
+    """
+
+    def __init__(self, world: World):
+        self.world, spec = world, world.spec
+        self.num_envs = world.batch_size
+        self.metadata = {
+            "autoreset_mode": AutoresetMode.SAME_STEP,
+            "render_fps": round(spec.fps),
+            "render_modes": ["rgb_array"],
+        }
+        self.render_mode = "rgb_array"
+        self.single_action_space = _box(spec.action)
+        self.single_observation_space = _observation_space(spec)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self._tasks = [spec.instructions[0]] * self.num_envs
+        self._resting = False
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Begin an episode in every row; seed: one for each, or the first row's, from which the others count up.
+
+        Raises ConfigError where only some rows have a seed.
+        """
+        given = dict(options or {})
+        self._resting = bool(given.pop(NEW_ROLLOUT, False))
+        if isinstance(seed, int):
+            seed = range(seed, seed + self.num_envs)
+        known = [] if seed is None else [each for each in seed if each is not None]
+        if len(known) not in (0, self.num_envs):
+            raise ConfigError(f"{len(known)} seeds for {self.num_envs} rows: give one for each, or none.")
+        return self._shown(self.world.reset(seeds=known or None, options=given or None)), {}
+
+    def step(self, actions: np.ndarray) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Run one control step [B, A] of every row; info holds is_success [B], and final_info where rows ended."""
+        step = self.world.step(np.asarray(actions, dtype=np.float64)[:, None])
+        ended, observation = step.ended, step.observation
+        info: dict[str, Any] = {"is_success": step.success.copy()}
+        if ended.any():
+            info["final_info"] = {"is_success": step.success & ended, "_is_success": ended}
+            info["_final_info"] = ended
+            if not self._resting:
+                info |= {"final_obs": self._shown(observation), "_final_obs": ended}
+                observation = self.world.reset(rows=np.flatnonzero(ended))
+        truncated = ended & ~step.terminated
+        return self._shown(observation), step.reward[:, 0], step.terminated.copy(), truncated, info
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Sequence[Any]:
+        """Return what `name` is in every row; pictures are drawn when they are looked at."""
+        return Pictures(self.world) if name == "render" else self.get_attr(name)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return an attribute of every row; raises AttributeError where rows have none of that name."""
+        if name == "task_description":
+            return tuple(self._tasks)
+        known = {"_max_episode_steps": self.world.spec.horizon, "task": self.world.spec.name}
+        if name not in known:
+            raise AttributeError(f"'{self.world.spec.name}' has no '{name}'.")
+        return (known[name],) * self.num_envs
+
+    def render(self) -> tuple[np.ndarray, ...]:
+        """Return an image [height, width, 3] uint8 of every row."""
+        return tuple(Pictures(self.world))
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Release what the world holds."""
+        self.world.close()
+
+    def _shown(self, observation: Observation) -> dict[str, Any]:
+        """Return the newest frame of every field under LeRobot's raw names."""
+        self._tasks = [str(text) for text in observation[TASK]]
+        pixels = {
+            key.removeprefix(IMAGE_PREFIX): observation[key][:, -1].copy()
+            for key in self.world.spec.observation
+            if key.startswith(IMAGE_PREFIX)
+        }
+        vectors = {
+            raw_key(key): observation[key][:, -1].copy()
+            for key in self.world.spec.observation
+            if not key.startswith(IMAGE_PREFIX)
+        }
+        return {**vectors, "pixels": pixels} if pixels else vectors
+
+
+class Pictures(Sequence[np.ndarray]):
+    """The default view of every row, drawn when it is looked at: LeRobot films ten rows, however many there are.
+
+    A world that cannot be drawn shows black: LeRobot films whatever it evaluates, and cannot be told not to.
+    """
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def __len__(self) -> int:
+        return self.world.batch_size
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        chosen = np.arange(len(self))[index]
+        rows = np.atleast_1d(chosen)
+        drawn = self.world.render(rows) if can_render(self.world) else np.zeros((len(rows), 240, 240, 3), np.uint8)
+        return list(drawn) if isinstance(index, slice) else drawn[0]
+
+
+def _box(field: Field) -> Box:
+    low, high = (
+        np.broadcast_to(np.asarray(bound, np.float32), field.shape).copy() for bound in (field.low, field.high)
+    )
+    return Box(low.astype(field.dtype), high.astype(field.dtype), field.shape, np.dtype(field.dtype).type)
+
+
+def _observation_space(spec: WorldSpec) -> Dict:
+    spaces: dict[str, gymnasium.Space[Any]] = {}
+    cameras: dict[str, gymnasium.Space[Any]] = {}
+    for key, field in spec.observation.items():
+        if key.startswith(IMAGE_PREFIX):
+            cameras[key.removeprefix(IMAGE_PREFIX)] = Box(0, 255, field.shape, np.uint8)
+        else:
+            spaces[raw_key(key)] = _box(field)
+    return Dict({**spaces, "pixels": Dict(cameras)} if cameras else spaces)
