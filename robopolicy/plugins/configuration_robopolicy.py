@@ -49,8 +49,8 @@ class RobopolicyConfig(PreTrainedConfig):
         """Raise ConfigError where no checkpoint is named."""
         if self.checkpoint is None:
             raise ConfigError(
-                "Which checkpoint? Write --policy.checkpoint=runs/finetune/push_t/0/checkpoint, or --policy.path=FOLDER "
-                "made by: python -m robopolicy.plugins CHECKPOINT FOLDER"
+                "No checkpoint: write --policy.checkpoint=runs/finetune/push_t/0/checkpoint, or --policy.path=FOLDER, "
+                "one made by: python -m robopolicy.plugins CHECKPOINT FOLDER"
             )
 
 
