@@ -33,8 +33,11 @@ $(VENV)/.core: $(VENV)/bin/uv pyproject.toml
 	$(BIN)/uv pip install --quiet --python $(VENV) --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/bin/uv pyproject.toml tests/outside/pyproject.toml
-	$(BIN)/uv pip install --quiet --python $(VENV) --editable '.[dev,vla,metaworld,robotics,lpips]' --editable tests/outside
+PLUGINS := robopolicy/plugins/lerobot_policy robopolicy/plugins/lerobot_env
+OUTSIDE := tests/outside tests/outside/lerobot_robot
+
+$(VENV)/.dev: $(VENV)/bin/uv pyproject.toml $(patsubst %,%/pyproject.toml,$(PLUGINS) $(OUTSIDE))
+	$(BIN)/uv pip install --quiet --python $(VENV) --editable '.[dev,vla,metaworld,robotics,lpips]' $(patsubst %,--editable %,$(PLUGINS) $(OUTSIDE))
 	@touch $@ $(VENV)/.core
 
 clean:

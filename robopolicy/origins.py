@@ -57,6 +57,8 @@ def _as_served(config: Config) -> Config:
     from robopolicy.serving.client import PolicyClient  # imports websockets, which only this needs
 
     section = config.drive
+    if section.robot:
+        return config
     with PolicyClient(section.host, section.port, api_key=section.api_key or None) as client:
         said = client.metadata.get("world")
     where = f"The policy of the server at {section.host}:{section.port}"

@@ -1,24 +1,35 @@
-"""Drives a simulated robot, in its own process and in real time, against a policy server; prints success and latency.
+"""Drives a robot, in its own process and in real time, against a policy server; prints success and latency.
 
-Start `robopolicy serve CHECKPOINT` first; the world is the one that its policy comes from, unless you name one.
-drive.rate=-1 runs as fast as the server answers.
+Start `robopolicy serve CHECKPOINT` first. The robot is simulated; the world is the one that its policy comes from,
+unless you name one. drive.rate=-1 runs as fast as the server answers. drive.robot=TYPE drives a robot of LeRobot's
+instead, with the fields of its configuration in drive.robot_options; it stays where it is and is disconnected when its
+time is over, on Ctrl-C and whenever something is wrong.
 """
 
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from robopolicy.build import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import output, publish
+from robopolicy.serving.attached import AttachedRobot
 from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
+from robopolicy.serving.drive_robot import drive_robot
+from robopolicy.serving.lerobot_robot import AttachedLeRobot, make_lerobot_robot
+from robopolicy.serving.wiring import Wiring, wired
 from robopolicy.verbs.evaluate import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
-    summary="Drive a simulated robot against a policy server",
+    summary="Drive a robot, simulated or LeRobot's, against a policy server",
     sections=("run", "world", "drive"),
     example="robopolicy drive drive.port=8000",
     world_from={"drive.port": "server"},
@@ -28,19 +39,68 @@ VERB = Verb(
 def run(config: Config) -> int:
     """Connect, drive, print."""
     section = config.drive
+    if section.robot:
+        return _run_robot(config)
     with PolicyClient(section.host, section.port, api_key=section.api_key or None) as client:
         world = build_world(config.world, batch_size=1, seed=config.run.seed)
         rate = world.spec.fps if section.rate == 0 else max(section.rate, 0.0)
-        chunk = int(client.metadata.get("chunk", 1))
-        robot = replace(narrowed(RobotSettings, section), prefetch=min(section.prefetch, chunk - 1))
+        robot = _settings(config, client)
         result = drive(world, client, evaluation_seeds(config, section.episodes), rate=rate, robot=robot)
         world.close()
     low, high = wilson(result["successes"], result["episodes"])
-    output.print(
-        f"Success {result['successes']}/{result['episodes']} [{low:.0%}, {high:.0%}]; "
-        f"latency p50 {result['latency_ms']['p50']:.1f} ms, p90 {result['latency_ms']['p90']:.1f} ms, "
-        f"p99 {result['latency_ms']['p99']:.1f} ms; {result['deadline_misses']} late, {result['held']} held still and "
-        f"{result['clipped']} clipped of {result['steps']} steps"
-    )
+    output.print(f"Success {result['successes']}/{result['episodes']} [{low:.0%}, {high:.0%}]; {_figures(result)}")
     publish(config, {**result, "low": low, "high": high})
     return 0
+
+
+def _run_robot(config: Config) -> int:
+    """Drive a robot of LeRobot's."""
+    section = config.drive
+    attached = narrowed(AttachedRobot, section)
+    with PolicyClient(section.host, section.port, api_key=section.api_key or None) as client:
+        made = make_lerobot_robot(section.robot, section.robot_options)
+
+        def wire(shows: Mapping[str, Any], takes: Mapping[str, Any]) -> Wiring:
+            return wired(client.metadata, shows, takes, section.rename, section.scale)
+
+        robot = AttachedLeRobot(made, wire, answers_within=section.answers_within, camera_age=section.camera_age)
+        output.print(robot.wiring.text(), markup=False)
+        with _ended_by_signals(), robot:
+            result = drive_robot(
+                robot,
+                client,
+                episodes=section.episodes,
+                rate=section.rate,
+                attached=attached,
+                settings=_settings(config, client),
+            )
+    output.print(f"{result['wall_seconds']:.1f} s at {result['rate']:g} steps a second; {_figures(result)}")
+    publish(config, {**result, "robot": section.robot})
+    return 0
+
+
+def _settings(config: Config, client: PolicyClient) -> RobotSettings:
+    """Return how the robot is driven, with a prefetch that chunks allow."""
+    chunk = int(client.metadata.get("chunk", 1))
+    return replace(narrowed(RobotSettings, config.drive), prefetch=min(config.drive.prefetch, chunk - 1))
+
+
+def _figures(result: Mapping[str, Any]) -> str:
+    latency = ", ".join(f"{name} {value:.1f} ms" for name, value in result["latency_ms"].items() if name != "max")
+    return (
+        f"latency {latency or 'not known'}; {result['deadline_misses']} late, {result['held']} held still and "
+        f"{result['clipped']} clipped of {result['steps']} steps"
+    )
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """End what is inside as Ctrl-C does when the process is told to terminate: a robot must not be left moving."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,86 @@
+"""A robot that takes its actions from a policy server, by its own clock, until its time is over or something fails."""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.progress import progress
+from robopolicy.core.spec import TASK
+from robopolicy.serving.attached import AttachedRobot
+from robopolicy.serving.clock import Clock, latency_figures
+from robopolicy.serving.configuration import RobotSettings
+from robopolicy.serving.driver import ActionLimits, Driver, Requests, Server
+from robopolicy.serving.lerobot_robot import AttachedLeRobot
+
+
+def drive_robot(
+    robot: AttachedLeRobot,
+    client: Server,
+    *,
+    episodes: int,
+    rate: float,
+    attached: AttachedRobot,
+    settings: RobotSettings,
+) -> dict[str, Any]:
+    """Drive a connected robot for `episodes` of `attached.seconds` each, and return what happened.
+
+    rate: control steps a second, 0 for the policy's. Returns what `drive` does, without successes, which no robot
+    reports. Where nothing is left to do the robot stays where it is. Raises ConfigError on a rate or a time of no use,
+    what the robot raises (see `AttachedLeRobot`), and what the server did wrong once it is hopeless, or away for longer
+    than patience; the robot is the caller's to stop.
+    """
+    requests, nothing = Requests(client), np.zeros(len(robot.wiring.action))
+    begin: list[np.ndarray] = []  # where the robot was when its episode began: it is not to jump from there
+
+    def near(action: np.ndarray) -> np.ndarray:
+        if settings.change is None or not begin:
+            return action
+        return np.clip(action, begin[0] - settings.change, begin[0] + settings.change)
+
+    def hold(_: object, last: np.ndarray | None) -> np.ndarray:
+        return robot.still(nothing if settings.hold == "zero" or last is None else last)
+
+    driver = Driver(
+        client,
+        hold=hold,
+        limits=ActionLimits(change=settings.change, workspace=near),
+        prefetch=settings.prefetch,
+        blend=settings.blend,
+        max_age=settings.max_age,
+        patience=settings.patience,
+        requests=requests,
+    )
+    rate = driver.fps if rate == 0 else rate
+    steps = round(attached.seconds * rate)
+    if rate < 0 or steps < 1:
+        raise ConfigError(f"A robot runs by the clock: rate={rate:g} and seconds={attached.seconds:g} make no episode.")
+    clock, started = Clock(rate), time.perf_counter()
+    task = {TASK: attached.task} if attached.task else {}
+    try:
+        with progress("driving", episodes * steps) as advance:
+            for _ in range(episodes):
+                driver.reset()
+                clock.start()
+                for step in range(steps):
+                    frames = robot.observe()
+                    begin[:] = [] if step else [robot.still(nothing)]
+                    robot.send(driver.step({**frames, **task}))
+                    if driver.error is not None and (driver.hopeless or driver.away > settings.patience):
+                        raise driver.error
+                    clock.wait()
+                    advance(1, f"{driver.counts['held']} held still")
+    finally:
+        requests.close()
+    return {
+        "episodes": episodes,
+        "steps": driver.counts["steps"],
+        "requests": len(requests.latencies),
+        "wall_seconds": time.perf_counter() - started,
+        "rate": rate,
+        "prefetch": settings.prefetch,
+        **{name: driver.counts[name] for name in ("held", "clipped", "stale", "failures")},
+        "deadline_misses": clock.misses,
+        "latency_ms": latency_figures(requests.latencies),
+    }

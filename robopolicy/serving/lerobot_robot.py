@@ -1,0 +1,244 @@
+"""A robot behind LeRobot's `Robot` interface, made by its type, watched, and stopped whatever happens.
+
+Every call of the robot's has a deadline, in a thread that dies with the process: a bus that hangs must not keep a
+program from stopping its robot. LeRobot robots have no brake of their own: a stop tells the motors to stay where they
+are, then disconnects, which takes the torque off where the robot's configuration says so.
+"""
+
+import importlib
+import importlib.metadata
+import pkgutil
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, did_you_mean
+from robopolicy.core.registry import is_dotted, load_dotted
+from robopolicy.serving.wiring import Wiring
+
+if TYPE_CHECKING:
+    from lerobot.robots import Robot
+
+CONNECTS_WITHIN = 60.0
+"""Seconds that a robot may take to connect: cameras warm up."""
+
+STOPS_WITHIN = 3.0
+"""Seconds that a robot may take for each part of a stop."""
+
+MOVED = 0.02
+"""By how much an element of a robot's vectors changes, in the policy's units, before the robot counts as moved."""
+
+PACKAGES = ("lerobot_robot_", "lerobot_camera_")
+"""How the names of distributions begin that bring LeRobot robots and their cameras."""
+
+
+def make_lerobot_robot(name: str, options: Mapping[str, Any]) -> "Robot":
+    """Return a LeRobot robot, not yet connected, by its type or the dotted path of its configuration's class.
+
+    options: the fields of its configuration, {type: ...} where LeRobot has a choice. Raises ConfigError on an unknown
+    type, on options that it does not take, and where the robot cannot be made.
+    """
+    import draccus
+    from lerobot.robots import RobotConfig, make_robot_from_config
+
+    if is_dotted(name):
+        kind = load_dotted(name, "Robot")
+    else:
+        failed = _import_robots()
+        known = RobotConfig.get_known_choices()
+        if name not in known:
+            lacking = "".join(f" {module} could not be imported: {error}." for module, error in failed.items())
+            raise ConfigError(f"LeRobot has no robot '{name}'.{did_you_mean(name, known)}{lacking}")
+        kind = known[name]
+    if not (isinstance(kind, type) and issubclass(kind, RobotConfig)):
+        raise ConfigError(f"'{name}' is no RobotConfig of LeRobot's: name the class of the robot's configuration.")
+    try:
+        config: RobotConfig = draccus.decode(kind, dict(options))
+        return make_robot_from_config(config)
+    except Exception as error:  # LeRobot wraps what drivers raise; all of it is about what the user has named
+        raise ConfigError(f"The robot '{name}' cannot be made with the options {dict(options)}: {error}") from error
+
+
+def _import_robots() -> dict[str, str]:
+    """Import LeRobot's robots and cameras and those of installed packages; return module -> why it could not be."""
+    import lerobot.cameras
+    import lerobot.robots
+
+    names = [
+        f"{package.__name__}.{found.name}"
+        for package in (lerobot.robots, lerobot.cameras)
+        for found in pkgutil.iter_modules(package.__path__)
+        if found.ispkg
+    ]
+    distributions = {str(each.metadata.get("Name")) for each in importlib.metadata.distributions()}
+    names += sorted(name for name in distributions if name.startswith(PACKAGES))
+    failed: dict[str, str] = {}
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a robot that nobody asked for may lack its driver
+            failed[name] = f"{type(error).__name__}: {error}"
+    return {name: text for name, text in failed.items() if name.startswith(PACKAGES)}
+
+
+class AttachedLeRobot:
+    """A LeRobot robot while it is driven; use it as a context manager, which stops it on the way out.
+
+    wire: makes the wiring, from what the robot shows and takes; answers_within: seconds that it may take for an
+    observation or an action; camera_age: seconds that a camera may show one picture while the robot moves. Raises
+    ServingError where the robot cannot be connected, does not answer or shows a frozen picture, ConfigError where it is
+    not calibrated, and what `wire` and the wiring raise.
+    """
+
+    def __init__(
+        self,
+        robot: "Robot",
+        wire: Callable[[Mapping[str, Any], Mapping[str, Any]], Wiring],
+        *,
+        answers_within: float = 1.0,
+        camera_age: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.robot, self.wiring = robot, wire(robot.observation_features, robot.action_features)
+        self.answers_within, self.camera_age = answers_within, camera_age
+        self._clock = clock
+        self._calls, self._connected = _Calls(), False
+        self._shown: Mapping[str, Any] = {}
+        self._pictures: dict[str, tuple[np.ndarray, float, np.ndarray]] = {}
+
+    def __enter__(self) -> "AttachedLeRobot":
+        try:
+            self._call("connect", lambda: self.robot.connect(calibrate=False), CONNECTS_WITHIN)
+            self._connected = True
+            if not self._call("say whether it is calibrated", lambda: self.robot.is_calibrated, self.answers_within):
+                raise ConfigError(
+                    f"{self.robot} is not calibrated. Do that first: lerobot-calibrate --robot.type={self.robot.name} "
+                    f"--robot.id={self.robot.id} with the options that it has here."
+                )
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def observe(self) -> dict[str, np.ndarray]:
+        """Return what the robot shows now: the policy's fields -> frames [*shape]."""
+        self._shown = self._call("show what it sees", self.robot.get_observation, self.answers_within)
+        frames = self.wiring.frames(self._shown)
+        self._require_fresh(frames)
+        return frames
+
+    def still(self, otherwise: np.ndarray) -> np.ndarray:
+        """Return the action [A] that keeps the robot where it was seen last; see `Wiring.still`."""
+        return self.wiring.still(self._shown, otherwise)
+
+    def send(self, action: np.ndarray) -> None:
+        """Let the robot do `action` [A], in the policy's units."""
+        command = self.wiring.command(action)
+        self._call("take an action", lambda: self.robot.send_action(command), self.answers_within)
+
+    def stop(self) -> None:
+        """Tell the robot to stay where it is, and disconnect it; what fails is said in a warning. May be repeated."""
+        if self._calls.ended:
+            return
+        failed: list[str] = []
+        free = self._calls.rested(self.answers_within)
+        if free and self._shown:
+            still = self.wiring.command(self.still(np.zeros(len(self.wiring.action))))
+            failed += self._attempted("told to stay where it is", lambda: self.robot.send_action(still))
+        if not self._calls.rested(0):  # a call hangs: what is left is to try from beside it
+            self._calls.end()
+            self._calls = _Calls()
+        failed += self._attempted("disconnected", self.robot.disconnect)
+        self._calls.end()
+        if failed and self._connected:  # who never was connected need not be told to let go
+            warnings.warn(
+                f"{self.robot} could not be {'; nor '.join(failed)}. Take its power away if it moves.",
+                RobopolicyWarning,
+                stacklevel=2,
+            )
+
+    def _attempted(self, what: str, function: Callable[[], object]) -> list[str]:
+        """Make a call of a stop's; return what has failed, if it has."""
+        try:
+            self._calls.call(function).result(STOPS_WITHIN)
+        except Exception as error:
+            return [f"{what} ({_said(error)})"]
+        return []
+
+    def _call[Result](self, what: str, function: Callable[[], Result], seconds: float) -> Result:
+        future = self._calls.call(function)
+        try:
+            return future.result(seconds)
+        except TimeoutError as error:
+            said = _said(error) if future.done() else f"no answer within {seconds:g} s"  # or a camera's own timeout
+            raise ServingError(f"{self.robot} did not {what}: {said}. It was stopped.") from error
+        except Exception as error:
+            raise ServingError(f"{self.robot} did not {what}: {_said(error)}. It was stopped.") from error
+
+    def _require_fresh(self, frames: Mapping[str, np.ndarray]) -> None:
+        """Raise ServingError where a camera has shown the same picture for long, and the robot moved meanwhile."""
+        now = self._clock()
+        place = np.concatenate([np.zeros(0), *(frames[field] for field in self.wiring.vectors)])
+        for field, name in self.wiring.cameras.items():
+            image = frames[field]
+            picture, since, then = self._pictures.get(field, (None, now, place))
+            if picture is None or not np.array_equal(picture, image):
+                self._pictures[field] = image.copy(), now, place
+            elif now - since > self.camera_age and (np.abs(place - then) > MOVED).any():
+                raise ServingError(
+                    f"Camera '{name}' has shown the same picture for {now - since:.1f} s while the robot moved: it is "
+                    "frozen. The robot was stopped."
+                )
+
+
+def _said(error: Exception) -> str:
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class _Calls:
+    """A thread that makes one call after the other and dies with the process, whatever hangs in it."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._last: Future[Any] | None = None
+        self.ended = False
+        threading.Thread(target=self._work, name="robot", daemon=True).start()
+
+    def rested(self, seconds: float) -> bool:
+        """Whether no call is under way, or none after `seconds`."""
+        return self._last is None or bool(wait([self._last], seconds).done)
+
+    def call[Result](self, function: Callable[[], Result]) -> Future[Result]:
+        """Begin a call; the future has what it returns, or what it raises."""
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                result = function()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._last = future
+        self._waiting.put(run)
+        return future
+
+    def end(self) -> None:
+        """Make no more calls."""
+        self.ended = True
+        self._waiting.put(None)
+
+    def _work(self) -> None:
+        while (run := self._waiting.get()) is not None:
+            run()

@@ -1,0 +1,160 @@
+"""Which of a robot's named values is which element of a policy's vectors, and in which unit.
+
+A LeRobot robot shows and takes {name: value}, one float a motor and one image a camera; a policy reads and writes
+vectors whose elements its checkpoint names. Equal sizes say nothing: elements are found by name alone. Axes: A action
+dimension.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.errors import NonFiniteError, SpecError, did_you_mean
+from robopolicy.core.spec import IMAGE_PREFIX
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A robot's names in the order of a policy's elements.
+
+    vectors: field -> names of its elements; cameras: field -> name; action: names of its elements; factors: name -> the
+    policy's units in one of the robot's, 1 where nothing is said; units: field, or "action" -> what the policy says.
+    """
+
+    vectors: Mapping[str, tuple[str, ...]]
+    cameras: Mapping[str, str]
+    action: tuple[str, ...]
+    factors: Mapping[str, float]
+    units: Mapping[str, str]
+
+    def frames(self, shown: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return what the robot shows as the policy's fields: vectors float32 in its units, images uint8 [h, w, 3].
+
+        Raises SpecError where a name is missing or an image is none, NonFiniteError on NaN or infinity.
+        """
+        missing = [
+            name for name in (*sum(self.vectors.values(), ()), *self.cameras.values()) if shown.get(name) is None
+        ]
+        if missing:
+            raise SpecError(f"The robot has stopped showing {', '.join(missing)}; it shows {', '.join(shown)}.")
+        frames = {field: self._vector(names, shown) for field, names in self.vectors.items()}
+        for field, name in self.cameras.items():
+            image = np.asarray(shown[name])
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
+                raise SpecError(
+                    f"Camera '{name}' shows {image.dtype} {list(image.shape)}, not uint8 [height, width, 3]."
+                )
+            frames[field] = image
+        return frames
+
+    def still(self, shown: Mapping[str, Any], otherwise: np.ndarray) -> np.ndarray:
+        """Return the action [A] that keeps the robot where it is: motors that it shows are told their present value.
+
+        otherwise: [A], for elements that the robot does not show, such as velocities and differences.
+        """
+        action = otherwise.astype(np.float64).copy()
+        for place, name in enumerate(self.action):
+            if isinstance(shown.get(name), int | float | np.number):
+                action[place] = float(shown[name]) * self.factors.get(name, 1.0)
+        return action
+
+    def command(self, action: np.ndarray) -> dict[str, float]:
+        """Return an action [A] as the robot takes it, in its units. Raises NonFiniteError, naming the motor."""
+        values = {
+            name: float(value) / self.factors.get(name, 1.0) for name, value in zip(self.action, action, strict=True)
+        }
+        wrong = [name for name, value in values.items() if not np.isfinite(value)]
+        if wrong:
+            raise NonFiniteError(f"The action for {', '.join(wrong)} is not finite: it was not sent.")
+        return values
+
+    def text(self) -> str:
+        """Return a line a field: what of the robot's it is, in which unit of the policy's."""
+        lines = [self._line(f"{field} <-", names, self.units[field]) for field, names in self.vectors.items()]
+        lines += [f"{field} <- camera {name}" for field, name in self.cameras.items()]
+        return "\n".join([*lines, self._line("action ->", self.action, self.units["action"])])
+
+    def _line(self, what: str, names: tuple[str, ...], unit: str) -> str:
+        shown = [f"{name} x {self.factors[name]:g}" if name in self.factors else name for name in names]
+        return f"{what} {', '.join(shown)} [{unit or 'unit not said'}]"
+
+    def _vector(self, names: tuple[str, ...], shown: Mapping[str, Any]) -> np.ndarray:
+        values = np.array([float(shown[name]) * self.factors.get(name, 1.0) for name in names], dtype=np.float32)
+        if not np.isfinite(values).all():
+            wrong = [name for name, value in zip(names, values, strict=True) if not np.isfinite(value)]
+            raise NonFiniteError(f"The robot shows NaN or infinity for {', '.join(wrong)}.")
+        return values
+
+
+def wired(
+    metadata: Mapping[str, Any],
+    shows: Mapping[str, Any],
+    takes: Mapping[str, Any],
+    rename: Mapping[str, str],
+    scale: Mapping[str, float],
+) -> Wiring:
+    """Return the wiring between a served policy and a robot.
+
+    metadata: what the server says of its policy; shows, takes: the robot's observation_features and action_features,
+    name -> float, or the shape of an image; rename: the robot's names -> the policy's; scale: see `Wiring.factors`.
+    Raises SpecError where one of the two has what the other lacks, or where the policy does not name its elements.
+    """
+    for name in (*rename, *scale):
+        if name not in shows and name not in takes:
+            raise SpecError(f"The robot has no '{name}' to rename or scale.{did_you_mean(name, {**shows, **takes})}")
+    if not all(np.isfinite(value) and value for value in scale.values()):
+        raise SpecError(f"scale={dict(scale)}: factors are finite, and not 0.")
+    own = {policy: robot for robot, policy in rename.items()}
+    motors = {name: kind for name, kind in shows.items() if not isinstance(kind, tuple)}
+    pictures = {name: kind for name, kind in shows.items() if isinstance(kind, tuple)}
+    cameras: dict[str, str] = {}
+    vectors: dict[str, tuple[str, ...]] = {}
+    units = {"action": str(metadata["action"].get("unit", ""))}
+    for field, described in metadata["observation"].items():
+        units[field] = str(described.get("unit", ""))
+        if field.startswith(IMAGE_PREFIX):
+            cameras[field] = _camera(field, own, pictures)
+        else:
+            vectors[field] = _elements(f"reads in '{field}'", described, own, motors)
+    action = _elements("gives", metadata["action"], own, takes)
+    if untold := [name for name in takes if name not in action]:
+        raise SpecError(
+            f"The robot takes {', '.join(untold)}, which the policy does not give: it gives {', '.join(action)}."
+        )
+    return Wiring(vectors, cameras, action, dict(scale), units)
+
+
+def _camera(field: str, own: Mapping[str, str], pictures: Mapping[str, Any]) -> str:
+    name = own.get(field, field.removeprefix(IMAGE_PREFIX))
+    if name not in pictures:
+        raise SpecError(
+            f"The policy looks through the camera '{name}', which the robot does not have; it has "
+            f"{', '.join(pictures) or 'none'}.{did_you_mean(name, pictures) if pictures else ''} Add it to the robot's "
+            f"options, or say which one it is: rename={{NAME: {field}}}."
+        )
+    return name
+
+
+def _elements(
+    what: str, described: Mapping[str, Any], own: Mapping[str, str], known: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return the robot's names of a vector's elements, in the vector's order."""
+    names, shape = tuple(map(str, described.get("names") or ())), list(described["shape"])
+    if len(names) != int(np.prod(shape)):
+        raise SpecError(
+            f"The policy does not name the {int(np.prod(shape))} elements that it {what}, so nobody can tell which is "
+            'which: write them, "names", into the checkpoint\'s config.json, in the order that it was trained with.'
+        )
+    found = tuple(own.get(name, name) for name in names)
+    missing = [(name, mine) for name, mine in zip(names, found, strict=True) if mine not in known]
+    if missing:
+        raise SpecError(
+            f"The robot has no {', '.join(repr(mine) for _, mine in missing)}, which the policy {what}; it has "
+            f"{', '.join(known) or 'nothing of that kind'}. Where only names differ, say so: "
+            f"rename={{ROBOT'S NAME: {missing[0][0]}}}."
+        )
+    if len(set(found)) != len(found):
+        raise SpecError(f"Two elements of what the policy {what} have one name of the robot's: {', '.join(found)}.")
+    return found

@@ -1,0 +1,307 @@
+"""A robot behind LeRobot's interface, driven through the real server: names, units, and stopped whatever happens."""
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from served_expert import FRONT, SeeingExpert, run_expert
+
+from robopolicy.cli import main
+from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, ServingError, SpecError
+from robopolicy.core.policy import to_tensors
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.serving.attached import AttachedRobot
+from robopolicy.serving.configuration import RobotSettings
+from robopolicy.serving.drive_robot import drive_robot
+from robopolicy.serving.lerobot_robot import AttachedLeRobot, make_lerobot_robot
+from robopolicy.serving.wiring import wired
+from robopolicy.verbs.drive import _ended_by_signals
+
+JOINTS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
+RENAME = {f"{joint}.pos": f"{joint}_position" for joint in JOINTS}
+SCALE = dict.fromkeys(RENAME, math.pi / 180)
+
+
+class Local:
+    """The expert without a server; told to, it fails as one that is gone."""
+
+    def __init__(self, cameras=("front",)):
+        self.policy, self.gone = SeeingExpert(cameras, fps=200.0), False
+        spec = self.policy.spec
+        fields = {key: field.to_json() for key, field in spec.observation.items()}
+        self.metadata = {
+            "observation": fields,
+            "action": spec.action.to_json(),
+            "history": 1,
+            "chunk": 1,
+            "fps": spec.fps,
+        }
+
+    def infer(self, observation):
+        if self.gone:
+            raise ServingError("nobody listens")
+        shown = {key: value[None] for key, value in observation.items() if key != "task"}
+        return {"actions": self.policy.act(to_tensors(shown, "cpu"), None).actions[0].numpy()}
+
+
+@pytest.fixture
+def arm(tmp_path):
+    """Makes the simulated arm of tests/outside, by its LeRobot type."""
+
+    def made(**options):
+        return make_lerobot_robot("simulated_arm", {"calibration_dir": str(tmp_path), **options})
+
+    return made
+
+
+def attached(robot, client, rename=None, scale=None, **settings) -> AttachedLeRobot:
+    return AttachedLeRobot(
+        robot, lambda shows, takes: wired(client.metadata, shows, takes, rename or {}, scale or {}), **settings
+    )
+
+
+def driven(robot, client, seconds=0.5, **settings):
+    with robot:
+        return drive_robot(
+            robot,
+            client,
+            episodes=1,
+            rate=0.0,
+            attached=AttachedRobot(seconds=seconds),
+            settings=RobotSettings(**settings),
+        )
+
+
+@pytest.fixture(scope="module")
+def port():
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=run_expert, args=(there, ("front",)), daemon=True)
+    process.start()
+    assert here.poll(120), "the server did not start"
+    yield here.recv()
+    process.terminate()
+    process.join(20)
+    assert process.exitcode == 0
+
+
+def test_the_verb_drives_a_robot_of_an_installed_package_at_30_hz(port, tmp_path, capsys):
+    options = f"{{camera_names: [front], degrees: true, calibration_dir: {tmp_path}}}"
+    renamed, scaled = (json.dumps(each).replace('"', "") for each in (RENAME, SCALE))
+    arguments = ["drive", f"drive.port={port}", "drive.robot=simulated_arm", f"drive.robot_options={options}"]
+    arguments += [f"drive.rename={renamed}", f"drive.scale={scaled}", "drive.episodes=1", "drive.seconds=3"]
+    assert main([*arguments, f"json={tmp_path / 'result.json'}"]) == 0
+    said = capsys.readouterr().out
+    won, ended = map(int, said.split("simulated_arm: ")[1].split(" episodes")[0].split(" of "))
+    assert won == ended >= 2, said
+    assert "shoulder_pan.pos x 0.0174533" in said
+    assert "[rad, rad/s, m, m, rad]" in said
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["steps"], result["rate"], result["robot"]) == (90, 30.0, "simulated_arm")
+    assert 2.8 < result["wall_seconds"] < 6
+    assert result["held"] + result["requests"] >= 90
+
+
+def test_elements_are_found_by_name_and_turned_into_the_policys_units(arm):
+    client, robot = Local(), arm(camera_names=["front"], degrees=True)
+    device = attached(robot, client, RENAME, SCALE)
+    with device:
+        frames = device.observe()
+        shown = robot._shown
+        for key in (STATE, ENVIRONMENT_STATE):
+            np.testing.assert_allclose(frames[key], shown[key][0, -1], rtol=1e-6, atol=1e-7)
+        assert frames[FRONT].dtype == np.uint8
+        device.send(np.array([0.1, 0.2, 0.3, -1.0]))
+    assert robot.commands[0] == {"x": 0.1, "y": 0.2, "z": 0.3, "gripper": -1.0}
+    assert robot.commands[1:] == [dict.fromkeys(("x", "y", "z", "gripper"), 0.0)]  # the stop: no more motion
+    assert not robot.is_connected
+
+
+def test_a_robot_of_positions_stays_by_being_told_where_it_is():
+    field = {"shape": [2], "names": ["pan", "speed"], "unit": "rad, m/s"}
+    metadata = {"observation": {STATE: {"shape": [1], "names": ["pan"], "unit": "rad"}}, "action": field}
+    wiring = wired(
+        metadata, {"pan.pos": float}, {"pan.pos": float, "speed": float}, {"pan.pos": "pan"}, {"pan.pos": 0.5}
+    )
+    assert wiring.frames({"pan.pos": 4.0})[STATE].tolist() == [2.0]
+    assert wiring.still({"pan.pos": 4.0}, np.zeros(2)).tolist() == [2.0, 0.0]
+    assert wiring.command(np.array([2.0, 3.0])) == {"pan.pos": 4.0, "speed": 3.0}
+    with pytest.raises(NonFiniteError, match=r"pan\.pos"):
+        wiring.command(np.array([np.nan, 0.0]))
+    with pytest.raises(SpecError, match=r"stopped showing pan\.pos"):
+        wiring.frames({"other": 1.0})
+
+
+def test_what_does_not_fit_is_refused_before_the_robot_is_touched(arm):
+    client = Local()
+    with pytest.raises(SpecError, match="camera 'front', which the robot does not have; it has top"):
+        attached(arm(camera_names=["top"]), client)
+    with pytest.raises(SpecError, match=r"has no 'shoulder_pan_position'.*shoulder_pan\.pos.*rename=\{ROBOT'S NAME"):
+        attached(arm(camera_names=["front"], degrees=True), client)
+    with pytest.raises(
+        SpecError, match=r"has no 'shoulder_pan.position' to rename.*Did you mean 'shoulder_pan_position'"
+    ):
+        attached(arm(camera_names=["front"]), client, {"shoulder_pan.position": "a"})
+    nameless = Local(())
+    nameless.metadata["action"] = {"shape": [4], "names": []}
+    with pytest.raises(SpecError, match="does not name the 4 elements that it gives"):
+        attached(arm(), nameless)
+    fewer = Local(())
+    fewer.metadata["action"] = {"shape": [3], "names": ["x", "y", "z"]}
+    with pytest.raises(SpecError, match="The robot takes gripper, which the policy does not give"):
+        attached(arm(), fewer)
+    twice = Local(())
+    twice.metadata["action"] = {"shape": [4], "names": ["x", "x", "z", "gripper"]}
+    with pytest.raises(SpecError, match="have one name of the robot's"):
+        attached(arm(), twice)
+
+
+def test_an_uncalibrated_robot_is_let_go(arm):
+    robot = arm(calibrated=False)
+    with pytest.raises(ConfigError, match=r"lerobot-calibrate --robot\.type=simulated_arm"):
+        driven(attached(robot, Local(())), Local(()))
+    assert not robot.is_connected
+    assert not robot.commands
+
+
+def test_robots_that_do_not_exist_or_cannot_be_made(arm):
+    with pytest.raises(ConfigError, match=r"no robot 'so101_folower'\. Did you mean 'so101_follower'"):
+        make_lerobot_robot("so101_folower", {})
+    with pytest.raises(ConfigError, match=r"simulated_arm.*cannot be made.*tsk"):
+        arm(tsk="pick_place")
+    with pytest.raises(ConfigError, match="no RobotConfig"):
+        make_lerobot_robot("lerobot_robot_simulated_arm:SimulatedArm", {})
+    assert arm().name == make_lerobot_robot("lerobot_robot_simulated_arm:SimulatedArmConfig", {}).name
+
+
+def failing(robot, after: int, how):
+    """Let the robot's observations fail by `how` after some that were good."""
+    good, calls = robot.get_observation, []
+
+    def get_observation():
+        calls.append(1)
+        return good() if len(calls) <= after else how(good)
+
+    robot.get_observation = get_observation
+    return robot
+
+
+def test_a_robot_that_stops_answering_is_disconnected(arm):
+    forever, client = threading.Event(), Local(())
+    robot = failing(arm(), 5, lambda good: forever.wait(30))
+    with pytest.raises(ServingError, match=r"did not show what it sees: no answer within 0\.2 s. It was stopped"):
+        driven(attached(robot, client, answers_within=0.2), client)
+    assert len(robot.commands) == 5
+    assert not robot.is_connected
+    forever.set()
+
+
+def test_a_robot_that_is_unplugged_while_it_is_driven(arm):
+    client = Local(())
+
+    def unplugged(good):
+        robot._connected = False
+        return good()
+
+    robot = failing(arm(), 5, unplugged)
+    with (
+        pytest.warns(
+            RobopolicyWarning, match=r"told to stay where it is \(DeviceNotConn.*nor disconnected .* power away"
+        ),
+        pytest.raises(ServingError, match="did not show what it sees: DeviceNotConnectedError"),
+    ):
+        driven(attached(robot, client), client)
+
+
+def test_a_motor_that_shows_nan_stops_the_robot(arm):
+    client = Local(())
+    robot = failing(arm(), 3, lambda good: {**good(), "wrist_roll_velocity": math.nan})
+    with pytest.raises(NonFiniteError, match="NaN or infinity for wrist_roll_velocity"):
+        driven(attached(robot, client), client)
+    assert robot.commands[-1] == dict.fromkeys(("x", "y", "z", "gripper"), 0.0)
+    assert not robot.is_connected
+
+
+def test_a_frozen_camera_stops_the_robot_once_it_moves(arm):
+    client, robot = Local(), arm(camera_names=["front"])
+    picture = []
+
+    def frozen(good):
+        shown = good()
+        picture.append(shown["front"])
+        return {**shown, "front": picture[0]}
+
+    with pytest.raises(
+        ServingError, match=r"Camera 'front' has shown the same picture for 0\.\d s while the robot moved"
+    ):
+        driven(attached(failing(robot, 2, frozen), client, camera_age=0.1), client, seconds=3.0)
+    assert len(robot.commands) > 5
+    now = [0.0]
+    still = attached(failing(arm(camera_names=["front"]), 0, frozen), client, clock=lambda: now[0])
+    with still:
+        for now[0] in range(5):
+            still.observe()  # a robot that rests may see the same for long
+
+
+def test_a_server_that_goes_away_leaves_the_robot_where_it_is(arm):
+    client, robot = Local(()), arm()
+
+    def gone(good):
+        client.gone = True
+        return good()
+
+    with pytest.raises(ServingError, match="nobody listens"):
+        driven(attached(failing(robot, 10, gone), client), client, seconds=5.0, patience=0.3)
+    resting = dict.fromkeys(("x", "y", "z", "gripper"), 0.0)
+    assert robot.commands[10:].count(resting) == len(robot.commands) - 10 > 5
+    assert not robot.is_connected
+
+
+def test_the_first_step_is_no_jump(arm):
+    """Where actions are positions, the change that is allowed counts from where the robot stands."""
+    client = Local(())
+    client.metadata["action"] = {"shape": [4], "names": ["tip_x", "y", "z", "gripper"]}
+    client.infer = lambda observation: {"actions": np.full((1, 4), 5.0)}
+    robot = arm()
+    robot.send_action = robot.commands.append
+    device = AttachedLeRobot(
+        robot,
+        lambda shows, takes: wired(
+            client.metadata, shows, {"tip_x": float, "y": float, "z": float, "gripper": float}, {}, {}
+        ),
+    )
+    with device:
+        start = robot.get_observation()["tip_x"]
+        drive_robot(
+            device,
+            client,
+            episodes=1,
+            rate=0,
+            attached=AttachedRobot(seconds=0.01),
+            settings=RobotSettings(change=0.01),
+        )
+    steps = [command["tip_x"] for command in robot.commands[:2]]
+    assert steps == pytest.approx([start + 0.01, start + 0.02], abs=1e-6)
+
+
+@pytest.mark.parametrize(("seconds", "rate"), [(0.0, 0.0), (1.0, -1.0)])
+def test_no_time_is_no_episode(arm, seconds, rate):
+    client = Local(())
+    with attached(arm(), client) as robot, pytest.raises(ConfigError, match="make no episode"):
+        drive_robot(
+            robot, client, episodes=1, rate=rate, attached=AttachedRobot(seconds=seconds), settings=RobotSettings()
+        )
+
+
+def test_being_told_to_terminate_is_an_interrupt():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), _ended_by_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        Path().resolve()  # a signal arrives between two instructions
+    assert signal.getsignal(signal.SIGTERM) is before
