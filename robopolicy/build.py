@@ -28,6 +28,7 @@ from robopolicy.core.storage import read_json, recover_folder, write_json
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
+from robopolicy.inference.chunkings import SYNCHRONOUS
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
@@ -259,17 +260,20 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
     return _of_the_same_origin(EncodedPolicy(policy, load_encoder(place, device)), policy)
 
 
-def load_acting(section: InferenceSection, folder: Path, device: torch.device | str = "cpu") -> Policy:
+def load_acting(
+    section: InferenceSection, folder: Path, device: torch.device | str = "cpu", chunking: str = SYNCHRONOUS
+) -> Policy:
     """Load a policy that is to act and not to learn, computed by the engine that the section names.
 
     With engine=auto by what `robopolicy optimize` has stored beside the checkpoint, if anything: a plan made for other
-    weights is refused with a warning, one measured elsewhere is used with one. Raises as `load_policy` does, and
-    ConfigError where the engine does not compute such policies.
+    weights is refused with a warning, one measured elsewhere is used with one. Engines say what is executed and not
+    always what is planned beyond it: for a chunking other than synchronous, which needs that, auto is the policy as it
+    was trained. Raises as `load_policy` does, and ConfigError where the engine does not compute such policies.
     """
     policy = load_policy(folder, device)
     if section.engine != AUTO:
         return with_engine(policy, narrowed(InferenceConfig, section))
-    plan = load_plan(folder)
+    plan = load_plan(folder) if chunking == SYNCHRONOUS else None
     if plan is None:
         return policy
     if said := plan.refusal(folder):

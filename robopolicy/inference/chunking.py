@@ -103,6 +103,27 @@ def with_chunking(policy: Policy, kind: str, delay: Delay, options: Mapping[str,
     return made
 
 
+def plans_of(policy: Policy, kind: str, options: Mapping[str, Any] | None = None) -> "Plans | None":
+    """Return how `policy` makes a plan that follows on from the one underway, None where it does not (synchronous).
+
+    For those who keep account of what is underway themselves, such as robots that ask a server; see `with_chunking`.
+    Raises ConfigError, also where plans end with the chunk, so that nothing is left of them to follow on from.
+    """
+    if kind == SYNCHRONOUS:
+        return None
+    made = with_chunking(policy, kind, Delay(), options)
+    if not isinstance(made, OverlappingPolicy):
+        raise ConfigError(
+            f"The chunking '{kind}' makes a {type(made).__name__}, which remembers its robots: it cannot be served."
+        )
+    if policy.spec.prediction == policy.spec.chunk:
+        raise ConfigError(
+            f"chunking={kind} goes on with what is left of the last plan, and this policy predicts no more than the "
+            f"{policy.spec.chunk} steps that it executes (chunk): train it with more prediction_steps."
+        )
+    return made.plans
+
+
 def synchronous(policy: Policy, delay: Delay) -> Policy:
     """Hold still for d steps, then execute a whole chunk: nothing to set, any policy, the slowest robot."""
     return WaitingPolicy(policy, delay)

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import CONDITION, Policy
-from robopolicy.inference.caching import Caching
+from robopolicy.inference.caching import CachePlan, Caching
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.lean import LeanDenoising, Prepared, denoiser_in, prepared, require_denoising
 from robopolicy.inference.samplers import Predicts
@@ -37,6 +37,11 @@ def compiled(policy: Policy, config: InferenceConfig, caching: Caching | None = 
         raise ConfigError(
             f"engine=compiled needs a C++ compiler, and there is none ({', '.join(COMPILERS)}): install one (Debian: "
             "apt install g++), or use engine=lean."
+        )
+    if not isinstance(caching, CachePlan | None):
+        raise ConfigError(
+            f"engine=compiled knows beforehand which blocks a step computes, and {type(caching).__name__} decides that "
+            "as it goes: use engine=lean, or a cache plan."
         )
     made = CompiledDenoising(denoising, config, caching)
     if caching is not None and made.longest > UNROLLED:

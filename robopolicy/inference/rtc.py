@@ -89,7 +89,7 @@ def continued(
     assert isinstance(policy, DenoisingPolicy)
     overlap, steps = underway.rest.shape[1], policy.config.prediction_steps
     target = torch.nn.functional.pad(policy.action_normalizer(underway.rest), (0, 0, 0, steps - overlap))
-    count = underway.delay * underway.known
+    count = min(underway.delay, policy.config.prefix_steps) * underway.known  # a robot may be slower than was learned
     guided: Callable[[Steps], Steps] = lambda inner: PrefixedSteps(inner, target, count)  # noqa: E731
     return policy.predict(observation, generator, deterministic=deterministic, guided=guided)
 

@@ -8,7 +8,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import NonFiniteError, ServingError
-from robopolicy.core.policy import Policy, to_tensors
+from robopolicy.core.policy import Policy, TensorObservation, to_tensors
 from robopolicy.core.spec import TASK, Observation
+from robopolicy.inference.chunking import Plans, PredictsAhead
+from robopolicy.serving.underway import Left, underway
 
 
 class BusyError(ServingError):
@@ -27,7 +29,7 @@ class BusyError(ServingError):
 
 @dataclass(frozen=True)
 class Answer:
-    """actions: [C, A]; seconds: the inference itself, shared by the batch."""
+    """actions: [C, A], or a whole plan [P, A]; seconds: the inference itself, shared by the batch."""
 
     actions: np.ndarray
     seconds: float
@@ -35,11 +37,21 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A request: what was observed [1, H, ...], where its answer goes, and its own noise, if it has some."""
+    """A request: what was observed [1, H, ...], where its answer goes, its own noise and what is left of its robot's
+    plan, if it has some.
+    """
 
     observation: Observation
     answer: asyncio.Future[Answer]
     generator: torch.Generator | None
+    left: Left | None
+
+    def goes_with(self, other: "Waiting") -> bool:
+        """Whether both can be answered in one batch."""
+        if self.generator is not None or other.generator is not None:
+            return self is other
+        mine, theirs = self.left, other.left
+        return mine is theirs if mine is None or theirs is None else mine.shape == theirs.shape
 
 
 class InferenceQueue:
@@ -47,7 +59,8 @@ class InferenceQueue:
 
     maximum_batch: most requests in one forward pass; maximum_waiting: most requests that wait, more are refused;
     deadline: seconds after which a request is given up; stall: seconds after which a pass counts as hanging;
-    deterministic: no exploration noise; on_batch: called with the number of requests of every pass.
+    deterministic: no exploration noise; on_batch: called with the number of requests of every pass; plans: who makes
+    plans that follow on from what is left of a robot's last one.
     """
 
     def __init__(
@@ -61,8 +74,9 @@ class InferenceQueue:
         stall: float = 10.0,
         deterministic: bool = True,
         on_batch: Callable[[int], None] = lambda size: None,
+        plans: Plans | None = None,
     ):
-        self.policy, self.generator = policy, generator
+        self.policy, self.generator, self.plans = policy, generator, plans
         self.maximum_batch, self.maximum_waiting = maximum_batch, maximum_waiting
         self.deadline, self.stall = deadline, stall
         self.deterministic, self.on_batch = deterministic, on_batch
@@ -105,17 +119,20 @@ class InferenceQueue:
             return f"The policy has been computing for {self.pass_age:.0f} s: restart the server if it does not end."
         return None
 
-    async def infer(self, observation: Observation, generator: torch.Generator | None = None) -> Answer:
+    async def infer(
+        self, observation: Observation, generator: torch.Generator | None = None, left: Left | None = None
+    ) -> Answer:
         """Return the answer to one observation, computed with `generator` and alone where one is given.
 
-        Raises what the policy raises for it, and BusyError when too many wait or the deadline passes.
+        left: what is left of the robot's plan [n, A], which the answer then follows on from. Raises what the policy
+        raises for it, and BusyError when too many wait or the deadline passes.
         """
         if self.trouble is not None:
             raise BusyError(self.trouble)
         if len(self._waiting) >= self.maximum_waiting:
             raise BusyError(f"{self.maximum_waiting} requests wait already: ask again later, or less often.")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        request = Waiting(observation, future, generator)
+        request = Waiting(observation, future, generator, left)
         self._waiting.append(request)
         self._wake.set()
         try:
@@ -149,13 +166,12 @@ class InferenceQueue:
                     request.answer.set_exception(answer)
 
     def _next_batch(self) -> list[Waiting]:
-        """Take the oldest requests that still wait: those that share the noise together, others alone."""
+        """Take the oldest request that still waits, and those that go with it."""
         self._waiting = [request for request in self._waiting if not request.answer.done()]
         if not self._waiting:
             return []
-        if self._waiting[0].generator is not None:
-            return [self._waiting.pop(0)]
-        chosen = [request for request in self._waiting if request.generator is None][: self.maximum_batch]
+        oldest = self._waiting[0]
+        chosen = [request for request in self._waiting if request.goes_with(oldest)][: self.maximum_batch]
         taken = set(chosen)
         self._waiting = [request for request in self._waiting if request not in taken]
         return chosen
@@ -175,9 +191,7 @@ class InferenceQueue:
         joined = {key: np.concatenate([item[key] for item in observations]) for key in observations[0]}
         joined[TASK] = np.array([str(item[TASK][0]) for item in observations])
         with torch.no_grad():
-            seen = to_tensors(joined, generator.device)
-            decision = self.policy.act(seen, generator, deterministic=self.deterministic)
-        actions: Tensor = decision.actions
+            actions = self._decided(to_tensors(joined, generator.device), generator, [item.left for item in batch])
         if len(actions) != len(batch):
             raise ServingError(f"The policy answered {len(actions)} action chunk(s) to {len(batch)} observation(s).")
         if not bool(actions.isfinite().all()):
@@ -185,6 +199,17 @@ class InferenceQueue:
         values = actions.float().cpu().numpy()
         seconds = time.perf_counter() - started
         return [Answer(row, seconds) for row in values]
+
+    def _decided(
+        self, observation: TensorObservation, generator: torch.Generator, left: Sequence[Left | None]
+    ) -> Tensor:
+        """Return the chunks [B, C, A], or plans [B, P, A] that follow on from those that are left."""
+        plans = [each for each in left if each is not None]
+        if not plans:
+            return self.policy.act(observation, generator, deterministic=self.deterministic).actions
+        assert self.plans is not None and isinstance(self.policy, PredictsAhead)
+        now = underway(plans, self.policy.spec.chunk, generator.device)
+        return self.plans(self.policy, observation, generator, now, deterministic=self.deterministic)
 
 
 class _Thread:

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from robopolicy.core.structured import REGISTRY
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,13 @@ class ServerConfig:
     """Seconds after which a request is given up."""
     stall: float = 10.0
     """Seconds after which a policy that computes counts as hanging: /livez then answers 503."""
+    chunking: str = field(default="synchronous", metadata={REGISTRY: "robopolicy.inference.chunkings:CHUNKINGS"})
+    """How plans follow on from the one that a robot is executing: not (synchronous), or around what is left of it (rtc,
+    trained_rtc, lerobot_rtc, ensembling, bidirectional). For robots that say what is left, as `drive` does; others get
+    chunks. Needs a policy whose prediction_steps go beyond its chunk.
+    """
+    chunking_options: dict[str, Any] = field(default_factory=dict)
+    """Its own settings, such as serve.chunking_options.max_guidance_weight=10."""
     session_expiry: float = 600.0
     """Seconds after which the history of a robot that asks for nothing is forgotten."""
     with_parent: bool = False
@@ -45,6 +54,8 @@ class RobotSettings:
     """Ask for the next chunk when so many steps are left, where the server is slower than half a step: acting on what
     was seen so many steps ago costs success.
     """
+    latency_steps: int = 0
+    """Control steps that every answer is held back, an episode's first excepted: how a slower server would do."""
     blend: int = 0
     """Over so many steps a new chunk takes over from the old one."""
     hold: Literal["zero", "last"] = "zero"

@@ -12,6 +12,7 @@ from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import TASK, Field, Observation, require_fields
 from robopolicy.core.world import Rows, World
+from robopolicy.serving.clock import Clock, latency_figures
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.driver import ActionLimits, Driver, Hold, Requests, Server, described_policy
 
@@ -30,16 +31,16 @@ def drive(
 
     robot: see `RobotSettings`, and `Driver` for what it means; rate: control steps per second in real time, in which a
     robot without an action holds still; 0 for as fast as possible, where the world stands still while the server
-    answers. Returns episodes, successes, steps, requests, wall_seconds, rate, prefetch, held, clipped and stale (see
-    `Driver`), failures, deadline_misses (control steps that came more than a tenth of a period late) and latency_ms
-    {p50, p90, p99, max} of the requests. Every request carries the history the policy wants, taken at the control rate.
+    answers. Returns episodes, successes, steps, requests, wall_seconds, rate, prefetch, latency_steps, held, clipped
+    and stale (see `Driver`), failures, deadline_misses (control steps that came more than a tenth of a period late) and
+    latency_ms {p50, p90, p99, max} of the requests. Every request carries the history the policy wants, taken at the
+    control rate.
     Raises SpecError, ConfigError, ServingError (world and policy do not fit, or the server fails for longer than
-    patience) and NonFiniteError (an action that must not reach a
-    robot).
+    patience) and NonFiniteError (an action that must not reach a robot).
     """
     seeds = np.asarray(seeds, dtype=np.int64)
     _check(world, client.metadata)
-    clock = _Clock(rate)
+    clock = Clock(rate)
     robots = _Robots(world, client, robot, clock)
     successes = steps = 0
     started = time.perf_counter()
@@ -52,53 +53,26 @@ def drive(
                 advance(len(part), f"{successes}/{first + len(part)} succeeded")
     finally:
         robots.close()
-    latency, counts = np.array(robots.requests.latencies) * 1e3, robots.counts
+    counts = robots.counts
     return {
         "episodes": len(seeds),
         "successes": successes,
         "steps": steps,
-        "requests": len(latency),
+        "requests": len(robots.requests.latencies),
         "wall_seconds": time.perf_counter() - started,
         "rate": rate,
         "prefetch": robot.prefetch,
+        "latency_steps": robot.latency_steps,
         **{name: counts[name] for name in ("held", "clipped", "stale", "failures")},
         "deadline_misses": clock.misses,
-        "latency_ms": {
-            **{f"p{level}": float(np.percentile(latency, level)) for level in (50, 90, 99)},
-            "max": float(latency.max()),
-        },
+        "latency_ms": latency_figures(robots.requests.latencies),
     }
-
-
-class _Clock:
-    """Paces control steps; a step that is late is counted and shifts the following ones."""
-
-    def __init__(self, rate: float):
-        self.period = 1.0 / rate if rate > 0 else 0.0
-        self.misses = 0
-        self._next: float | None = None
-
-    def start(self) -> None:
-        """Begin an episode: its first control step is due whenever it is ready."""
-        self._next = None
-
-    def wait(self) -> None:
-        """Sleep until the next control step is due, or count it as late."""
-        now = time.perf_counter()
-        if self._next is None:
-            self._next = now
-        if self.period and now > self._next + 0.1 * self.period:
-            self.misses += 1
-            self._next = now
-        elif self._next > now:
-            time.sleep(self._next - now)
-        self._next += self.period
 
 
 class _Robots:
     """The rows of a world, each with a driver, as an actor that gives out single control steps."""
 
-    def __init__(self, world: World, client: Server, settings: RobotSettings, clock: _Clock):
+    def __init__(self, world: World, client: Server, settings: RobotSettings, clock: Clock):
         self.world, self.clock, self.patience = world, clock, settings.patience
         self.requests = Requests(client)
         self.drivers = [
@@ -107,6 +81,7 @@ class _Robots:
                 hold=_hold(settings.hold, world.spec.action.shape),
                 limits=ActionLimits(change=settings.change),
                 prefetch=settings.prefetch,
+                latency_steps=settings.latency_steps,
                 blend=settings.blend,
                 max_age=settings.max_age,
                 patience=settings.patience,

@@ -6,14 +6,16 @@
             robot.send(driver.step(robot.observe()))    # {field: frame} -> action [A]
 
 The robot never misses its next step for the network: it waits for an answer for half a control step at most, chunks may
-be asked for ahead, an answer is cut by the steps that have passed since its observation, and where no action is left
-that is young enough, the robot holds still. Whatever comes is clipped to
-the policy's bounds and to the robot's own, and counted. A server that fails is asked again, later and later; `error`
-and `away` say what is wrong and for how long. Axes: C chunk step, A action dimension (any shape).
+be asked for ahead, an answer is cut by the steps that the robot has acted since its observation (those that it held
+still have used up nothing), and where no action is left that is young enough, the robot holds still. A server that
+offers a chunking other than synchronous (real-time chunking) is told what is left of the plan underway. Whatever comes
+is clipped to the policy's bounds and to the robot's own, and counted. A server that fails is asked again, later and
+later; `error` and `away` say what is wrong and for how long. Axes: C chunk step, P predicted step, A action dimension
+(any shape).
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -26,6 +28,7 @@ from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError
 from robopolicy.core.history import begin, move
 from robopolicy.core.spec import TASK
 from robopolicy.serving.client import RefusedError
+from robopolicy.serving.protocol import DELAY, PLAN
 
 BACK_OFF = 0.1, 5.0
 """Seconds before a server that failed is asked again: at first, and at most; doubled in between."""
@@ -34,6 +37,9 @@ type Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]
 
 LONGEST_HISTORY = 1000
 """Frames; a server that asks for more describes no policy."""
+
+REMEMBERED_DELAYS = 10
+"""Of the last answers, whose greatest delay is expected of the next one."""
 
 
 class Server(Protocol):
@@ -101,8 +107,10 @@ class Driver:
     hold: the action that keeps the robot still, [A], or a function (newest frames by field, last action or None) that
     returns it (for robots that are told positions: `lambda frames, last: frames["observation.state"]`). limits: the
     robot's own. prefetch: the next chunk is asked for when so many steps are left (a policy then acts on what was seen
-    so many steps ago, which costs success: only where the server is slower than `grace`). grace: seconds that a step
-    may wait for its action, half a control step for None. blend: over so many steps a new
+    so many steps ago, which costs success: only where the server is slower than `grace`); of a server that offers
+    chunking it is asked for as soon as a chunk has been executed of the plan, which reaches further. grace: seconds
+    that a step may wait for its action, half a control step for None. latency_steps: control steps that an answer is
+    held back after its observation, to simulate a slow one; an episode's first is not. blend: over so many steps a new
     chunk takes over from the old one. max_age: seconds after which an observation is too old to act on (None: as long
     as two chunks take). patience: seconds that an episode's first chunk is waited for. wait: wait for every chunk, in a
     simulator that stands still meanwhile. requests: shared with other drivers of the same connection. counts: how many
@@ -119,6 +127,7 @@ class Driver:
         limits: ActionLimits | None = None,
         prefetch: int = 0,
         grace: float | None = None,
+        latency_steps: int = 0,
         blend: int = 0,
         max_age: float | None = None,
         patience: float = 5.0,
@@ -129,8 +138,14 @@ class Driver:
         described = described_policy(client.metadata)
         if not 0 <= prefetch < described.chunk:
             raise ConfigError(f"prefetch is between 0 and {described.chunk - 1}, chunks have {described.chunk} steps.")
+        if latency_steps < 0:
+            raise ConfigError(f"latency_steps is {latency_steps}: an answer takes 0 control steps or more.")
         self.policy, self.hold, self.limits = described, hold, limits or ActionLimits()
         self.prefetch, self.blend, self.wait, self.patience = prefetch, blend, wait, patience
+        if described.overlap:
+            self.prefetch = described.overlap
+        self.latency_steps = latency_steps
+        self._delays = deque([latency_steps], REMEMBERED_DELAYS)
         self.grace = 0.5 / described.fps if grace is None else grace
         self.max_age = 2 * described.chunk / described.fps if max_age is None else max_age
         self.counts: Counter[str] = Counter()
@@ -148,7 +163,7 @@ class Driver:
         self._chunk = np.zeros((0, *self.policy.shape))
         self._begins, self._seen = 0, 0.0
         self._request: Future[np.ndarray] | None = None
-        self._asked: tuple[int, float] = (0, 0.0)
+        self._asked, self._held = _Asked(0, 0.0, 0), 0
         self._last: np.ndarray | None = None
 
     def close(self) -> None:
@@ -192,6 +207,8 @@ class Driver:
         self._take_answer()
         if self._begins + len(self._chunk) - self._step <= self.prefetch:
             self._ask()
+            if self.wait:
+                self._take_answer()
 
     def act(self) -> np.ndarray:
         """Return the action [A] of this control step, within all limits."""
@@ -201,6 +218,7 @@ class Driver:
         self.counts["steps"] += 1
         if action is None:
             self.counts["held"] += 1
+            self._held += 1
             frames = {key: value[0, -1] for key, value in self._frames.items()}
             action = self.hold(frames, self._last) if callable(self.hold) else self.hold
         self._step, self._first = self._step + 1, False
@@ -212,14 +230,24 @@ class Driver:
             message: dict[str, Any] = {key: value[0] for key, value in self._frames.items()}
             if self._task is not None:
                 message[TASK] = self._task
-            self._request, self._asked = self._requests.ask(message), (self._step, self._clock())
+            if self.policy.overlap:
+                left = self._chunk[max(self._step - self._begins, 0) :]
+                left = left[:0] if self._too_old(self._seen) else left
+                message |= {PLAN: left.astype(np.float32), DELAY: min(max(self._delays), len(left))}
+            self._request = self._requests.ask(message)
+            self._asked = _Asked(self._step, self._clock(), self._held)
 
     def _take_answer(self) -> None:
         """Put an answer that has come in the place of the chunk before."""
-        if self._request is None or not self._request.done():
+        if self._request is None or self._comes_later():
+            return
+        if self.wait:
+            wait_for([self._request], timeout=self.patience)
+        if not self._request.done():
             return
         request, self._request = self._request, None
-        begins, seen = self._asked
+        asked = self._asked
+        begins, seen = asked.step + self._held - asked.held, asked.seen
         try:
             chunk = request.result()
             if chunk.shape[1:] != self.policy.shape:
@@ -233,6 +261,7 @@ class Driver:
             self._back_off = min(2 * self._back_off, BACK_OFF[1])
             return
         self.error, self._answered, self._back_off = None, self._clock(), BACK_OFF[0]
+        self._delays.append(self._step - asked.step if self.wait else round((self._clock() - seen) * self.policy.fps))
         if begins + len(chunk) <= self._step or self._too_old(seen):
             self.counts["stale"] += 1
             return
@@ -253,6 +282,10 @@ class Driver:
         place = self._step - self._begins
         return self._chunk[place] if place < len(self._chunk) and not self._too_old(self._seen) else None
 
+    def _comes_later(self) -> bool:
+        """Whether an answer that is there is held back, because a slower one is simulated."""
+        return not self._first and self._step < self._asked.step + self.latency_steps
+
     def _too_old(self, seen: float) -> bool:
         return not self.wait and self._clock() - seen > self.max_age
 
@@ -261,6 +294,8 @@ class Driver:
         until = self._clock() + seconds
         while (action := self._planned()) is None and self._clock() < until and not self.hopeless:
             self._ask()
+            if self._comes_later():
+                break
             if self._request is None:
                 time.sleep(0.01)
             else:
@@ -287,12 +322,26 @@ class Driver:
 
 
 @dataclass(frozen=True)
+class _Asked:
+    """When a question was asked: the control step, the seconds, and how many steps had been held still before."""
+
+    step: int
+    seen: float
+    held: int
+
+
+@dataclass(frozen=True)
 class DescribedPolicy:
-    """A served policy, as its server describes it. fields: what it reads; shape, low, high: of an action [A]."""
+    """A served policy, as its server describes it.
+
+    fields: what it reads; overlap: steps by which its plans reach beyond a chunk where the server offers a chunking
+    that follows on from the plan underway, else 0; shape, low, high: of an action [A].
+    """
 
     fields: tuple[str, ...]
     history: int
     chunk: int
+    overlap: int
     fps: float
     shape: tuple[int, ...]
     low: np.ndarray
@@ -312,8 +361,10 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
             for name, default in (("low", -np.inf), ("high", np.inf))
         ]
         history, chunk, fps = int(metadata["history"]), int(metadata["chunk"]), float(metadata.get("fps", 10.0))
+        overlap = int(metadata["prediction"]) - chunk if metadata.get("chunking") else 0
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ServingError(f"The server describes its policy in a form that makes no sense ({error}).") from error
-    if not (1 <= history <= LONGEST_HISTORY and 1 <= chunk <= LONGEST_HISTORY and 0 < fps < 1e4):
+    sizes = 1 <= history <= LONGEST_HISTORY and 1 <= chunk <= LONGEST_HISTORY and 0 <= overlap <= LONGEST_HISTORY
+    if not (sizes and 0 < fps < 1e4):
         raise ServingError(f"The server describes no policy: history {history}, chunk {chunk}, {fps} steps a second.")
-    return DescribedPolicy(tuple(metadata["observation"]), history, chunk, fps, shape, bounds[0], bounds[1])
+    return DescribedPolicy(tuple(metadata["observation"]), history, chunk, overlap, fps, shape, bounds[0], bounds[1])

@@ -30,6 +30,14 @@ REQUEST = "robopolicy.request"
 """Integer in a request, another one every time: the answer then holds under it the `fingerprint` of the request as it
 arrived, and is `sealed`. Nothing else tells an answer to this request from one to another, or from a damaged one."""
 
+PLAN = "robopolicy.plan"
+"""Array [n, A] in a request to a server whose metadata names a `chunking`: the actions that this robot goes on with,
+the first in the step of this observation, none of them ([0, A]) as an episode begins. The answer is then a whole plan
+[P, A] that follows on from them."""
+
+DELAY = "robopolicy.delay"
+"""Integer beside a plan, 0 to n: how many of its actions will have been executed when the answer is there."""
+
 CHECK = "robopolicy.check"
 """Last key of a sealed message: the CRC-32 of all bytes before the value, which has four."""
 

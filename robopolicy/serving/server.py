@@ -36,6 +36,7 @@ from robopolicy.core.origin import origin_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
+from robopolicy.inference.chunking import Plans, plans_of
 from robopolicy.serving.batching import Answer, BusyError, InferenceQueue
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.connections import Door, LimitedConnection, address_of
@@ -44,6 +45,7 @@ from robopolicy.serving.log import Log, log_to_stderr
 from robopolicy.serving.metrics import Metrics
 from robopolicy.serving.protocol import REQUEST, RESET, SEED, fingerprint, pack, sealed, unpack
 from robopolicy.serving.sessions import Sessions
+from robopolicy.serving.underway import Left
 
 LARGE = 64 * 1024
 """Bytes of a message that is decoded off the event loop."""
@@ -128,6 +130,7 @@ class PolicyServer:
         self.limits = settings.limits or Limits.of(policy.spec)
         self.metrics, self.log, self.door = Metrics(), Log(), Door(self.limits)
         self.device = settings.device or _device(policy)
+        self.plans: Plans | None = plans_of(policy, settings.chunking, settings.chunking_options)
         self.sessions = Sessions(policy.spec, self.limits, settings.rename, settings.session_expiry)
         self.queue = InferenceQueue(
             policy,
@@ -138,6 +141,7 @@ class PolicyServer:
             stall=settings.stall,
             deterministic=settings.deterministic,
             on_batch=self._count_batch,
+            plans=self.plans,
         )
         self._numbers = itertools.count(1)
 
@@ -256,8 +260,9 @@ class PolicyServer:
             await connection.close(code, f"{kind}; the text message before this says what")
 
     def metadata(self) -> dict[str, Any]:
-        """Return what a client learns on connecting: fields, history, chunk, rate, instructions, names it may use, and
-        the world that the policy was trained in, None where it is not known.
+        """Return what a client learns on connecting: fields, history, chunk, how far plans reach and how they follow on
+        from others, rate, instructions, names it may use, and the world that the policy was trained in, None where it
+        is not known.
         """
         spec, origin = self.policy.spec, origin_of(self.policy)
         return {
@@ -266,6 +271,8 @@ class PolicyServer:
             "action": spec.action.to_json(),
             "history": spec.history,
             "chunk": spec.chunk,
+            "prediction": spec.prediction,
+            "chunking": "" if self.plans is None else self.settings.chunking,
             "fps": spec.fps,
             "instructions": list(spec.instructions),
             "rename": dict(self.settings.rename),
@@ -335,13 +342,14 @@ class _Conversation:
                 session.reset()
                 if not request:
                     return _settled(_packed({RESET: True}, asked))
+            left = session.take_left(request, self.server.plans is not None)
             observation = await asyncio.to_thread(session.observe, request) if large else session.observe(request)
         except RobopolicyError as error:  # its trace and its cause hold the message until the collector comes by
             error.__cause__ = error.__context__ = None
             return _settled(error.with_traceback(None))
         except Exception as error:
             return _settled(error)
-        return asyncio.create_task(self._answer(observation, session.generator, arrived, asked))
+        return asyncio.create_task(self._answer(observation, left, session.generator, arrived, asked))
 
     def _unpacked(self, message: bytes) -> dict[Any, Any]:
         request = unpack(message, self.server.limits)
@@ -352,10 +360,15 @@ class _Conversation:
         return request
 
     async def _answer(
-        self, observation: Observation, generator: torch.Generator | None, arrived: float, request: int | None
+        self,
+        observation: Observation,
+        left: Left | None,
+        generator: torch.Generator | None,
+        arrived: float,
+        request: int | None,
     ) -> bytes:
         asked = time.perf_counter()
-        answer: Answer = await self.server.queue.infer(observation, generator)
+        answer: Answer = await self.server.queue.infer(observation, generator, left)
         timing: dict[str, float] = {"infer_ms": 1e3 * (time.perf_counter() - asked)}
         if self._previous is not None:
             timing["prev_total_ms"] = 1e3 * self._previous

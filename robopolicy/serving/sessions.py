@@ -10,14 +10,39 @@ from robopolicy.core.errors import SpecError
 from robopolicy.core.policy import PolicySpec
 from robopolicy.serving.inputs import Session
 from robopolicy.serving.limits import Limits
-from robopolicy.serving.protocol import SEED, SESSION
+from robopolicy.serving.protocol import PLAN, SEED, SESSION
+from robopolicy.serving.underway import Left, taken
 
 
 class RobotSession(Session):
-    """One robot's history; generator: its own noise where it asked for a seed, else None; used: when it asked last."""
+    """One robot's history; generator: its own noise where it asked for a seed, else None; used: when it asked last;
+    plans: how many plans its episode has had.
+    """
 
     generator: torch.Generator | None = None
     used: float = 0.0
+    plans: int = 0
+
+    def reset(self) -> None:
+        """Forget the history and the plans: the next frame begins an episode."""
+        super().reset()
+        self.plans = 0
+
+    def take_left(self, request: dict[Any, Any], offered: bool) -> Left | None:
+        """Take out of a request what is left of the robot's plan, None where it says nothing of it.
+
+        offered: whether plans follow on from others here. Raises SpecError where they do not, and as `taken`.
+        """
+        left = taken(request, self.spec, self.plans)
+        if left is None:
+            return None
+        if not offered:
+            raise SpecError(
+                f"'{PLAN}' is for servers that offer a chunking, and this one does not: start it with "
+                "serve.chunking=rtc, or send observations alone."
+            )
+        self.plans = left.decisions + 1
+        return left
 
     def seed(self, value: Any, device: torch.device) -> None:
         """Draw noise from a generator of its own from here on. Raises SpecError unless `value` is an integer."""

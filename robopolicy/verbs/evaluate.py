@@ -10,17 +10,15 @@ scores returns between what uniform actions and the expert earn.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.table import Table
 
-from robopolicy.build import as_seen_in, build_world, choose_device, load_acting, load_policy, with_planning
+from robopolicy.build import as_seen_in, build_world, choose_device, load_acting, with_planning
 from robopolicy.configuration import Config
 from robopolicy.configuration.evaluate import EvaluateSection
-from robopolicy.configuration.inference import AUTO
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
@@ -101,15 +99,6 @@ def judge(
     return Verdict(result(True), result(False), smoothness)
 
 
-def loaded(config: Config, path: Path, device: torch.device) -> Policy:
-    """Return the policy at `path`, fast where that is known and possible.
-
-    An engine says what is executed and nothing beyond it, which plans that overlap need: they are made as trained.
-    """
-    overlapping = config.evaluate.chunking != SYNCHRONOUS and config.inference.engine == AUTO
-    return load_policy(path, device) if overlapping else load_acting(config.inference, path, device)
-
-
 def delayed(section: EvaluateSection, policy: Policy) -> tuple[Policy, Callable[[], SmoothnessMeter] | None]:
     """Return `policy` as it acts with the section's delay, and what measures its smoothness where that matters."""
     delay = Delay(section.latency_steps, section.hold, section.positions)
@@ -160,7 +149,11 @@ def run(config: Config) -> int:
     paths = {"base": section.base, "policy": section.policy} if section.base else {"policy": section.policy}
     if config.plan.model is not None and section.base is None:
         paths = {UNPLANNED: section.policy, **paths}
-    policies = {name: loaded(config, path, device) for name, path in paths.items() if path is not None}
+    policies = {
+        name: load_acting(config.inference, path, device, section.chunking)
+        for name, path in paths.items()
+        if path is not None
+    }
     policies["policy"] = with_planning(config.plan, policies["policy"], device)
     seeds = evaluation_seeds(config, section.episodes)
     anchors = None if section.anchors is None else read_anchors(section.anchors)

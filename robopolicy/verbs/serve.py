@@ -1,9 +1,10 @@
 """Serves a policy to robots: openpi's websocket protocol, /healthz and /metrics, on loopback unless told otherwise.
 
 Any openpi client can connect; images of other sizes are resized. plan.model=CHECKPOINT makes the policy look ahead in a
-world model before it answers; inference.engine= says who computes its decisions (robopolicy optimize). To listen beyond
-loopback set serve.host and serve.api_key (or ROBOPOLICY_API_KEY), and a certificate. What happens is logged on standard
-error, a line of JSON an event; /livez, /readyz and /metrics say how the server is.
+world model before it answers; inference.engine= says who computes its decisions (robopolicy optimize);
+serve.chunking=rtc lets plans follow on from those that robots are executing. To listen beyond loopback set serve.host
+and serve.api_key (or ROBOPOLICY_API_KEY), and a certificate. What happens is logged on standard error, a line of JSON
+an event; /livez, /readyz and /metrics say how the server is.
 """
 
 import os
@@ -12,6 +13,7 @@ from robopolicy.build import choose_device, load_acting, with_planning
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.structured import narrowed
+from robopolicy.inference.chunkings import CHUNKINGS
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.server import ServerSettings, serve
 from robopolicy.verbs.verb import Verb
@@ -29,8 +31,10 @@ def run(config: Config) -> int:
     section = config.serve
     if section.policy is None:
         raise ConfigError("Which policy? Write: robopolicy serve CHECKPOINT")
+    CHUNKINGS.path(section.chunking)
     device = choose_device(config.run)
-    policy = with_planning(config.plan, load_acting(config.inference, section.policy, device), device)
+    loaded = load_acting(config.inference, section.policy, device, section.chunking)
+    policy = with_planning(config.plan, loaded, device)
     key = section.api_key or os.environ.get("ROBOPOLICY_API_KEY", "")
 
     def announce(port: int) -> None:

@@ -8,6 +8,8 @@ import torch
 
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from robopolicy.policies.configuration import PolicyKind
 from robopolicy.serving.limits import Limits
 from robopolicy.serving.server import PolicyServer, ServerSettings, serve
 
@@ -80,7 +82,14 @@ class Steady:
     def reset(self, rows=None): ...
 
 
+def ahead():
+    """A flow of two-dimensional actions that predicts eight steps and executes four."""
+    config = DenoisingPolicyConfig(kind=PolicyKind.FLOW, width=32, sampling_steps=4, chunk=4, prediction_steps=8)
+    return DenoisingPolicy(config, {STATE: Field((2,))}, Field((2,), low=-1.0, high=1.0), fps=20.0)
+
+
 POLICIES = {
+    "ahead": ahead,
     "steady": Steady,
     "echo": Echo,
     "odd": Odd,
@@ -93,8 +102,9 @@ PLAIN = {
     "locked": ("echo", {"api_key": KEY}),
     "slow": ("slow", {"keepalive": KEEPALIVE}),
     "steady": ("steady", {}),
+    "going_on": ("ahead", {"chunking": "rtc", "chunking_options": {"max_guidance_weight": 4.0}}),
 }
-"""A quick policy, the same behind a key, a slow one, and one whose actions are known."""
+"""A quick policy, the same behind a key, a slow one, one whose actions are known, and one whose plans follow on."""
 
 
 def run_servers(pipe, wanted: dict[str, tuple[str, dict]]) -> None:

@@ -62,18 +62,21 @@ def see(value=0.0):
     return {STATE: np.array([value])}
 
 
-def test_a_chunk_is_cut_by_the_steps_that_have_passed_and_the_next_is_asked_for_ahead():
+def test_a_chunk_is_cut_by_the_steps_that_were_acted_and_the_next_is_asked_for_ahead():
     server = Scripted()
     driver, _ = make(server, prefetch=2)
     assert driver.step(see(0)) == STILL  # nothing has come yet
     assert driver.step(see(1)) == STILL
-    server.say(driver, [0.1, 0.2, 0.3, 0.4])  # for the observation of step 0
-    assert driver.step(see(2)) == pytest.approx(0.3)
-    assert driver._asked[0] == 2  # two steps were left, one of them taken now
-    assert driver.step(see(3)) == pytest.approx(0.4)
-    server.say(driver, [0.5, 0.6, 0.7, 0.8])  # for that of step 2
-    assert driver.step(see(4)) == pytest.approx(0.7)
-    assert driver.counts == {"steps": 5, "held": 2, "clipped": 0}
+    server.say(driver, [0.1, 0.2, 0.3, 0.4])  # for the observation of step 0, and the robot has not moved since
+    assert driver.step(see(2)) == pytest.approx(0.1)
+    assert driver.step(see(3)) == pytest.approx(0.2)
+    assert driver.step(see(4)) == pytest.approx(0.3)
+    assert driver._asked.step == 4  # two steps were left, one of them taken now
+    assert driver.step(see(5)) == pytest.approx(0.4)
+    assert driver.step(see(6)) == STILL
+    server.say(driver, [0.5, 0.6, 0.7, 0.8])  # for that of step 4, since when it has acted twice
+    assert driver.step(see(7)) == pytest.approx(0.7)
+    assert driver.counts == {"steps": 8, "held": 3, "clipped": 0}
 
 
 def test_an_answer_that_is_too_old_is_thrown_away_and_so_is_the_rest_of_an_old_chunk():
@@ -96,8 +99,8 @@ def test_actions_are_clipped_to_the_policys_bounds_and_the_robots_own():
     driver, _ = make(server, limits=keep_out, prefetch=0)
     driver.step(see())
     server.say(driver, [9e9, 1000.0, -1000.0, 0.2])
-    assert [float(driver.step(see())[0]) for _ in range(3)] == pytest.approx([0.4, 0.1, 0.2])
-    assert driver.counts["clipped"] == 2
+    assert [float(driver.step(see())[0]) for _ in range(4)] == pytest.approx([0.4, 0.4, 0.1, 0.2])
+    assert driver.counts["clipped"] == 3
     wide, _ = make(Scripted(), limits=ActionLimits(low=-5.0, high=5.0))
     assert wide._limited(np.array([3.0])) == 1.0
 
@@ -107,7 +110,7 @@ def test_a_new_chunk_leads_over_from_the_old_one():
     driver, _ = make(server, prefetch=3, blend=2)
     driver.step(see())
     server.say(driver, [0.0, 0.0, 0.0, 0.0])
-    assert driver.step(see()) == 0.0
+    assert driver.step(see()) == driver.step(see()) == 0.0
     server.say(driver, [0.9, 0.9, 0.9, 0.9])
     assert [float(driver.step(see())[0]) for _ in range(3)] == pytest.approx([0.3, 0.6, 0.9])
 
@@ -150,9 +153,10 @@ def test_the_whole_history_goes_with_every_request_so_a_restarted_server_misses_
     for value in (1.0, 2.0):
         driver.step(see(value))
     server.say(driver, [0.0] * 4)
-    driver.step(see(3.0))
+    for value in (3.0, 4.0):
+        driver.step(see(value))
     server.say(driver, [0.0] * 4)
-    assert server.asked[-1].ravel().tolist() == [1.0, 2.0, 3.0]
+    assert server.asked[-1].ravel().tolist() == [2.0, 3.0, 4.0]
     driver.step(see(4.0))
     driver.reset()
     server.say(driver, [0.5] * 4)  # belongs to the episode before

@@ -23,7 +23,7 @@ import robopolicy.serving
 from robopolicy.core.errors import ServingError
 from robopolicy.core.spec import STATE
 from robopolicy.serving.client import PolicyClient
-from robopolicy.serving.protocol import SESSION, pack, unpack
+from robopolicy.serving.protocol import DELAY, PLAN, SEED, SESSION, pack, unpack
 from robopolicy.serving.server import ServerSettings, serve
 
 
@@ -91,6 +91,22 @@ def test_sessions_keep_their_own_history(ports):
         client.infer(observation(2.0, **{SESSION: "right"}))
         answer = client.infer(observation(3.0, **{SESSION: "left"}))
         assert answer["actions"][:2, 0].tolist() == [3.0, 1.0]
+
+
+def test_a_plan_follows_on_from_the_one_that_the_robot_executes(ports):
+    state = {STATE: np.zeros(2)}
+    with PolicyClient(port=ports["going_on"]) as client:
+        assert (client.metadata["chunking"], client.metadata["prediction"]) == ("rtc", 8)
+        assert client.infer(state)["actions"].shape == (4, 2)  # whoever says nothing of a plan gets chunks
+        plan = client.infer({**state, PLAN: np.zeros((0, 2)), DELAY: 0, SEED: 1})["actions"]
+        left = np.full((4, 2), 0.5)
+        bound = client.infer({**state, PLAN: left, DELAY: 3, SEED: 1})["actions"]
+        assert plan.shape == bound.shape == (8, 2)
+        assert np.abs(bound[:3] - 0.5).mean() < 0.5 * np.abs(plan[:3] - 0.5).mean()
+    with PolicyClient(port=ports["going_on"]) as client, pytest.raises(ServingError, match="from 0 to 4"):
+        client.infer({**state, PLAN: left, DELAY: 5})
+    with PolicyClient(port=ports["steady"]) as client, pytest.raises(ServingError, match=r"serve\.chunking=rtc"):
+        client.infer({**state, PLAN: left, DELAY: 0})
 
 
 def test_health_metrics_and_key(ports):
