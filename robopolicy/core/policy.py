@@ -139,6 +139,15 @@ class Trainable(Module, ScoredPolicy, Protocol):
 
 
 @runtime_checkable
+class BecomesTrainable(Protocol):
+    """A policy that only acts, of which a `Trainable` can be made that decides alike."""
+
+    def to_trainable(self) -> Trainable:
+        """Return it; raises ConfigError, saying why, where that cannot be."""
+        ...
+
+
+@runtime_checkable
 class Resumes(Protocol):
     """A policy that can resume a partly generated decision, for tree search in denoising chains or token sequences."""
 
@@ -281,7 +290,9 @@ def missing_members(policy: object, level: type) -> tuple[str, ...]:
 
 
 def require_trainable(policy: Policy) -> Trainable:
-    """Return `policy`, typed as `Trainable`; raises ConfigError naming the members that it lacks."""
+    """Return `policy`, or what it becomes, as `Trainable`; raises ConfigError naming the members that it lacks."""
+    if isinstance(policy, BecomesTrainable):
+        return policy.to_trainable()
     missing = missing_members(policy, Trainable)
     if missing:
         raise ConfigError(

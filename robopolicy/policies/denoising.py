@@ -6,7 +6,6 @@ by the network that is fine-tuned (DPPO, arXiv:2409.00588). Latents live in norm
 averaged copy inside, so `act` and `log_prob` always run the same function.
 """
 
-import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError
-from robopolicy.core.policy import Decision, Scores, TensorObservation, is_condition
+from robopolicy.core.policy import Decision, Scores, TakesAdapters, TensorObservation, is_condition
 from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
@@ -24,6 +23,7 @@ from robopolicy.nn.prefix import given_steps, with_prefix
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.fields import select_fields
+from robopolicy.policies.latents import OwnLatents, executed_part, size_of_latents
 from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, noisy_actions, reduce_logp
 from robopolicy.policies.network import (
     ChunkNetwork,
@@ -35,6 +35,7 @@ from robopolicy.policies.network import (
     Steps,
     check_condition,
     check_network,
+    frozen_base,
     learns_noise,
     rows_in,
     steps_of,
@@ -92,7 +93,10 @@ class DenoisingPolicy(nn.Module):
                 network = ChunkNetwork(config, self.fields, action.size, self.instructions)
         check_network(network, config)
         self.network: DenoisingNetwork = network
+        self.part = executed_part(network, config, action.size)
+        self.latent_size = size_of_latents(network, action.size)
         self.base: DenoisingNetwork | None = None
+        self._prepared = False
         self.finetuned_steps = self.schedule.steps
         self._train_encoder = True
         self._encoder_learns = any(weight.requires_grad for weight in network.encoder_parameters())
@@ -109,7 +113,7 @@ class DenoisingPolicy(nn.Module):
             action=self.action,
             history=self.config.history,
             chunk=self.config.chunk,
-            prediction=self.config.prediction_steps,
+            prediction=self.config.prediction_steps - self.part.first,
             scored_steps=self.config.matching_samples if self.scored_by_matching else self.finetuned_steps,
             fps=self.fps,
             instructions=self.instructions,
@@ -118,7 +122,7 @@ class DenoisingPolicy(nn.Module):
     @property
     def finetuning(self) -> dict[str, Any] | None:
         """The arguments of `prepare_finetuning`, None before it was called."""
-        if self.base is None:
+        if not self._prepared:
             return None
         return {"steps": self.finetuned_steps, "train_encoder": self._train_encoder}
 
@@ -186,7 +190,7 @@ class DenoisingPolicy(nn.Module):
         corrects each prediction on its way). Raises as `act` does.
         """
         chain, _ = self._chain(observation, self.encode(observation), generator, deterministic, guided=guided)
-        return self.to_predictions(chain.final)
+        return self.to_predictions(chain.final[:, self.part.first :])
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """Score recorded chains [N, K'+1, P, A]: logp and entropy [N, K'], reduced over the executed C x A elements.
@@ -198,13 +202,13 @@ class DenoisingPolicy(nn.Module):
         """
         if self.scored_by_matching:
             condition = self._condition(observation, latents)
-            return matching_scores(self.config, self.schedule, self.network, condition, latents)
+            return matching_scores(self.config, self.schedule, self.network, condition, latents, self.part)
         chain = latents["chain"]
-        expected = (self.finetuned_steps + 1, self.config.prediction_steps, self.action.size)
+        expected = (self.finetuned_steps + 1, *self.noise_shape)
         if tuple(chain.shape[1:]) != expected:
             raise SpecError(f"The chain has shape {list(chain.shape)}, this policy's are [N, {str(expected)[1:-1]}].")
         condition = self._condition(observation, latents)
-        return chain_scores(self.config, self.schedule, self.first_step, self.network, condition, latents)
+        return chain_scores(self.config, self.schedule, self.first_step, self.network, condition, latents, self.part)
 
     @property
     def scored_by_matching(self) -> bool:
@@ -228,7 +232,7 @@ class DenoisingPolicy(nn.Module):
     @property
     def noise_shape(self) -> tuple[int, int]:
         """Predicted steps P and size A of the noise that a decision begins with."""
-        return self.config.prediction_steps, self.action.size
+        return self.config.prediction_steps, self.latent_size
 
     def trajectory(self, observation: TensorObservation, noise: Tensor, through: int | None = None) -> Tensor:
         """Return the latents [N, K+1, P, A] of the noise-free chain from noise [N, P, A]; see `DecidesFromNoise`."""
@@ -237,11 +241,12 @@ class DenoisingPolicy(nn.Module):
 
     def to_actions(self, latents: Tensor) -> Tensor:
         """Return what is executed of clean latents [N, P, A], in the world's units and bounds: [N, C, A]."""
-        return self.to_predictions(latents[:, : self.config.chunk])
+        return self.to_predictions(latents[:, self.part.first : self.part.first + self.part.count])
 
     def to_predictions(self, latents: Tensor) -> Tensor:
         """Return what clean latents [N, P, A] stand for, in the world's units and bounds."""
-        return in_range(self.action_normalizer.inverse(latents), self.action_low, self.action_high)
+        own = self.network.to_actions if isinstance(self.network, OwnLatents) else self.action_normalizer.inverse
+        return in_range(own(latents), self.action_low, self.action_high)
 
     def encode(self, observation: TensorObservation) -> Condition:
         """Return what the network makes of observations [N, H, ...]; raises SpecError or NonFiniteError."""
@@ -256,9 +261,10 @@ class DenoisingPolicy(nn.Module):
         """
         observation = batch["observation"]
         self._validate(observation)
-        actions, valid = check_chunks(batch, self.config.prediction_steps, self.action.size)
-        clean = self.action_normalizer(actions.float())
-        level = self.schedule.levels(len(clean), generator).to(clean.device)
+        actions, valid = check_chunks(batch, self.config.prediction_steps - self.part.first, self.action.size)
+        own = self.network if isinstance(self.network, OwnLatents) else None
+        clean = self.action_normalizer(actions.float()) if own is None else own.to_latents(actions.float())
+        level = (self.schedule if own is None else own).levels(len(clean), generator).to(clean.device)
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean.device)
         condition = self.network.encode(observation, generator)
         noisy = self.schedule.corrupt(clean, noise, level)
@@ -268,7 +274,8 @@ class DenoisingPolicy(nn.Module):
             valid = valid & ~given_steps(count.to(valid.device), valid.shape[1])
         times = self.schedule.level_times(level)
         prediction = multiplied(lambda: self.network.denoise(noisy, times, condition), noisy.device)
-        error = (prediction - self.schedule.target(clean, noise, level)).square().mean(-1)
+        wrong = (prediction - self.schedule.target(clean, noise, level))[:, self.part.first :, : self.part.size]
+        error = wrong.square().mean(-1)
         weight = valid.to(error.dtype)
         return {"denoising": (error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)}
 
@@ -282,7 +289,7 @@ class DenoisingPolicy(nn.Module):
 
         Raises ConfigError when a key is missing or fine-tuning has begun (the base would see other inputs).
         """
-        if self.base is not None:
+        if self._prepared:
             raise ConfigError("The normalisers are fixed once fine-tuning has begun: fit them before pre-training.")
         fit_normalizers(self.normalizers(), values)
 
@@ -295,7 +302,7 @@ class DenoisingPolicy(nn.Module):
         among the last K' has a density (an ODE, or K' = 1 of flow-SDE noise).
         """
         total = self.schedule.steps
-        if self.base is not None:
+        if self._prepared:
             if steps not in (None, self.finetuned_steps):
                 raise ConfigError(
                     f"This policy is being fine-tuned in its last {self.finetuned_steps} steps, not {steps}: load the "
@@ -310,12 +317,21 @@ class DenoisingPolicy(nn.Module):
                 f"None of the last {count} steps has noise, so there is nothing to score: fine-tune more steps, "
                 "set flow_noise=constant, or raise eta or min_sampling_std."
             )
-        self.base = copy.deepcopy(self.network).requires_grad_(False)
-        self.finetuned_steps = count
+        self.base = frozen_base(self.network, count < total)
+        self._prepared, self.finetuned_steps = True, count
         self._train_encoder = train_encoder
         if not train_encoder:
             for weight in self.network.encoder_parameters():
                 weight.requires_grad_(False)
+
+    def add_lora(self, rank: int) -> None:
+        """Freeze the weights and train adapters of this rank; ConfigError where the network has none."""
+        network = self.network
+        if not isinstance(network, TakesAdapters):
+            raise ConfigError(f"lora_rank={rank}: {type(network).__name__} has no adapters. Leave lora_rank=0.")
+        network.add_lora(rank)
+        if self.base is not None:
+            self.base = frozen_base(network, True)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The weights that an optimiser may change."""
@@ -355,7 +371,7 @@ class DenoisingPolicy(nn.Module):
         mask = choices(self.schedule, self.first_step, draws, kept)
         logp = torch.zeros(mask.shape, device=actions.device)
         if not deterministic:
-            logp, _ = reduce_logp(self.config, chain.normal, chain.latents[:, 1:], None)
+            logp, _ = reduce_logp(self.config, chain.normal, chain.latents[:, 1:], None, self.part)
         return Decision(actions, latents, logp, mask)
 
     def _chain(
@@ -372,7 +388,7 @@ class DenoisingPolicy(nn.Module):
         batch, device = rows_in(condition), next(iter(condition.values())).device
         draws = draw(
             schedule,
-            (batch, config.prediction_steps, self.action.size),
+            (batch, *self.noise_shape),
             generator,
             device,
             noisy=not deterministic and not self.scored_by_matching,
@@ -380,6 +396,8 @@ class DenoisingPolicy(nn.Module):
             scored=slice(first, None),
             noisy_steps=config.noisy_steps,
         )
+        if draws.steps is not None:
+            draws.steps[..., self.part.size :] = 0.0  # what pads an action explores nothing
         leading, scored = self._steps(observation, condition)
         if guided is not None:
             leading, scored = guided(leading), guided(scored)
@@ -397,7 +415,7 @@ class DenoisingPolicy(nn.Module):
         if deterministic:
             none = torch.zeros(shape, device=device)
             return Decision(actions, latents, none, none.bool())
-        logp = matching_scores(self.config, self.schedule, self.network, condition, latents).logp
+        logp = matching_scores(self.config, self.schedule, self.network, condition, latents, self.part).logp
         return Decision(actions, latents, logp, torch.ones(shape, dtype=torch.bool, device=device))
 
     def _latents(self, chain: Chain, condition: Condition, generator: torch.Generator) -> dict[str, Tensor]:

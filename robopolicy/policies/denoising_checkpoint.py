@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -16,8 +16,20 @@ from robopolicy.policies.network import describe_network, restore_network
 DENOISING_POLICY = "denoising_policy"
 
 
+@runtime_checkable
+class WritesCheckpoint(Protocol):
+    """Optional: a network whose policies are kept in another format than ours."""
+
+    def write_checkpoint(self, policy: DenoisingPolicy, folder: Path) -> None:
+        """Write the policy whose network this is to `folder`, atomically."""
+        ...
+
+
 def save_denoising_policy(policy: DenoisingPolicy, folder: Path) -> None:
     """Write `policy` to `folder`, atomically."""
+    if isinstance(policy.network, WritesCheckpoint):
+        policy.network.write_checkpoint(policy, folder)
+        return
     network = describe_network(policy.network)
     own: dict[str, Any] = {} if network is None else {"network": network}
     save_policy(policy, folder, kind=DENOISING_POLICY, finetuning=policy.finetuning, **own)

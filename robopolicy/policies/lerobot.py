@@ -9,11 +9,13 @@ Nothing is ever downloaded. A file `robopolicy.json` beside config.json says wha
 """
 
 import importlib
+import io
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +24,17 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from robopolicy.core.checkpoints import read_description
-from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, SpecError, did_you_mean
+from robopolicy.core.errors import (
+    CheckpointError,
+    ConfigError,
+    RobopolicyError,
+    SpecError,
+    did_you_mean,
+    require_extra,
+)
 from robopolicy.core.narrowing import is_mapping, is_sequence
-from robopolicy.core.origin import WorldOrigin, remember_origin
-from robopolicy.core.policy import Decision, TensorObservation
+from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
+from robopolicy.core.policy import Decision, TensorObservation, Trainable
 from robopolicy.core.registry import asked_for
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, validate_observation
 from robopolicy.core.storage import read_json, recover_folder
@@ -33,6 +42,7 @@ from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
 from robopolicy.nn.language import offline
 from robopolicy.policies.checkpoint import SETTINGS_FILE
+from robopolicy.policies.lerobot_configuration import LeRobotSettings, LeRobotTuning
 
 if TYPE_CHECKING:
     from lerobot.configs.policies import PreTrainedConfig
@@ -42,6 +52,7 @@ if TYPE_CHECKING:
 PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
 
 CHUNK_KEYS = {"act": "n_action_steps", "diffusion": "n_action_steps", "multi_task_dit": "n_action_steps"}
+CHUNK_KEYS |= {"smolvla": "n_action_steps", "pi0": "n_action_steps", "pi05": "n_action_steps"}
 CHUNK_KEYS["vqbet"] = "action_chunk_size"
 """LeRobot's `type` -> the setting that says how many steps are executed between two predictions."""
 
@@ -51,8 +62,11 @@ STEPS = (
     "image_crop_resize_processor",
     "normalizer_processor",
     "observation_processor",
+    "pi05_prepare_state_tokenizer_processor_step",
+    "pi0_new_line_processor",
     "relative_actions_processor",
     "rename_observations_processor",
+    "smolvla_new_line_processor",
     "to_batch_processor",
     "tokenizer_processor",
     "unnormalizer_processor",
@@ -61,22 +75,11 @@ STEPS = (
 lies beside those, or open devices.
 """
 
-
-@dataclass(frozen=True)
-class LeRobotSettings:
-    """What a LeRobot checkpoint does not say about the world it acts in; read from `robopolicy.json`.
-
-    features: LeRobot's feature -> our observation key, where the two differ (`{"observation.images.top":
-    "observation.images.front"}`); image_sizes: LeRobot's feature -> [height, width] of the world's images, which are
-    then resized to what the policy was trained on; fps: control rate it was trained at, 0 for unknown; instructions:
-    texts it was trained with; world: {name: push_t, options: {}}, the world that it is meant for, where none is named.
-    """
-
-    features: Mapping[str, str] = field(default_factory=dict)
-    image_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    fps: float = 0.0
-    instructions: tuple[str, ...] = ("",)
-    world: Mapping[str, Any] | None = None
+LANGUAGE_MODELS = ("smolvla", "pi0", "pi05")
+NEWEST_TRANSFORMERS = (5, 6)
+"""The first version with which LeRobot's language models break."""
+EMPTY_CAMERA = ".empty_camera_"
+"""In the names of features that LeRobot adds for cameras that nobody has: it fills in what they would show."""
 
 
 def load_lerobot_policy(
@@ -85,10 +88,12 @@ def load_lerobot_policy(
     """Load a policy that LeRobot saved; settings: instead of those in the folder's `robopolicy.json`.
 
     Raises CheckpointError when a file is missing or damaged, or the type is not one of `CHUNK_KEYS`; ConfigError when a
-    package that the policy needs is not installed, or `settings` name a feature that the policy does not have.
+    package that the policy needs is not installed or too new, or `settings` name a feature that the policy does not
+    have.
     """
     folder = recover_folder(Path(folder))
     kind = _checked_type(folder)
+    _require_transformers(kind)
     if settings is None:
         path = folder / SETTINGS_FILE
         known = read_json(path) if path.is_file() else {}
@@ -100,7 +105,7 @@ def load_lerobot_policy(
         config = _read_config(folder, torch.device(device))
         policy = _read_policy(folder, config)
         preprocess, postprocess = _read_processors(folder, config)
-    made = LeRobotPolicy(policy.eval(), preprocess, postprocess, settings)
+    made = LeRobotPolicy(policy.eval(), preprocess, postprocess, settings, folder)
     remember_origin(made, WorldOrigin.from_json(settings.world, folder / SETTINGS_FILE))
     return made
 
@@ -114,11 +119,13 @@ class LeRobotPolicy:
         preprocess: "PolicyProcessorPipeline",
         postprocess: "PolicyProcessorPipeline",
         settings: LeRobotSettings | None = None,
+        folder: Path | None = None,
     ):
+        self.folder = folder
         self.policy, self.preprocess, self.postprocess = policy, preprocess, postprocess
         self.settings = LeRobotSettings() if settings is None else settings
         config: Any = policy.config
-        self._features = dict(config.input_features)
+        self._features = {name: each for name, each in config.input_features.items() if EMPTY_CAMERA not in name}
         for name in (*self.settings.features, *self.settings.image_sizes):
             if name not in self._features:
                 raise ConfigError(f"The policy has no feature '{name}'.{did_you_mean(name, self._features)}")
@@ -158,8 +165,7 @@ class LeRobotPolicy:
         global generator, seeded from it for this call and put back. deterministic: changes nothing, because LeRobot's
         policies have no exploration noise to leave out. Raises SpecError or NonFiniteError as `validate_observation`.
         """
-        self._require(observation)
-        frames = [self._prepared(observation, index) for index in range(self.spec.history)]
+        frames = self.frames(observation)
         batch, options = frames[-1], self._noise(_rows(observation), generator)
         policy: Any = self.policy
         policy.reset()
@@ -177,6 +183,27 @@ class LeRobotPolicy:
             policy.reset()
         executed = self.postprocess(actions.flatten(0, 1))
         return Decision(executed.unflatten(0, actions.shape[:2]).to(self.device, torch.float32))
+
+    def frames(self, observation: TensorObservation) -> list[dict[str, Any]]:
+        """Return the history as LeRobot's processors hand it to the policy: normalised, key -> [B, ...], oldest first.
+
+        Raises SpecError or NonFiniteError as `validate_observation`.
+        """
+        self._require(observation)
+        return [self._prepared(observation, index) for index in range(self.spec.history)]
+
+    def to_trainable(self) -> Trainable:
+        """Return a `DenoisingPolicy` over the same weights; raises ConfigError where there is none of its type."""
+        from robopolicy.policies.lerobot_training import trainable_lerobot
+
+        return trainable_lerobot(self)
+
+    def tuned_by(self, tuning: LeRobotTuning) -> "LeRobotPolicy":
+        """Return this policy, with other choices of how it explores and learns; raises ConfigError as it is made."""
+        settings = replace(self.settings, tuning=tuning)
+        made = LeRobotPolicy(self.policy, self.preprocess, self.postprocess, settings, self.folder)
+        remember_origin(made, origin_of(self))
+        return made
 
     def reset(self, rows: Rows = None) -> None:
         """Do nothing: what it remembers of an episode is the history that the world shows, whatever the rows [R]."""
@@ -207,7 +234,7 @@ class LeRobotPolicy:
         validate_observation(observation, self.spec.observation, _rows(observation), self.spec.history)
 
     def _prepared(self, observation: TensorObservation, index: int) -> dict[str, Any]:
-        """Return history frame `index` as LeRobot's processors hand it to the policy: normalised, key -> [B, ...]."""
+        """Return history frame `index` as LeRobot's processors hand it to the policy."""
         raw: dict[str, Any] = {TASK: list(observation.get(TASK, [""] * _rows(observation)))}
         for name, source in self._sources.items():
             value = _tensor(observation, self._keys[name])[:, index].to(self.device)
@@ -216,7 +243,9 @@ class LeRobotPolicy:
         batch = {key: value for key, value in processed.items() if key.startswith("observation.")}
         policy: Any = self.policy
         if policy.config.image_features:
-            batch["observation.images"] = torch.stack([batch[key] for key in policy.config.image_features], dim=-4)
+            images = [batch[key] for key in policy.config.image_features if key in batch]
+            if len({image.shape for image in images}) == 1:
+                batch["observation.images"] = torch.stack(images, dim=-4)
         return batch
 
     def _image(self, name: str, value: Tensor) -> Tensor:
@@ -321,7 +350,7 @@ def _nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
     level = chatter.level
     chatter.setLevel(logging.ERROR)
     try:
-        with offline():
+        with offline(), redirect_stdout(io.StringIO()):
             yield
     except RobopolicyError:
         raise
@@ -339,15 +368,36 @@ def _nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
 
 def _needed_models(folder: Path, error: Exception) -> str:
     """Return which models of others the checkpoint names, when one of them could not be read."""
-    if not isinstance(error, OSError):
+    if not isinstance(error.__cause__ or error, OSError):
         return ""
+    described = [step.get("config", {}) for step in read_json(folder / PROCESSORS[0])["steps"]]
     names = {
         key: value
-        for key, value in read_json(folder / "config.json").items()
-        if key.endswith(("coder_name", "tokenizer_name"))
+        for part in (*described, read_json(folder / "config.json"))
+        for key, value in part.items()
+        if key.endswith(("coder_name", "tokenizer_name", "vlm_model_name"))
     }
-    absent = [f"{key}={value}" for key, value in names.items() if value and not Path(str(value)).is_dir()]
-    return f" It needs {', '.join(absent)} on this machine: nothing is downloaded." if absent else ""
+    absent = {key: value for key, value in names.items() if value and not Path(str(value)).is_dir()}
+    if not absent:
+        return ""
+    needed, first = ", ".join(f"{key}={value}" for key, value in absent.items()), next(iter(absent.values()))
+    return (
+        f" It needs {needed} on this machine: nothing is downloaded. Fetch what is missing: hf download {first} (of a "
+        "gated one, after its licence is accepted on its page)."
+    )
+
+
+def _require_transformers(kind: str) -> None:
+    """Raise ConfigError where a language model of LeRobot's meets a version of transformers that breaks it."""
+    if kind not in LANGUAGE_MODELS:
+        return
+    require_extra("transformers", "vla")
+    installed = version("transformers")
+    if tuple(map(int, installed.split(".")[:2])) >= NEWEST_TRANSFORMERS:
+        raise ConfigError(
+            f"LeRobot's '{kind}' breaks with transformers {installed}: install one before "
+            f"{'.'.join(map(str, NEWEST_TRANSFORMERS))}, pip install 'transformers>=5.4,<5.6'."
+        )
 
 
 def _first_line(error: BaseException) -> str:
@@ -363,6 +413,8 @@ def _read_config(folder: Path, device: torch.device) -> "PreTrainedConfig":
     if hasattr(config, "pretrained_backbone_weights"):
         # The checkpoint holds the backbone's weights: what it started from would only be downloaded to be overwritten.
         config.pretrained_backbone_weights = None
+    if hasattr(config, "load_vlm_weights"):
+        config.load_vlm_weights = False
     return config
 
 

@@ -18,6 +18,7 @@ from robopolicy.core.policy import Scores
 from robopolicy.nn.precision import multiplied
 from robopolicy.nn.schedules import NoiseSchedule, Normal, Schedule
 from robopolicy.policies.configuration import DenoisingPolicyConfig, LogpReduction
+from robopolicy.policies.latents import Executed
 from robopolicy.policies.network import Condition, DenoisingNetwork, LearnsNoise, learns_noise, repeat_rows, steps_of
 
 
@@ -28,13 +29,14 @@ def chain_scores(
     network: DenoisingNetwork,
     condition: Condition,
     latents: Mapping[str, Tensor],
+    part: Executed,
 ) -> Scores:
     """Score recorded chains: all steps of all rows are one batch, differentiable in the network's weights.
 
     first: the schedule's first scored step; latents: "chain" [N, K+1, P, A]; optional "chosen" [N, k] int64, the steps
-    to score, and "executed" [N, C] bool, see `reduce_logp`. Returns logp and entropy [N, K] (or [N, k]); extras: mean
-    [N, K, P, A] and std of the Gaussians, logp_clamped and clean_clipped [N, K], the shares of elements whose gradient
-    is zero because a clamp or the clip holds.
+    to score, and "executed" [N, C] bool, see `reduce_logp`; part: what of a latent is executed. Returns logp and
+    entropy [N, K] (or [N, k]); extras: mean [N, K, P, A] and std of the Gaussians, logp_clamped and clean_clipped
+    [N, K], the shares of elements whose gradient is zero because a clamp or the clip holds.
     """
     chain, times, chosen = latents["chain"], schedule.times[first:], latents.get("chosen")
     step: Tensor | slice = slice(first, None)
@@ -47,15 +49,15 @@ def chain_scores(
     if learns_noise(config):
         assert isinstance(network, LearnsNoise)
         normal = Normal(normal.mean, network.noise_std(times if chosen is None else times[chosen], condition))
-    logp, clamped = reduce_logp(config, normal, after, latents.get("executed"))
+    logp, clamped = reduce_logp(config, normal, after, latents.get("executed"), part)
     # A Gaussian's entropy depends on its std alone, which all steps of a chunk share: executed ones need no selection.
     entropy = normal.entropy(config.min_logprob_std).mean((-2, -1)).expand(logp.shape)
     if config.logp_reduction is LogpReduction.SUM:
-        entropy = entropy * config.chunk * chain.shape[-1]
+        entropy = entropy * part.count * part.size
     with torch.no_grad():
         clipped = torch.zeros_like(clamped)
         if schedule.clip is not None:
-            estimate = schedule.clean_estimate(x, prediction, step)[..., : config.chunk, :]
+            estimate = part.of(schedule.clean_estimate(x, prediction, step))
             clipped = (estimate.abs() > schedule.clip).float().mean((-2, -1))
     return Scores(
         logp,
@@ -65,17 +67,16 @@ def chain_scores(
 
 
 def reduce_logp(
-    config: DenoisingPolicyConfig, normal: Normal, value: Tensor, executed: Tensor | None
+    config: DenoisingPolicyConfig, normal: Normal, value: Tensor, executed: Tensor | None, part: Executed
 ) -> tuple[Tensor, Tensor]:
-    """Reduce the log-density of latents [N, K, P, A] to [N, K]; also the share of clamped elements [N, K].
+    """Reduce the log-density of latents [N, K, P, L] to [N, K]; also the share of clamped elements [N, K].
 
     Only the C steps that are executed count: what a chunk says beyond them changed nothing, and its gradient would be
     noise. executed [N, C] bool leaves out more, the rest of a chunk in which the episode ended. The mean instead of the
     sum keeps ratios near 1 however long a chunk is, so that one clip range fits all.
     """
-    chunk, size = config.chunk, value.shape[-1]
-    part = Normal(normal.mean[..., :chunk, :], normal.std)
-    element = part.log_prob(value[..., :chunk, :], config.min_logprob_std)
+    taken = Normal(part.of(normal.mean), part.std_of(normal.std))
+    element = taken.log_prob(part.of(value), config.min_logprob_std)
     clamped = torch.zeros(element.shape[:-2], device=element.device)
     if config.logp_clamp is not None:
         # One element far in a tail would rule the whole chunk's ratio; the clamp also takes its gradient away.
@@ -85,10 +86,10 @@ def reduce_logp(
         element = element.clamp(low, high)
     if executed is None:
         total = element.sum((-2, -1))
-        count: Tensor | int = chunk * size
+        count: Tensor | int = part.count * part.size
     else:
         total = (element * executed[:, None, :, None]).sum((-2, -1))
-        count = (executed.sum(-1, keepdim=True) * size).clamp_min(1)
+        count = (executed.sum(-1, keepdim=True) * part.size).clamp_min(1)
     return (total / count if config.logp_reduction is LogpReduction.MEAN else total), clamped
 
 
@@ -120,11 +121,13 @@ def matching_scores(
     network: DenoisingNetwork,
     condition: Condition,
     latents: Mapping[str, Tensor],
+    part: Executed,
 ) -> Scores:
     """Score recorded actions by minus the squared prediction error at every recorded level, [N, n].
 
-    latents: as `matching_latents` returns them; optional "executed" [N, C] bool leaves out the rest of a chunk. Entropy
-    is zero: there is no distribution. extras: mean [N, n, P, A], the predictions, with std 1.
+    latents: as `matching_latents` returns them; optional "executed" [N, C] bool leaves out the rest of a chunk; part:
+    what of a latent is executed. Entropy is zero: there is no distribution. extras: mean [N, n, P, A], the predictions,
+    with std 1.
     """
     action, noise, level = latents["action"], latents["noise"], latents["level"]
     count, samples = level.shape
@@ -133,7 +136,7 @@ def matching_scores(
     noisy = schedule.corrupt(clean, flat_noise, flat_level)
     times, conditions = schedule.level_times(flat_level), repeat_rows(condition, samples)
     prediction = multiplied(lambda: network.denoise(noisy, times, conditions), noisy.device)
-    error = (prediction - schedule.target(clean, flat_noise, flat_level)).square()[:, : config.chunk].mean(-1)
+    error = part.of((prediction - schedule.target(clean, flat_noise, flat_level)).square()).mean(-1)
     error = error.reshape(count, samples, -1)
     if "executed" in latents:
         executed = latents["executed"][:, None].to(error.dtype)

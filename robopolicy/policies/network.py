@@ -5,6 +5,7 @@ chain has steps (`denoise`). What lies between, the condition, is the network's 
 keys and values of a language model's prefix. Axes: N row, K step, P predicted step, A action dimension.
 """
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
@@ -113,6 +114,15 @@ class ReadsInstructions(Protocol):
     @property
     def reads_instructions(self) -> bool:
         """See the class."""
+        ...
+
+
+@runtime_checkable
+class MakesBase(Protocol):
+    """Optional: a network that makes its frozen base itself, where a copy of all its weights would be a waste."""
+
+    def frozen_twin(self) -> DenoisingNetwork:
+        """Return a network that goes on predicting what this one does now; asked for only where a base acts at all."""
         ...
 
 
@@ -227,16 +237,18 @@ class SharedSteps:
         return self.denoiser.denoise(x, times, self.condition[:, None])
 
 
-class _EveryStep:
-    """Any network: a step is a call, and k steps of N rows are one call with N x k rows."""
+class EveryStep:
+    """`Steps` of any network at times [K]: a step is a call, and k steps of N rows are one call with N x k rows."""
 
     def __init__(self, network: DenoisingNetwork, times: Tensor, condition: Condition):
         self.network, self.times, self.condition = network, times, condition
 
     def one(self, x: Tensor, step: int) -> Tensor:
+        """Predict [N, P, A]; see `Steps`."""
         return self.network.denoise(x, self.times[step].expand(len(x)), self.condition)
 
     def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
+        """Predict [N, k, P, A]; see `Steps`."""
         rows, count = x.shape[:2]
         times = (self.times if chosen is None else self.times[chosen]).expand(rows, count)
         found = self.network.denoise(x.flatten(0, 1), times.flatten(), repeat_rows(self.condition, count))
@@ -259,7 +271,7 @@ class _Lowered:
 def steps_of(network: DenoisingNetwork, times: Tensor, condition: Condition) -> Steps:
     """Get `network` ready for steps at times [K] under a condition of N rows."""
     shares = isinstance(network, SharesSteps)
-    steps = network.steps(times, condition) if shares else _EveryStep(network, times, condition)
+    steps = network.steps(times, condition) if shares else EveryStep(network, times, condition)
     return _Lowered(steps) if is_lowered() else steps
 
 
@@ -271,6 +283,13 @@ def repeat_rows(condition: Condition, count: int) -> Condition:
 def rows_in(condition: Condition) -> int:
     """Return N, the rows of tensors [N, ...]."""
     return len(next(iter(condition.values())))
+
+
+def frozen_base(network: DenoisingNetwork, acts: bool) -> DenoisingNetwork | None:
+    """Return a network that stays what `network` is now; acts: whether it takes steps, or is kept as a record alone."""
+    if isinstance(network, MakesBase):
+        return network.frozen_twin() if acts else None
+    return copy.deepcopy(network).requires_grad_(False)
 
 
 def learns_noise(config: DenoisingPolicyConfig) -> bool:

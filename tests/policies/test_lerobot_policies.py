@@ -43,8 +43,8 @@ def statistics(inputs: dict, outputs: dict) -> dict[str, dict[str, torch.Tensor]
     return found
 
 
-def save(config: Any, folder: Path, discretized: bool = True) -> Path:
-    """Build a LeRobot policy and save it with its processors, as LeRobot does."""
+def save(config: Any, folder: Path, discretized: bool = True, processors: tuple[Any, Any] | None = None) -> Path:
+    """Build a LeRobot policy and save it with its processors, LeRobot's or other `processors`, as LeRobot does."""
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
     torch.manual_seed(0)
@@ -56,8 +56,7 @@ def save(config: Any, folder: Path, discretized: bool = True) -> Path:
     if config.type == "vqbet":
         policy.vqbet.action_head.vqvae_model.discretized.fill_(discretized)
     known = statistics(config.input_features, config.output_features)
-    parts = make_pre_post_processors(config, dataset_stats=known)
-    for part in (policy, *parts):
+    for part in (policy, *(processors or make_pre_post_processors(config, dataset_stats=known))):
         part.save_pretrained(folder)
     return folder
 
@@ -310,7 +309,7 @@ def edited(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"type": "smolvla"}, r"LeRobot's policy 'smolvla'.*act, diffusion, multi_task_dit, vqbet"),
+        ({"type": "tdmpc"}, r"LeRobot's policy 'tdmpc'.*act, diffusion, multi_task_dit, pi0, pi05, smolvla, vqbet"),
         ({"type": "difusion"}, "Did you mean 'diffusion'"),
         ({"temporal_ensemble_coeff": 0.01}, "averages overlapping chunks"),
         ({"use_peft": True}, "adapter"),

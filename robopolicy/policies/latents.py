@@ -1,0 +1,74 @@
+"""What the latents of a denoising chain are: normalised actions, unless the network says otherwise.
+
+Pretrained policies pad actions to a size that many robots share, begin their chunks in the past, and come with a
+normalisation of their own. All of a latent goes through the chain; only what is executed is scored.
+Axes: N row, P predicted step, L latent element, A action dimension, S steps of a world's action chunk.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from robopolicy.policies.configuration import DenoisingPolicyConfig
+
+
+@dataclass(frozen=True)
+class Executed:
+    """The part of latents [..., P, L] that is executed: steps [first, first + count), their first `size` elements."""
+
+    first: int
+    count: int
+    size: int
+
+    def of(self, latents: Tensor) -> Tensor:
+        """Return that part, [..., count, size]."""
+        return latents[..., self.first : self.first + self.count, : self.size]
+
+    def std_of(self, std: Tensor) -> Tensor:
+        """Return the stds [..., 1 or P, 1 or L] of that part, broadcastable to it."""
+        if std.shape[-2] != 1:
+            std = std[..., self.first : self.first + self.count, :]
+        return std[..., : self.size]
+
+
+@runtime_checkable
+class OwnLatents(Protocol):
+    """Optional: a network that denoises another thing than actions which the policy has normalised.
+
+    latent_size: elements L of a latent, of which the first A stand for the action; first_step: how many of the P
+    predicted steps lie before the one that is executed first.
+    """
+
+    @property
+    def latent_size(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def first_step(self) -> int:
+        """See the class."""
+        ...
+
+    def to_latents(self, actions: Tensor) -> Tensor:
+        """Return the clean latents [N, P, L] of actions [N, P - first_step, A] in the world's units."""
+        ...
+
+    def to_actions(self, latents: Tensor) -> Tensor:
+        """Return the actions [N, S, A] in the world's units of clean latents [N, S, L]."""
+        ...
+
+    def levels(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw the noise levels [count] at which it was trained."""
+        ...
+
+
+def executed_part(network: object, config: DenoisingPolicyConfig, action_size: int) -> Executed:
+    """Return which part of the latents is executed."""
+    return Executed(network.first_step if isinstance(network, OwnLatents) else 0, config.chunk, action_size)
+
+
+def size_of_latents(network: object, action_size: int) -> int:
+    """Return L, the size of one latent."""
+    return network.latent_size if isinstance(network, OwnLatents) else action_size

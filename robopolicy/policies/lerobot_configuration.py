@@ -1,0 +1,68 @@
+"""What can be chosen about fine-tuning a policy of LeRobot's, and what lies beside its checkpoint; nothing heavy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.nn.configuration import FlowNoise
+
+
+class Tuned(Enum):
+    """Which weights learn: expert, those that denoise, with everything that reads the observation frozen; all of them;
+    or lerobot, those that the checkpoint's own config leaves free.
+    """
+
+    EXPERT = "expert"
+    ALL = "all"
+    LEROBOT = "lerobot"
+
+
+@dataclass(frozen=True)
+class LeRobotTuning:
+    """How a denoising policy of LeRobot's explores and learns; the numbers are in its normalised actions."""
+
+    tuned: Tuned = Tuned.EXPERT
+    """expert (what reads the observation is frozen and computed once a decision), all, or lerobot (what the
+    checkpoint's own config leaves free).
+    """
+    flow_noise: FlowNoise = FlowNoise.CONSTANT
+    """Noise of a flow's steps while exploring: constant, or sde (Flow-GRPO's)."""
+    flow_noise_level: float = 0.1
+    """Its scale."""
+    eta: float = 1.0
+    """Of a diffusion's steps while exploring: 1 is DDPM's noise, 0 none but the least one."""
+    least_noise: float = 0.1
+    """Floor of each step's standard deviation, in exploring and in log-probabilities."""
+    noisy_steps: int | None = None
+    """So many random steps of each decision are noisy and scored, null for all."""
+    checkpointing: bool = False
+    """Whether scores keep no activations but compute them again: less memory, a third more time."""
+
+    def __post_init__(self) -> None:
+        if self.flow_noise is FlowNoise.LEARNED:
+            raise ConfigError("flow_noise=learned needs a network with a noise head, and LeRobot's have none.")
+        if min(self.flow_noise_level, self.least_noise) < 0:
+            raise ConfigError("flow_noise_level and least_noise cannot be negative.")
+
+
+@dataclass(frozen=True)
+class LeRobotSettings:
+    """What a LeRobot checkpoint does not say about the world it acts in; read from `robopolicy.json`.
+
+    features: LeRobot's feature -> our observation key, where the two differ (`{"observation.images.top":
+    "observation.images.front"}`); image_sizes: LeRobot's feature -> [height, width] of the world's images, which are
+    then resized to what the policy was trained on; fps: control rate it was trained at, 0 for unknown; instructions:
+    texts it was trained with; world: {name: push_t, options: {}}, the world that it is meant for, where none is named;
+    tuning: how it explores and learns; base: {steps, train_encoder} where its first denoising steps are those of a
+    frozen base that lies beside it.
+    """
+
+    features: Mapping[str, str] = field(default_factory=dict)
+    image_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    fps: float = 0.0
+    instructions: tuple[str, ...] = ("",)
+    world: Mapping[str, Any] | None = None
+    tuning: LeRobotTuning = field(default_factory=LeRobotTuning)
+    base: Mapping[str, Any] | None = None
