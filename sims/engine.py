@@ -300,7 +300,7 @@ class MujocoWorld:
             qvel=np.ascontiguousarray(states[..., layout.qvel]),
             activation=np.ascontiguousarray(states[..., layout.activation]),
             control=control,
-            goal=np.repeat(goal[:, None], states.shape[1], axis=1),
+            goal=self._goals(goal, states),
             sensors={name: np.ascontiguousarray(sensors[..., part]) for name, part in self._sensors.items()},
         )
         observed = self.task.observe(readings)
@@ -309,6 +309,12 @@ class MujocoWorld:
                 got = observed[key].shape if key in observed else "nothing"
                 raise SpecError(f"Task '{self.task.name}' observed {got} for '{key}', expected [..., *{field.shape}].")
         return {key: observed[key].astype(field.dtype) for key, field in self.task.observation.items()}
+
+    def _goals(self, goal: np.ndarray, states: np.ndarray) -> np.ndarray:
+        """Return where the goals [R, G] of episodes are in states [R, C, nstate]: [R, C, G']."""
+        if self.task.goal_at is None:
+            return np.repeat(goal[:, None], states.shape[1], axis=1)
+        return self.task.goal_at(goal, states[..., 0])  # MuJoCo's time; an episode begins at 0
 
     def _images(self, states: np.ndarray, goal: np.ndarray) -> dict[str, np.ndarray]:
         """Render every observation camera for states [R, nstate] and goals [R, G]; returns {} without cameras."""
@@ -337,7 +343,9 @@ class MujocoWorld:
 
     def _frames(self, states: np.ndarray, goal: np.ndarray, camera: str, height: int, width: int) -> np.ndarray:
         qpos = states[:, self._layout.qpos]
-        markers: Markers | None = self.task.markers(goal) if self.task.markers else None
+        markers: Markers | None = None
+        if self.task.markers:
+            markers = self.task.markers(self._goals(goal, states[:, None])[:, 0])
         return self._renderer.frames(qpos, markers, camera, height, width)
 
     # -- snapshots and images ----------------------------------------------------------------------------------

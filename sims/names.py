@@ -7,7 +7,16 @@ from robopolicy.core.registry import Registry
 GROUP = "robopolicy.worlds"
 OURS = {
     name: f"sims.tasks.{name}:task"
-    for name in ("push_cube", "push_choice", "push_t", "reach_planar", "arm_reach", "pick_place", "stack")
+    for name in (
+        "push_cube",
+        "push_cube_moving",
+        "push_choice",
+        "push_t",
+        "reach_planar",
+        "arm_reach",
+        "pick_place",
+        "stack",
+    )
 }
 TASKS = Registry("task", "", OURS)
 """Our tasks: functions that return a `Task`."""

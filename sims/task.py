@@ -24,7 +24,8 @@ Arrays = Mapping[str, np.ndarray]
 class Start:
     """Where R episodes begin.
 
-    qpos: [R, nq]; goal: [R, G] parameters that stay constant within the episode (may be [R, 0]); control: [R, nu], the
+    qpos: [R, nq]; goal: [R, G] parameters that stay constant within the episode (may be [R, 0]; a goal that moves is
+    described by them, see `Task.goal_at`); control: [R, nu], the
     control in force before the first action (default zeros); qvel: [R, nv] and activation: [R, na] (default zeros);
     instruction: [R] index into the task's instructions (default the first); reset may replace it, so nothing else of a
     start may depend on it.
@@ -43,8 +44,9 @@ class Readings:
     """What physics reports at the end of control steps; float64, contiguous.
 
     qpos [..., nq], qvel [..., nv], activation [..., na]: the state itself, exact. control [..., nu]: in force during
-    the step. goal [..., G]. sensors: name -> [..., dim], as MuJoCo reports them: evaluated at the start of the last
-    physics step, so one physics step older than qpos (right after a reset they are exact).
+    the step. goal [..., G]: the episode's, or where it is by now (`Task.goal_at`). sensors: name -> [..., dim], as
+    MuJoCo reports them: evaluated at the start of the last physics step, so one physics step older than qpos (right
+    after a reset they are exact).
     """
 
     qpos: np.ndarray
@@ -75,7 +77,9 @@ class Task:
     (actions [R, C, A] clipped to bounds, previous control [R, nu]) -> control [R, C, nu], where C steps must equal C
     calls with one step; observe: Readings -> float arrays by key; potential: observation -> [...], the progress reward
     is its increase (scale it so that an episode collects 1 to 5); succeeded: observation -> bool [...]; markers: goal
-    [R, G] -> Markers for rendering (None: nothing to show); expert: makes the scripted expert, which sees observations
+    [R, G] -> Markers for rendering (None: nothing to show); goal_at: for goals that move, (the episode's goal [R, G],
+    seconds since its beginning [R, C]) -> the goal at each of these times [R, C, G'], which then is what readings and
+    markers are given (None: it stays); expert: makes the scripted expert, which sees observations
     [B, H, ...] and reads the newest frame.
 
     potential and succeeded read the observation alone, so a learned world can be judged by the very same functions; it
@@ -100,6 +104,7 @@ class Task:
     succeeded: Callable[[Arrays], np.ndarray]
     expert: Callable[[], Controller]
     markers: Callable[[np.ndarray], Markers] | None = None
+    goal_at: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
 
 
 def model_path(task: Task) -> Path:

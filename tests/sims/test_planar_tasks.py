@@ -5,10 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
+from robopolicy.core.spec import ENVIRONMENT_STATE
 from sims.experts import NOISE_LEVELS, NoisyController, noise_level
 from sims.registry import load_task, make_world
+from sims.tasks import push_cube_moving
+from sims.tasks.push_cube import TO_GOAL
 
 NAMES = ["push_cube", "push_t", "reach_planar"]
+ALL = [*NAMES, "push_cube_moving"]
 
 
 def play(name, episodes, noise="none", first_seed=0):
@@ -27,14 +31,14 @@ def play(name, episodes, noise="none", first_seed=0):
             return step.success, returns
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_the_expert_succeeds(name):
     success, returns = play(name, 64)
     assert success.mean() >= 0.95
     assert 1.0 < returns[success].mean() < 5.0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_noise_levels_grade_the_quality(name):
     rates = [play(name, 64, level)[0].mean() for level in NOISE_LEVELS]
     assert all(better >= worse - 0.05 for better, worse in itertools.pairwise(rates))
@@ -42,7 +46,7 @@ def test_noise_levels_grade_the_quality(name):
     assert rates[-1] < 0.4
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_starts_are_varied_and_unsolved(name):
     world = make_world(name, 256)
     observation = world.reset(seeds=np.arange(256))
@@ -64,3 +68,35 @@ def test_standing_still_earns_nothing_and_names_cover_the_vectors(name):
     assert len(world.spec.action.names) == world.spec.action.size
     assert world.spec.success
     assert world.spec.instructions[0]
+
+
+def test_a_moving_goal_is_where_its_formula_says_whatever_the_chunks_and_in_pictures_too():
+    fine, coarse = make_world("push_cube_moving", 3, history=2), make_world("push_cube_moving", 3, history=2)
+    goals = push_cube_moving.FIELD.names.index("goal_x")
+    first = fine.reset(seeds=[1, 2, 3])[ENVIRONMENT_STATE][:, -1]
+    coarse.reset(seeds=[1, 2, 3])
+    for _ in range(12):
+        step = fine.step(np.zeros((3, 1, 2)))
+    chunk = coarse.step(np.zeros((3, 12, 2)))
+    for key, value in step.observation.items():
+        np.testing.assert_array_equal(value, chunk.observation[key])
+    last = step.observation[ENVIRONMENT_STATE][:, -1]
+    parameters = fine.snapshot().arrays["goal"]
+    center, angle, rate = parameters[:, :2], parameters[:, 2], parameters[:, 3]
+    for seen, time in ((first, 0.0), (last, 1.2)):
+        now = angle + rate * time
+        expected = center + push_cube_moving.RADIUS * np.stack([np.cos(now), np.sin(now)], -1)
+        np.testing.assert_allclose(seen[:, goals : goals + 2], expected, atol=1e-6)
+        np.testing.assert_allclose(seen[:, TO_GOAL], expected - seen[:, 0:2], atol=1e-6)
+        speed = np.linalg.norm(seen[:, push_cube_moving.VELOCITY], axis=1)
+        np.testing.assert_allclose(speed, np.abs(rate) * push_cube_moving.RADIUS, atol=1e-6)
+        assert (push_cube_moving.SPEEDS[0] <= speed).all() and (speed <= push_cube_moving.SPEEDS[1]).all()
+    # The velocity is the derivative of the position.
+    goal_at = push_cube_moving.goal_at
+    apart = (goal_at(parameters, np.full((3, 1), 1e-4)) - goal_at(parameters, np.zeros((3, 1))))[:, 0] / 1e-4
+    np.testing.assert_allclose(apart[:, 0:2], first[:, push_cube_moving.VELOCITY], atol=1e-4)
+    picture = fine.render([0])
+    fine.restore(coarse.snapshot([0]), [0])
+    np.testing.assert_array_equal(picture, fine.render([0]))
+    fine.reset([0], seeds=[1])
+    assert (picture != fine.render([0])).any()
