@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
-from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.envs.configs import EnvConfig
 
 from robopolicy.build import build_world
 from robopolicy.configuration.world import WorldSection
-from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX
+from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.world import World
+from robopolicy.plugins.features import ACTION, feature
 from robopolicy.plugins.vector_environment import WorldVectorEnvironment, raw_key
 
 
@@ -37,14 +37,11 @@ class RobopolicyEnv(EnvConfig):
         spec = world.spec
         world.close()
         self.fps = round(spec.fps)
-        self.features = {"action": PolicyFeature(FeatureType.ACTION, spec.action.shape)}
-        self.features_map = {"action": "action"}
+        self.features = {ACTION: feature(ACTION, spec.action)}
+        self.features_map = {ACTION: ACTION}
         for key, shown in spec.observation.items():
-            image = key.startswith(IMAGE_PREFIX)
-            kind = FeatureType.ENV if key == ENVIRONMENT_STATE else FeatureType.STATE
-            name = key if image else raw_key(key)
-            self.features[name] = PolicyFeature(FeatureType.VISUAL if image else kind, shown.shape)
-            self.features_map[name] = key
+            name = key if key.startswith(IMAGE_PREFIX) else raw_key(key)
+            self.features[name], self.features_map[name] = feature(key, shown), key
 
     @property
     def gym_kwargs(self) -> dict[str, Any]:

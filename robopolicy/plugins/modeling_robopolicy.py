@@ -23,8 +23,9 @@ from robopolicy.core.errors import CheckpointError, SpecError
 from robopolicy.core.player import PolicyActor
 from robopolicy.core.policy import PolicySpec
 from robopolicy.core.randomness import Generators
-from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, TASK, Observation
+from robopolicy.core.spec import TASK, Field, Observation
 from robopolicy.plugins.configuration_robopolicy import RobopolicyConfig, not_trained_here
+from robopolicy.plugins.features import ACTION, feature, require_names
 from robopolicy.serving.inputs import Session
 from robopolicy.serving.limits import Limits
 
@@ -56,8 +57,8 @@ class RobopolicyPolicy(PreTrainedPolicy):
         spec = self.acting.spec
         self._limits = replace(Limits.of(spec), image=LARGEST_IMAGE)
         _require_features(config, spec, self._limits)
-        config.input_features = {key: _feature(key, field.shape) for key, field in spec.observation.items()}
-        config.output_features = {"action": PolicyFeature(FeatureType.ACTION, spec.action.shape)}
+        config.input_features = {key: _feature(key, field) for key, field in spec.observation.items()}
+        config.output_features = {ACTION: _feature(ACTION, spec.action)}
         generator = Generators(config.seed, device)["lerobot"]
         self.actor = PolicyActor(self.acting, generator, deterministic=config.deterministic)
         self.reset()
@@ -161,23 +162,25 @@ def _texts(task: Any, rows: int) -> list[dict[str, str]]:
     return [{TASK: str(text)} if text else {} for text in texts]
 
 
-def _feature(key: str, shape: tuple[int, ...]) -> PolicyFeature:
-    if key.startswith(IMAGE_PREFIX):
-        return PolicyFeature(FeatureType.VISUAL, (shape[2], *shape[:2]))
-    return PolicyFeature(FeatureType.ENV if key == ENVIRONMENT_STATE else FeatureType.STATE, shape)
+def _feature(key: str, field: Field) -> PolicyFeature:
+    """Return a field as LeRobot's policies describe what they read: images are [3, height, width]."""
+    described = feature(key, field)
+    shape = (field.shape[2], *field.shape[:2]) if described.type is FeatureType.VISUAL else field.shape
+    return PolicyFeature(described.type, shape)
 
 
 def _require_features(config: RobopolicyConfig, spec: PolicySpec, limits: Limits) -> None:
     """Raise SpecError where the features that LeRobot knows of its environment or data are not the policy's."""
-    if config.input_features:
+    inputs, outputs = config.input_features or {}, config.output_features or {}
+    if inputs:
         blank = {
-            key: np.zeros(feature.shape, np.uint8 if feature.type is FeatureType.VISUAL else np.float32)
-            for key, feature in config.input_features.items()
+            key: np.zeros(known.shape, np.uint8 if known.type is FeatureType.VISUAL else np.float32)
+            for key, known in inputs.items()
         }
         Session(spec, limits=limits).observe(blank)
-    action = (config.output_features or {}).get("action")
-    if action is not None and tuple(action.shape) != spec.action.shape:
+    if ACTION in outputs and tuple(outputs[ACTION].shape) != spec.action.shape:
         raise SpecError(
             f"The policy's actions have shape {list(spec.action.shape)} ({', '.join(spec.action.names)}), those of the "
-            f"environment {list(action.shape)}. Is this the environment it was trained for?"
+            f"environment {list(outputs[ACTION].shape)}. Is this the environment it was trained for?"
         )
+    require_names({**spec.observation, ACTION: spec.action}, {**inputs, **outputs})
