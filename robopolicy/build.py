@@ -20,7 +20,7 @@ from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, RobopolicyWarning
 from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
-from robopolicy.core.policy import Policy
+from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec, cameras_of, require_fit
@@ -33,6 +33,8 @@ from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
 from robopolicy.policies import load_policy as load_alone
+from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.training.acting import Acting
 from sims.controllers import load_controller
@@ -258,6 +260,15 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
             "it. Restore it from a copy, or train again."
         )
     return _of_the_same_origin(EncodedPolicy(policy, load_encoder(place, device)), policy)
+
+
+def load_trainable(folder: Path | str, tuning: LeRobotTuning, device: torch.device | str = "cpu") -> Trainable:
+    """Load a policy that is to learn; tuning: how one of LeRobot's explores and learns.
+
+    Raises as `load_policy` does, and ConfigError where the policy cannot be trained.
+    """
+    policy = load_policy(folder, device)
+    return require_trainable(policy.tuned_by(tuning) if isinstance(policy, LeRobotPolicy) else policy)
 
 
 def load_acting(

@@ -1,8 +1,9 @@
 """Fine-tuning."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.training.configuration import FinetuneConfig
 
 
@@ -19,11 +20,15 @@ class FinetuneSection(FinetuneConfig):
     experts: tuple[Path, ...] = ()
     """Datasets whose successes auxiliaries=[experts] imitates on the side."""
     finetuned_steps: int | None = None
-    """How many of the last denoising steps are tuned, null for policy.finetuned_steps, else half of them."""
+    """How many of the last denoising steps are tuned, null for policy.finetuned_steps, else half of them (of LeRobot's
+    policies all).
+    """
     train_encoder: bool = True
     """Whether the encoders of its observations learn as well."""
     lora_rank: int = 0
-    """Tune adapters of this rank instead of the weights (token policies), 0 for none."""
+    """Tune adapters of this rank instead of the weights (token policies, LeRobot's), 0 for none."""
+    lerobot: LeRobotTuning = field(default_factory=LeRobotTuning)
+    """Of a policy that LeRobot trained."""
     num_envs: int = 256
     """Rows collected in parallel."""
     critic_width: int = 256

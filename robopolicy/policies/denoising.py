@@ -325,13 +325,13 @@ class DenoisingPolicy(nn.Module):
                 weight.requires_grad_(False)
 
     def add_lora(self, rank: int) -> None:
-        """Freeze the weights and train adapters of this rank; ConfigError where the network has none."""
+        """Freeze the weights and train adapters of this rank; ConfigError where that cannot be."""
         network = self.network
         if not isinstance(network, TakesAdapters):
             raise ConfigError(f"lora_rank={rank}: {type(network).__name__} has no adapters. Leave lora_rank=0.")
-        network.add_lora(rank)
         if self.base is not None:
-            self.base = frozen_base(network, True)
+            raise ConfigError("Adapters learn in all denoising steps: leave finetuned_steps=null.")
+        network.add_lora(rank)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The weights that an optimiser may change."""

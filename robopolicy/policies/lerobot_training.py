@@ -145,7 +145,9 @@ class LeRobotNetwork(nn.Module):
             return self.family.draw_times(count)
 
     def frozen_twin(self) -> "FrozenTwin":
-        """Return what goes on predicting as this network does now; see `MakesBase`."""
+        """Return what goes on predicting as this network does; see `MakesBase`. Raises ConfigError with adapters."""
+        if self.adapter_rank:
+            raise ConfigError("Adapters learn in all denoising steps: leave finetuned_steps=null.")
         warnings.warn(
             "LeRobot runs one network in all denoising steps, and the first ones shall be a frozen base's: what "
             "LeRobot itself makes of the checkpoint is then not what was tuned. finetuned_steps=null tunes all.",

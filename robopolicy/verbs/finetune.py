@@ -16,6 +16,7 @@ from robopolicy.build import (
     build_world,
     choose_device,
     load_policy,
+    load_trainable,
     planned_acting,
 )
 from robopolicy.configuration import Config
@@ -23,7 +24,7 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin
-from robopolicy.core.policy import Policy, TakesAdapters, require_trainable
+from robopolicy.core.policy import Policy, TakesAdapters
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
@@ -63,7 +64,7 @@ def run(config: Config) -> int:
     base = load_policy(path, device)
     if isinstance(base, EncodedPolicy):
         raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")
-    policy = require_trainable(load_policy(path, device))
+    policy = load_trainable(path, section.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     if section.lora_rank:
         add_lora(policy, section.lora_rank)
@@ -178,7 +179,7 @@ def demonstrated(config: Config, world: World) -> Demonstrations | None:
 def add_lora(policy: Policy, rank: int) -> None:
     """Let adapters of a policy learn instead of its weights; ConfigError for policies that have none."""
     if not isinstance(policy, TakesAdapters):
-        raise ConfigError(f"finetune.lora_rank={rank} is for token policies; {type(policy).__name__} has no adapters.")
+        raise ConfigError(f"finetune.lora_rank={rank}: {type(policy).__name__} has no adapters. Token policies have.")
     policy.add_lora(rank)
 
 

@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 FRONT = "observation.images.front"
 SIZE = 32
 WORDS = ("push", "the", "cube", "reach", "stack", "left", "right", "task", "state", "action")
 
 
 def word_tokenizer(**special: str) -> Any:
-    """Return a fast tokenizer of a few words, built in memory; special: further tokens by the name of their attribute."""
+    """Return a fast tokenizer of a few words, built in memory; special: further ones by their attribute."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

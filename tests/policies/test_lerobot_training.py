@@ -1,5 +1,7 @@
 """LeRobot's SmolVLA, pi0 and pi05 learn here: chains and scores are LeRobot's own networks', checkpoints LeRobot's."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,18 @@ import torch
 from lerobot_models import FRONT, pi_config, pi_processors, smolvla_config, tiny_pi, tiny_smolvlm, word_tokenizer
 from test_lerobot_policies import features, save, statistics
 
+from robopolicy.build import load_trainable
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch, example_observation
 from robopolicy.core.spec import TASK
+from robopolicy.nn.configuration import FlowNoise
 from robopolicy.policies.checkpoint import load_policy
+from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
+from robopolicy.rl.critic import state_critic
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import finetune
+from sims.registry import make_world
 
 KINDS = ("smolvla", "pi0", "pi05")
 ROWS = 3
@@ -51,8 +61,8 @@ def trained(folder: Path) -> Any:
     return require_trainable(load_policy(folder))
 
 
-def lerobots_chunk(folder: Path, observation: dict, noise: torch.Tensor) -> torch.Tensor:
-    """Return what LeRobot's own `predict_action_chunk` and postprocessor make of `noise`, all predicted steps."""
+def lerobots_own(folder: Path, observation: dict, **more: Any) -> tuple[Any, dict, Any]:
+    """Return LeRobot's own policy, the batch that its preprocessor makes of an observation, and its postprocessor."""
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
@@ -64,8 +74,29 @@ def lerobots_chunk(folder: Path, observation: dict, noise: torch.Tensor) -> torc
         key: value.permute(0, 3, 1, 2).contiguous().float() / 255 if value.ndim == 4 else value
         for key, value in frame.items()
     }
-    actions = policy.predict_action_chunk(preprocess({**frame, TASK: observation[TASK]}), noise=noise)
+    return policy, preprocess({**frame, TASK: observation[TASK], **more}), postprocess
+
+
+def lerobots_chunk(folder: Path, observation: dict, noise: torch.Tensor) -> torch.Tensor:
+    """Return what LeRobot's own `predict_action_chunk` and postprocessor make of `noise`, all predicted steps."""
+    policy, batch, postprocess = lerobots_own(folder, observation)
+    actions = policy.predict_action_chunk(batch, noise=noise)
     return postprocess(actions.flatten(0, 1)).unflatten(0, actions.shape[:2])
+
+
+def learn_a_little(policy: Any, observation: dict) -> None:
+    """Move what is tuned up the gradient of its scores, far enough to be seen in its decisions."""
+    decision = policy.act(observation, torch.Generator().manual_seed(1))
+    weights = list(policy.trainable_parameters())
+    score = policy.log_prob(observation, decision.latents).logp.sum()
+    with torch.no_grad():
+        for weight, gradient in zip(weights, torch.autograd.grad(score, weights, allow_unused=True), strict=True):
+            if gradient is not None:
+                weight.add_(0.02 * gradient / gradient.norm().clamp(min=1e-8))
+
+
+def noise_free(policy: Any, observation: dict) -> torch.Tensor:
+    return policy.act(observation, torch.Generator().manual_seed(7), deterministic=True).actions
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,3 +138,194 @@ def test_keeps_the_promises_of_a_policy_that_learns(folders, kind):
         return trained(folder)
 
     assert check_policy(trained(folders[kind]), load=load).level is Level.TRAINS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_seen_and_said_decides(folders, kind):
+    policy = trained(folders[kind])
+    observation = observed(policy)
+    before = noise_free(policy, observation)
+    dark = {**observation, FRONT: torch.zeros_like(observation[FRONT])}
+    for other in (dark, {**observation, TASK: ["stack"] * ROWS}):
+        assert (noise_free(policy, other) - before).abs().amax((1, 2)).min() > 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_lerobots_own(folders, kind):
+    policy = trained(folders[kind])
+    observation = observed(policy)
+    batch = example_batch(policy.spec, observation)
+    if kind != "smolvla":  # which alone leaves padding out of its loss, as we do
+        batch["action_valid"][:] = True
+    ours = policy.loss(batch, torch.Generator().manual_seed(3))["denoising"]
+    draws = torch.Generator().manual_seed(3)
+    time = policy.network.levels(ROWS, draws)
+    noise = torch.randn((ROWS, 6, 5), generator=draws)
+    theirs, known, _ = lerobots_own(folders[kind], observation, action=batch["actions"])
+    theirs.model.sample_noise, theirs.model.sample_time = lambda *asked: noise, lambda *asked: time
+    if kind == "smolvla":
+        known["action_is_pad"] = ~batch["action_valid"]
+    expected, _ = theirs.forward(known, reduction="none")
+    assert time.min() >= 0.001 and time.max() < 1.0
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_is_lerobots_again(folders, kind, tmp_path):
+    policy = trained(folders[kind])
+    policy.prepare_finetuning()
+    observation = observed(policy)
+    before = noise_free(policy, observation)
+    learn_a_little(policy, observation)
+    learned = noise_free(policy, observation)
+    assert (learned - before).abs().max() > 1e-3
+    policy.save(tmp_path / "tuned")
+    noise = torch.randn((ROWS, 6, 5), generator=torch.Generator().manual_seed(7))
+    theirs = lerobots_chunk(tmp_path / "tuned", observation, noise)[:, :4]
+    torch.testing.assert_close(theirs, learned, atol=1e-5, rtol=0)
+    assert torch.equal(noise_free(trained(tmp_path / "tuned"), observation), learned)
+
+
+def test_adapters_alone_learn_and_are_saved_in_the_weights(folders, tmp_path):
+    policy = trained(folders["smolvla"])
+    policy.prepare_finetuning()
+    observation = observed(policy)
+    before = noise_free(policy, observation)
+    policy.add_lora(2)
+    assert torch.equal(noise_free(policy, observation), before)
+    learning = [name for name, weight in policy.named_parameters() if weight.requires_grad]
+    assert learning and all("lora_" in name and ("expert" in name or "action_" in name) for name in learning)
+    for _ in range(2):  # the second factor begins at zero
+        learn_a_little(policy, observation)
+    learned = noise_free(policy, observation)
+    assert (learned - before).abs().max() > 1e-4
+    policy.save(tmp_path / "tuned")
+    noise = torch.randn((ROWS, 6, 5), generator=torch.Generator().manual_seed(7))
+    theirs = lerobots_chunk(tmp_path / "tuned", observation, noise)[:, :4]
+    torch.testing.assert_close(theirs, learned, atol=1e-5, rtol=0)
+    with pytest.raises(ConfigError, match="adapters already"):
+        policy.add_lora(2)
+
+
+def test_a_base_takes_the_first_steps_and_stays(folders, tmp_path):
+    policy, alone = trained(folders["smolvla"]), trained(folders["smolvla"])
+    with pytest.warns(RobopolicyWarning, match="runs one network in all denoising steps"):
+        policy.prepare_finetuning(2)
+    with pytest.raises(ConfigError, match="Adapters learn in all denoising steps"):
+        policy.add_lora(2)
+    observation = observed(policy)
+    noise = torch.randn((ROWS, 6, 5), generator=torch.Generator().manual_seed(2))
+    before = policy.trajectory(observation, noise)
+    learn_a_little(policy, observation)
+    after = policy.trajectory(observation, noise)
+    torch.testing.assert_close(before[:, :3], alone.trajectory(observation, noise)[:, :3], atol=1e-5, rtol=0)
+    torch.testing.assert_close(after[:, :3], before[:, :3], atol=1e-6, rtol=0)
+    assert (after[:, 3:] - before[:, 3:]).abs().max() > 1e-4
+    shared = {id(weight) for weight in policy.network.parameters()}
+    copied = sum(value.numel() for value in policy.base.buffers())
+    assert copied == sum(weight.numel() for weight in policy.trainable_parameters())
+    assert not shared & {id(value) for value in policy.base.buffers()}
+    with pytest.warns(RobopolicyWarning, match="one network"):
+        alone.prepare_finetuning(2)
+    alone.load_state_dict(policy.state_dict())  # as a run does that goes on
+    assert torch.equal(alone.trajectory(observation, noise), after)
+    policy.save(tmp_path / "tuned")
+    restored = trained(tmp_path / "tuned")
+    assert restored.spec.scored_steps == 2
+    assert torch.equal(restored.trajectory(observation, noise), after)
+    (tmp_path / "tuned" / "robopolicy_base.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="first denoising steps"):
+        trained(tmp_path / "tuned")
+
+
+def test_activations_computed_again_give_the_same_gradients(folders):
+    found = []
+    for checkpointing in (False, True):
+        policy = load_trainable(folders["smolvla"], LeRobotTuning(tuned=Tuned.ALL, checkpointing=checkpointing))
+        observation = observed(policy)
+        decision = policy.act(observation, torch.Generator().manual_seed(1))
+        chosen = torch.tensor([[0, 2]]).expand(ROWS, 2)
+        scores = policy.log_prob(observation, {**decision.latents, "chosen": chosen})
+        torch.testing.assert_close(scores.logp, decision.logp[:, [0, 2]], atol=1e-4, rtol=0)
+        scores.logp.sum().backward()
+        found.append({name: weight.grad for name, weight in policy.named_parameters() if weight.grad is not None})
+    assert found[0].keys() == found[1].keys() and any("vision_model" in name for name in found[0])
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], atol=1e-4, rtol=1e-4)
+
+
+def test_noise_is_where_it_is_scored(folders):
+    policy = load_trainable(folders["pi0"], LeRobotTuning(flow_noise_level=0.2, flow_noise=FlowNoise.CONSTANT))
+    decision = policy.act(observed(policy), torch.Generator().manual_seed(1))
+    assert policy.schedule.table[:, 4].unique().tolist() == pytest.approx([0.2])
+    policy.record_means = True
+    decision = policy.act(observed(policy), torch.Generator().manual_seed(1))
+    drawn = (decision.latents["chain"][:, 1:] - decision.latents["mean"]) / 0.2
+    assert drawn[..., 2:].abs().max() == 0 and 0.8 < drawn[..., :2].std() < 1.2
+
+
+def test_an_iteration_of_the_trainer_moves_the_expert_alone(folders, tmp_path):
+    inputs, outputs = features(state=6, environment=None, cameras=(FRONT,))
+    vlm = json.loads((folders["smolvla"] / "config.json").read_text())["vlm_model_name"]
+    policy = trained(save(smolvla_config(Path(vlm), inputs, outputs), tmp_path / "smolvla"))
+    policy.prepare_finetuning()
+    world = make_world("push_cube", 2, cameras=("front",), image_size=32)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    config = FinetuneConfig(iterations=1, rollout_length=3, minibatch=4, epochs=1, critic_warmup=0)
+    critic = state_critic(world.spec.observation, 1, 8, 1, world.spec.instructions)
+    result = finetune(policy, critic, world, config)
+    world.close()
+    assert result.iterations == 1
+    moved = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
+    assert any("lm_expert" in name for name in moved)
+    assert all("lm_expert" in name or "model.action_" in name for name in moved)
+    assert all(value.isfinite().all() for value in policy.state_dict().values())
+
+
+def edited(folder: Path, copy: Path, **changes: Any) -> Path:
+    shutil.copytree(folder, copy)
+    path = copy / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return copy
+
+
+def test_a_version_that_breaks_them_is_refused_before_anything_is_read(folders, monkeypatch):
+    monkeypatch.setattr("robopolicy.policies.lerobot.version", lambda name: "5.23.0")
+    for kind in KINDS:
+        with pytest.raises(ConfigError, match=rf"'{kind}' breaks with transformers 5.23.0.*<5.6"):
+            load_policy(folders[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "complaint"),
+    [
+        ("smolvla", {"use_cache": False}, "use_cache=false"),
+        ("smolvla", {"adapt_to_pi_aloha": True}, "adapt_to_pi_aloha"),
+        ("pi0", {"use_relative_actions": True}, "use_relative_actions"),
+    ],
+)
+def test_what_cannot_learn_here_says_why(folders, tmp_path, kind, changes, complaint):
+    policy = load_policy(edited(folders[kind], tmp_path / "copy", **changes))
+    with pytest.raises(ConfigError, match=complaint):
+        require_trainable(policy)
+
+
+def test_a_missing_tokenizer_or_model_is_named(folders, tmp_path):
+    folder = edited(folders["smolvla"], tmp_path / "smolvla", vlm_model_name="somebody/absent")
+    with pytest.raises(CheckpointError, match=r"needs vlm_model_name=somebody/absent on this machine.*hf download"):
+        load_policy(folder)
+    folder = edited(folders["pi0"], tmp_path / "pi0")
+    path = folder / "policy_preprocessor.json"
+    words = json.loads(path.read_text())["steps"][3]["config"]["tokenizer_name"]
+    path.write_text(path.read_text().replace(words, "google/paligemma-3b-pt-224"))
+    with pytest.raises(CheckpointError, match=r"tokenizer_name=google/paligemma-3b-pt-224.*gated") as caught:
+        load_policy(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_images_of_another_size_are_refused(folders):
+    policy = trained(folders["smolvla"])
+    observation = observed(policy)
+    large = torch.zeros((ROWS, 1, 64, 64, 3), dtype=torch.uint8)
+    with pytest.raises(SpecError, match=r"images.front' has shape \(3, 1, 64, 64, 3\)"):
+        policy.act({**observation, FRONT: large}, torch.Generator())
