@@ -57,7 +57,8 @@ class RobopolicyPolicy(PreTrainedPolicy):
         spec = self.acting.spec
         self._limits = replace(Limits.of(spec), image=LARGEST_IMAGE)
         _require_features(config, spec, self._limits)
-        config.input_features = {key: _feature(key, field) for key, field in spec.observation.items()}
+        if not config.input_features:
+            config.input_features = {key: _feature(key, field) for key, field in spec.observation.items()}
         config.output_features = {ACTION: _feature(ACTION, spec.action)}
         generator = Generators(config.seed, device)["lerobot"]
         self.actor = PolicyActor(self.acting, generator, deterministic=config.deterministic)
