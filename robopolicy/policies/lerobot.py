@@ -95,9 +95,7 @@ def load_lerobot_policy(
     kind = _checked_type(folder)
     _require_transformers(kind)
     if settings is None:
-        path = folder / SETTINGS_FILE
-        known = read_json(path) if path.is_file() else {}
-        settings = from_plain(LeRobotSettings, known, SETTINGS_FILE)
+        settings = read_settings(folder)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with _nothing_downloaded(folder, kind), torch.random.fork_rng(devices=devices):
         for name in PROCESSORS:
@@ -108,6 +106,12 @@ def load_lerobot_policy(
     made = LeRobotPolicy(policy.eval(), preprocess, postprocess, settings, folder)
     remember_origin(made, WorldOrigin.from_json(settings.world, folder / SETTINGS_FILE))
     return made
+
+
+def read_settings(folder: Path) -> LeRobotSettings:
+    """Return what robopolicy.json in `folder` says, the defaults without one; raises ConfigError for unknown keys."""
+    path = folder / SETTINGS_FILE
+    return from_plain(LeRobotSettings, read_json(path) if path.is_file() else {}, SETTINGS_FILE)
 
 
 class LeRobotPolicy:
@@ -240,7 +244,7 @@ class LeRobotPolicy:
             value = _tensor(observation, self._keys[name])[:, index].to(self.device)
             raw[source] = self._image(name, value) if value.ndim == 4 else value
         processed = self.preprocess(raw)
-        batch = {key: value for key, value in processed.items() if key.startswith("observation.")}
+        batch = {key: value.to(self.device) for key, value in processed.items() if key.startswith("observation.")}
         policy: Any = self.policy
         if policy.config.image_features:
             images = [batch[key] for key in policy.config.image_features if key in batch]

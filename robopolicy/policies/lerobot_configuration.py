@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.configuration import FlowNoise
@@ -45,6 +46,18 @@ class LeRobotTuning:
             raise ConfigError("flow_noise=learned needs a network with a noise head, and LeRobot's have none.")
         if min(self.flow_noise_level, self.least_noise) < 0:
             raise ConfigError("flow_noise_level and least_noise cannot be negative.")
+
+
+@dataclass(frozen=True)
+class LeRobotStart:
+    """A policy that LeRobot trained or made, to be trained further: its network, processors and statistics stay."""
+
+    builds: ClassVar[str] = "robopolicy.policies.lerobot_training:FromLeRobot"
+
+    path: Path | None = None
+    """Its folder, with config.json, model.safetensors and processors."""
+    tuned: Tuned = Tuned.LEROBOT
+    """What learns: lerobot (what its own config leaves free), expert, or all."""
 
 
 @dataclass(frozen=True)

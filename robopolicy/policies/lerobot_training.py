@@ -19,17 +19,19 @@ from torch.func import functional_call
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, require_extra
 from robopolicy.core.origin import described_origin, origin_of, remember_origin
 from robopolicy.core.policy import TensorObservation
-from robopolicy.core.storage import write_folder_atomic, write_json
+from robopolicy.core.spec import WorldSpec
+from robopolicy.core.storage import recover_folder, write_folder_atomic, write_json
 from robopolicy.core.structured import to_plain
 from robopolicy.core.tensors import load_tensors
 from robopolicy.policies.checkpoint import SETTINGS_FILE
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot import LeRobotPolicy
-from robopolicy.policies.lerobot_configuration import Tuned
+from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read_settings
+from robopolicy.policies.lerobot_configuration import LeRobotStart, Tuned
 from robopolicy.policies.lerobot_families import FAMILIES, why_not_trainable
 from robopolicy.policies.network import Condition, EveryStep, Steps
 
@@ -72,6 +74,24 @@ def trainable_lerobot(policy: LeRobotPolicy) -> DenoisingPolicy:
             made.prepare_finetuning(base["steps"], train_encoder=base["train_encoder"])
         _read_base(made, policy.folder)
     return made.eval()
+
+
+class FromLeRobot:
+    """Makes policies of kind lerobot; see `POLICIES`."""
+
+    @staticmethod
+    def build(config: LeRobotStart, spec: WorldSpec, episodes: Episodes, seed: int) -> DenoisingPolicy:
+        """Return the policy in config.path, which shall learn from data of `spec`; nothing is drawn or fitted.
+
+        Raises ConfigError without a path, and as `load_lerobot_policy` and `trainable_lerobot` do.
+        """
+        if config.path is None:
+            raise ConfigError("Which policy of LeRobot's? Set policy.path=FOLDER, one with a config.json.")
+        folder = recover_folder(config.path)
+        known = read_settings(folder)
+        tuning = replace(known.tuning, tuned=config.tuned)
+        settings = replace(known, fps=spec.fps, instructions=spec.instructions, tuning=tuning)
+        return trainable_lerobot(load_lerobot_policy(folder, settings=settings))
 
 
 class LeRobotNetwork(nn.Module):

@@ -61,6 +61,7 @@ POLICIES = PolicyKinds(
         "flow": "robopolicy.policies.configuration:DenoisingPolicyConfig",
         "token": "robopolicy.policies.token.configuration:TokenPolicyConfig",
         "joint": "robopolicy.policies.joint_configuration:JointConfig",
+        "lerobot": "robopolicy.policies.lerobot_configuration:LeRobotStart",
     },
 )
 LEFT_BEHIND = Registry(

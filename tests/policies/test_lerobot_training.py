@@ -16,8 +16,8 @@ from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch, example_observation
 from robopolicy.core.spec import TASK
 from robopolicy.nn.configuration import FlowNoise
-from robopolicy.policies.checkpoint import load_policy
-from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
+from robopolicy.policies.checkpoint import build_policy, load_policy
+from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
@@ -329,3 +329,16 @@ def test_images_of_another_size_are_refused(folders):
     large = torch.zeros((ROWS, 1, 64, 64, 3), dtype=torch.uint8)
     with pytest.raises(SpecError, match=r"images.front' has shape \(3, 1, 64, 64, 3\)"):
         policy.act({**observation, FRONT: large}, torch.Generator())
+
+
+def test_training_begins_with_lerobots_weights_and_frees_what_its_config_does(folders):
+    spec = make_world("push_cube", 1, cameras=("front",), image_size=32).spec
+    config = LeRobotStart(folders["smolvla"])
+    policy = build_policy("lerobot", config, spec, None, 0)
+    learning = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    assert any("state_proj" in name for name in learning) and not any("vision_model" in name for name in learning)
+    assert (policy.spec.fps, policy.spec.instructions) == (spec.fps, spec.instructions)
+    observation = observed(policy)
+    assert torch.equal(noise_free(policy, observation), noise_free(trained(folders["smolvla"]), observation))
+    with pytest.raises(ConfigError, match=r"policy.path=FOLDER"):
+        build_policy("lerobot", LeRobotStart(), spec, None, 0)
