@@ -76,8 +76,11 @@ def build_world(
     episodes: int | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    filmed: bool = False,
 ) -> World:
     """Return the world that `section` names, with the history length, cameras and image size that `policy` needs.
+
+    filmed: with the section's own cameras beside the policy's, which nobody but a recording wants.
 
     It has `batch_size` rows (parallel environments; default the section's), but no more than there are `episodes`.
 
@@ -85,7 +88,7 @@ def build_world(
     states of the simulator it was trained on (`world.simulator`, default the one named in the checkpoint), so that the
     same seed means the same initial state in both. Raises SpecError where `policy` does not fit the world.
     """
-    world = _made_world(section, policy, batch_size, episodes, seed, device)
+    world = _made_world(section, policy, batch_size, episodes, seed, device, filmed)
     if policy is not None:
         try:
             require_fit(as_seen_in(world, policy).spec, world.spec)
@@ -102,6 +105,7 @@ def _made_world(
     episodes: int | None,
     seed: int,
     device: torch.device | str,
+    filmed: bool,
 ) -> World:
     rows = min(batch_size or section.batch_size, episodes or sys.maxsize)
     history = 1 if policy is None else policy.spec.history
@@ -110,10 +114,11 @@ def _made_world(
     if section.name == DEMONSTRATIONS:
         return _demonstrated_world(section, rows, history, seed)
     options: dict[str, Any] = {"seed": seed, "history": history, **section.options}
-    if policy is not None:
-        options |= images_of(policy.spec.observation)
-    elif section.cameras:
-        options |= {"cameras": section.cameras, "image_size": section.image_size}
+    shown = {} if policy is None else images_of(policy.spec.observation)
+    if section.cameras and (policy is None or filmed):
+        cameras = dict.fromkeys((*shown.get("cameras", ()), *section.cameras))
+        shown = {"image_size": section.image_size, **shown, "cameras": tuple(cameras)}
+    options |= shown
     world = make_world(section.name, rows, **options)
     if not world.spec.reports_success:
         warnings.warn(

@@ -33,6 +33,12 @@ class CollectSection:
     """Dotted path package.module:factory of your own controller, empty for the expert."""
     policy: Path | None = None
     """Checkpoint of a policy that plays instead."""
+    deterministic: bool = False
+    """Of a policy: without exploration noise."""
+    label_policy: str = ""
+    """Who says in every step what it would have done there, which `train` then learns in the place of what was done:
+    expert (or collect.controller), without the noise with which it acts, or the checkpoint of a policy. "" for nobody.
+    """
     successes_only: bool = False
     """Drop failures; world models need them."""
     chains: bool = False
@@ -51,6 +57,13 @@ class CollectSection:
                 "collect.chains=true records how a policy decides, all of its episodes: set collect.policy=CHECKPOINT, "
                 "and neither collect.quality nor collect.successes_only."
             )
+        if self.label_policy and (self.quality or self.chains or self.correct.wanted):
+            raise ConfigError(
+                "collect.label_policy labels what collect.noise or collect.policy do: leave out collect.quality, "
+                "collect.chains and collect.correct."
+            )
+        if self.deterministic and self.policy is None:
+            raise ConfigError("collect.deterministic is for a policy: set collect.policy=CHECKPOINT.")
         if self.correct.wanted and (self.policy is None or self.quality or self.chains or self.successes_only):
             raise ConfigError(
                 "collect.correct.patience and budget let an expert take over from a policy: set "

@@ -22,7 +22,7 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 
-_OF_STEPS = ("step_success", "actor", "segment")
+_OF_STEPS = ("step_success", "actor", "segment", "labels")
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Episodes:
     episode; rewards: term -> [N]; step_success: [N] bool, the episode has succeeded by the end of this step;
     terminated: [E] bool, the task ended (False: time limit); seeds: [E] int64; final_known: [E] bool, False where the
     data lacks the observation after the last action (the last frame then repeats the one before); actor, segment: [N]
-    int64, who acted and in what kind of segment, as `interventions` counts. fps: steps per second. Optional entries are
-    None where a dataset does not say. Raises DataError where lengths do not fit together, an episode is empty, or keys
-    and fields differ.
+    int64, who acted and in what kind of segment, as `interventions` counts; labels: [N, A] in world units, what a
+    teacher would have done in each step. fps: steps per second. Optional entries are None where a dataset does not say.
+    Raises DataError where lengths do not fit together, an episode is empty, or keys and fields differ.
     """
 
     observation_fields: Mapping[str, Field]
@@ -53,6 +53,7 @@ class Episodes:
     final_known: Tensor | None = None
     actor: Tensor | None = None
     segment: Tensor | None = None
+    labels: Tensor | None = None
 
     def __post_init__(self):
         steps, count = int(self.lengths.sum()), len(self.lengths)
@@ -168,6 +169,15 @@ class Episodes:
             **per_episode,
         )
 
+    def to_imitate(self) -> "Episodes":
+        """Return the episodes with what is to be learned in each step in the place of what was executed, where known.
+
+        Those of whom nobody acted as labelled: rewards and next observations are not what these actions lead to.
+        """
+        if self.labels is None:
+            return self
+        return replace(self, actions=self.labels, actor=None, segment=None, labels=None)
+
     def split(self, share: float, generator: torch.Generator) -> tuple["Episodes", "Episodes"]:
         """Hold out a share of the episodes, at least one: (training, validation).
 
@@ -183,8 +193,8 @@ class Episodes:
     def concatenate(parts: Sequence["Episodes"]) -> "Episodes":
         """Join episodes of the same fields and fps; what one part does not know is None in the whole.
 
-        But who acted: what only some parts know is -1 in the others. Raises DataError where shapes, observation keys or
-        control rates differ.
+        But who acted: what only some parts know is -1 in the others; and labels: there they are what was done. Raises
+        DataError where shapes, observation keys or control rates differ.
         """
         if not parts:
             raise DataError("There are no episodes to join.")
@@ -223,6 +233,9 @@ class Episodes:
             final_known=torch.cat(known),
             actor=acted("actor"),
             segment=acted("segment"),
+            labels=None
+            if all(part.labels is None for part in parts)
+            else torch.cat([part.actions if part.labels is None else part.labels for part in parts]),
         )
 
     @staticmethod

@@ -6,8 +6,9 @@ writer takes 50 ms and more an episode, one table and its statistics take less t
 Columns beside the observations and `action`: `next.reward` and one `next.reward.<term>` per term, `next.success`,
 `next.done` (last step of the episode), `next.terminated` (the task ended there; False at a time limit),
 `episode_seed` and, of episodes that say who acted, `correction.actor`, `correction.segment` and LeRobot's
-`intervention`. LeRobot stores no observation after the last action: those frames, and what a `Field` says beyond a
-shape, lie in `meta/robopolicy/`, which LeRobot ignores. `lerobot_reading` holds the way back.
+`intervention`, of those that say what a teacher would have done `label.action`. LeRobot stores no observation after the
+last action: those frames, and what a `Field` says beyond a shape, lie in `meta/robopolicy/`, which LeRobot ignores.
+`lerobot_reading` holds the way back.
 """
 
 import shutil
@@ -24,7 +25,15 @@ from robopolicy.core.origin import WorldOrigin
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.storage import read_json, recover_folder, write_folder_atomic, write_json
 from robopolicy.core.tensors import save_tree
-from robopolicy.data.lerobot_reading import ACTOR, INTERVENTIONS, SEGMENT, SIDECAR, read_dataset, read_information
+from robopolicy.data.lerobot_reading import (
+    ACTOR,
+    INTERVENTIONS,
+    LABELS,
+    SEGMENT,
+    SIDECAR,
+    read_dataset,
+    read_information,
+)
 from robopolicy.data.lerobot_tables import write_tables
 
 __all__ = ["read_dataset", "recorded_origin", "write_dataset"]
@@ -134,6 +143,8 @@ def _features(episodes: Episodes, images: str) -> dict[str, Any]:
         features["episode_seed"] = _scalar("int64")
     if episodes.actor is not None and episodes.segment is not None:
         features |= {INTERVENTIONS[0]: _scalar("bool"), ACTOR: _scalar("int64"), SEGMENT: _scalar("int64")}
+    if episodes.labels is not None:
+        features[LABELS] = features["action"]
     return features
 
 

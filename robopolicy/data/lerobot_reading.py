@@ -106,7 +106,7 @@ def _read_table(
         for key, feature in information["features"].items()
         if (
             feature["dtype"] in _NUMERIC
-            and (key.startswith(("observation.", "next.")) or key in (*_OWN, *WHO_ACTED, "action", *further))
+            and (key.startswith(("observation.", "next.")) or key in (*_OWN, *WHO_ACTED, LABELS, "action", *further))
         )
         or (feature["dtype"] == "image" and key in image_keys)
     ]
@@ -141,6 +141,8 @@ ACTOR, SEGMENT = "correction.actor", "correction.segment"
 INTERVENTIONS = ("intervention", "complementary_info.is_intervention")
 """Columns of LeRobot's that are true where a person acted in a policy's place: its rollouts' and its learners'."""
 WHO_ACTED = (ACTOR, SEGMENT, *INTERVENTIONS)
+LABELS = "label.action"
+"""Column that says what a teacher would have done: shaped and scaled as `action`."""
 _OWN = ("episode_index", "frame_index", "timestamp", "task_index", "episode_seed")
 
 
@@ -335,6 +337,7 @@ def _assemble(
         terminated=_terminated(columns, ends),
         seeds=_flat(columns["episode_seed"])[first] if "episode_seed" in columns else None,
         final_known=known,
+        labels=torch.from_numpy(np.ascontiguousarray(columns[LABELS])).float() if LABELS in columns else None,
         **_who_acted(columns),
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
-from robopolicy.core.player import PlayedStep, Player, actor_of
+from robopolicy.core.player import Actor, PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
@@ -29,16 +29,20 @@ def record(
     successes_only: bool = False,
     generator: torch.Generator | None = None,
     deterministic: bool = False,
+    teacher: Controller | Policy | None = None,
 ) -> Episodes:
     """Play the episodes of `seeds` and return them in that order, failures included unless `successes_only`.
 
     episodes: stop after this many (kept) episodes; the same ones are kept whatever the world's batch size. generator: a
-    policy's noise (its device is where the policy computes); deterministic: a policy without exploration noise. Actions
-    are stored as executed: clipped to the world's range. A policy's chunks run step by step where in-chunk images or
-    success times are wanted. Raises DataError (seeds used up, nothing kept), SpecError (actor and world do not fit) and
-    ConfigError (successes only, of a world that reports none).
+    policy's noise (its device is where the policy computes); deterministic: a policy without exploration noise;
+    teacher: says in every step what it would have done there, without exploration noise (`Episodes.labels`). Actions
+    are stored as executed: clipped to the world's range. A policy's chunks run step by step where in-chunk images,
+    success times or labels are wanted. Raises DataError (seeds used up, nothing kept), SpecError (actor, teacher and
+    world do not fit) and ConfigError (successes only, of a world that reports none).
     """
-    takes = _play(world, actor, seeds, episodes, successes_only, generator, deterministic)
+    draws = torch.Generator() if generator is None else generator
+    labels = None if teacher is None else actor_of(teacher, draws, deterministic=True)
+    takes = _play(world, actor, seeds, episodes, successes_only, generator, deterministic, teacher=labels)
     return _gather(takes, world.spec, episodes, successes_only)
 
 
@@ -90,8 +94,9 @@ def _play(
     deterministic: bool,
     *,
     chains: bool = False,
+    teacher: Actor[Any] | None = None,
 ) -> "_Takes":
-    """Play as `record` says, which see; chains: whether every decision's is kept."""
+    """Play as `record` says, which see; chains: whether every decision's is kept; teacher: labels every step."""
     spec = world.spec
     seeds = np.asarray(seeds, dtype=np.int64)
     wanted = len(seeds) if episodes is None else episodes
@@ -103,15 +108,18 @@ def _play(
         raise ConfigError(f"'{spec.name}' does not say which episodes succeed, so successes_only would keep none.")
     generator = torch.Generator() if generator is None else generator
     chosen = actor if isinstance(actor, Operator) else actor_of(actor, generator, deterministic=deterministic)
-    player: Player[Any] = Player(world, chosen, stepwise=bool(spec.cameras) or not spec.terminate_on_success)
-    takes = _Takes(player, seeds, chains)
+    stepwise = bool(spec.cameras) or not spec.terminate_on_success or teacher is not None
+    player: Player[Any] = Player(world, chosen, stepwise=stepwise)
+    takes = _Takes(player, seeds, chains, teacher)
     exact = episodes is None and not successes_only
+    takes.label()
     with progress(f"recording {spec.name}", wanted) as advance:
         for played in player:
             takes.add(played)
             if isinstance(actor, Operator):
                 actor.watch(played)
             if not played.chunk_done:
+                takes.label()
                 continue
             ended = takes.collect()
             kept = sum(item.success[-1] or not successes_only for item in ended)
@@ -119,6 +127,7 @@ def _play(
             pending = takes.successes if successes_only else takes.finished
             if exact or pending + player.running.sum() < wanted:
                 takes.start_next()
+            takes.label()
     return takes
 
 
@@ -144,13 +153,15 @@ class _Recording:
     begins: list[int] = field(default_factory=list)
     chains: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     turns: list[tuple[int, int]] = field(default_factory=list)
+    labels: list[np.ndarray] = field(default_factory=list)
 
 
 class _Takes:
     """Which episode runs in which row of a player's world, and what was recorded so far."""
 
-    def __init__(self, player: Player[Any], seeds: np.ndarray, chains: bool = False):
-        self.player, self.seeds = player, seeds
+    def __init__(self, player: Player[Any], seeds: np.ndarray, chains: bool = False, teacher: Actor[Any] | None = None):
+        self.player, self.seeds, self.teacher = player, seeds, teacher
+        self.labels: np.ndarray | None = None
         self.chains, self.decided = chains, True
         self.done: dict[int, _Recording] = {}
         self.current: list[_Recording | None] = [None] * player.world.batch_size
@@ -162,9 +173,8 @@ class _Takes:
     def add(self, played: PlayedStep[Any]) -> None:
         """Store what happened in the rows that were played."""
         action = self.player.world.spec.action
-        executed = np.clip(
-            np.asarray(played.actions, dtype=np.float64), np.asarray(action.low), np.asarray(action.high)
-        )
+        low, high = np.asarray(action.low), np.asarray(action.high)
+        executed = np.clip(np.asarray(played.actions, dtype=np.float64), low, high)
         for row in played.running.nonzero()[0]:
             recording = self.current[row]
             assert recording is not None
@@ -173,8 +183,15 @@ class _Takes:
             elif self.chains and self.decided:
                 recording.begins.append(len(recording.success))
                 recording.chains.append(chain_of(played.info.decision, row))
+            if self.labels is not None and played.step.valid[row].any():
+                recording.labels.append(np.clip(self.labels[row], low, high))
             _append(recording, played.step, executed, row, self.player.world.spec)
         self.decided = played.chunk_done
+
+    def label(self) -> None:
+        """Ask the teacher, if there is one, what it would do in the steps that come next."""
+        if self.teacher is not None and self.player.running.any():
+            self.labels = self.teacher.choose(self.player.observation)[0][:, 0]
 
     def collect(self) -> list[_Recording]:
         """Take out the episodes that ended since the last call."""
@@ -198,6 +215,8 @@ class _Takes:
 
     def _open(self, rows: np.ndarray) -> None:
         observation = self.player.observation
+        if self.teacher is not None:
+            self.teacher.reset(rows)
         for row in rows:
             frames = {key: [observation[key][row, -1:].copy()] for key in self.player.world.spec.observation}
             task = str(observation[TASK][row]) if TASK in observation else ""
@@ -256,4 +275,7 @@ def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: 
         final_known=torch.ones(len(kept), dtype=torch.bool),
         actor=turns[:, 0].contiguous() if len(turns) else None,
         segment=turns[:, 1].contiguous() if len(turns) else None,
+        labels=None
+        if takes.teacher is None
+        else torch.from_numpy(np.stack([label for item in kept for label in item.labels])).float(),
     )

@@ -116,7 +116,7 @@ def build_policy(
     if hasattr(made, "build"):
         policy = made.build(config, spec, episodes, seed)
     else:
-        values = {**episodes.observation, "action": episodes.actions}
+        values = {**episodes.observation, "action": episodes.to_imitate().actions}
         known = {"fps": spec.fps, "instructions": spec.instructions, "values": values, "seed": seed}
         policy = made(config, spec.observation, spec.action, **known)
     if not isinstance(policy, nn.Module):

@@ -115,7 +115,8 @@ class Driver:
     as two chunks take). patience: seconds that an episode's first chunk is waited for. wait: wait for every chunk, in a
     simulator that stands still meanwhile. requests: shared with other drivers of the same connection. counts: how many
     steps were taken ("steps"), held ("held"), clipped ("clipped"), late answers thrown away ("stale"), failures
-    ("failures"). error: what the server did wrong last, None since it answered.
+    ("failures"). late: by how many steps the present chunk is executed later than it was meant, because the robot held
+    still meanwhile. error: what the server did wrong last, None since it answered.
     Raises ServingError where the server does not describe its policy, ConfigError on a prefetch beyond the chunk.
     """
 
@@ -161,7 +162,7 @@ class Driver:
         self._task: str | None = None
         self._step, self._first = 0, True
         self._chunk = np.zeros((0, *self.policy.shape))
-        self._begins, self._seen = 0, 0.0
+        self._begins, self._seen, self.late = 0, 0.0, 0
         self._request: Future[np.ndarray] | None = None
         self._asked, self._held = _Asked(0, 0.0, 0), 0
         self._last: np.ndarray | None = None
@@ -247,7 +248,8 @@ class Driver:
             return
         request, self._request = self._request, None
         asked = self._asked
-        begins, seen = asked.step + self._held - asked.held, asked.seen
+        late = self._held - asked.held
+        begins, seen = asked.step + late, asked.seen
         try:
             chunk = request.result()
             if chunk.shape[1:] != self.policy.shape:
@@ -265,7 +267,7 @@ class Driver:
         if begins + len(chunk) <= self._step or self._too_old(seen):
             self.counts["stale"] += 1
             return
-        self._chunk, self._begins, self._seen = self._blended(chunk, begins), begins, seen
+        self._chunk, self._begins, self._seen, self.late = self._blended(chunk, begins), begins, seen, late
 
     def _blended(self, chunk: np.ndarray, begins: int) -> np.ndarray:
         """Return a new chunk whose first steps from now on lead over from those of the old one."""

@@ -29,7 +29,7 @@ def pretrain(
     Raises DataError where what the policy learns from holds NaN or infinity, ConfigError for a precision that policy or
     processor do not have.
     """
-    require_finite_columns(episodes, policy.spec.observation)
+    require_finite_columns(episodes.to_imitate(), policy.spec.observation)
     generators = Generators(seed, next(policy.parameters()).device)
     require_lowering(policy, config.precision)
     batches = regression_batches(policy, episodes, config.batch_size, generators["batches"])
@@ -45,11 +45,12 @@ def regression_batches(
 ) -> Iterator[dict[str, Any]]:
     """Yield random decisions of `episodes` for ever, as `policy.loss` takes them; `generator` is all the state.
 
-    Where they say who acted, what is not worth imitating is neither begun nor part of what is predicted. Raises
-    DataError where nothing is.
+    Where they say what a teacher would have done, that is learned in every step, whoever acted. Where they say who
+    acted, what is not worth imitating is neither begun nor part of what is predicted. Raises DataError where nothing
+    is.
     """
     spec = policy.spec
-    data = episodes.to(next(policy.parameters()).device)
+    data = episodes.to_imitate().to(next(policy.parameters()).device)
     worth = worth_imitating(data)
     if worth is not None:
         return _worthy_batches(data, worth, spec, batch_size, generator)

@@ -9,9 +9,19 @@ from typing import Any
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.finite_values import listed
 from robopolicy.core.spec import TASK
-from robopolicy.data.lerobot_reading import WHO_ACTED
+from robopolicy.data.lerobot_reading import LABELS, WHO_ACTED
 
-_KEPT = ("episode_index", "frame_index", "timestamp", "task_index", "index", "episode_seed", "action", *WHO_ACTED)
+_KEPT = (
+    "episode_index",
+    "frame_index",
+    "timestamp",
+    "task_index",
+    "index",
+    "episode_seed",
+    "action",
+    LABELS,
+    *WHO_ACTED,
+)
 _READING = {
     True: ": the policy reads them",
     False: ": the policy reads no text, and learns all of them as one task",

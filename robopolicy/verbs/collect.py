@@ -8,7 +8,8 @@ plan.model, a world model's, the policy looks ahead: plan.uncertainty above 0 le
 collect.chains=true records beside a policy's episodes how it came to its decisions (gate.judges=[importance]).
 collect.correct.patience=20 lets the expert (or collect.controller) take over from a policy after so many steps without
 progress: it goes back (collect.correct.rewind=10), does it right, and every step says whose it was, which train and
-offline read.
+offline read. collect.label_policy=expert stores in every step what the expert would do there without its noise, and
+collect.label_policy=TEACHER what another policy would do where collect.policy=STUDENT leads: train learns that.
 """
 
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.interventions import interventions_in_words
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.spec import require_fit
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import record, record_chains, record_corrected
 from robopolicy.evaluation.importance import with_densities
@@ -41,6 +43,9 @@ from robopolicy.origins import origin_of_section
 from robopolicy.runs import finish, finished, open_run, output
 from robopolicy.verbs.graded import record_graded
 from robopolicy.verbs.verb import Verb
+
+EXPERT = "expert"
+"""Of collect.label_policy: the world's own, or collect.controller."""
 
 VERB = Verb(
     summary="Record demonstrations as a LeRobotDataset",
@@ -88,11 +93,14 @@ def collect(config: Config) -> Episodes:
     """Record an equal share of the episodes at each level of noise, from seeds that no evaluation uses."""
     section = config.collect
     policy, device = acting(config)
+    teacher = None if section.label_policy in ("", EXPERT) else load_policy(section.label_policy, device)
     levels = section.noise if policy is None else ("",)
     shares = [
         section.episodes // len(levels) + (index < section.episodes % len(levels)) for index in range(len(levels))
     ]
-    world = build_world(config.world, policy, episodes=max(shares), seed=config.run.seed)
+    world = build_world(config.world, policy, episodes=max(shares), seed=config.run.seed, filmed=True)
+    if teacher is not None:
+        require_fit(teacher.spec, world.spec)
     parts = []
     generators = Generators(config.run.seed, device)
     for index, (level, share) in enumerate(zip(levels, shares, strict=True)):
@@ -101,8 +109,17 @@ def collect(config: Config) -> Episodes:
         actor = policy or build_noisy_expert(
             config.world, world.spec, level, derive(config.run.seed, f"collect/noise/{index}"), section.controller
         )
-        seeds = episode_seeds(config.run.seed, f"collect/{index}", share)
-        parts.append(record(world, actor, seeds, successes_only=section.successes_only, generator=generators["act"]))
+        expert = section.label_policy == EXPERT
+        played = record(
+            world,
+            actor,
+            episode_seeds(config.run.seed, f"collect/{index}", share),
+            successes_only=section.successes_only,
+            generator=generators["act"],
+            deterministic=section.deterministic,
+            teacher=build_controller(config.world, world.spec, section.controller) if expert else teacher,
+        )
+        parts.append(played)
     world.close()
     return Episodes.concatenate(parts)
 

@@ -76,7 +76,9 @@ def run(config: Config) -> int:
     output.print(escape("\n".join(reading.lines())), soft_wrap=True)
     if reads_text is False and len(reading.instructions) > 1 and hasattr(config.policy.config, "text_encoder"):
         output.print(f"policy.text_encoder={TextEncoder.WORDS.value} lets it read them and keep the tasks apart.")
-    if said := interventions_in_words(episodes):
+    if episodes.labels is not None and not isinstance(policy, Staged):  # which also learns what actions lead to
+        output.print("Learns what a teacher would have done in every step (label.action), and not what was done.")
+    elif said := interventions_in_words(episodes):
         output.print(f"{said}.\n{imitated_in_words(episodes, isinstance(policy, Staged))}.", soft_wrap=True)
     count, recorded = config.train.evaluate_episodes, recorded_origin(data)
     world: World | None = None

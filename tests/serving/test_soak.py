@@ -134,7 +134,7 @@ class Robot(threading.Thread):
             action = driver.step({STATE: np.array([self.number, step], np.float64)})
             if last is not None:  # an episode's first action may be waited for
                 self.late = max(self.late, time.monotonic() - before)
-            self.judge(step, action, last, driver.counts["held"] > held)
+            self.judge(step, action, last, driver.counts["held"] > held, driver.late)
             step, last = step + 1, action
             if step % 400 == 0:
                 driver.reset()
@@ -142,9 +142,12 @@ class Robot(threading.Thread):
             due = max(due + 1 / FPS, time.monotonic() - 1)
             time.sleep(max(0.0, due - time.monotonic()))
 
-    def judge(self, step: int, action: np.ndarray, last: np.ndarray | None, held: bool) -> None:
-        """Note an action that is not what this step wants (or holding still), led there within the limits."""
-        targets = {"held": np.zeros(2)} if held else {"wanted": wanted(self.number, step)}
+    def judge(self, step: int, action: np.ndarray, last: np.ndarray | None, held: bool, late: int) -> None:
+        """Note an action that is not what this step wants (or holding still), led there within the limits.
+
+        late: steps that the robot has held still since the observation, and so has not used up of its plan.
+        """
+        targets = {"held": np.zeros(2)} if held else {"wanted": wanted(self.number, step - late)}
         if not held and self.served.may_be_outside():
             targets["outside"] = np.full(2, OUTSIDE)
         for name, target in targets.items():
