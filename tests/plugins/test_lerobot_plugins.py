@@ -95,6 +95,23 @@ def test_lerobot_finds_everything_by_its_name(checkpoint):
     assert {key: feature.shape for key, feature in config.input_features.items()}[TOP] == (3, 16, 16)
 
 
+def test_settings_are_parsed_written_and_read_back(checkpoint):
+    """As LeRobot's commands do, which keep them beside what they train; and all of it without the distributions."""
+    import draccus
+    from lerobot.configs.eval import EvalPipelineConfig
+    from lerobot.configs.parser import load_plugin
+
+    load_plugin("robopolicy.plugins")
+    given = ["--env.type=robopolicy", "--env.task=push_cube", "--env.cameras=[front, top]", "--env.image_size=32"]
+    given += ["--env.options={style: 1}", "--policy.type=robopolicy", f"--policy.checkpoint={checkpoint}"]
+    config = draccus.parse(EvalPipelineConfig, args=[*given, "--policy.device=cpu", "--policy.deterministic=false"])
+    assert config.env.options == {"style": 1}
+    assert config.env.features["observation.images.front"].shape == (32, 32, 3)
+    assert config.env.fps == 10
+    assert (config.policy.checkpoint, config.policy.deterministic) == (checkpoint, False)
+    assert draccus.decode(EvalPipelineConfig, draccus.encode(config)) == config
+
+
 def test_a_rollout_of_lerobots_is_our_evaluation(checkpoint):
     """The same starts and the same noise give the same rewards, through images, history and chunks."""
     from lerobot.policies.factory import make_pre_post_processors
