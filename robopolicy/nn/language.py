@@ -91,7 +91,7 @@ class PretrainedTokenizer:
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return tokens [U, L] and text [U, L]; raises SpecError where a text has no token at all."""
-        found = self.tokenizer(list(texts), padding=True, padding_side="left", return_tensors="pt")
+        found: Any = self.tokenizer(list(texts), padding=True, padding_side="left", return_tensors="pt")
         text = found["attention_mask"].bool()
         if text.shape[1] == 0 or not bool(text[:, -1].all()):
             raise SpecError(f"The tokenizer makes nothing of one of the instructions {list(texts)}: give it words.")

@@ -48,12 +48,14 @@ class NoiseSchedule(nn.Module):
 
     times [K]: the denoiser's time input in (0, 1]; density [K] bool: steps with std > 0.
     table, deterministic_table: [K, 5] rows (a, b, c, d, std). clip: bound on the clean estimate, None for no bound.
+    signals [K]: sqrt(alpha) where the bound leaves the estimate of the noise alone, None where that follows it.
     """
 
     times: Tensor
     density: Tensor
     table: Tensor
     deterministic_table: Tensor
+    signals: Tensor | None
 
     def __init__(self, times: Tensor, table: Tensor, deterministic_table: Tensor, clip: float | None):
         super().__init__()
@@ -62,6 +64,7 @@ class NoiseSchedule(nn.Module):
         self.register_buffer("table", table.float(), persistent=False)
         self.register_buffer("deterministic_table", deterministic_table.float(), persistent=False)
         self.register_buffer("density", self.table[:, 4] > 0, persistent=False)
+        self.register_buffer("signals", None, persistent=False)
 
     @property
     def steps(self) -> int:
@@ -79,9 +82,14 @@ class NoiseSchedule(nn.Module):
         table = self.deterministic_table if deterministic else self.table
         a, b, c, d, std = table[step][..., None, None].unbind(-3)
         clean = a * x + b * prediction
-        if self.clip is not None:
-            clean = clean.clamp(-self.clip, self.clip)
-        return Normal(c * clean + d * x, std)
+        if self.clip is None:
+            return Normal(c * clean + d * x, std)
+        bounded = clean.clamp(-self.clip, self.clip)
+        mean = c * bounded + d * x
+        if self.signals is not None:
+            # The noise is (x - signal clean) / noise; c and d take the bounded clean for it, this puts the other back.
+            mean = mean + d * self.signals[step][..., None, None] * (bounded - clean)
+        return Normal(mean, std)
 
     def clean_estimate(self, x: Tensor, prediction: Tensor, step: Tensor | slice | int) -> Tensor:
         """Return the estimate of the clean sample, [..., P, A], before it is clipped."""
@@ -93,8 +101,9 @@ class DiffusionSchedule(NoiseSchedule):
     """DDPM (Ho 2020) and DDIM (Song 2021) with alphas and timesteps from diffusers' DDIMScheduler.
 
     training_steps T: the grid the denoiser is trained on; sampling_steps K <= T: the steps; eta 1 with K = T is DDPM's
-    ancestral sampling, eta 0 is DDIM. The noise is always re-derived from the clipped clean estimate (diffusers'
-    use_clipped_model_output), which makes DDPM and DDIM(eta = 1) one formula. min_std: floor of the exploration noise
+    ancestral sampling, eta 0 is DDIM. The noise is re-derived from the clipped clean estimate (diffusers'
+    use_clipped_model_output), which makes DDPM and DDIM(eta = 1) one formula, unless `rederived` is False, which is how
+    diffusers samples DDIM by default. min_std: floor of the exploration noise
     (DPPO: .1 while acting and scoring); the deterministic sampler has no floor.
     """
 
@@ -111,6 +120,7 @@ class DiffusionSchedule(NoiseSchedule):
         clip: float | None = 1.0,
         spacing: Spacing = Spacing.TRAILING,
         beta_schedule: str = "squaredcos_cap_v2",
+        rederived: bool = True,
     ):
         from diffusers.schedulers.scheduling_ddim import DDIMScheduler  # 4 s to import: only diffusion pays
 
@@ -130,6 +140,8 @@ class DiffusionSchedule(NoiseSchedule):
         self.prediction = prediction
         self.training_steps, self.beta_schedule, self.spacing = training_steps, beta_schedule, spacing
         self.register_buffer("alphas", alphas.float(), persistent=False)
+        if not rederived:
+            self.signals = alphas[steps].sqrt().float()
 
     def levels(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw training noise levels [count]: uniform step indices in [0, T)."""

@@ -23,7 +23,7 @@ from robopolicy.nn.prefix import given_steps, with_prefix
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.fields import select_fields
-from robopolicy.policies.latents import OwnLatents, executed_part, size_of_latents
+from robopolicy.policies.latents import OwnLatents, OwnSchedule, executed_part, size_of_latents
 from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, noisy_actions, reduce_logp
 from robopolicy.policies.network import (
     ChunkNetwork,
@@ -92,6 +92,8 @@ class DenoisingPolicy(nn.Module):
                 torch.manual_seed(seed)
                 network = ChunkNetwork(config, self.fields, action.size, self.instructions)
         check_network(network, config)
+        if isinstance(network, OwnSchedule):
+            self.schedule = network.schedule(config)
         self.network: DenoisingNetwork = network
         self.part = executed_part(network, config, action.size)
         self.latent_size = size_of_latents(network, action.size)

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from robopolicy.nn.schedules import Schedule
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 
 
@@ -61,6 +62,15 @@ class OwnLatents(Protocol):
 
     def levels(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw the noise levels [count] at which it was trained."""
+        ...
+
+
+@runtime_checkable
+class OwnSchedule(Protocol):
+    """Optional: a network that was trained under a schedule which a `DenoisingPolicyConfig` does not describe."""
+
+    def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
+        """Return it, with the steps and the noise that config asks for."""
         ...
 
 

@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from robopolicy.core.policy import CONDITION
+from robopolicy.nn.configuration import Prediction, Spacing
+from robopolicy.nn.schedules import DiffusionSchedule, Schedule
+from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.policies.network import Condition
+from robopolicy.policies.schedule import make_schedule
 
 if TYPE_CHECKING:
     from lerobot.policies.pretrained import PreTrainedPolicy
 
 KEYS, VALUES, MASK, STATE = (f"condition.{name}" for name in ("keys", "values", "mask", "state"))
+BETAS = (0.0001, 0.02)
+"""beta_start and beta_end of diffusers' schedules and of LeRobot's, which a linear beta_schedule goes between."""
 TOKENS, TOKEN_MASK = "observation.language.tokens", "observation.language.attention_mask"
 
 Batch = Mapping[str, Any]
@@ -51,8 +58,12 @@ class Family(Protocol):
         """Return the modules that `denoise` uses and `read` does not."""
         ...
 
-    def draw_times(self, count: int) -> Tensor:
-        """Draw the times [count] at which LeRobot trains, from torch's global generator."""
+    def draw_levels(self, count: int) -> Tensor:
+        """Draw the levels [count] of the schedule at which LeRobot trains, from torch's global generator."""
+        ...
+
+    def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
+        """Return the schedule of LeRobot's sampler, with the exploration noise of config."""
         ...
 
 
@@ -105,9 +116,13 @@ class SmolVLA:
             model.action_time_mlp_out,
         ]
 
-    def draw_times(self, count: int) -> Tensor:
+    def draw_levels(self, count: int) -> Tensor:
         """Draw times [count]; see `Family`."""
         return self.model.sample_time(count, torch.device("cpu"))
+
+    def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
+        """See `Family`."""
+        return make_schedule(config)
 
 
 class Pi:
@@ -157,12 +172,105 @@ class Pi:
             return [*modules, model.state_proj, model.action_time_mlp_in, model.action_time_mlp_out]
         return [*modules, model.time_mlp_in, model.time_mlp_out]
 
-    def draw_times(self, count: int) -> Tensor:
+    def draw_levels(self, count: int) -> Tensor:
         """Draw times [count]; see `Family`."""
         return self.model.sample_time(count, torch.device("cpu"))
 
+    def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
+        """See `Family`."""
+        return make_schedule(config)
 
-FAMILIES: Mapping[str, Callable[["PreTrainedPolicy"], Family]] = {"smolvla": SmolVLA, "pi0": Pi, "pi05": Pi}
+
+class Diffusion:
+    """The U-Net of `diffusion`, under one vector of features of the whole history; chunks begin at its first frame."""
+
+    reads_instructions = False
+
+    def __init__(self, policy: "PreTrainedPolicy"):
+        inner: Any = policy
+        self.config = inner.config
+        self.model = inner.diffusion
+        self.scheduler = self.model.noise_scheduler
+        self.latent_size: int = self.config.action_feature.shape[0]
+        self.first_step: int = self.config.n_obs_steps - 1
+
+    def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
+        """See `Family`."""
+        return _diffusion_chain(self.config, self.model.num_inference_steps)
+
+    def read(self, frames: Sequence[Batch]) -> Condition:
+        """See `Family`."""
+        return {CONDITION: self.model._prepare_global_conditioning(_history(frames))}
+
+    def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        """Predict noise or clean actions [N, P, L]; see `Family`."""
+        return self.model.unet(x, _index(time, self.config), global_cond=condition[CONDITION])
+
+    def denoising_modules(self) -> list[nn.Module]:
+        """See `Family`."""
+        return [self.model.unet]
+
+    def draw_levels(self, count: int) -> Tensor:
+        """Draw steps [count] of the training grid; see `Family`."""
+        return torch.randint(self.config.num_train_timesteps, (count,))
+
+    def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
+        """See `Family`."""
+        return _diffusion_schedule(self.config, config)
+
+
+class MultiTaskDiT:
+    """The transformer of `multi_task_dit`, under one vector of features of history and instruction.
+
+    Its flow counts time the other way, from noise at 0 to data at 1, and predicts data - noise.
+    """
+
+    reads_instructions = True
+
+    def __init__(self, policy: "PreTrainedPolicy"):
+        inner: Any = policy
+        self.policy, self.config = inner, inner.config
+        self.latent_size: int = self.config.action_feature.shape[0]
+        self.first_step: int = self.config.n_obs_steps - 1
+
+    def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
+        """See `Family`."""
+        if self.config.is_diffusion:
+            return _diffusion_chain(self.config, self.policy.objective.num_inference_steps)
+        return _flow_chain(self.config, self.config.num_integration_steps, tuning)
+
+    def read(self, frames: Sequence[Batch]) -> Condition:
+        """See `Family`."""
+        return {CONDITION: self.policy.observation_encoder.encode(_history(frames))}
+
+    def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        """Predict noise, clean actions or velocities [N, P, L]; see `Family`."""
+        if self.config.is_diffusion:
+            return self.policy.noise_predictor(x, _index(time, self.config), condition[CONDITION])
+        return -self.policy.noise_predictor(x, 1 - time, condition[CONDITION])
+
+    def denoising_modules(self) -> list[nn.Module]:
+        """See `Family`."""
+        return [self.policy.noise_predictor]
+
+    def draw_levels(self, count: int) -> Tensor:
+        """Draw times or steps of the training grid, [count]; see `Family`."""
+        if self.config.is_diffusion:
+            return torch.randint(self.config.num_train_timesteps, (count,))
+        return 1 - self.policy.objective._sample_timesteps(count, torch.device("cpu"))
+
+    def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
+        """See `Family`."""
+        return _diffusion_schedule(self.config, config) if self.config.is_diffusion else make_schedule(config)
+
+
+FAMILIES: Mapping[str, Callable[["PreTrainedPolicy"], Family]] = {
+    "smolvla": SmolVLA,
+    "pi0": Pi,
+    "pi05": Pi,
+    "multi_task_dit": MultiTaskDiT,
+    "diffusion": Diffusion,
+}
 """LeRobot's `type` -> what takes its policy apart."""
 
 
@@ -180,15 +288,70 @@ def why_not_trainable(policy: "PreTrainedPolicy") -> str:
         return "with use_relative_actions its processors remember the last state, of one robot: set it to false."
     if not getattr(config, "use_cache", True):
         return "use_cache=false reads the observation again in every step: set it to true in config.json."
+    flows = getattr(config, "objective", "") == "flow_matching"
+    if flows and config.integration_method != "euler":
+        return f"a step of integration_method={config.integration_method} has no density: set it to euler."
+    if flows and config.sigma_min:
+        return f"sigma_min={config.sigma_min:g} leaves noise in the data, which our flow does not: it must be 0."
+    if hasattr(config, "num_train_timesteps") and not flows and (config.beta_start, config.beta_end) != BETAS:
+        return f"beta_start and beta_end are {config.beta_start:g} and {config.beta_end:g}, and only {BETAS} are known."
     return ""
+
+
+def _diffusion_chain(config: Any, steps: int) -> dict[str, Any]:
+    return {
+        "kind": PolicyKind.DIFFUSION,
+        "history": config.n_obs_steps,
+        "chunk": config.n_action_steps,
+        "prediction_steps": config.horizon,
+        "prediction": Prediction(config.prediction_type),
+        "denoising_steps": config.num_train_timesteps,
+        "sampling_steps": steps,
+        "finetuned_steps": steps,
+        "spacing": Spacing.LEADING,
+        "clip": config.clip_sample_range if config.clip_sample else None,
+    }
+
+
+def _diffusion_schedule(lerobots: Any, config: DenoisingPolicyConfig) -> Schedule:
+    """Return the schedule of diffusers' DDPM or DDIM, which differ in what follows from a clean estimate out of bounds.
+
+    Without noise, DDPM's grid is walked by DDIM: LeRobot's own sampler has no such mode.
+    """
+    return DiffusionSchedule(
+        config.denoising_steps,
+        config.sampling_steps,
+        config.prediction,
+        eta=config.eta,
+        min_std=config.min_sampling_std,
+        clip=config.clip,
+        spacing=config.spacing,
+        beta_schedule=lerobots.beta_schedule,
+        rederived=lerobots.noise_scheduler_type == "DDPM",
+    )
+
+
+def _index(time: Tensor, config: Any) -> Tensor:
+    """Return the steps [N] of the training grid that times [N] in (0, 1] stand for."""
+    return (time * config.num_train_timesteps).round().long() - 1
+
+
+def _history(frames: Sequence[Batch]) -> dict[str, Tensor]:
+    """Return the frames as one batch, [N, H, ...]; of a text the last frame's, [N, ...]."""
+    last = frames[-1]
+    return {
+        key: value if key in (TOKENS, TOKEN_MASK) else torch.stack([frame[key] for frame in frames], 1)
+        for key, value in last.items()
+    }
 
 
 def _flow_chain(config: Any, steps: int, tuning: LeRobotTuning) -> dict[str, Any]:
     level = tuning.flow_noise_level
     return {
+        "kind": PolicyKind.FLOW,
         "history": config.n_obs_steps,
         "chunk": config.n_action_steps,
-        "prediction_steps": config.chunk_size,
+        "prediction_steps": getattr(config, "chunk_size", None) or config.horizon,
         "sampling_steps": steps,
         "finetuned_steps": steps,
         "flow_noise": tuning.flow_noise,

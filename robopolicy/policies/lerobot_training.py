@@ -27,8 +27,9 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import recover_folder, write_folder_atomic, write_json
 from robopolicy.core.structured import to_plain
 from robopolicy.core.tensors import load_tensors
+from robopolicy.nn.schedules import Schedule
 from robopolicy.policies.checkpoint import SETTINGS_FILE
-from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
+from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read_settings
 from robopolicy.policies.lerobot_configuration import LeRobotStart, Tuned
@@ -54,7 +55,6 @@ def trainable_lerobot(policy: LeRobotPolicy) -> DenoisingPolicy:
     chain = network.family.chain(tuning)
     config = DenoisingPolicyConfig(
         **{
-            "kind": PolicyKind.FLOW,
             "eta": tuning.eta,
             "noisy_steps": tuning.noisy_steps,
             "min_sampling_std": tuning.least_noise,
@@ -157,12 +157,16 @@ class LeRobotNetwork(nn.Module):
         executed: Tensor = self.reader.postprocess(latents[..., :size].flatten(0, 1))
         return executed.unflatten(0, latents.shape[:2]).to(latents.device, torch.float32)
 
+    def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
+        """Return the schedule that LeRobot samples by; see `OwnSchedule`."""
+        return self.family.schedule(config)
+
     def levels(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw times [count] as LeRobot does in training, from its own law under a seed drawn from `generator`."""
+        """Draw levels [count] as LeRobot does in training, from its own law under a seed drawn from `generator`."""
         seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self.family.draw_times(count)
+            return self.family.draw_levels(count)
 
     def frozen_twin(self) -> "FrozenTwin":
         """Return what goes on predicting as this network does; see `MakesBase`. Raises ConfigError with adapters."""

@@ -1,0 +1,183 @@
+"""LeRobot's `diffusion` and `multi_task_dit` learn here: their samplers' steps are our schedule's, their losses ours."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_lerobot_policies import (
+    FRONT,
+    ROWS,
+    diffusion_config,
+    dit_config,
+    lerobots_chunk,
+    observed,
+    save,
+    tiny_clip,
+)
+
+from robopolicy.build import load_trainable
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import require_trainable
+from robopolicy.core.policy_conformance import Level, check_policy, example_batch
+from robopolicy.core.spec import TASK
+from robopolicy.policies.checkpoint import load_policy
+from robopolicy.policies.lerobot_configuration import LeRobotTuning
+
+SEED = 11
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("denoising")
+    return {
+        "diffusion": save(diffusion_config(cameras=(FRONT,)), root / "diffusion"),
+        "multi_task_dit": save(dit_config(tiny_clip(root / "clip")), root / "dit"),
+    }
+
+
+def edited(folder: Path, copy: Path, **changes: Any) -> Path:
+    shutil.copytree(folder, copy)
+    path = copy / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return copy
+
+
+def loaded(folder: Path, **tuning: Any) -> Any:
+    return load_trainable(folder, LeRobotTuning(**tuning))
+
+
+DIFFUSES = {"objective": "diffusion", "num_train_timesteps": 10, "num_inference_steps": 4}
+DDIM = {"noise_scheduler_type": "DDIM"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("multi_task_dit", {}),
+        ("multi_task_dit", {**DIFFUSES, **DDIM}),
+        ("multi_task_dit", {**DIFFUSES, **DDIM, "prediction_type": "sample", "clip_sample_range": 0.3}),
+        ("diffusion", DDIM),
+        ("diffusion", {**DDIM, "clip_sample_range": 0.3}),
+        ("diffusion", {**DDIM, "clip_sample": False, "num_inference_steps": None}),
+    ],
+)
+def test_a_chain_without_noise_is_lerobots_own(folders, tmp_path, kind, changes):
+    folder = edited(folders[kind], tmp_path / "copy", **changes)
+    policy = loaded(folder)
+    observation = observed(policy)
+    torch.manual_seed(SEED)
+    noise = torch.randn((ROWS, 8, 2))
+    theirs = lerobots_chunk(folder, observation, policy.spec.chunk, noise if kind == "diffusion" else None, SEED)
+    ours = policy.to_actions(policy.trajectory(observation, noise)[:, -1])
+    assert theirs.std() > 1e-3
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-6)  # an unbounded chain goes to hundreds
+
+
+@pytest.mark.parametrize("kind", ["diffusion", "multi_task_dit"])
+def test_a_chain_with_ddpms_noise_is_lerobots_own(folders, tmp_path, kind, monkeypatch):
+    folder = edited(folders[kind], tmp_path / "copy", **({} if kind == "diffusion" else DIFFUSES))
+    policy = loaded(folder, least_noise=0.0)
+    observation = observed(policy)
+    policy.record_means = True
+    decision = policy.act(observation, torch.Generator().manual_seed(SEED))
+    chain, mean = decision.latents["chain"], decision.latents["mean"]
+    std = policy.schedule.table[:, 4]
+    drawn = [(chain[:, step + 1] - mean[:, step]) / std[step].clamp(min=1e-9) for step in range(3)]
+    assert std[:3].min() > 1e-2 and std[3] == 0
+    import diffusers.schedulers.scheduling_ddpm as ddpm
+
+    supplied = itertools.cycle(drawn)  # what LeRobot decides while its queues fill draws as much
+    monkeypatch.setattr(ddpm, "randn_tensor", lambda *asked, **options: next(supplied))
+    if kind == "multi_task_dit":
+        randn = torch.randn
+        monkeypatch.setattr(torch, "randn", lambda *a, **o: chain[:, 0] if "size" in o else randn(*a, **o))
+    start = chain[:, 0] if kind == "diffusion" else None
+    theirs = lerobots_chunk(folder, observation, policy.spec.chunk, start, SEED)
+    torch.testing.assert_close(decision.actions, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["diffusion", "multi_task_dit"])
+def test_keeps_the_promises_of_a_policy_that_learns(folders, kind):
+    assert check_policy(loaded(folders[kind]), load=loaded).level is Level.TRAINS
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("diffusion", {}), ("multi_task_dit", {}), ("multi_task_dit", DIFFUSES)])
+def test_the_loss_is_lerobots_own_of_the_steps_from_now_on(folders, tmp_path, kind, changes, monkeypatch):
+    policy = loaded(edited(folders[kind], tmp_path / "copy", **changes))
+    observation = observed(policy)
+    batch = example_batch(policy.spec, observation)
+    assert batch["actions"].shape == (ROWS, 7, 2)
+    batch["action_valid"][:] = True
+    ours = policy.loss(batch, torch.Generator().manual_seed(3))["denoising"]
+    draws = torch.Generator().manual_seed(3)
+    level = policy.network.levels(ROWS, draws)
+    noise = torch.randn((ROWS, 8, 2), generator=draws)
+    inner, reader = policy.network.policy, policy.network.reader
+    known = frames(reader, observation)
+    known["action"] = policy.network.to_latents(batch["actions"])
+    known["action_is_pad"] = torch.zeros((ROWS, 8), dtype=torch.bool)
+    known["action_is_pad"][:, 0] = True  # what was done before is in no batch of ours
+    inner.config.do_mask_loss_for_padding = True
+    monkeypatch.setattr(torch, "randn", lambda *asked, **options: noise)
+    monkeypatch.setattr(torch, "randn_like", lambda *asked, **options: noise)
+    monkeypatch.setattr(torch, "randint", lambda *asked, **options: level)
+    if kind == "multi_task_dit":
+        inner.objective.do_mask_loss_for_padding = True
+        inner.objective._sample_timesteps = lambda *asked: 1 - level
+    expected, _ = inner.forward(known)
+    torch.testing.assert_close(ours.mean(), expected, atol=1e-5, rtol=1e-5)
+
+
+def frames(reader: Any, observation: dict) -> dict:
+    """Return a batch as LeRobot's data loader and preprocessor make it: key -> [N, H, ...], texts [N, L]."""
+    history = reader.frames(observation)
+    return {
+        key: value if "language" in key else torch.stack([frame[key] for frame in history], 1)
+        for key, value in history[-1].items()
+        if key != "observation.images"
+    }
+
+
+@pytest.mark.parametrize("kind", ["diffusion", "multi_task_dit"])
+def test_what_is_tuned_is_lerobots_again(folders, tmp_path, kind):
+    folder = edited(folders[kind], tmp_path / "copy", **(DDIM if kind == "diffusion" else {}))
+    policy = loaded(folder)
+    policy.prepare_finetuning()
+    observation = observed(policy)
+    decision = policy.act(observation, torch.Generator().manual_seed(1))
+    weights = policy.trainable_parameters()
+    scores = policy.log_prob({TASK: observation[TASK]}, decision.latents)
+    torch.testing.assert_close(scores.logp, decision.logp, atol=1e-4, rtol=0)
+    gradients = torch.autograd.grad(scores.logp.sum(), weights, allow_unused=True)
+    with torch.no_grad():
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None:
+                weight.add_(0.02 * gradient / gradient.norm().clamp(min=1e-8))
+    policy.save(tmp_path / "tuned")
+    torch.manual_seed(SEED)
+    noise = torch.randn((ROWS, 8, 2))
+    theirs = lerobots_chunk(
+        tmp_path / "tuned", observation, policy.spec.chunk, noise if kind == "diffusion" else None, SEED
+    )
+    before = lerobots_chunk(folder, observation, policy.spec.chunk, noise if kind == "diffusion" else None, SEED)
+    learned = policy.to_actions(policy.trajectory(observation, noise)[:, -1])
+    assert (learned - before).abs().max() > 1e-3
+    torch.testing.assert_close(theirs, learned, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "complaint"),
+    [
+        ("multi_task_dit", {"integration_method": "rk4"}, "integration_method=rk4 has no density"),
+        ("multi_task_dit", {"sigma_min": 0.1}, "sigma_min=0.1"),
+        ("diffusion", {"beta_schedule": "linear", "beta_end": 0.5}, "beta_start and beta_end are 0.0001 and 0.5"),
+    ],
+)
+def test_what_cannot_be_mapped_is_refused(folders, tmp_path, kind, changes, complaint):
+    policy = load_policy(edited(folders[kind], tmp_path / "copy", **changes))
+    with pytest.raises(ConfigError, match=complaint):
+        require_trainable(policy)
