@@ -2,18 +2,32 @@
 
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from device_policies import generator
+from device_policies import at_work, generator
+from lerobot_models import (
+    FRONT,
+    SIZE,
+    pi_config,
+    pi_processors,
+    smolvla_config,
+    tiny_pi,
+    tiny_smolvlm,
+    word_tokenizer,
+)
 
+from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import example_observation
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
-from robopolicy.policies.lerobot import CHUNK_KEYS, load_lerobot_policy
+from robopolicy.policies.lerobot import CHUNK_KEYS, LeRobotPolicy, load_lerobot_policy
+from robopolicy.policies.lerobot_families import FAMILIES
 
 UNTRIED = {
+    "pi05": "its network is pi0's, and its processors write the state into a text on the CPU",
     "multi_task_dit": "its CLIP needs a tokenizer's files; what is ours of it is the same for every kind",
     "vqbet": "its codes are trained first; what is ours of it is the same for every kind",
 }
@@ -25,9 +39,11 @@ def kinds() -> Iterator[tuple[str, Callable[[str], Any]]]:
     for kind in CHUNK_KEYS:
         if kind not in UNTRIED:
             yield f"lerobot, {kind}", lambda device, kind=kind: acted(kind, device)
+        if kind not in UNTRIED and kind in FAMILIES:
+            yield f"lerobot, {kind}, learning", lambda device, kind=kind: learning(kind, device)
 
 
-def _config(kind: str) -> Any:
+def _config(kind: str, folder: Path) -> Any:
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.act.configuration_act import ACTConfig
     from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
@@ -47,31 +63,58 @@ def _config(kind: str) -> Any:
         few = {"n_vae_encoder_layers": 1, "latent_dim": 4, "chunk_size": 6, "n_action_steps": 4}
         return ACTConfig(**shared, **sizes, **few)
     if kind == "diffusion":
-        sizes = {"horizon": 8, "n_action_steps": 3, "down_dims": (16, 32), "n_groups": 4, "crop_shape": None}
+        sizes = {"horizon": 8, "n_action_steps": 2, "down_dims": (16, 32), "n_groups": 4, "crop_shape": None}
         return DiffusionConfig(**shared, **sizes, num_train_timesteps=10, num_inference_steps=4)
+    camera = {FRONT: PolicyFeature(FeatureType.VISUAL, (3, SIZE, SIZE))}
+    language = {STATE: shared["input_features"][STATE], **camera}, shared["output_features"]
+    if kind == "smolvla":
+        return smolvla_config(tiny_smolvlm(folder / "vlm"), *language, n_action_steps=2)
+    if kind == "pi0":
+        return pi_config(kind, *language, n_action_steps=2)
     raise AssertionError(f"Say here how a small policy of LeRobot's '{kind}' is made, or in UNTRIED why it is not.")
 
 
 def _saved(kind: str, folder: Path) -> None:
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-    config = _config(kind)
+    config = _config(kind, folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         policy: Any = get_policy_class(config.type)(config)
     known = {}
     for key, feature in {**config.input_features, **config.output_features}.items():
-        ones = torch.ones(feature.shape)
+        ones = torch.ones((3, 1, 1) if len(feature.shape) == 3 else feature.shape)
         known[key] = {"min": -ones, "max": ones, "mean": 0.1 * ones, "std": 0.5 * ones}
-    for part in (policy, *make_pre_post_processors(config, dataset_stats=known)):
+    if kind == "pi0":
+        word_tokenizer().save_pretrained(folder / "words")
+        parts = pi_processors(config, known, folder / "words")
+    else:
+        parts = make_pre_post_processors(config, dataset_stats=known)
+    for part in (policy, *parts):
         part.save_pretrained(folder)
+
+
+@contextmanager
+def _loaded(kind: str, device: str) -> Iterator[LeRobotPolicy]:
+    """Save a small policy of a kind, and load it to a device."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        tiny_pi(len(word_tokenizer())),
+    ):
+        with torch.device("cpu"):
+            _saved(kind, Path(folder))
+        yield load_lerobot_policy(Path(folder), device)
 
 
 def acted(kind: str, device: str) -> list[Any]:
     """Load a checkpoint to a device and let it decide."""
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(torch.cuda, "is_available", lambda: True):
-        with torch.device("cpu"):
-            _saved(kind, Path(folder))
-        policy = load_lerobot_policy(Path(folder), device)
+    with _loaded(kind, device) as policy:
         seen = example_observation(policy.spec, 3, generator("cpu", 1), device)
         return [policy.act(seen, generator(device), deterministic=each).actions for each in (True, False)]
+
+
+def learning(kind: str, device: str) -> dict[str, Any]:
+    """Load a checkpoint to a device, and do with it what can be done with policies that learn."""
+    with _loaded(kind, device) as policy:
+        return at_work(require_trainable(policy), device)

@@ -89,7 +89,9 @@ def _alike(value: Any, default: Any) -> bool:
 
 def kinds() -> Iterator[tuple[str, Callable[[str], Any]]]:
     """Yield every registered kind in every variant: name, device -> policy."""
-    for kind in POLICIES:
+    for kind in POLICIES.names():
+        if kind == "lerobot":  # begins with a checkpoint: see device_lerobots
+            continue
         for name, (changes, spec) in VARIANTS.get(kind, {"as it is": ({}, STATES)}).items():
             yield f"{kind}, {name}", lambda device, kind=kind, given=(changes, spec): made(kind, device, *given)
     for kind in ("diffusion", "flow"):

@@ -1,4 +1,4 @@
-"""LeRobot's `diffusion` and `multi_task_dit` learn here: their samplers' steps are our schedule's, their losses ours."""
+"""LeRobot's `diffusion` and `multi_task_dit` learn here: our schedule takes their steps, and the loss is theirs."""
 
 import itertools
 import json
