@@ -28,9 +28,11 @@ from robopolicy.configuration.rank import RankSection
 from robopolicy.configuration.report import ReportSection
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.serve import ServeSection
+from robopolicy.configuration.teach import TeachSection
 from robopolicy.configuration.train import TrainSection
 from robopolicy.configuration.world import WorldSection
 from robopolicy.configuration.worldmodel import WorldModelSection
+from robopolicy.policies.lerobot_configuration import LeRobotTuning
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Config:
     policy: PolicySection = field(default_factory=PolicySection)
     train: TrainSection = field(default_factory=TrainSection)
     finetune: FinetuneSection = field(default_factory=FinetuneSection)
+    lerobot: LeRobotTuning = field(default_factory=LeRobotTuning)
     worldmodel: WorldModelSection = field(default_factory=WorldModelSection)
     imagine: ImagineSection = field(default_factory=ImagineSection)
     plan: PlanSection = field(default_factory=PlanSection)
@@ -51,6 +54,7 @@ class Config:
     gate: GateSection = field(default_factory=GateSection)
     bakeoff: BakeoffSection = field(default_factory=BakeoffSection)
     deploy: DeploySection = field(default_factory=DeploySection)
+    teach: TeachSection = field(default_factory=TeachSection)
     distill: DistillSection = field(default_factory=DistillSection)
     optimize: OptimizeSection = field(default_factory=OptimizeSection)
     inference: InferenceSection = field(default_factory=InferenceSection)

@@ -34,9 +34,10 @@ class Episodes:
     episode; rewards: term -> [N]; step_success: [N] bool, the episode has succeeded by the end of this step;
     terminated: [E] bool, the task ended (False: time limit); seeds: [E] int64; final_known: [E] bool, False where the
     data lacks the observation after the last action (the last frame then repeats the one before); actor, segment: [N]
-    int64, who acted and in what kind of segment, as `interventions` counts; labels: [N, A] in world units, what a
-    teacher would have done in each step. fps: steps per second. Optional entries are None where a dataset does not say.
-    Raises DataError where lengths do not fit together, an episode is empty, or keys and fields differ.
+    int64, who acted and in what kind of segment, as `interventions` counts; labels: [N, L, A] in world units, what a
+    teacher would have done in each step and, of one that decides on chunks, in the L - 1 steps after it. fps: steps per
+    second. Optional entries are None where a dataset does not say. Raises DataError where lengths do not fit together,
+    an episode is empty, or keys and fields differ.
     """
 
     observation_fields: Mapping[str, Field]
@@ -172,11 +173,11 @@ class Episodes:
     def to_imitate(self) -> "Episodes":
         """Return the episodes with what is to be learned in each step in the place of what was executed, where known.
 
-        Those of whom nobody acted as labelled: rewards and next observations are not what these actions lead to.
+        Rewards and next observations are not what these actions lead to.
         """
         if self.labels is None:
             return self
-        return replace(self, actions=self.labels, actor=None, segment=None, labels=None)
+        return replace(self, actions=self.labels[:, 0], actor=None, segment=None, labels=None)
 
     def split(self, share: float, generator: torch.Generator) -> tuple["Episodes", "Episodes"]:
         """Hold out a share of the episodes, at least one: (training, validation).
@@ -194,7 +195,7 @@ class Episodes:
         """Join episodes of the same fields and fps; what one part does not know is None in the whole.
 
         But who acted: what only some parts know is -1 in the others; and labels: there they are what was done. Raises
-        DataError where shapes, observation keys or control rates differ.
+        DataError where shapes, observation keys, control rates or the length of labels differ.
         """
         if not parts:
             raise DataError("There are no episodes to join.")
@@ -233,9 +234,7 @@ class Episodes:
             final_known=torch.cat(known),
             actor=acted("actor"),
             segment=acted("segment"),
-            labels=None
-            if all(part.labels is None for part in parts)
-            else torch.cat([part.actions if part.labels is None else part.labels for part in parts]),
+            labels=_joined_labels(parts),
         )
 
     @staticmethod
@@ -328,6 +327,12 @@ class Episodes:
         if not self.step_count:
             raise DataError("There are no steps to sample from: the selection of episodes is empty.")
         return self._batches(history, prediction, batch_size, generator, chosen, with_task)
+
+    def actions_ahead(self, count: int) -> Tensor:
+        """Return what was done in every step and in the steps after it, [N, count, A]; the last action is repeated."""
+        last = (self.starts + self.lengths - 1)[self.episode_of_step]
+        steps = torch.arange(self.step_count, device=self.device)[:, None] + torch.arange(count, device=self.device)
+        return self.actions[torch.minimum(steps, last[:, None])]
 
     def windows(
         self, steps: Tensor, history: int, prediction: int, keys: Sequence[str] | None = None
@@ -442,6 +447,17 @@ def _frames_after(rollouts: Rollouts, key: str, duration: Tensor) -> Tensor:
         raise DataError(f"These rollouts were kept without the '{key}' that episodes end with.")
     after[last] = rollouts.final_images.at(last)[key]
     return after
+
+
+def _joined_labels(parts: Sequence[Episodes]) -> Tensor | None:
+    """Return the labels [N, L, A] of all parts, of those without what was done next; None where nobody has any."""
+    lengths = {part.labels.shape[1] for part in parts if part.labels is not None}
+    if not lengths:
+        return None
+    if len(lengths) > 1:
+        raise DataError(f"Labels of {sorted(lengths)} steps cannot be joined: they are of teachers with other chunks.")
+    ahead = lengths.pop()
+    return torch.cat([part.actions_ahead(ahead) if part.labels is None else part.labels for part in parts])
 
 
 def _require_alike(first: Episodes, other: Episodes) -> None:

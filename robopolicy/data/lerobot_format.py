@@ -144,7 +144,9 @@ def _features(episodes: Episodes, images: str) -> dict[str, Any]:
     if episodes.actor is not None and episodes.segment is not None:
         features |= {INTERVENTIONS[0]: _scalar("bool"), ACTOR: _scalar("int64"), SEGMENT: _scalar("int64")}
     if episodes.labels is not None:
-        features[LABELS] = features["action"]
+        ahead = episodes.labels.shape[1]
+        names = episodes.action_field.names
+        features[LABELS] = _vector((ahead * episodes.action_field.size,), names if ahead == 1 else ())
     return features
 
 

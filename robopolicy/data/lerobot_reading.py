@@ -142,7 +142,7 @@ INTERVENTIONS = ("intervention", "complementary_info.is_intervention")
 """Columns of LeRobot's that are true where a person acted in a policy's place: its rollouts' and its learners'."""
 WHO_ACTED = (ACTOR, SEGMENT, *INTERVENTIONS)
 LABELS = "label.action"
-"""Column that says what a teacher would have done: shaped and scaled as `action`."""
+"""Column that says what a teacher would have done in a step and in those after it: actions, one behind the other."""
 _OWN = ("episode_index", "frame_index", "timestamp", "task_index", "episode_seed")
 
 
@@ -337,9 +337,19 @@ def _assemble(
         terminated=_terminated(columns, ends),
         seeds=_flat(columns["episode_seed"])[first] if "episode_seed" in columns else None,
         final_known=known,
-        labels=torch.from_numpy(np.ascontiguousarray(columns[LABELS])).float() if LABELS in columns else None,
+        labels=_labels(columns),
         **_who_acted(columns),
     )
+
+
+def _labels(columns: Mapping[str, np.ndarray]) -> Tensor | None:
+    """Return what a teacher would have done [N, L, A], None where nothing says so."""
+    if LABELS not in columns:
+        return None
+    labels, size = torch.from_numpy(np.ascontiguousarray(columns[LABELS])).float(), columns["action"].shape[1]
+    if labels.shape[1] % size:
+        raise DataError(f"'{LABELS}' has {labels.shape[1]} elements, which are no whole actions of {size}.")
+    return labels.unflatten(1, (-1, size))
 
 
 def _terminated(columns: Mapping[str, np.ndarray], ends: np.ndarray) -> Tensor | None:

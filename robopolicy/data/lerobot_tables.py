@@ -129,7 +129,7 @@ def _columns(
     values["next.terminated"] = None if episodes.terminated is None else done & episodes.terminated[episode]
     values["episode_seed"] = None if episodes.seeds is None else episodes.seeds[episode]
     values |= {ACTOR: episodes.actor, SEGMENT: episodes.segment, INTERVENTIONS[0]: intervened(episodes)}
-    values[LABELS] = episodes.labels
+    values[LABELS] = None if episodes.labels is None else episodes.labels.flatten(1)
     columns: dict[str, np.ndarray] = {}
     for key, feature in features.items():
         if feature["dtype"] in ("image", "video"):

@@ -35,7 +35,7 @@ def record(
 
     episodes: stop after this many (kept) episodes; the same ones are kept whatever the world's batch size. generator: a
     policy's noise (its device is where the policy computes); deterministic: a policy without exploration noise;
-    teacher: says in every step what it would have done there, without exploration noise (`Episodes.labels`). Actions
+    teacher: says in every step what it would do from there, without exploration noise (`Episodes.labels`). Actions
     are stored as executed: clipped to the world's range. A policy's chunks run step by step where in-chunk images,
     success times or labels are wanted. Raises DataError (seeds used up, nothing kept), SpecError (actor, teacher and
     world do not fit) and ConfigError (successes only, of a world that reports none).
@@ -161,7 +161,7 @@ class _Takes:
 
     def __init__(self, player: Player[Any], seeds: np.ndarray, chains: bool = False, teacher: Actor[Any] | None = None):
         self.player, self.seeds, self.teacher = player, seeds, teacher
-        self.labels: np.ndarray | None = None
+        self.labels: np.ndarray | None = None  # [B, L, A]
         self.chains, self.decided = chains, True
         self.done: dict[int, _Recording] = {}
         self.current: list[_Recording | None] = [None] * player.world.batch_size
@@ -191,7 +191,7 @@ class _Takes:
     def label(self) -> None:
         """Ask the teacher, if there is one, what it would do in the steps that come next."""
         if self.teacher is not None and self.player.running.any():
-            self.labels = self.teacher.choose(self.player.observation)[0][:, 0]
+            self.labels = self.teacher.choose(self.player.observation)[0]
 
     def collect(self) -> list[_Recording]:
         """Take out the episodes that ended since the last call."""

@@ -73,6 +73,35 @@ class DistillConfig:
 
 
 @dataclass(frozen=True)
+class TeachConfig:
+    """How a student learns from a teacher where the student itself leads (DAgger)."""
+
+    rounds: int = 8
+    """Of playing and learning; in the first the teacher plays."""
+    episodes: int = 100
+    """A round."""
+    teacher_share: float = 0.3
+    """Share of the second round's episodes that the teacher plays; its square of the third's, and so on."""
+    batch_size: int = 256
+    """Samples a training step."""
+    fit: FitConfig = field(default_factory=lambda: FitConfig(steps=500))
+    """Of every round."""
+    last_steps: int = 3000
+    """Training steps of the last round."""
+
+    def __post_init__(self) -> None:
+        if min(self.rounds, self.episodes, self.batch_size, self.last_steps) < 1 or not 0 <= self.teacher_share <= 1:
+            raise ConfigError(
+                "rounds, episodes, batch_size and last_steps must be at least 1, teacher_share between 0 and 1."
+            )
+
+    @property
+    def last_fit(self) -> FitConfig:
+        """Of the last round."""
+        return replace(self.fit, steps=self.last_steps)
+
+
+@dataclass(frozen=True)
 class FinetuneConfig(AlgorithmConfig):
     """Fine-tuning defaults, for log-probabilities that are means over dimensions (the clip width belongs to that).
 

@@ -50,11 +50,30 @@ def regression_batches(
     is.
     """
     spec = policy.spec
-    data = episodes.to_imitate().to(next(policy.parameters()).device)
+    device = next(policy.parameters()).device
+    if episodes.labels is not None and episodes.labels.shape[1] > 1:
+        return _labelled_batches(episodes.to(device), episodes.labels.to(device), spec, batch_size, generator)
+    data = episodes.to_imitate().to(device)
     worth = worth_imitating(data)
     if worth is not None:
         return _worthy_batches(data, worth, spec, batch_size, generator)
     return data.sampler(spec.history, spec.prediction, batch_size, generator, keys=spec.columns)
+
+
+def _labelled_batches(
+    data: Episodes, labels: Tensor, spec: PolicySpec, size: int, generator: torch.Generator
+) -> Iterator[dict[str, Any]]:
+    """Yield decisions as `Episodes.sampler` does, whose actions are what a teacher decided on there, chunks [N, L, A].
+
+    Of a policy that predicts further than the teacher, the rest is not valid.
+    """
+    chosen = torch.arange(spec.prediction, device=data.device)
+    known, last = chosen < labels.shape[1], chosen.clamp(max=labels.shape[1] - 1)
+    while True:
+        steps = torch.randint(data.step_count, (size,), generator=generator, device=generator.device).to(data.device)
+        batch = data.windows(steps, spec.history, spec.prediction, spec.columns)
+        batch["actions"], batch["action_valid"] = labels[steps][:, last], known.expand(size, -1)
+        yield batch
 
 
 def _worthy_batches(

@@ -26,6 +26,7 @@ NAMES = (
     "bakeoff",
     "online",
     "deploy",
+    "teach",
     "distill",
     "optimize",
     "pipeline",

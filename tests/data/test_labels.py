@@ -51,20 +51,35 @@ def test_labels_are_what_the_expert_would_do_without_its_noise():
     episodes = noisy_episodes()
     assert episodes.labels is not None
     clean = load_task("push_cube").expert().act(seen_before(episodes))
-    np.testing.assert_allclose(episodes.labels.numpy(), clean, atol=1e-5)
-    assert (episodes.labels - episodes.actions).abs().mean() > 0.1
+    np.testing.assert_allclose(episodes.labels[:, 0].numpy(), clean, atol=1e-5)
+    assert (episodes.labels[:, 0] - episodes.actions).abs().mean() > 0.1
     other = noisy_episodes(batch_size=6)  # other noise and so other lengths, but labels of what was seen there
     clean = load_task("push_cube").expert().act(seen_before(other))
-    np.testing.assert_allclose(other.labels.numpy(), clean, atol=1e-5)
+    np.testing.assert_allclose(other.labels[:, 0].numpy(), clean, atol=1e-5)
 
 
-def test_a_teacher_labels_every_step_of_a_students_chunks():
+def test_a_teacher_labels_every_step_of_a_students_chunks(tmp_path):
     world = make_world("push_cube", 3)
     config = DenoisingPolicyConfig(width=16, depth=1, sampling_steps=2, denoising_steps=10, chunk=4, prediction_steps=4)
     student = DenoisingPolicy(config, world.spec.observation, world.spec.action, fps=10)
     episodes = record(world, student, np.arange(4), generator=torch.Generator().manual_seed(0), teacher=Teacher())
     expected = np.clip(-5 * seen_before(episodes)[STATE][:, 0, 2:4], -1, 1)
-    np.testing.assert_allclose(episodes.labels.numpy(), expected, atol=1e-6)
+    assert episodes.labels.shape[1:] == (3, 2)  # its whole chunk
+    np.testing.assert_allclose(episodes.labels[:, 0].numpy(), expected, atol=1e-6)
+    assert (episodes.labels[:, 1:] == 1).all()
+    write_dataset(episodes, tmp_path / "data")
+    assert torch.equal(read_dataset(tmp_path / "data").labels, episodes.labels)
+    # The student predicts four steps: what it learns is the teacher's three from there, whatever it did itself.
+    batch = next(regression_batches(student, episodes, 64, torch.Generator().manual_seed(0)))
+    own = np.clip(-5 * batch["observation"][STATE][:, -1, 2:4].numpy(), -1, 1)
+    np.testing.assert_allclose(batch["actions"][:, 0].numpy(), own, atol=1e-6)
+    assert batch["action_valid"].tolist() == [[True, True, True, False]] * 64
+    plain = replace(episodes, labels=None)
+    joined = Episodes.concatenate([plain, episodes])
+    assert torch.equal(joined.labels[: len(plain.actions) - 2, 1][0], plain.actions[1])
+    assert torch.equal(joined.labels[plain.step_count - 1], plain.actions[-1].expand(3, -1))
+    with pytest.raises(DataError, match="other chunks"):
+        Episodes.concatenate([episodes, replace(episodes, labels=episodes.labels[:, :2])])
 
 
 def test_labels_survive_the_disk_and_what_has_none_is_labelled_by_what_was_done(tmp_path):
@@ -78,7 +93,7 @@ def test_labels_survive_the_disk_and_what_has_none_is_labelled_by_what_was_done(
     write_dataset(plain, tmp_path / "plain")
     assert read_dataset(tmp_path / "plain").labels is None
     joined = Episodes.concatenate([plain, episodes])
-    assert torch.equal(joined.labels, torch.cat([episodes.actions, episodes.labels]))
+    assert torch.equal(joined.labels, torch.cat([episodes.actions[:, None], episodes.labels]))
     assert Episodes.concatenate([plain, plain]).labels is None
     chosen = joined.select([1, 8])
     steps = joined.episode_of_step
@@ -123,6 +138,6 @@ def test_the_verbs_record_and_learn_labels(tmp_path, capsys):
 def test_a_label_that_is_no_number_is_refused(bad, tmp_path):
     episodes = noisy_episodes()
     labels = episodes.labels.clone()
-    labels[3, 1] = bad
+    labels[3, 0, 1] = bad
     with pytest.raises(DataError, match=r"'label\.action' \(velocity_y\) holds NaN or infinity"):
         write_dataset(replace(episodes, labels=labels), tmp_path / "data")

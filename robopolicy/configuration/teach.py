@@ -1,0 +1,25 @@
+"""Teaching a student."""
+
+from dataclasses import dataclass
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.training.configuration import TeachConfig
+
+
+@dataclass(frozen=True)
+class TeachSection(TeachConfig):
+    """A student that learns from a teacher in the states that it gets into itself."""
+
+    teacher: str = ""
+    """Checkpoint of a policy (default: what finetune wrote under the same name and seed), or expert: the world's."""
+    noise: str = "0.2"
+    """Disturbance of the expert where it plays: none, low, medium, high, or the standard deviation of noise on every
+    action as a share of half its range. A policy plays with its exploration noise.
+    """
+    evaluate_episodes: int = 200
+    """Episodes that judge teacher and student at the end, 0 for none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.evaluate_episodes < 0:
+            raise ConfigError("teach.evaluate_episodes is 0 or more.")

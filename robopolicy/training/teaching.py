@@ -1,0 +1,130 @@
+"""A student learns from a teacher in the states that the student itself gets into: DAgger.
+
+Ross, Gordon and Bagnell 2011, arXiv:1011.0686: in round i a share beta^i of the play is the teacher's, the rest the
+student's; whoever plays, the teacher says in every step what it would do; the student learns all of that. So it also
+learns the way back from its own mistakes, which no demonstration shows, and the teacher may see what the student cannot
+(the simulator's state, where the student has cameras). Deviations: who plays changes from episode to episode and not
+from step to step, and a round goes on from the student of the round before. Axes: N step, E episode.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.policy import Policy, Trainable
+from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import require_fit
+from robopolicy.core.world import Controller, World
+from robopolicy.data.lerobot_format import read_dataset, write_dataset
+from robopolicy.data.record import record
+from robopolicy.training.configuration import TeachConfig
+from robopolicy.training.fit import fit
+from robopolicy.training.pretrain import regression_batches
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Who teaches: says what it would do, and plays, disturbed, where the student does not yet.
+
+    says: without noise; plays: with some, so that it gets into states beside its way.
+    """
+
+    says: Policy | Controller
+    plays: Policy | Controller
+
+
+@dataclass(frozen=True)
+class Taught:
+    """The student, the control steps that were played in all, and what each round came to."""
+
+    student: Trainable
+    env_steps: int
+    rounds: list[dict[str, Any]]
+
+
+def teach(
+    teacher: Teacher,
+    world: World,
+    new_student: Callable[[Episodes], Trainable],
+    load_student: Callable[[Path], Trainable],
+    config: TeachConfig,
+    folder: RunFolder,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Taught:
+    """Teach a student for config.rounds rounds; each keeps its dataset and the student it made in folder/rounds.
+
+    world: shows what both read; new_student: builds one for the first round's episodes; load_student: reads what a
+    round has kept. A run that was killed goes on with the round that it was in. Raises SpecError where the student does
+    not fit the world, and what `record` and `fit` raise.
+    """
+    played: list[Episodes] = []
+    student: Trainable | None = None
+    for number in range(config.rounds):
+        place = RunFolder(folder.path / "rounds" / str(number))
+        kept = place.path / "dataset"
+        if kept.exists():
+            played.append(read_dataset(kept))
+        else:
+            played.append(_play(teacher, student, world, config, number, seed, device))
+            write_dataset(played[-1], kept, images="png", existing="replace")
+        if place.checkpoint.exists():
+            student = load_student(place.checkpoint)
+            continue
+        everything = Episodes.concatenate(played)
+        if student is None:
+            student = new_student(everything)
+            require_fit(student.spec, world.spec)
+        losses = _learn(student, everything, config, number, place, seed)
+        student.save(place.checkpoint)
+        folder.rewind("round", number - 1)
+        folder.log({"round": number, "episodes": len(everything), "steps": everything.step_count, **losses})
+        folder.log({"round": number, **_outcome(played[-1], number)})
+    assert student is not None  # there is a first round
+    rounds = [_outcome(part, number) for number, part in enumerate(played)]
+    return Taught(student, sum(part.step_count for part in played), rounds)
+
+
+def _play(
+    teacher: Teacher,
+    student: Trainable | None,
+    world: World,
+    config: TeachConfig,
+    number: int,
+    seed: int,
+    device: torch.device | str,
+) -> Episodes:
+    """Return the labelled episodes of a round: the teacher's share of them first, then the student's."""
+    seeds = episode_seeds(seed, f"teach/{number}", config.episodes)
+    draws = Generators(derive(seed, f"teach/play/{number}"), torch.device(device))["act"]
+    share = len(seeds) if student is None else round(config.teacher_share**number * len(seeds))
+    parts: list[Episodes] = []
+    for player, chosen in ((teacher.plays, seeds[:share]), (student, seeds[share:])):
+        if player is not None and len(chosen):
+            parts.append(record(world, player, chosen, generator=draws, teacher=teacher.says))
+    return Episodes.concatenate(parts)
+
+
+def _learn(
+    student: Trainable, episodes: Episodes, config: TeachConfig, number: int, place: RunFolder, seed: int
+) -> dict[str, float]:
+    """Fit the student to everything played so far; return the last losses."""
+    generators = Generators(derive(seed, f"teach/fit/{number}"), next(student.parameters()).device)
+    batches = regression_batches(student, episodes, config.batch_size, generators["batches"])
+    last = number + 1 == config.rounds
+    chosen = config.last_fit if last else config.fit
+    found = fit(student, batches, chosen, generators, run=place, label=f"Round {number + 1} of {config.rounds}")
+    return dict(found.losses)
+
+
+def _outcome(episodes: Episodes, number: int) -> dict[str, Any]:
+    """Return how many steps a round played, and how often its episodes succeeded, None where nobody says."""
+    success = episodes.success
+    rate = None if success is None else float(success.double().mean())
+    return {"round": number, "played_steps": episodes.step_count, "played_success": rate}

@@ -1,0 +1,106 @@
+"""Teaches a student what a teacher does, in the states that the student itself gets into (DAgger), cameras and all.
+
+The teacher, a policy (such as one that fine-tuning made of the simulator's state) or teach.teacher=expert, says in
+every step what it would do; the student (policy.*) learns that, plays, is told, learns again. The world shows what both
+read: world.cameras for the student, the state for the teacher. Demonstrations do not show the way back from mistakes
+that only the student makes; this does. Killed? Run the same command again: it goes on with the round that it was in.
+"""
+
+from pathlib import Path
+from typing import Any, cast
+
+from robopolicy.build import build_controller, build_noisy_expert, build_world, choose_device, load_acting, load_policy
+from robopolicy.configuration import Config
+from robopolicy.configuration.inference import InferenceSection
+from robopolicy.core.origin import remember_origin
+from robopolicy.core.policy import Policy, Trainable, is_policy, require_trainable
+from robopolicy.core.randomness import derive
+from robopolicy.core.structured import narrowed
+from robopolicy.core.world import Controller, World
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.success import compare
+from robopolicy.origins import origin_of_section
+from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.training.configuration import TeachConfig
+from robopolicy.training.teaching import Teacher, teach
+from robopolicy.verbs.collect import EXPERT
+from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.train import new_policy
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Teach a student, such as one with cameras, what a policy or the expert does",
+    sections=("run", "world", "policy", "teach"),
+    example="robopolicy teach runs/finetune/push_cube/0/checkpoint recipe=push_cube_pixels",
+    targets=("teach.teacher",),
+    world_from={"teach.teacher": "finetune/checkpoint"},
+)
+
+
+def run(config: Config) -> int:
+    """Teach, save, judge."""
+    folder = open_run(config, "teach", VERB.sections)
+    if finished(folder) is not None:
+        output.print(f"{folder.path} is already taught; run.overwrite=true teaches anew.")
+        return 0
+    device, section, seed = choose_device(config.run), config.teach, config.run.seed
+    policy = None if section.teacher == EXPERT else load_acting(InferenceSection(), teacher_path(config), device)
+    world = build_world(config.world, policy, episodes=section.episodes, seed=seed, device=device, filmed=True)
+    teacher = the_expert(config, world) if policy is None else Teacher(policy, policy)
+    taught = teach(
+        teacher,
+        world,
+        lambda episodes: cast(Trainable, new_policy(config, episodes, device)),
+        lambda path: require_trainable(load_policy(path, device)),
+        narrowed(TeachConfig, section),
+        folder,
+        seed=seed,
+        device=device,
+    )
+    world.close()
+    student = taught.student
+    remember_origin(student, origin_of_section(config.world, world))
+    student.save(folder.checkpoint)
+    result: dict[str, Any] = {
+        "teacher": section.teacher or str(teacher_path(config)),
+        "env_steps": taught.env_steps,
+        "rounds": taught.rounds,
+    }
+    if section.evaluate_episodes:
+        result |= judged(config, teacher.says, student)
+    finish(config, folder, result)
+    output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
+    return 0
+
+
+def teacher_path(config: Config) -> Path:
+    """Return the teacher's checkpoint; raises CheckpointError where there is none."""
+    given = Path(config.teach.teacher) if config.teach.teacher else None
+    return default_path(config, "finetune", "checkpoint", given, "teach.teacher")
+
+
+def the_expert(config: Config, world: World) -> Teacher:
+    """Return the world's expert as a teacher; raises ConfigError where the world has none."""
+    seed = derive(config.run.seed, "teach/noise")
+    plays = build_noisy_expert(config.world, world.spec, config.teach.noise, seed)
+    return Teacher(build_controller(config.world, world.spec), plays)
+
+
+def judged(config: Config, teacher: Policy | Controller, student: Policy) -> dict[str, Any]:
+    """Return the verdicts on a teacher that is a policy, and on the student, on the same starts, printed."""
+    seed, device = config.run.seed, choose_device(config.run)
+    seeds = evaluation_seeds(config, config.teach.evaluate_episodes)
+    both: dict[str, Policy] = {"student": student}
+    if is_policy(teacher):
+        both = {"teacher": teacher, **both}
+    verdicts = {}
+    for name, each in both.items():
+        world = build_world(config.world, each, episodes=len(seeds), seed=seed, device=device)
+        verdicts[name] = judge(world, each, seeds, device, seed, name)
+        world.close()
+    print_verdicts(verdicts)
+    found = {name: each.to_json() for name, each in verdicts.items()}
+    if "teacher" not in verdicts:
+        return found
+    difference = compare(verdicts["teacher"].deterministic, verdicts["student"].deterministic)
+    return found | {"difference": difference.to_json()}
