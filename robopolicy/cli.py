@@ -39,7 +39,7 @@ NARROW = 110
 MANY = 40
 """Settings of a section beyond which a verb's page says little about each."""
 
-SHARED = ("run", "world", "plan")
+SHARED = ("run", "world", "plan", "lerobot")
 """Sections that many verbs read: the help of a verb only names their keys."""
 
 

@@ -1,9 +1,8 @@
 """Fine-tuning."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.training.configuration import FinetuneConfig
 
 
@@ -27,8 +26,6 @@ class FinetuneSection(FinetuneConfig):
     """Whether the encoders of its observations learn as well."""
     lora_rank: int = 0
     """Tune adapters of this rank instead of the weights (token policies, LeRobot's), 0 for none."""
-    lerobot: LeRobotTuning = field(default_factory=LeRobotTuning)
-    """Of a policy that LeRobot trained."""
     num_envs: int = 256
     """Rows collected in parallel."""
     critic_width: int = 256

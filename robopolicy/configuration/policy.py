@@ -16,7 +16,7 @@ class PolicySection(Tagged):
     beside: ClassVar = True
 
     kind: str = "diffusion"
-    """diffusion, flow, token (a language model over action tokens), joint (a model that plans with itself), lerobot (a
-    checkpoint of LeRobot's SmolVLA and its like), or your own.
+    """diffusion, flow, token (a language model over action tokens), joint (it plans with itself), lerobot (a checkpoint
+    of LeRobot's), or your own.
     """
     config: Any = field(default_factory=DenoisingPolicyConfig)

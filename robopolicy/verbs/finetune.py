@@ -46,7 +46,7 @@ from worldmodels.encoding import EncodedPolicy
 
 VERB = Verb(
     summary="Fine-tune a policy with RL in its denoising chain or on its tokens",
-    sections=("run", "world", "plan", "finetune"),
+    sections=("run", "world", "plan", "finetune", "lerobot"),
     example="robopolicy finetune recipe=push_cube run.seed=1",
     targets=("finetune.policy",),
     world_from={"finetune.policy": "train/checkpoint"},
@@ -64,7 +64,7 @@ def run(config: Config) -> int:
     base = load_policy(path, device)
     if isinstance(base, EncodedPolicy):
         raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")
-    policy = load_trainable(path, section.lerobot, device)
+    policy = load_trainable(path, config.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     if section.lora_rank:
         add_lora(policy, section.lora_rank)
