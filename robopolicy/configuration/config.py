@@ -33,7 +33,6 @@ from robopolicy.configuration.train import TrainSection
 from robopolicy.configuration.world import WorldSection
 from robopolicy.configuration.worldmodel import WorldModelSection
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
-from robopolicy.policies.lerobot_configuration import LeRobotTuning
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Config:
     policy: PolicySection = field(default_factory=PolicySection)
     train: TrainSection = field(default_factory=TrainSection)
     finetune: FinetuneSection = field(default_factory=FinetuneSection)
-    lerobot: LeRobotTuning = field(default_factory=LeRobotTuning)
     lerobot: LeRobotTuning = field(default_factory=LeRobotTuning)
     worldmodel: WorldModelSection = field(default_factory=WorldModelSection)
     imagine: ImagineSection = field(default_factory=ImagineSection)
