@@ -116,7 +116,7 @@ class AttachedLeRobot:
         try:
             self._call("connect", lambda: self.robot.connect(calibrate=False), CONNECTS_WITHIN)
             self._connected = True
-            if not self._call("say whether it is calibrated", lambda: self.robot.is_calibrated, self.answers_within):
+            if not self._call("say whether it is calibrated", lambda: self.robot.is_calibrated, CONNECTS_WITHIN):
                 raise ConfigError(
                     f"{self.robot} is not calibrated. Do that first: lerobot-calibrate --robot.type={self.robot.name} "
                     f"--robot.id={self.robot.id} with the options that it has here."
