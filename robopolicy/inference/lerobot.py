@@ -73,8 +73,7 @@ def why_not_lean(policy: LeRobotPolicy) -> str:
     config: Any = policy.policy.config
     if config.type not in ("diffusion", "multi_task_dit"):
         return (
-            f"LeRobot's '{config.type}' has no lean path: it does not denoise, so there is nothing that its steps "
-            "repeat. Use engine=reference."
+            f"LeRobot's '{config.type}' has no lean path: diffusion and multi_task_dit have one. Use engine=reference."
         )
     if getattr(config, "compile_model", False):
         return "LeRobot compiles this policy itself (compile_model): set that to false in config.json first."

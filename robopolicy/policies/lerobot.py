@@ -12,12 +12,12 @@ import importlib
 import io
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -32,48 +32,27 @@ from robopolicy.core.errors import (
     did_you_mean,
     require_extra,
 )
-from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
 from robopolicy.core.policy import Decision, TensorObservation, Trainable
-from robopolicy.core.registry import asked_for
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, validate_observation
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
+from robopolicy.core.tensors import load_tensors
 from robopolicy.core.world import Rows
 from robopolicy.nn.language import offline
 from robopolicy.policies.checkpoint import SETTINGS_FILE
 from robopolicy.policies.lerobot_configuration import LeRobotSettings, LeRobotTuning
+from robopolicy.policies.lerobot_processors import PROCESSORS, check_processor
 
 if TYPE_CHECKING:
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.pretrained import PreTrainedPolicy
     from lerobot.processor import PolicyProcessorPipeline
 
-PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
-
 CHUNK_KEYS = {"act": "n_action_steps", "diffusion": "n_action_steps", "multi_task_dit": "n_action_steps"}
 CHUNK_KEYS |= {"smolvla": "n_action_steps", "pi0": "n_action_steps", "pi05": "n_action_steps"}
 CHUNK_KEYS["vqbet"] = "action_chunk_size"
 """LeRobot's `type` -> the setting that says how many steps are executed between two predictions."""
-
-STEPS = (
-    "absolute_actions_processor",
-    "device_processor",
-    "image_crop_resize_processor",
-    "normalizer_processor",
-    "observation_processor",
-    "pi05_prepare_state_tokenizer_processor_step",
-    "pi0_new_line_processor",
-    "relative_actions_processor",
-    "rename_observations_processor",
-    "smolvla_new_line_processor",
-    "to_batch_processor",
-    "tokenizer_processor",
-    "unnormalizer_processor",
-)
-"""LeRobot's processing steps that a checkpoint may ask for. Others of LeRobot's load further models, may run code that
-lies beside those, or open devices.
-"""
 
 LANGUAGE_MODELS = ("smolvla", "pi0", "pi05")
 NEWEST_TRANSFORMERS = (5, 6)
@@ -99,7 +78,7 @@ def load_lerobot_policy(
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with _nothing_downloaded(folder, kind), torch.random.fork_rng(devices=devices):
         for name in PROCESSORS:
-            _check_processor(folder, name)
+            check_processor(folder, name)
         config = _read_config(folder, torch.device(device))
         policy = _read_policy(folder, config)
         preprocess, postprocess = _read_processors(folder, config)
@@ -298,55 +277,6 @@ def _checked_type(folder: Path) -> str:
     return kind
 
 
-def _check_processor(folder: Path, name: str) -> None:
-    """Raise CheckpointError unless a processor and its tensors are there and import nothing but LeRobot."""
-    path = folder / name
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} does not exist: without it inputs and actions cannot be scaled. A checkpoint of an older LeRobot "
-            "is converted by: python -m lerobot.processor.migrate_policy_normalization --pretrained-path FOLDER"
-        )
-    described = read_json(path)
-    steps = described.get("steps") if is_mapping(described) else None
-    if not is_sequence(steps) or not all(is_mapping(step) for step in steps):
-        raise CheckpointError(f"{path} is corrupt: it lists no steps. Restore it from a copy.")
-    for step in steps:
-        _check_step(path, step)
-        state = step.get("state_file")
-        if state is not None and not (isinstance(state, str) and Path(state).name == state):
-            raise CheckpointError(f"{path} names the file {state!r}, which is none beside it.")
-        if state is not None and not (folder / state).is_file():
-            raise CheckpointError(f"{folder / state} does not exist, which {name} needs.")
-
-
-def _check_step(path: Path, step: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless a processor's step is one of `STEPS`, or the user has imported or named it."""
-    if "registry_name" in step:  # LeRobot then ignores "class"
-        name = str(step["registry_name"])
-        if name not in STEPS and not _registered_elsewhere(name):
-            raise CheckpointError(
-                f"{path} asks for the step '{name}', which is not among those that a checkpoint may choose: "
-                f"{', '.join(STEPS)}. Your own is registered with LeRobot's ProcessorStepRegistry in a module that you "
-                "name: run.plugins=[module]."
-            )
-        return
-    module, _, kind = str(step.get("class")).rpartition(".")
-    if not asked_for(f"{module}:{kind}"):
-        raise CheckpointError(
-            f"{path} asks for the class {step.get('class')}: a checkpoint does not choose what is imported. If you "
-            f"trust it, name its module: run.plugins=[{module}] (in Python: robopolicy.core.registry.ask_for)."
-        )
-
-
-def _registered_elsewhere(name: str) -> bool:
-    """Whether a step of this name is known to LeRobot from a module of somebody else, imported already."""
-    from lerobot.processor import ProcessorStepRegistry
-
-    return name in ProcessorStepRegistry.list() and not ProcessorStepRegistry.get(name).__module__.startswith(
-        "lerobot."
-    )
-
-
 @contextmanager
 def _nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
     """Keep the Hugging Face hub offline and quiet, and turn what LeRobot raises into one line."""
@@ -427,13 +357,33 @@ def _read_policy(folder: Path, config: "PreTrainedConfig") -> "PreTrainedPolicy"
     from safetensors.torch import load_model
 
     policy: Any = get_policy_class(config.type)(config)
-    load_model(policy, folder / "model.safetensors", strict=True)
+    if config.type in ("pi0", "pi05"):
+        _load_pi(policy, folder / "model.safetensors")
+    else:
+        load_model(policy, folder / "model.safetensors", strict=True)
     if config.type == "vqbet" and not policy.vqbet.action_head.vqvae_model.discretized.item():
         raise CheckpointError(
             f"{folder} holds a VQ-BeT whose action codes are not trained yet: train it for more than "
             "n_vqvae_training_steps."
         )
     return policy.to(config.device)
+
+
+def _load_pi(policy: "PreTrainedPolicy", path: Path) -> None:
+    """Load the weights of a pi0 or pi05; those that came from openpi have names that LeRobot brings into its own.
+
+    Raises CheckpointError unless every weight is there, but for those that are another one under a second name.
+    """
+    tensors, inner = load_tensors(path), cast(Any, policy)
+    if not any(name.startswith("model.") for name in tensors):
+        fixed = inner._fix_pytorch_state_dict_keys(tensors, inner.config)
+        tensors = {f"model.{name}".replace("model.model.", "model.", 1): value for name, value in fixed.items()}
+    missing, unknown = inner.load_state_dict(tensors, strict=False)
+    state = inner.state_dict()
+    there = {state[name].data_ptr() for name in tensors if name in state}
+    absent = [name for name in missing if state[name].data_ptr() not in there]
+    if absent or unknown:
+        raise CheckpointError(f"{path} lacks {absent[:3]} or has {unknown[:3]}, which the policy has not.")
 
 
 def _read_processors(

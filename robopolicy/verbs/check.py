@@ -7,11 +7,13 @@ exit status is 1.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
@@ -19,6 +21,7 @@ from robopolicy.core.conformance import check_world
 from robopolicy.core.controller_conformance import check_controller
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, RobopolicyError
+from robopolicy.core.policy import BecomesTrainable, Policy
 from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.registry import Kinds, is_dotted, load_dotted
 from robopolicy.core.spec import Observation, WorldSpec
@@ -117,9 +120,18 @@ def checkpoint_checker(config: Config, folder: Path) -> tuple[str, Callable[[], 
             return [f"It loads, and imitates '{spec.name}'. You can evaluate, finetune, rank and plan in it."]
 
         return "a world model", loads
-    policy = load_policy(folder, device)
-    reload = partial(load_policy, device=device) if hasattr(policy, "save") else None
+    policy = load_at_best(folder, device)
+    reload = partial(load_at_best, device=device) if hasattr(policy, "save") else None
     return "a policy", lambda: check_policy(policy, reload, device=device).lines()
+
+
+def load_at_best(folder: Path, device: torch.device) -> Policy:
+    """Load a policy, as one that learns where it becomes one."""
+    policy = load_policy(folder, device)
+    if isinstance(policy, BecomesTrainable):
+        with suppress(ConfigError):
+            return policy.to_trainable()
+    return policy
 
 
 def kind_checker(config: Config, kinds: Kinds, target: str) -> tuple[str, Callable[[], list[str]]]:

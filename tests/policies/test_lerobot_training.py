@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lerobot_models import FRONT, pi_config, pi_processors, smolvla_config, tiny_pi, tiny_smolvlm, word_tokenizer
+from safetensors.torch import load_file, save_file
 from test_lerobot_policies import features, save, statistics
 
 from robopolicy.build import load_trainable
@@ -342,3 +343,16 @@ def test_training_begins_with_lerobots_weights_and_frees_what_its_config_does(fo
     assert torch.equal(noise_free(policy, observation), noise_free(trained(folders["smolvla"]), observation))
     with pytest.raises(ConfigError, match=r"policy.path=FOLDER"):
         build_policy("lerobot", LeRobotStart(), spec, None, 0)
+
+
+def test_weights_with_openpis_names_are_read_and_none_may_lack(folders, tmp_path):
+    folder = edited(folders["pi0"], tmp_path / "pi0")
+    path = folder / "model.safetensors"
+    known = {name.removeprefix("model."): value for name, value in load_file(path).items()}
+    save_file(known, path)
+    observation = observed(load_policy(folder))
+    assert torch.equal(noise_free(trained(folder), observation), noise_free(trained(folders["pi0"]), observation))
+    del known["action_out_proj.bias"]
+    save_file(known, path)
+    with pytest.raises(CheckpointError, match=r"lacks \['model.action_out_proj.bias'\]"):
+        load_policy(folder)

@@ -1,0 +1,80 @@
+"""What of LeRobot's processors a checkpoint may ask for: it chooses neither what is imported nor what is read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from robopolicy.core.errors import CheckpointError
+from robopolicy.core.narrowing import is_mapping, is_sequence
+from robopolicy.core.registry import asked_for
+from robopolicy.core.storage import read_json
+
+PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
+
+STEPS = (
+    "absolute_actions_processor",
+    "device_processor",
+    "image_crop_resize_processor",
+    "normalizer_processor",
+    "observation_processor",
+    "pi05_prepare_state_tokenizer_processor_step",
+    "pi0_new_line_processor",
+    "relative_actions_processor",
+    "rename_observations_processor",
+    "smolvla_new_line_processor",
+    "to_batch_processor",
+    "tokenizer_processor",
+    "unnormalizer_processor",
+)
+"""LeRobot's processing steps that a checkpoint may ask for. Others of LeRobot's load further models, may run code that
+lies beside those, or open devices.
+"""
+
+
+def check_processor(folder: Path, name: str) -> None:
+    """Raise CheckpointError unless a processor and its tensors are there and import nothing but LeRobot."""
+    path = folder / name
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist: without it inputs and actions cannot be scaled. A checkpoint of an older LeRobot "
+            "is converted by: python -m lerobot.processor.migrate_policy_normalization --pretrained-path FOLDER"
+        )
+    described = read_json(path)
+    steps = described.get("steps") if is_mapping(described) else None
+    if not is_sequence(steps) or not all(is_mapping(step) for step in steps):
+        raise CheckpointError(f"{path} is corrupt: it lists no steps. Restore it from a copy.")
+    for step in steps:
+        _check_step(path, step)
+        state = step.get("state_file")
+        if state is not None and not (isinstance(state, str) and Path(state).name == state):
+            raise CheckpointError(f"{path} names the file {state!r}, which is none beside it.")
+        if state is not None and not (folder / state).is_file():
+            raise CheckpointError(f"{folder / state} does not exist, which {name} needs.")
+
+
+def _check_step(path: Path, step: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a processor's step is one of `STEPS`, or the user has imported or named it."""
+    if "registry_name" in step:  # LeRobot then ignores "class"
+        name = str(step["registry_name"])
+        if name not in STEPS and not _registered_elsewhere(name):
+            raise CheckpointError(
+                f"{path} asks for the step '{name}', which is not among those that a checkpoint may choose: "
+                f"{', '.join(STEPS)}. Your own is registered with LeRobot's ProcessorStepRegistry in a module that you "
+                "name: run.plugins=[module]."
+            )
+        return
+    module, _, kind = str(step.get("class")).rpartition(".")
+    if not asked_for(f"{module}:{kind}"):
+        raise CheckpointError(
+            f"{path} asks for the class {step.get('class')}: a checkpoint does not choose what is imported. If you "
+            f"trust it, name its module: run.plugins=[{module}] (in Python: robopolicy.core.registry.ask_for)."
+        )
+
+
+def _registered_elsewhere(name: str) -> bool:
+    """Whether a step of this name is known to LeRobot from a module of somebody else, imported already."""
+    from lerobot.processor import ProcessorStepRegistry
+
+    return name in ProcessorStepRegistry.list() and not ProcessorStepRegistry.get(name).__module__.startswith(
+        "lerobot."
+    )
