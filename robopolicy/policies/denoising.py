@@ -23,7 +23,7 @@ from robopolicy.nn.prefix import given_steps, with_prefix
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.fields import select_fields
-from robopolicy.policies.latents import OwnLatents, OwnSchedule, executed_part, size_of_latents
+from robopolicy.policies.latents import OwnLatents, OwnSchedule, executed_part, may_keep_condition, size_of_latents
 from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, noisy_actions, reduce_logp
 from robopolicy.policies.network import (
     ChunkNetwork,
@@ -147,7 +147,7 @@ class DenoisingPolicy(nn.Module):
     @property
     def caches_condition(self) -> bool:
         """Whether decisions keep the encoded observation: it has cameras and its encoder does not change."""
-        return len(self.spec.cameras) > 0 and self.encoder_is_fixed
+        return len(self.spec.cameras) > 0 and self.encoder_is_fixed and may_keep_condition(self.network)
 
     @torch.no_grad()
     def act(

@@ -39,7 +39,8 @@ class OwnLatents(Protocol):
     """Optional: a network that denoises another thing than actions which the policy has normalised.
 
     latent_size: elements L of a latent, of which the first A stand for the action; first_step: how many of the P
-    predicted steps lie before the one that is executed first.
+    predicted steps lie before the one that is executed first; keeps_condition: whether decisions keep what a frozen
+    encoder made of their observation.
     """
 
     @property
@@ -49,6 +50,11 @@ class OwnLatents(Protocol):
 
     @property
     def first_step(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def keeps_condition(self) -> bool:
         """See the class."""
         ...
 
@@ -82,3 +88,8 @@ def executed_part(network: object, config: DenoisingPolicyConfig, action_size: i
 def size_of_latents(network: object, action_size: int) -> int:
     """Return L, the size of one latent."""
     return network.latent_size if isinstance(network, OwnLatents) else action_size
+
+
+def may_keep_condition(network: object) -> bool:
+    """Return whether decisions may keep what a frozen encoder made of their observation."""
+    return not isinstance(network, OwnLatents) or network.keeps_condition

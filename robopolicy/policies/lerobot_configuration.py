@@ -38,6 +38,8 @@ class LeRobotTuning:
     """Floor of each step's standard deviation, in exploring and in log-probabilities."""
     noisy_steps: int | None = None
     """So many random steps of each decision are noisy and scored, null for all."""
+    keep_prefix: bool = True
+    """Whether decisions keep what a frozen encoder made of their observation; otherwise it is read again for scores."""
     checkpointing: bool = False
     """Whether scores keep no activations but compute them again: less memory, a third more time."""
 

@@ -108,6 +108,7 @@ class LeRobotNetwork(nn.Module):
         self.family = FAMILIES[inner.config.type](inner)
         self.latent_size, self.first_step = self.family.latent_size, self.family.first_step
         self.reads_instructions = self.family.reads_instructions
+        self.keeps_condition = self.tuning.keep_prefix
         self.adapter_rank = 0
         _free(self.policy, self.family.denoising_modules(), self.tuning.tuned)
 

@@ -255,6 +255,17 @@ def test_activations_computed_again_give_the_same_gradients(folders):
         torch.testing.assert_close(gradient, found[1][name], atol=1e-4, rtol=1e-4)
 
 
+def test_a_prefix_that_is_not_kept_is_read_again(folders):
+    policy = load_trainable(folders["pi05"], LeRobotTuning(keep_prefix=False))
+    observation = observed(policy)
+    decision = policy.act(observation, torch.Generator().manual_seed(1))
+    assert set(decision.latents) == {"chain"}
+    scores = policy.log_prob(observation, decision.latents)
+    torch.testing.assert_close(scores.logp, decision.logp, atol=1e-4, rtol=0)
+    dark = {**observation, FRONT: torch.zeros_like(observation[FRONT])}
+    assert (policy.log_prob(dark, decision.latents).logp - decision.logp).abs().max() > 1e-6
+
+
 def test_noise_is_where_it_is_scored(folders):
     policy = load_trainable(folders["pi0"], LeRobotTuning(flow_noise_level=0.2, flow_noise=FlowNoise.CONSTANT))
     decision = policy.act(observed(policy), torch.Generator().manual_seed(1))
