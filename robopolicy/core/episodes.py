@@ -17,8 +17,7 @@ from torch import Tensor
 from robopolicy.core.arrays import integers
 from robopolicy.core.errors import DataError, did_you_mean
 from robopolicy.core.policy import TensorObservation
-from robopolicy.core.rollouts import Rollouts, tensor_of
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 
@@ -237,55 +236,6 @@ class Episodes:
             labels=_joined_labels(parts),
         )
 
-    @staticmethod
-    def of(rollouts: Rollouts, spec: WorldSpec) -> "Episodes":
-        """Convert rollouts to episodes, so that a world model can learn from them or a dataset can be written.
-
-        rollouts: whole episodes with their next observations; spec: of the world they were played in. Actions are
-        clipped to its range, as the world does. The frames within an action chunk are taken from the rollouts' trace,
-        if it was kept, else from the H frames of history observed after the chunk, as images always are; success is
-        dated to its last step. Seeds are not known. Raises DataError on streams (cut anywhere), and where fields that
-        are not traced lack next observations or were in chunks of more than H steps.
-        """
-        traced = {} if rollouts.extras.trace is None else StateVector.of(spec).unpack(rollouts.extras.trace)
-        _require_whole(rollouts, [key for key in spec.observation if key not in traced])
-        valid, duration = rollouts.valid, rollouts.duration
-        row, decision, step = valid.nonzero(as_tuple=True)  # every control step, in order of time
-        after = {key: _frames_after(rollouts, key, duration) for key in spec.observation if key not in traced}
-        lengths = duration.sum(1)
-        first = torch.zeros(len(row) + len(lengths), dtype=torch.bool, device=row.device)
-        first[lengths.cumsum(0) - lengths + torch.arange(len(lengths), device=row.device)] = True
-
-        def frames(key: str) -> Tensor:
-            shown = tensor_of(rollouts.observation, key)
-            found = shown.new_zeros((len(first), *shown.shape[3:]))
-            found[first] = shown[:, 0, -1]
-            if key in traced:
-                found[~first] = traced[key][row, decision, step]
-            else:
-                found[~first] = after[key][row, decision, shown.shape[2] - duration[row, decision] + step]
-            return found
-
-        last = step == duration[row, decision] - 1
-        before = torch.where(decision > 0, rollouts.success[row, (decision - 1).clamp(min=0)], False)
-        low, high = (
-            torch.as_tensor(bound, device=row.device).double() for bound in (spec.action.low, spec.action.high)
-        )
-        ended = rollouts.alive.sum(1) - 1
-        return Episodes(
-            observation_fields=dict(spec.observation),
-            action_field=spec.action,
-            fps=spec.fps,
-            observation={key: frames(key) for key in spec.observation},
-            actions=torch.minimum(torch.maximum(rollouts.actions[row, decision, step].double(), low), high).float(),
-            lengths=lengths,
-            tasks=tuple(spec.instructions[task] for task in integers(rollouts.task[:, 0])),
-            rewards={name: values[row, decision, step] for name, values in rollouts.rewards.items()},
-            step_success=torch.where(last, rollouts.success[row, decision], before),
-            terminated=rollouts.terminated.gather(1, ended[:, None])[:, 0],
-            final_known=torch.ones_like(ended, dtype=torch.bool),
-        )
-
     def statistics(self) -> dict[str, dict[str, Tensor]]:
         """Return min, max, mean and std, each [*shape], of every non-image observation and of "action".
 
@@ -415,38 +365,6 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 def _all_known(part: Episodes) -> Tensor:
     return torch.ones(len(part), dtype=torch.bool, device=part.device)
-
-
-def _require_whole(rollouts: Rollouts, keys: Sequence[str]) -> None:
-    """Raise DataError unless `rollouts` are whole episodes whose observations show `keys` after every control step."""
-    if not rollouts.whole:
-        raise DataError("These rollouts are streams, cut anywhere: only whole episodes become a dataset.")
-    if not keys:
-        return
-    if not rollouts.next_observation:
-        raise DataError("These rollouts were kept without next observations, so frames are missing.")
-    history = next(value.shape[2] for value in rollouts.next_observation.values() if isinstance(value, Tensor))
-    longest = int(rollouts.duration.max())
-    if longest > history:
-        raise DataError(
-            f"Decisions ran {longest} control steps, of which observations show '{keys[0]}' after the last {history}: "
-            f"play them with EpisodePlayer(trace=True), which keeps vector fields, or for images in a world of "
-            f"history={longest} or with a policy that decides every control step; `record` needs none of these."
-        )
-
-
-def _frames_after(rollouts: Rollouts, key: str, duration: Tensor) -> Tensor:
-    """Return the history [B, T, H, *shape] after every decision; images are taken from where the next one begins."""
-    if key in rollouts.next_observation:
-        return tensor_of(rollouts.next_observation, key)
-    shown = tensor_of(rollouts.observation, key)
-    after = torch.cat([shown[:, 1:], shown[:, -1:]], 1)
-    alive = duration > 0
-    last = alive & ~torch.cat([alive[:, 1:], torch.zeros_like(alive[:, :1])], 1)
-    if rollouts.final_images is None:
-        raise DataError(f"These rollouts were kept without the '{key}' that episodes end with.")
-    after[last] = rollouts.final_images.at(last)[key]
-    return after
 
 
 def _joined_labels(parts: Sequence[Episodes]) -> Tensor | None:

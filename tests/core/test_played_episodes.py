@@ -8,6 +8,7 @@ import torch
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
+from robopolicy.core.played_episodes import played_episodes
 from robopolicy.core.policy import Decision
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.spec import PolicySpec
@@ -48,7 +49,7 @@ def both(task: str, chunk: int, *, trace: bool = False, **options) -> tuple[Epis
     policy = HeldExpert(world, chunk)
     recorded = record(world, policy, SEEDS, generator=torch.Generator())
     rollouts = EpisodePlayer(world, policy, trace=trace).play(groups_of(SEEDS, 1), torch.Generator())
-    return recorded, Episodes.of(rollouts, world.spec)
+    return recorded, played_episodes(rollouts, world.spec)
 
 
 @pytest.mark.parametrize(
@@ -98,13 +99,13 @@ def test_what_lacks_frames_is_refused():
     generator = torch.Generator()
     rollouts = EpisodePlayer(world, policy).play(groups_of(SEEDS, 1), generator)
     with pytest.raises(DataError, match=r"trace=True.*history=3"):
-        Episodes.of(rollouts, world.spec)
+        played_episodes(rollouts, world.spec)
     seeing = make_world("reach_planar", 3, cameras=("top",), image_size=16)
     traced = EpisodePlayer(seeing, HeldExpert(seeing, 3), trace=True).play(groups_of(SEEDS, 1), generator)
     with pytest.raises(DataError, match="history=3"):  # frames are not rendered inside chunks
-        Episodes.of(traced, seeing.spec)
+        played_episodes(traced, seeing.spec)
     with pytest.raises(DataError, match="without next observations"):
-        Episodes.of(rollouts.without(following=True), world.spec)
+        played_episodes(rollouts.without(following=True), world.spec)
     streams = play(world, policy, 2, generator, start_streams(world, policy, 0))
     with pytest.raises(DataError, match="streams"):
-        Episodes.of(streams, world.spec)
+        played_episodes(streams, world.spec)

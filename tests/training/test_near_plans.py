@@ -12,6 +12,7 @@ from bandit_toys import BanditWorld, ChainPolicy
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.played_episodes import played_episodes
 from robopolicy.core.policy import Decision, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import Rollouts
@@ -329,7 +330,7 @@ def test_own_episodes_told_back_are_the_rollouts_they_came_from():
     world, policy = TracedWorld(6, horizon=3, with_task=True), speaking()
     played = EpisodePlayer(world, policy, trace=True).play(groups_of([1, 2], 3), torch.Generator().manual_seed(0))
     played = with_executed(played, policy, world.spec.instructions)
-    episodes = Episodes.of(played, world.spec)
+    episodes = played_episodes(played, world.spec)
     told = expert_rollouts(policy, episodes, torch.arange(6), world.spec.instructions, torch.Generator())
     assert told.shape == played.shape == (6, 2)
     for name in ("valid", "mask", "terminated", "truncated", "success", "task"):

@@ -1,0 +1,135 @@
+"""A student is taught where it leads itself: who plays, who says what is right, and that a killed run ends the same."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from robopolicy.cli import main
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Decision
+from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import STATE, Field, PolicySpec
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from robopolicy.policies.checkpoint import load_policy
+from robopolicy.training import teaching
+from robopolicy.training.configuration import FitConfig, TeachConfig
+from robopolicy.training.teaching import Teacher, teach
+from sims.registry import load_task, make_world
+
+SMALL = DenoisingPolicyConfig(width=16, depth=1, sampling_steps=2, denoising_steps=10, chunk=2, prediction_steps=2)
+
+
+class Constant:
+    """Does and says one thing, in chunks of two."""
+
+    def __init__(self, value: float):
+        self.value = value
+        self.spec = PolicySpec({STATE: load_task("push_cube").observation[STATE]}, ACTION, 1, 2, 2, 0, 10.0)
+
+    def act(self, observation, generator, *, deterministic=False):
+        return Decision(torch.full((len(observation[STATE]), 2, 2), self.value))
+
+    def reset(self, rows=None): ...
+
+
+ACTION = Field((2,), low=-1.0, high=1.0)
+FIT = FitConfig(steps=4, warmup=1, checkpoint_every=100)
+CONFIG = TeachConfig(rounds=3, episodes=8, teacher_share=0.5, batch_size=16, fit=FIT, last_steps=6)
+
+
+def student_for(episodes):
+    return DenoisingPolicy(
+        SMALL, episodes.observation_fields, ACTION, fps=10, values={**episodes.observation, "action": episodes.actions}
+    )
+
+
+def taught(folder, config: TeachConfig = CONFIG):
+    world = make_world("push_cube", 8)
+    teacher = Teacher(says=Constant(0.25), plays=Constant(0.75))
+    found = teach(teacher, world, student_for, load_policy, config, RunFolder(folder), seed=3)
+    world.close()
+    return found
+
+
+def test_the_teachers_share_shrinks_and_it_labels_whoever_plays(tmp_path, monkeypatch):
+    seen = []
+    regression_batches = teaching.regression_batches
+    monkeypatch.setattr(
+        teaching, "regression_batches", lambda *args: (seen.append(args[1]), regression_batches(*args))[1]
+    )
+    found = taught(tmp_path)
+    assert [len(episodes) for episodes in seen] == [8, 16, 24]  # everything so far
+    last = seen[-1]
+    assert (last.labels == 0.25).all() and last.labels.shape[1:] == (2, 2)
+    by_teacher = torch.stack([(last.select([number]).actions == 0.75).all() for number in range(24)])
+    assert by_teacher.tolist() == [True] * 8 + [True] * 4 + [False] * 4 + [True] * 2 + [False] * 6
+    assert found.env_steps == last.step_count == sum(row["played_steps"] for row in found.rounds)
+    records = RunFolder(tmp_path).metrics()
+    assert [row["round"] for row in records] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_run_that_was_killed_in_any_round_ends_in_the_same_place(tmp_path, monkeypatch):
+    whole = taught(tmp_path / "whole")
+    weights = {name: value.clone() for name, value in whole.student.state_dict().items()}
+    play, fit = teaching._play, teaching.fit
+    for name, function in (("_play", play), ("fit", fit)):
+        folder = tmp_path / name
+        for stop in (0, 1, 2):
+            calls = []
+
+            def once(*args, function=function, stop=stop, calls=calls, **settings):
+                calls.append(1)
+                if len(calls) > (1 if stop else 0):
+                    raise KeyboardInterrupt
+                return function(*args, **settings)
+
+            monkeypatch.setattr(teaching, name, once)
+            with pytest.raises(KeyboardInterrupt):
+                taught(folder)
+            monkeypatch.setattr(teaching, name, function)
+        again = taught(folder)
+        assert all(torch.equal(value, weights[key]) for key, value in again.student.state_dict().items())
+        assert again.rounds == whole.rounds
+        assert RunFolder(folder).metrics() == RunFolder(tmp_path / "whole").metrics()
+
+
+def test_sizes_that_cannot_be_are_refused():
+    for wrong in ({"rounds": 0}, {"episodes": 0}, {"last_steps": 0}, {"teacher_share": 1.5}):
+        with pytest.raises(ConfigError, match="at least 1, teacher_share between 0 and 1"):
+            TeachConfig(**wrong)
+
+
+def test_a_student_with_a_camera_learns_from_a_teacher_that_sees_the_state(tmp_path, capsys):
+    world = make_world("push_cube", 1)
+    fields, action = dict(world.spec.observation), world.spec.action
+    teacher = DenoisingPolicy(SMALL, fields, action, fps=10)
+    teacher.save(tmp_path / "teacher")
+    shared = [f"run.root={tmp_path}", "run.threads=1", "world=push_cube", "world.cameras=[top]", "world.image_size=16"]
+    student = ["policy.observation_keys=[observation.state,observation.images.top]", "policy.image.channels=[4,4,4]"]
+    student += ["policy.width=16", "policy.depth=1", "policy.sampling_steps=2"]
+    short = ["teach.rounds=2", "teach.episodes=3", "teach.fit.steps=2", "teach.last_steps=2"]
+    short += ["teach.batch_size=8", "teach.evaluate_episodes=3"]
+    command = ["teach", str(tmp_path / "teacher"), *shared, *student, *short]
+    assert main(command) == 0
+    run = tmp_path / "teach/push_cube/0"
+    made = load_policy(run / "checkpoint")
+    assert made.spec.cameras == ("top",) and "observation.environment_state" not in made.spec.observation
+    result = json.loads((run / "result.json").read_text())
+    assert {"teacher", "student", "difference", "rounds", "env_steps"} <= set(result)
+    assert (run / "report.html").exists()
+    assert main(command) == 0 and "already taught" in capsys.readouterr().out
+    assert main(["teach", str(tmp_path / "nobody"), *shared]) == 2
+    assert "teach.teacher" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_learns_what_the_expert_does(tmp_path):
+    world = ["world=reach_planar", f"run.root={tmp_path}", "run.threads=1"]
+    assert main(["teach", "expert", *world, "teach.rounds=4", "teach.fit.steps=300", "teach.last_steps=1500"]) == 0
+    result = json.loads((tmp_path / "teach/reach_planar/0/result.json").read_text())
+    rate = result["student"]["deterministic"]["success_rate"]
+    played = [row["played_success"] for row in result["rounds"]]
+    assert rate > 0.8 and played[-1] > played[1], (rate, played)
+    assert np.isfinite(result["student"]["deterministic"]["low"])
