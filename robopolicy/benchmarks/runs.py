@@ -106,6 +106,9 @@ BASES = {
 Token policies need more than the dozen demonstrations of pick_place. hundred_steps, ten_steps: of denoising.
 """
 
+RECIPES = {"push_cube_moving": ("recipe=push_cube", "world.name=push_cube_moving")}
+"""Settings of tasks that have no recipe of their own."""
+
 TUNED_BASES: dict[str, tuple[str, ...]] = {
     "warm": ("finetune.target_success=0.7", "finetune.evaluate_every=1", "finetune.videos=0"),
 }
@@ -130,7 +133,8 @@ class Outcome:
 
 def settings_of(config: Config, root: Path, task: str, seed: int) -> list[str]:
     """Return the settings that all runs of a benchmark on a task share."""
-    return [f"recipe={task}", f"run.root={root / task}", f"run.seed={seed}", *config.bench.overrides]
+    recipe = RECIPES.get(task, (f"recipe={task}",))
+    return [*recipe, f"run.root={root / task}", f"run.seed={seed}", *config.bench.overrides]
 
 
 def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> Path:

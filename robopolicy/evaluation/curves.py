@@ -151,6 +151,36 @@ def speed_beside_success(panels: Mapping[str, Mapping[str, tuple[float, float, f
         return as_svg(figure)
 
 
+def success_beside_delay(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]]) -> str:
+    """Draw success against control steps of delay, a panel a task, one colour a way of living with it.
+
+    panels: title -> way -> (delay, success, its lower and upper bound) in order of the delays.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure, grid = _panels(len(panels), 3)
+        for axes, (title, ways) in zip(grid.flat, panels.items(), strict=False):
+            for place, ((name, points), colour) in enumerate(zip(ways.items(), COLOURS * len(ways), strict=False)):
+                delays, rates, lows, highs = (np.array(each) for each in zip(*points, strict=True))
+                apart = 0.08 * (place - (len(ways) - 1) / 2)  # so that intervals do not hide one another
+                around = [rates - lows, highs - rates]
+                axes.errorbar(
+                    delays + apart,
+                    rates,
+                    yerr=around,
+                    color=colour,
+                    label=name,
+                    marker="o",
+                    markersize=3,
+                    linewidth=1.2,
+                )
+            axes.set(ylim=(-0.02, 1.02), xticks=[int(point[0]) for point in next(iter(ways.values()))])
+            axes.set_title(title, fontsize=10)
+        figure.supxlabel("control steps that a decision takes", fontsize=10, color=STYLE["axes.labelcolor"])
+        figure.supylabel("success", fontsize=10, color=STYLE["axes.labelcolor"])
+        figure.legend(*grid.flat[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=4)
+        return as_svg(figure)
+
+
 def value_curves(runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> str:
     """Draw learned values against epochs on a symmetric logarithmic axis, one colour an arm, one line a seed.
 

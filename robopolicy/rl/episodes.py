@@ -81,10 +81,10 @@ class EpisodePlayer:
     """Plays requests in the rows of a world; holds what is in flight between two calls of `play`.
 
     branching: where episodes split, None for nowhere; trace: keep what every control step led to, so that
-    `played_episodes` can be made of what a policy with chunks played; stop_still: decisions in a row that move nothing after which an
-    episode is stopped, as by a time limit, 0 for never. Raises SpecError where the policy does not fit the world, and
-    ConfigError where rows are to split in a world that cannot save and restore them, or inside decisions of a policy
-    that cannot go on from there, or at a step that a decision does not have.
+    `played_episodes` can be made of what a policy with chunks played; stop_still: decisions in a row that move nothing
+    after which an episode is stopped, as by a time limit, 0 for never. Raises SpecError where the policy does not fit
+    the world, and ConfigError where rows are to split in a world that cannot save and restore them, or inside decisions
+    of a policy that cannot go on from there, or at a step that a decision does not have.
     """
 
     def __init__(

@@ -7,6 +7,7 @@
 - collection: not waiting for the longest episodes, how much faster and as good?
 - mechanisms: ten small experiments, each asking whether a paper's claim shows.
 - inference: milliseconds a decision in every way of computing it, and what success it costs.
+- delay: success against the control steps that a decision takes, for every way of living with it.
 
 Of world models:
 
@@ -80,6 +81,7 @@ BENCHMARKS = Registry(
             "gate",
             "rl100",
             "inference",
+            "delay",
             "tables",
         )
     },

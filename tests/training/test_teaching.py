@@ -107,7 +107,7 @@ def test_a_student_with_a_camera_learns_from_a_teacher_that_sees_the_state(tmp_p
     teacher = DenoisingPolicy(SMALL, fields, action, fps=10)
     teacher.save(tmp_path / "teacher")
     shared = [f"run.root={tmp_path}", "run.threads=1", "world=push_cube", "world.cameras=[top]", "world.image_size=16"]
-    student = ["policy.observation_keys=[observation.state,observation.images.top]", "policy.image.channels=[4,4,4]"]
+    student = ["policy.observation_keys=[observation.state,observation.images.top]", "policy.image.channels=[8,8,8]"]
     student += ["policy.width=16", "policy.depth=1", "policy.sampling_steps=2"]
     short = ["teach.rounds=2", "teach.episodes=3", "teach.fit.steps=2", "teach.last_steps=2"]
     short += ["teach.batch_size=8", "teach.evaluate_episodes=3"]
@@ -120,14 +120,14 @@ def test_a_student_with_a_camera_learns_from_a_teacher_that_sees_the_state(tmp_p
     assert {"teacher", "student", "difference", "rounds", "env_steps"} <= set(result)
     assert (run / "report.html").exists()
     assert main(command) == 0 and "already taught" in capsys.readouterr().out
-    assert main(["teach", str(tmp_path / "nobody"), *shared]) == 2
+    assert main(["teach", str(tmp_path / "nobody"), *shared, "run.name=other"]) == 2
     assert "teach.teacher" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_it_learns_what_the_expert_does(tmp_path):
     world = ["world=reach_planar", f"run.root={tmp_path}", "run.threads=1"]
-    assert main(["teach", "expert", *world, "teach.rounds=4", "teach.fit.steps=300", "teach.last_steps=1500"]) == 0
+    assert main(["teach", "expert", *world, "teach.rounds=4", "teach.fit.steps=200", "teach.last_steps=1000"]) == 0
     result = json.loads((tmp_path / "teach/reach_planar/0/result.json").read_text())
     rate = result["student"]["deterministic"]["success_rate"]
     played = [row["played_success"] for row in result["rounds"]]

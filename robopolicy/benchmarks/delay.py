@@ -1,0 +1,174 @@
+"""Success against the time that a decision takes, for every way of living with it.
+
+Flows that predict twice as far as they execute, and for `trained_rtc` the same taught to go on from given steps. Where
+the scripted expert is hard to imitate they learn from what fine-tuning made of the recipe's policy. What a decision
+costs is simulated (`evaluate.latency_steps`), so a delay is the same on every machine; all ways start in the same
+states. In `push_cube_moving` the goal moves on while the robot thinks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from robopolicy.benchmarks.rates import pooled, rate_text, short
+from robopolicy.benchmarks.runs import Variant, chosen_from, run_variant, settings_of
+from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.configuration import Config, compose
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.storage import read_json, write_json
+from robopolicy.evaluation.curves import success_beside_delay
+from robopolicy.evaluation.report import Section
+from robopolicy.evaluation.smoothness import SmoothnessMeter
+from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
+from robopolicy.runs import is_complete
+from robopolicy.verbs import collect, train
+from robopolicy.verbs.bench import Benchmark, Table
+
+EPISODES = 200
+SHARES = {"0": 0.0, "1/4": 0.25, "1/2": 0.5, "1": 1.0}
+"""Delays, as shares of a chunk."""
+HALF = "1/2"
+
+KINDS = ("synchronous", "prefetch", "ensembling", "bidirectional", "lerobot_rtc", "rtc", "trained_rtc")
+GIVEN = "trained_rtc"
+"""The chunking of a policy that has learned to go on from given steps."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a task's policy comes about. chunk: steps that it executes, of twice as many; cloned: whether it learns from
+    episodes of a fine-tuned policy instead of the expert's; data: settings of the recording.
+    """
+
+    chunk: int
+    cloned: bool
+    data: tuple[str, ...]
+
+
+COURSES = {
+    "push_t": Course(8, True, ("collect.episodes=1500",)),
+    "pick_place": Course(8, False, ("collect.episodes=300", "collect.noise=['0.2']")),
+    "push_cube_moving": Course(4, True, ("collect.episodes=1500",)),
+}
+TUNED = Variant("diffusion", ("finetune.target_success=0.95", "finetune.videos=0"))
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"tasks": {task: {chunking: {seed: {delay: success and smoothness}}}}}, after doing what is missing."""
+    kinds = chosen_from(config, dict.fromkeys(KINDS))
+    return {
+        "tasks": {
+            task: {
+                kind: {str(seed): measure(config, root, task, kind, seed) for seed in config.bench.seeds}
+                for kind in kinds
+            }
+            for task in config.bench.tasks
+        }
+    }
+
+
+def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict[str, Any]:
+    """Return success and smoothness at every delay, measured once and kept in root/task/kinds."""
+    path = root / task / "kinds" / kind / f"{seed}.json"
+    if path.exists():
+        return read_json(path)
+    base = trained(config, root, task, seed, given=kind == GIVEN)
+    chosen = compose(settings_of(config, root, task, seed))
+    device = choose_device(chosen.run)
+    policy = load_policy(base / "checkpoint", device)
+    world = build_world(chosen.world, policy, episodes=EPISODES, device=device)
+    seeds = episode_seeds(seed, "evaluate", EPISODES)
+    found: dict[str, Any] = {}
+    for share, part in SHARES.items():
+        steps = round(part * policy.spec.chunk)
+        acting = with_chunking(policy, kind, Delay(steps, positions=("gripper",)))
+        meter = SmoothnessMeter(acting.seams if isinstance(acting, HasSeams) else (0,), steps)
+        result = evaluate_policy(
+            world, acting, seeds, deterministic=True, generator_seed=seed, device=device, watch=meter
+        )
+        found[share] = {"steps": steps, **short(result.to_json()), "smoothness": meter.measured().to_json()}
+    world.close()
+    write_json(path, found)
+    return found
+
+
+def trained(config: Config, root: Path, task: str, seed: int, *, given: bool) -> Path:
+    """Return the run folder of a task's policy, after doing what is missing; given: goes on from given steps too.
+
+    Raises ConfigError for a task without a `Course`.
+    """
+    if task not in COURSES:
+        raise ConfigError(f"bench.tasks: delay knows no '{task}'.{did_you_mean(task, COURSES)} {', '.join(COURSES)}.")
+    course, name = COURSES[task], "ahead_given" if given else "ahead"
+    folder = root / task / "train" / name / str(seed)
+    if is_complete(folder):
+        return folder
+    shared, play = settings_of(config, root, task, seed), list(course.data)
+    if course.cloned:
+        run_variant(config, root, task, "tuned", TUNED, seed)
+        play.append(f"collect.policy={root / task / 'finetune' / 'tuned' / str(seed) / 'checkpoint'}")
+    collect.run(compose([*shared, "run.name=ahead", *play]))
+    size = f"policy.chunk={course.chunk}", f"policy.prediction_steps={2 * course.chunk}", "policy.finetuned_steps=null"
+    settings = [*size, "policy.kind=flow", "policy.sampling_steps=5", f"policy.prefix_steps={course.chunk * given}"]
+    settings += ["train.fit.steps=12000", "train.evaluate_episodes=0"]
+    settings += [f"train.data={root / task / 'collect' / 'ahead' / str(seed) / 'dataset'}", f"run.name={name}"]
+    train.run(compose([*shared, *settings]))
+    return folder
+
+
+def at(seeds: Mapping[str, Any], delay: str) -> dict[str, float]:
+    """Return the success of all seeds together at a delay."""
+    rows = [row[delay] for row in seeds.values()]
+    return pooled([{**row, "successes": round(row["success_rate"] * row["episodes"])} for row in rows])
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return a table a task, a row a chunking."""
+    header = ["chunking", *SHARES, f"kept at {HALF}", "jump at borders", "elsewhere"]
+    found: list[Table] = []
+    for task, kinds in figures["tasks"].items():
+        lines: list[list[str]] = []
+        for kind, seeds in kinds.items():
+            rates = {delay: at(seeds, delay) for delay in SHARES}
+            kept = rates[HALF]["success_rate"] / max(rates["0"]["success_rate"], 1 / EPISODES)
+            jumps = [_mean(seeds, name) for name in ("border_jump", "inner_jump")]
+            lines.append([kind, *map(rate_text, rates.values()), f"{100 * kept:.0f} %", *jumps])
+        count = len(next(iter(kinds.values())))
+        title = (
+            f"{task}: success where a decision takes so many chunks of {COURSES[task].chunk} steps, {count} seeds of"
+        )
+        found.append(Table(f"{title} {EPISODES} episodes; mean jump of an action at a delay of {HALF}", header, lines))
+    return found
+
+
+def _mean(seeds: Mapping[str, Any], name: str) -> str:
+    values = [row[HALF]["smoothness"][name] for row in seeds.values()]
+    return f"{sum(values) / len(values):.3f}"
+
+
+def picture(figures: Mapping[str, Any]) -> Section:
+    """Return the plot of success against delay."""
+
+    def point(seeds: Mapping[str, Any], delay: str) -> tuple[float, float, float, float]:
+        rate = at(seeds, delay)
+        return next(iter(seeds.values()))[delay]["steps"], rate["success_rate"], rate["low"], rate["high"]
+
+    panels = {
+        task: {kind: [point(seeds, delay) for delay in SHARES] for kind, seeds in kinds.items()}
+        for task, kinds in figures["tasks"].items()
+    }
+    caption = "Control steps that a decision takes, up to a whole chunk, with Wilson 95 % intervals."
+    return Section("Success against delay", caption, svg=success_beside_delay(panels))
+
+
+BENCHMARK = Benchmark(
+    "What does the time that decisions take cost, and which way of living with it keeps most?",
+    ("tasks", "seeds", "only", "overrides"),
+    benchmark,
+    tables,
+    lambda figures, root: [picture(figures)],
+    picture=picture,
+)
