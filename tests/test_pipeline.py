@@ -182,6 +182,17 @@ def test_wrong_pipelines_are_refused_before_anything_runs(tmp_path: Path, capsys
     assert not list(tmp_path.glob("pipeline/*/*/*/*"))
 
 
+@pytest.mark.parametrize("task", ["push_cube", "push_t", "pick_place", "reach_planar"])
+def test_sight_composes_and_its_student_sees_what_its_teacher_does_not(task: str, tmp_path: Path):
+    stages = stages_of(compose(["recipe=sight", f"pipeline.recipe={task}"]), tmp_path)
+    assert [verb for verb, _ in stages.values()] == ["collect", "train", "finetune", "teach"]
+    _, student = stages["student"]
+    assert student.world.name == task and student.world.cameras == ("top",)
+    assert student.teach.teacher == str(tmp_path / "finetune/tuned/0/checkpoint")
+    assert "observation.environment_state" not in student.policy.config.observation_keys
+    assert stages["tuned"][1].policy.config.observation_keys == ()
+
+
 @pytest.mark.parametrize("task", ["push_t", "pick_place"])
 def test_rl100_composes_for_every_task(task: str, tmp_path: Path):
     config = compose(["recipe=rl100", f"pipeline.recipe={task}", "run.seed=3"])

@@ -2,7 +2,8 @@
 
 A recipe lists the stages (pipeline.stages), each a verb with its settings; {name} in them is the run folder of an
 earlier stage. recipe=rl100 is imitation, gated offline rounds on the policy's own log, a short online phase and a
-policy of one denoising step (after RL-100, arXiv:2510.14830); pipeline.recipe names the task. Every stage has a run
+policy of one denoising step (after RL-100, arXiv:2510.14830); recipe=sight fine-tunes with the simulator's state and
+teaches a student with a camera; pipeline.recipe names the task. Every stage has a run
 folder of its own and can be looked at, and run, by itself. Killed? Run the same command again: finished stages are
 kept, the one that was interrupted goes on.
 """
