@@ -24,7 +24,7 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin
-from robopolicy.core.policy import Policy, TakesAdapters
+from robopolicy.core.policy import Policy, TakesAdapters, Trainable
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
@@ -34,12 +34,16 @@ from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare, evaluate_policy
 from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.origins import origin_of_section
+from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.registry import Need
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.collection import start_pool
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations, demonstrate
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
+from robopolicy.training.memory import free_memory, plan_memory
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import EncodedPolicy
@@ -66,9 +70,9 @@ def run(config: Config) -> int:
         raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")
     policy = load_trainable(path, config.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
-    if section.lora_rank:
-        add_lora(policy, section.lora_rank)
+    add_lora(policy, section.lora_rank)
     world = build_world(config.world, base, batch_size=section.num_envs, device=device)
+    say_memory(policy, base, narrowed(FinetuneConfig, section), world)
     judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
     remember_origin(policy, origin_of_section(config.world, world) or origin_of(base))
     require_target(section.target_success, judging)
@@ -130,6 +134,21 @@ def confirming_seeds(config: Config, iteration: int, episodes: int) -> Array:
     return episode_seeds(config.run.seed, f"confirm/{iteration}", episodes)
 
 
+def say_memory(policy: Trainable, base: Policy, config: FinetuneConfig, world: World) -> None:
+    """Print what tuning a policy of LeRobot's will take of memory; raises ConfigError where that is more than there is.
+
+    Of others nothing is said: they are small, and those of LeRobot's that denoise can be language models.
+    """
+    if not isinstance(base, LeRobotPolicy):
+        return
+    decisions = world.batch_size * config.rollout_length
+    if Need.CRITIC not in build_algorithm(config).needs:
+        decisions = config.groups * config.group_size * -(-world.spec.horizon // policy.spec.chunk)
+    budget = plan_memory(policy, decisions, config.minibatch, config.scored_steps)
+    output.print(budget.text(), soft_wrap=True, highlight=False)
+    budget.require(free_memory(next(policy.parameters()).device))
+
+
 def require_target(target: float | None, world: World) -> None:
     """Raise ConfigError where a run should end at a rate of success that the world does not report."""
     if target is not None and not world.spec.reports_success:
@@ -177,7 +196,9 @@ def demonstrated(config: Config, world: World) -> Demonstrations | None:
 
 
 def add_lora(policy: Policy, rank: int) -> None:
-    """Let adapters of a policy learn instead of its weights; ConfigError for policies that have none."""
+    """Let adapters of a policy learn instead of its weights, with a rank; ConfigError for policies that have none."""
+    if not rank:
+        return
     if not isinstance(policy, TakesAdapters):
         raise ConfigError(f"finetune.lora_rank={rank}: {type(policy).__name__} has no adapters. Token policies have.")
     policy.add_lora(rank)

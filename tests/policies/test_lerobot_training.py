@@ -22,6 +22,7 @@ from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTunin
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
+from robopolicy.training.memory import plan_memory
 from sims.registry import make_world
 
 KINDS = ("smolvla", "pi0", "pi05")
@@ -333,6 +334,19 @@ def test_a_missing_tokenizer_or_model_is_named(folders, tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer_name=google/paligemma-3b-pt-224.*gated") as caught:
         load_policy(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_memory_is_told_apart_by_what_is_kept_and_computed_again(folders):
+    budgets = []
+    for changes in ({}, {"keep_prefix": False}, {"checkpointing": True}):
+        policy = load_trainable(folders["smolvla"], LeRobotTuning(**changes))
+        policy.prepare_finetuning()
+        budgets.append(plan_memory(policy, 8, 8))
+    plain, again, checkpointed = budgets
+    prefix = 2 * 4 * (4 + 8 + 1) * 16 * 4  # keys and values, layers, tokens of image, text and state, size, bytes
+    assert plain.kept - again.kept == 8 * (prefix + 13)  # and which of the tokens are there
+    assert checkpointed.activations < 0.2 * plain.activations
+    assert plain.learning == 3 * 4 * sum(weight.numel() for weight in policy.trainable_parameters())
 
 
 def test_images_of_another_size_are_refused(folders):

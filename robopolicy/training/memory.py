@@ -1,0 +1,124 @@
+"""What fine-tuning a large policy will take of memory, measured on one decision before anything starts.
+
+A vision-language policy that does not fit ends a run after minutes of loading and collecting; here one row is decided
+and scored, what it keeps is counted, and multiplied by the rows of an iteration. What the world, the critic and the
+libraries take is not in it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Trainable
+from robopolicy.core.policy_conformance import example_observation
+
+GIGABYTE = 1e9
+MEMORY = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes: weights, the policy's and how many times they are held; learning, gradients and optimiser; kept, what an
+    iteration's decisions keep; activations, of a minibatch's scores.
+    """
+
+    weights: int
+    copies: int
+    learning: int
+    kept: int
+    decisions: int
+    activations: int
+    minibatch: int
+
+    @property
+    def ahead(self) -> int:
+        """What is still to be taken when the weights are loaded."""
+        return self.learning + self.kept + self.activations + (self.copies - 2) * self.weights
+
+    def text(self) -> str:
+        """Return it as one line."""
+        return (
+            f"Memory, about: weights {_said(self.weights)} held {self.copies} times (tuned, base, best), gradients and "
+            f"optimiser {_said(self.learning)}, {self.decisions} decisions {_said(self.kept)}, activations of "
+            f"{self.minibatch} decisions {_said(self.activations)}."
+        )
+
+    def require(self, available: int | None) -> None:
+        """Raise ConfigError where more is needed than there is; None: not known."""
+        if available is not None and self.ahead > available:
+            raise ConfigError(
+                f"Fine-tuning needs about {_said(self.ahead)} more of memory, and {_said(available)} are free: lower "
+                f"minibatch={self.minibatch} (activations: {_said(self.activations)}) or the {self.decisions} "
+                f"decisions of an iteration ({_said(self.kept)}), num_envs times rollout_length, or set "
+                "lerobot.checkpointing=true, lerobot.keep_prefix=false or lora_rank=8."
+            )
+
+
+def plan_memory(
+    policy: Trainable, decisions: int, minibatch: int, scored_steps: int = 0, copies: int = 3
+) -> MemoryBudget:
+    """Let `policy`, prepared for fine-tuning, decide and score one row, and return what `decisions` of them will take.
+
+    minibatch: decisions that are scored at once; scored_steps: how many steps of each, 0 for all; copies: how often the
+    weights are held: by the tuned policy, by the one it is judged beside, and by the best so far.
+    """
+    device, rows = next(policy.parameters()).device, min(minibatch, decisions)
+    seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
+    decision = policy.act(seen, torch.Generator(device).manual_seed(0))
+    held = [value for value in (*seen.values(), *decision.latents.values()) if isinstance(value, Tensor)]
+    latents = dict(decision.latents)
+    if 0 < scored_steps < policy.spec.scored_steps:
+        latents["chosen"] = torch.arange(scored_steps, device=device)[None]
+    active = _saved(policy, lambda: policy.log_prob(seen, latents).logp)
+    learning = sum(_bytes(weight) for weight in policy.trainable_parameters())
+    return MemoryBudget(
+        weights=sum(_bytes(weight) for weight in policy.parameters()),
+        copies=copies,
+        learning=3 * learning,  # the gradient and Adam's two averages
+        kept=decisions * sum(map(_bytes, held)),
+        decisions=decisions,
+        activations=rows * active,
+        minibatch=rows,
+    )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the free bytes of a device, None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if not MEMORY.is_file():
+        return None
+    lines = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines() if ":" in line)
+    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
+
+
+def _saved(policy: Trainable, score: Callable[[], Tensor]) -> int:
+    """Return the bytes that the gradient of a score keeps, weights apart; what is kept twice counts once."""
+    own = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        held = score()  # while it is, no storage is given away again
+    found = sum(kept.values())
+    del held
+    return found
+
+
+def _bytes(value: Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def _said(count: int) -> str:
+    if count < GIGABYTE:
+        return f"{count / 1e6:.3g} MB"
+    return f"{count / GIGABYTE:.2g} GB" if count < 10 * GIGABYTE else f"{count / GIGABYTE:.0f} GB"

@@ -1,0 +1,53 @@
+"""The budget of memory is what one decision and its scores really keep, times how many there are."""
+
+import pytest
+import torch
+from seeing_toys import SeeingWorld, denoising_policy
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.training.memory import MemoryBudget, free_memory, plan_memory
+
+
+def prepared(**changes):
+    policy = denoising_policy(SeeingWorld(1), cameras=True, **changes)
+    policy.prepare_finetuning()
+    return policy
+
+
+def test_what_is_kept_is_counted():
+    policy = prepared()
+    budget = plan_memory(policy, 10, 4)
+    # A row: an image of 20 x 20 x 3 bytes, a state of 2 floats, and 2 + 1 latents [1, 2] of floats.
+    assert budget.kept == 10 * (1200 + 8 + 4 * 3 * 2)
+    tuned = sum(weight.numel() for weight in policy.trainable_parameters())
+    assert budget.learning == 3 * 4 * tuned
+    assert budget.weights == 4 * sum(weight.numel() for weight in policy.parameters())
+    assert budget.minibatch == 4 and budget.activations % 4 == 0
+    assert plan_memory(policy, 2, 4).minibatch == 2
+
+
+def test_activations_are_those_of_what_is_scored():
+    class Squares(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+    from robopolicy.training.memory import _saved
+
+    module, x = Squares(), torch.ones(5, 3)
+    assert _saved(module, lambda: (module.weight * x).exp().sum()) == 2 * 60  # x, and the result of exp
+    policy = prepared()
+    few, all_of_them = (plan_memory(policy, 8, 8, scored_steps=steps).activations for steps in (1, 2))
+    assert 0 < few < all_of_them
+
+
+def test_too_little_is_an_error_with_ways_out():
+    budget = MemoryBudget(10**9, 3, 3 * 10**9, 4 * 10**9, 512, 20 * 10**9, 64)
+    assert budget.ahead == 28 * 10**9
+    budget.require(30 * 10**9)
+    budget.require(None)
+    with pytest.raises(ConfigError, match=r"needs about 28 GB more of memory, and 16 GB are free: lower minibatch=64"):
+        budget.require(16 * 10**9)
+    assert "512 decisions 4 GB, activations of 64 decisions 20 GB" in budget.text()
+    free = free_memory(torch.device("cpu"))
+    assert free is None or free > 10**6
