@@ -23,7 +23,7 @@ from robopolicy.nn.prefix import given_steps, with_prefix
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.fields import select_fields
-from robopolicy.policies.latents import OwnLatents, OwnSchedule, executed_part, may_keep_condition, size_of_latents
+from robopolicy.policies.latents import OwnLatents, OwnSchedule, executed_part, size_of_latents
 from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, noisy_actions, reduce_logp
 from robopolicy.policies.network import (
     ChunkNetwork,
@@ -95,6 +95,7 @@ class DenoisingPolicy(nn.Module):
         if isinstance(network, OwnSchedule):
             self.schedule = network.schedule(config)
         self.network: DenoisingNetwork = network
+        self._own = (network,) if isinstance(network, OwnLatents) else ()  # a tuple: it is a submodule already
         self.part = executed_part(network, config, action.size)
         self.latent_size = size_of_latents(network, action.size)
         self.base: DenoisingNetwork | None = None
@@ -147,7 +148,7 @@ class DenoisingPolicy(nn.Module):
     @property
     def caches_condition(self) -> bool:
         """Whether decisions keep the encoded observation: it has cameras and its encoder does not change."""
-        return len(self.spec.cameras) > 0 and self.encoder_is_fixed and may_keep_condition(self.network)
+        return all(own.keeps_condition for own in self._own) and len(self.spec.cameras) > 0 and self.encoder_is_fixed
 
     @torch.no_grad()
     def act(
@@ -247,8 +248,8 @@ class DenoisingPolicy(nn.Module):
 
     def to_predictions(self, latents: Tensor) -> Tensor:
         """Return what clean latents [N, P, A] stand for, in the world's units and bounds."""
-        own = self.network.to_actions if isinstance(self.network, OwnLatents) else self.action_normalizer.inverse
-        return in_range(own(latents), self.action_low, self.action_high)
+        meant = self._own[0].to_actions(latents) if self._own else self.action_normalizer.inverse(latents)
+        return in_range(meant, self.action_low, self.action_high)
 
     def encode(self, observation: TensorObservation) -> Condition:
         """Return what the network makes of observations [N, H, ...]; raises SpecError or NonFiniteError."""
@@ -264,9 +265,8 @@ class DenoisingPolicy(nn.Module):
         observation = batch["observation"]
         self._validate(observation)
         actions, valid = check_chunks(batch, self.config.prediction_steps - self.part.first, self.action.size)
-        own = self.network if isinstance(self.network, OwnLatents) else None
-        clean = self.action_normalizer(actions.float()) if own is None else own.to_latents(actions.float())
-        level = (self.schedule if own is None else own).levels(len(clean), generator).to(clean.device)
+        clean = self._own[0].to_latents(actions.float()) if self._own else self.action_normalizer(actions.float())
+        level = (self._own or (self.schedule,))[0].levels(len(clean), generator).to(clean.device)
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean.device)
         condition = self.network.encode(observation, generator)
         noisy = self.schedule.corrupt(clean, noise, level)
@@ -398,7 +398,7 @@ class DenoisingPolicy(nn.Module):
             scored=slice(first, None),
             noisy_steps=config.noisy_steps,
         )
-        if draws.steps is not None:
+        if draws.steps is not None and self._own:
             draws.steps[..., self.part.size :] = 0.0  # what pads an action explores nothing
         leading, scored = self._steps(observation, condition)
         if guided is not None:

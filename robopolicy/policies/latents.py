@@ -88,8 +88,3 @@ def executed_part(network: object, config: DenoisingPolicyConfig, action_size: i
 def size_of_latents(network: object, action_size: int) -> int:
     """Return L, the size of one latent."""
     return network.latent_size if isinstance(network, OwnLatents) else action_size
-
-
-def may_keep_condition(network: object) -> bool:
-    """Return whether decisions may keep what a frozen encoder made of their observation."""
-    return not isinstance(network, OwnLatents) or network.keeps_condition
