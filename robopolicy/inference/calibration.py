@@ -13,9 +13,11 @@ from torch.nn.functional import normalize
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import CONDITION, TensorObservation
 from robopolicy.inference.caching import CachedSteps
+from robopolicy.inference.lerobot import lean_lerobot
 from robopolicy.inference.samplers import Sampler, own_sampler, sample
 from robopolicy.nn.denoisers import Blocks
 from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.network import ChunkNetwork, DenoisingNetwork, learns_noise
 from robopolicy.policies.sampler import draw
 
@@ -40,13 +42,16 @@ class Calibration:
 
 
 class _Recorder:
-    """Computes every block, and keeps what it says: features, per block one [N, ...] for each step."""
+    """Computes every block, and keeps what it says: features, per block one [N, ...] for each step; blocks: names."""
 
-    def __init__(self, count: int):
-        self.features: list[list[Tensor]] = [[] for _ in range(count)]
+    def __init__(self) -> None:
+        self.blocks: tuple[str, ...] = ()
+        self.features: list[list[Tensor]] = []
 
     def check(self, blocks: tuple[str, ...], steps: int) -> None:
-        """Fits every network."""
+        """Get ready for a network: it fits every one."""
+        if not self.features:
+            self.blocks, self.features = blocks, [[] for _ in blocks]
 
     def begin(self) -> "_Recorder":
         """Return itself: base and network write to one record."""
@@ -64,7 +69,7 @@ class _Recorder:
 
 @torch.no_grad()
 def calibrate(
-    policy: DenoisingPolicy,
+    policy: DenoisingPolicy | LeRobotPolicy,
     observation: TensorObservation,
     generator: torch.Generator,
     *,
@@ -74,22 +79,26 @@ def calibrate(
 ) -> Calibration:
     """Let the policy decide on observations [N, H, ...] and return what its blocks did.
 
-    deterministic: the noise-free chain, instead of the one with noise; sampler: another noise-free chain; rows: how
-    many observations at a time. Nothing is pooled or rounded: B x rows x K outputs of one step [P, width] are in memory
-    together, and only their cosines and changes are kept. Raises ConfigError for a network without our blocks or no
-    observation, else what `act` raises.
+    Of a policy of LeRobot's the chain is its own. Of ours deterministic: the noise-free chain, instead of the one with
+    noise; sampler: another noise-free chain. rows: how many observations at a time. Nothing is pooled or rounded: B x
+    rows x K outputs of one step [P, width] are in memory together, and only their cosines and changes are kept. Raises
+    ConfigError for a network without blocks that are known or no observation, else what `act` raises.
     """
     count = len(next(iter(observation.values()))) if observation else 0
     if count < 1 or rows < 1:
         raise ConfigError(f"There are {count} observations, {rows} at a time: a calibration needs at least 1.")
-    blocks = _network(policy.network).denoiser.block_names
-    if not blocks:
+    if isinstance(policy, DenoisingPolicy) and not _network(policy.network).denoiser.block_names:
         raise ConfigError("The network has no blocks to remember: an mlp of depth 1 has none.")
+    blocks: tuple[str, ...] = ()
     sums: list[tuple[Tensor, Tensor]] = []
     for begin in range(0, count, rows):
         part = {key: value[begin : begin + rows] for key, value in observation.items()}
-        recorder = _Recorder(len(blocks))
-        _run(policy, part, generator, deterministic, sampler, recorder)
+        recorder = _Recorder()
+        if isinstance(policy, LeRobotPolicy):
+            lean_lerobot(policy, recorder).act(part, generator)
+        else:
+            _run(policy, part, generator, deterministic, sampler, recorder)
+        blocks = recorder.blocks
         found = [_measure(torch.stack(each, 1).flatten(2)) for each in recorder.features]
         similarity, surge = (torch.stack(each).double() for each in zip(*found, strict=True))
         sums.append((similarity, surge))

@@ -46,11 +46,11 @@ CONTEXTS = 2**25
 def lean(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
     """Return `policy` computed by the lean engine; see `robopolicy.inference.engine.Engine`."""
     if isinstance(policy, TokenPolicy | LeRobotPolicy):
-        if not config.exact or caching is not None:
+        if not config.exact or (caching is not None and isinstance(policy, TokenPolicy)):
             raise ConfigError(
                 f"Other samplers, bf16 and block caching are for denoising policies, not for a {type(policy).__name__}."
             )
-        return LeanTokens(policy) if isinstance(policy, TokenPolicy) else lean_lerobot(policy)
+        return LeanTokens(policy) if isinstance(policy, TokenPolicy) else lean_lerobot(policy, caching)
     return LeanDenoising(require_denoising(policy, "lean"), config, caching)
 
 

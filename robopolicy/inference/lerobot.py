@@ -18,14 +18,12 @@ from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin
-from robopolicy.inference.lerobot_networks import lean_transformer, lean_unet
+from robopolicy.inference.caching import Caching
+from robopolicy.inference.lerobot_networks import Lean, lean_transformer, lean_unet
 from robopolicy.policies.lerobot import LeRobotPolicy
 
 Predict = Callable[[Tensor, int], Tensor]
 """(latents x [B, T, A], evaluation k) -> what the network says of them, [B, T, A]."""
-
-Network = Callable[[Tensor], Predict]
-"""Condition [B, D] -> the network under it."""
 
 TEXTS = 4096
 """Features of so many instructions are kept at most."""
@@ -45,11 +43,13 @@ class StepWeights(NamedTuple):
     std: float
 
 
-def lean_lerobot(policy: LeRobotPolicy) -> LeRobotPolicy:
+def lean_lerobot(policy: LeRobotPolicy, caching: Caching | None = None) -> LeRobotPolicy:
     """Return a policy that decides as `policy` does, to 1e-5 and with the same random numbers, without repetitions.
 
-    Its tables follow from the weights as they are now; weights are shared, but for those on a CPU that are kept a
-    second time in another layout. Raises ConfigError where there is no lean path: see `why_not_lean`.
+    caching: who remembers the network's blocks from step to step, which is not exact; None for nobody. Its tables
+    follow from the weights as they are now; weights are shared, but for those on a CPU that are kept a second time in
+    another layout. Raises ConfigError where there is no lean path: see `why_not_lean`; and for caching of Runge-Kutta's
+    method, which comes back to times, or with a plan for another network or chain.
     """
     reason = why_not_lean(policy)
     if reason:
@@ -59,10 +59,11 @@ def lean_lerobot(policy: LeRobotPolicy) -> LeRobotPolicy:
         if inner.config.type == "diffusion":
             model = inner.diffusion
             steps, weights = _scheduled(model.noise_scheduler, model.num_inference_steps)
-            denoise = _diffusion(lean_unet(model.unet, steps.to(policy.device)), weights, _limit(inner.config))
+            network = Remembered(lean_unet(model.unet, steps.to(policy.device)), len(weights), caching)
+            denoise = _diffusion(network, weights, _limit(inner.config))
             changed = {"diffusion": _sampling(model, lambda rows, global_cond, noise: denoise(global_cond, noise))}
         else:
-            changed = _transformer_parts(inner, policy.device)
+            changed = _transformer_parts(inner, policy.device, caching)
     made = LeRobotPolicy(_with(inner, changed), policy.preprocess, policy.postprocess, policy.settings)
     remember_origin(made, origin_of(policy))
     return made
@@ -104,17 +105,38 @@ def _sampling(module: nn.Module, sample: Callable[..., Tensor]) -> nn.Module:
     return twin
 
 
-def _transformer_parts(inner: Any, device: torch.device) -> dict[str, nn.Module]:
+class Remembered:
+    """A network whose chains of `steps` evaluations remember blocks as `caching` says; see `CachedSteps`."""
+
+    def __init__(self, network: Lean, steps: int, caching: Caching | None):
+        if caching is not None:
+            caching.check(network.blocks, steps)
+        self.network, self.caching = network, caching
+
+    def begin(self, condition: Tensor) -> Predict:
+        """Return the network at work under a condition [B, D], for one chain."""
+        predict = self.network.bind(condition)
+        if self.caching is None:
+            return predict
+        memory = self.caching.begin()
+        return lambda x, index: predict(x, index, memory.at(index))
+
+
+def _transformer_parts(inner: Any, device: torch.device, caching: Caching | None) -> dict[str, nn.Module]:
     """Return the parts of a multi_task_dit that are replaced: how it samples, and who encodes its instructions."""
     config, objective = inner.config, inner.objective
     shape = objective.horizon, objective.action_dim
     if _diffuses(config):
         times, weights = _scheduled(objective.noise_scheduler, objective.num_inference_steps)
-        denoise = _diffusion(lean_transformer(inner.noise_predictor, times.to(device)), weights, _limit(config))
+        network = Remembered(lean_transformer(inner.noise_predictor, times.to(device)), len(weights), caching)
+        denoise = _diffusion(network, weights, _limit(config))
     else:
+        if caching is not None and config.integration_method == "rk4":
+            raise ConfigError("Blocks are remembered along a chain, and integration_method=rk4 comes back to times.")
         doubled = 2 if config.integration_method == "rk4" else 1
         times = torch.linspace(0, 1, doubled * config.num_integration_steps + 1, device=device)
-        denoise = _flow(lean_transformer(inner.noise_predictor, times), config.num_integration_steps, doubled == 2)
+        network = Remembered(lean_transformer(inner.noise_predictor, times), config.num_integration_steps, caching)
+        denoise = _flow(network, config.num_integration_steps, doubled == 2)
 
     def sample(model: nn.Module, batch_size: int, conditioning_vec: Tensor) -> Tensor:
         del model
@@ -147,12 +169,12 @@ class RememberedTexts(nn.Module):
 
 
 def _diffusion(
-    network: Network, weights: Sequence[StepWeights], limit: float | None
+    network: Remembered, weights: Sequence[StepWeights], limit: float | None
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return what turns a condition [B, D] and noise [B, T, A] into actions [B, T, A], clean ones within `limit`."""
 
     def denoise(condition: Tensor, x: Tensor) -> Tensor:
-        predict = network(condition)
+        predict = network.begin(condition)
         for index, step in enumerate(weights):
             output = predict(x, index)
             clean = torch.add(step.a * x, output, alpha=step.b)
@@ -168,7 +190,7 @@ def _diffusion(
     return denoise
 
 
-def _flow(network: Network, steps: int, fourth_order: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def _flow(network: Remembered, steps: int, fourth_order: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """Return what turns a condition [B, D] and noise [B, T, A] into actions [B, T, A], by Euler or Runge-Kutta.
 
     Evaluation k of the network is at time k / steps, or k / (2 steps) in Runge-Kutta's method of fourth order.
@@ -176,7 +198,7 @@ def _flow(network: Network, steps: int, fourth_order: bool) -> Callable[[Tensor,
     width = 1 / steps
 
     def integrate(condition: Tensor, x: Tensor) -> Tensor:
-        predict = network(condition)
+        predict = network.begin(condition)
         for step in range(steps):
             if not fourth_order:
                 x = torch.add(x, predict(x, step), alpha=width)

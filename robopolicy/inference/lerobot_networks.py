@@ -1,56 +1,87 @@
 """The networks of LeRobot's `multi_task_dit` and `diffusion`, evaluated at K times that are known beforehand.
 
 Both are made once for a network: everything that depends on the time alone is in tables. Under a condition [B, D], what
-depends on it alone is computed once; what is left is a function of latents [B, T, A] and the index of a time.
+depends on it alone is computed once; what is left is a function of latents [B, T, A] and the index of a time. It asks
+for its residual branches, by their numbers, so that somebody may remember them (`robopolicy.nn.denoisers.Blocks`).
 Axes: B row, T predicted step, A action dimension, H width, L block, C channel.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Predict = Callable[[Tensor, int], Tensor]
+from robopolicy.nn.denoisers import FEED_FORWARD, Blocks, fresh
+
+
+class AtWork(Protocol):
+    """A network at work on B observations."""
+
+    def __call__(self, x: Tensor, index: int, blocks: Blocks = fresh) -> Tensor:
+        """Return its prediction [B, T, A] of latents x [B, T, A] at time number `index`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lean:
+    """A network at K times.
+
+    blocks: names of its residual branches, in the order of their computation; bind: a condition [B, D] -> the network
+    at work under it.
+    """
+
+    blocks: tuple[str, ...]
+    bind: Callable[[Tensor], AtWork]
+
+
 Maps = Callable[[Tensor], Tensor]
 
 
-def lean_transformer(network: Any, times: Tensor) -> Callable[[Tensor], Predict]:
-    """Return LeRobot's DiffusionTransformer at `times` [K], bound to a condition [B, D] by a call.
-
-    What that returns maps latents [B, T, A] and an index into times to a prediction [B, T, A].
-    """
-    blocks, split = list(network.transformer_blocks), network.timestep_embed_dim
-    read = [block.adaLN_modulation[-1] for block in blocks]
+def lean_transformer(network: Any, times: Tensor) -> Lean:
+    """Return LeRobot's DiffusionTransformer at `times` [K]."""
+    layers, split = list(network.transformer_blocks), network.timestep_embed_dim
+    read = [block.adaLN_modulation[-1] for block in layers]
     timed = functional.silu(network.time_mlp(times))
     # Of adaLN's W SiLU([t; c]) + b the part of t, [K, L, 6 H]; scales multiply (1 + scale), and 1 is added here.
     table = torch.stack([functional.linear(timed, layer.weight[:, :split], layer.bias) for layer in read], 1)
     for scale in (1, 4):
         table[..., scale * network.hidden_size : (scale + 1) * network.hidden_size] += 1
-    attend = [_attention(block) for block in blocks]
-    expand, shrink = ([_linear(block.mlp[place]) for block in blocks] for place in (0, 2))
+    attend = [_attention(block) for block in layers]
+    expand, shrink = ([_linear(block.mlp[place]) for block in layers] for place in (0, 2))
 
-    def bind(condition: Tensor) -> Predict:
+    def bind(condition: Tensor) -> AtWork:
         given = functional.silu(condition)
         known = torch.stack([functional.linear(given, layer.weight[:, split:]) for layer in read])[:, :, None]
 
-        def predict(x: Tensor, index: int) -> Tensor:
+        def predict(x: Tensor, index: int, blocks: Blocks = fresh) -> Tensor:
             x = network.input_proj(x)
             if network.pos_embedding is not None:
                 x = x + network.pos_embedding[:, : x.shape[1]]
             modulation = (table[index][:, None, None] + known).chunk(6, -1)
-            for place, block in enumerate(blocks):
-                shift, scale, gate, shift_after, scale_after, gate_after = (part[place] for part in modulation)
-                x = torch.addcmul(x, gate, attend[place](_modulated(x, scale, shift, block.norm1.eps)))
-                hidden = expand[place](_modulated(x, scale_after, shift_after, block.norm2.eps))
-                hidden = shrink[place](functional.gelu(hidden, approximate="tanh"))
-                x = torch.addcmul(x, gate_after, hidden)
+            for place in range(len(layers)):
+                own = tuple(part[place] for part in modulation)
+                shift, scale, gate, shift_after, scale_after, gate_after = own
+                x = torch.addcmul(x, gate, blocks(2 * place, partial(attention, place, x, scale, shift)))
+                after = partial(feed_forward, place, x, scale_after, shift_after)
+                x = torch.addcmul(x, gate_after, blocks(2 * place + 1, after))
             return network.output_proj(x)
 
         return predict
 
-    return bind
+    def attention(place: int, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return attend[place](_modulated(x, scale, shift, layers[place].norm1.eps))
+
+    def feed_forward(place: int, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        hidden = expand[place](_modulated(x, scale, shift, layers[place].norm2.eps))
+        return shrink[place](functional.gelu(hidden, approximate="tanh"))
+
+    names = tuple(f"{place}.{kind}" for place in range(len(layers)) for kind in ("attention", FEED_FORWARD))
+    return Lean(names, bind)
 
 
 def _modulated(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
@@ -99,42 +130,40 @@ def _linear(weight: Tensor | nn.Linear, bias: Tensor | None = None) -> Maps:
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def lean_unet(network: Any, times: Tensor) -> Callable[[Tensor], Predict]:
-    """Return LeRobot's DiffusionConditionalUnet1d at `times` [K], bound to a condition [B, D] by a call.
-
-    What that returns maps latents [B, T, A] and an index into times to a prediction [B, T, A].
-    """
-    blocks = [
-        block for part in (network.down_modules, [network.mid_modules], network.up_modules) for block in _residual(part)
-    ]
-    read = [block.cond_encoder[-1] for block in blocks]
+def lean_unet(network: Any, times: Tensor) -> Lean:
+    """Return LeRobot's DiffusionConditionalUnet1d at `times` [K]."""
+    parts = {"down": network.down_modules, "middle": [network.mid_modules], "up": network.up_modules}
+    named = {
+        f"{part}.{place}": block for part, stages in parts.items() for place, block in enumerate(_residual(stages))
+    }
+    read = [block.cond_encoder[-1] for block in named.values()]
     timed = functional.mish(network.diffusion_step_encoder(times))
     split, sizes = timed.shape[1], [layer.out_features for layer in read]
     table = torch.cat([functional.linear(timed, layer.weight[:, :split], layer.bias) for layer in read], 1)[..., None]
-    residual = [_residual_block(block) for block in blocks]
+    residual = [_residual_block(block) for block in named.values()]
     down = [_layer(stage[2]) for stage in network.down_modules]
     up = [_layer(stage[2]) for stage in network.up_modules]
     leave = _conv_block(network.final_conv[0]), _layer(network.final_conv[1])
 
-    def bind(condition: Tensor) -> Predict:
+    def bind(condition: Tensor) -> AtWork:
         given = functional.mish(condition)
         known = torch.cat([functional.linear(given, layer.weight[:, split:]) for layer in read], 1)[..., None]
 
-        def predict(x: Tensor, index: int) -> Tensor:
-            todo = zip(residual, (table[index] + known).split(sizes, 1), strict=True)
+        def predict(x: Tensor, index: int, blocks: Blocks = fresh) -> Tensor:
+            todo = zip(count(), residual, (table[index] + known).split(sizes, 1))
             x, skipped = x.transpose(1, 2), list[Tensor]()
             for shrink in down:
-                x = _two(x, todo)
+                x = _two(x, todo, blocks)
                 skipped.append(x)
                 x = shrink(x)
-            x = _two(x, todo)
+            x = _two(x, todo, blocks)
             for grow in up:
-                x = grow(_two(torch.cat([x, skipped.pop()], 1), todo))
+                x = grow(_two(torch.cat([x, skipped.pop()], 1), todo, blocks))
             return leave[1](leave[0](x)).transpose(1, 2)
 
         return predict
 
-    return bind
+    return Lean(tuple(named), bind)
 
 
 def _residual(stages: Any) -> Iterator[Any]:
@@ -143,17 +172,21 @@ def _residual(stages: Any) -> Iterator[Any]:
         yield from (stage[0], stage[1])
 
 
-def _two(x: Tensor, todo: Iterator[tuple[Callable[[Tensor, Tensor], Tensor], Tensor]]) -> Tensor:
+Residual = tuple[Callable[[Tensor, Tensor], Tensor], Maps]
+"""A block's branch, of maps [B, C, T] and FiLM's modulation [B, C' or 2 C', 1], and its shortcut; both [B, C', T]."""
+
+
+def _two(x: Tensor, todo: Iterator[tuple[int, Residual, Tensor]], blocks: Blocks) -> Tensor:
     """Return maps [B, C, T] after the next two residual blocks."""
     for _ in range(2):
-        block, modulation = next(todo)
-        x = block(x, modulation)
+        number, (branch, shortcut), modulation = next(todo)
+        x = blocks(number, partial(branch, x, modulation)) + shortcut(x)
     return x
 
 
-def _residual_block(block: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a residual block, maps [B, C, T] and FiLM's modulation [B, C or 2 C, 1] -> [B, C', T]."""
-    first, second, shortcut = _conv_block(block.conv1), _conv_block(block.conv2), _layer(block.residual_conv)
+def _residual_block(block: Any) -> Residual:
+    """Return branch and shortcut of a residual block."""
+    first, second = _conv_block(block.conv1), _conv_block(block.conv2)
 
     def run(x: Tensor, modulation: Tensor) -> Tensor:
         hidden = first(x)
@@ -162,9 +195,9 @@ def _residual_block(block: Any) -> Callable[[Tensor, Tensor], Tensor]:
             hidden = torch.addcmul(bias, hidden, scale)
         else:
             hidden = hidden + modulation
-        return second(hidden) + shortcut(x)
+        return second(hidden)
 
-    return run
+    return run, _layer(block.residual_conv)
 
 
 def _conv_block(block: Any) -> Maps:

@@ -14,6 +14,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.registry import Registry
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.calibration import Calibration
+from robopolicy.nn.denoisers import FEED_FORWARD
 
 CACHE_SCHEDULERS = Registry(
     "cache scheduler",
@@ -24,9 +25,6 @@ CACHE_SCHEDULERS = Registry(
         "bac": "robopolicy.inference.schedules:bac",
     },
 )
-
-FEED_FORWARD = "feed_forward"
-"""What the names of blocks end with that spread errors (a transformer's feed-forward layers)."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,10 @@ def fresh(index: int, branch: Callable[[], Tensor]) -> Tensor:
     return branch()
 
 
+FEED_FORWARD = "feed_forward"
+"""What the names of blocks end with that are a transformer's feed-forward layers."""
+
+
 class Denoiser(Protocol):
     """What the three networks share; E and F are sizes of their own."""
 

@@ -35,6 +35,7 @@ from robopolicy.inference.plan import InferencePlan, device_name, save_plan, wei
 from robopolicy.inference.schedules import CacheConfig, make_plan
 from robopolicy.nn.schedules import FlowSchedule
 from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
@@ -133,9 +134,12 @@ def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) 
     What is cheaper is computed by the first of the engines.
     """
     ways = {REFERENCE: Way(InferenceConfig()), **{name: Way(InferenceConfig(name)) for name in section.engines}}
-    if not section.error or not isinstance(policy, DenoisingPolicy):
+    if not section.error or not isinstance(policy, DenoisingPolicy | LeRobotPolicy):
         return ways
-    engine, total = InferenceConfig(section.engines[0]), policy.schedule.steps
+    engine = InferenceConfig(section.engines[0])
+    if isinstance(policy, LeRobotPolicy):
+        return ways | cached_ways(section, policy, seen, engine)
+    total = policy.schedule.steps
     ways["bf16"] = Way(replace(engine, precision="bf16"))
     samplers = ("euler", "heun") if isinstance(policy.schedule, FlowSchedule) else ("ddim", "dpm++")
     for sampler in samplers:
@@ -146,22 +150,25 @@ def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) 
 
 
 def cached_ways(
-    section: OptimizeSection, policy: DenoisingPolicy, seen: TensorObservation, engine: InferenceConfig
+    section: OptimizeSection,
+    policy: DenoisingPolicy | LeRobotPolicy,
+    seen: TensorObservation,
+    engine: InferenceConfig,
 ) -> dict[str, Way]:
-    """Return block caches to try, calibrated on the observations; none for a network without blocks of ours."""
-    budgets = [budget for budget in section.budgets if 2 < budget < policy.schedule.steps]
-    if not budgets or not section.schedulers:
+    """Return block caches to try, calibrated on the observations; none for a network without blocks that are known."""
+    if not section.budgets or not section.schedulers:
         return {}
-    draws = torch.Generator(policy.action_low.device).manual_seed(0)
+    device = policy.device if isinstance(policy, LeRobotPolicy) else policy.action_low.device
     try:
-        found: Calibration = calibrate(policy, seen, draws)
+        found: Calibration = calibrate(policy, seen, torch.Generator(device).manual_seed(0))
     except ConfigError as error:
         output.print(f"No block caches: {error}", markup=False, soft_wrap=True)
         return {}
     return {
         f"{scheduler} cache {budget}": Way(engine, make_plan(found, CacheConfig(scheduler, budget)))
         for scheduler in section.schedulers
-        for budget in budgets
+        for budget in section.budgets
+        if 2 < budget < found.steps
     }
 
 

@@ -9,8 +9,13 @@ import torch
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy_conformance import Level, check_policy, example_observation
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK
+from robopolicy.inference.caching import CachePlan, FirstBlockCaching
+from robopolicy.inference.calibration import calibrate
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.engine import with_engine
 from robopolicy.inference.lerobot import lean_lerobot, why_not_lean
 from robopolicy.inference.lerobot_networks import Convolution
+from robopolicy.inference.schedules import CacheConfig, make_plan
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
 
 FRONT, SIZE = "observation.images.front", 32
@@ -152,6 +157,54 @@ def test_a_text_is_encoded_once(tmp_path, clip):
         observation[TASK] = texts
         lean.act(observation, torch.Generator().manual_seed(0))
     assert encoded == [2, 1]
+
+
+@pytest.mark.parametrize("kind", ["diffusion", "transformer"])
+def test_blocks_are_remembered_by_plan(tmp_path, clip, kind):
+    """All of them computed in every step are the chain itself; the fewer are, the further it is off."""
+    few = {"num_inference_steps": 8, "noise_scheduler_type": "DDIM"}
+    if kind == "diffusion":
+        policy = diffusion(tmp_path, **few)
+        stages = len(policy.policy.config.down_dims)
+        sizes = {"down": 2 * stages, "middle": 2, "up": 2 * (stages - 1)}
+        names = [f"{part}.{place}" for part, size in sizes.items() for place in range(size)]
+    else:
+        policy = transformer(tmp_path, clip, objective="flow_matching", num_integration_steps=8)
+        layers = policy.policy.config.num_layers
+        names = [f"{place}.{part}" for place in range(layers) for part in ("attention", "feed_forward")]
+    seen = example_observation(policy.spec, ROWS, torch.Generator().manual_seed(1))
+    found = calibrate(policy, seen, torch.Generator().manual_seed(0), rows=2)
+    assert list(found.blocks) == names and found.steps == 8 and found.rows == ROWS
+    assert torch.allclose(found.similarity.diagonal(dim1=1, dim2=2), torch.ones(len(names), 8).double(), atol=1e-4)
+
+    def actions(caching):
+        return lean_lerobot(policy, caching).act(seen, torch.Generator().manual_seed(1)).actions
+
+    own = actions(None)
+    everything = make_plan(found, CacheConfig("uniform", 8))
+    assert torch.equal(actions(everything), own) and torch.equal(actions(FirstBlockCaching(0.0)), own)
+    plans = [make_plan(found, CacheConfig("shared", budget)) for budget in (6, 3)]
+    errors = [float((actions(plan) - own).abs().mean()) for plan in plans]
+    assert 0 < errors[0] < errors[1]
+    assert float((actions(make_plan(found, CacheConfig("bac", 4))) - own).abs().mean()) > 0
+    assert (
+        with_engine(policy, InferenceConfig("lean"), everything).act(seen, torch.Generator()).actions.isfinite().all()
+    )
+
+
+def test_plans_that_do_not_fit_are_refused(tmp_path, clip):
+    small = diffusion(tmp_path / "a", num_inference_steps=8, noise_scheduler_type="DDIM")
+    plan = CachePlan(("other",), ((True,) * 8,))
+    with pytest.raises(ConfigError, match="another network"):
+        lean_lerobot(small, plan)
+    seen = example_observation(small.spec, ROWS, torch.Generator().manual_seed(1))
+    fitting = make_plan(calibrate(small, seen, torch.Generator()), CacheConfig("uniform", 4))
+    longer = diffusion(tmp_path / "b", num_inference_steps=9, noise_scheduler_type="DDIM")
+    with pytest.raises(ConfigError, match="chains of 8 steps"):
+        lean_lerobot(longer, fitting)
+    back = transformer(tmp_path / "c", clip, objective="flow_matching", integration_method="rk4")
+    with pytest.raises(ConfigError, match="comes back to times"):
+        lean_lerobot(back, fitting)
 
 
 def test_convolutions_agree_for_every_size():
