@@ -75,6 +75,10 @@ JOBS = {
         *("distill", *SHARED, f"distill.policy={POLICY}", "distill.fit.steps=6", "distill.fit.log_every=2"),
         *("distill.fit.checkpoint_every=3", "distill.episodes=4", "distill.evaluate_episodes=4"),
     ),
+    "teach": (
+        *("teach", *SHARED, f"teach.teacher={POLICY}", "teach.rounds=2", "teach.episodes=4", "teach.fit.steps=3"),
+        *("teach.last_steps=4", "teach.batch_size=8", "teach.fit.checkpoint_every=2", "teach.evaluate_episodes=4"),
+    ),
     "finetune": ("finetune", *SHARED, TUNED),
     "worldmodel": ("worldmodel", *SHARED, f"worldmodel.data=[{DATA}]"),
     "imagine": (

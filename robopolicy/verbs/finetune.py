@@ -134,17 +134,17 @@ def confirming_seeds(config: Config, iteration: int, episodes: int) -> Array:
     return episode_seeds(config.run.seed, f"confirm/{iteration}", episodes)
 
 
-def say_memory(policy: Trainable, base: Policy, config: FinetuneConfig, world: World) -> None:
+def say_memory(policy: Trainable, base: Policy, learning: FinetuneConfig, world: World) -> None:
     """Print what tuning a policy of LeRobot's will take of memory; raises ConfigError where that is more than there is.
 
     Of others nothing is said: they are small, and those of LeRobot's that denoise can be language models.
     """
     if not isinstance(base, LeRobotPolicy):
         return
-    decisions = world.batch_size * config.rollout_length
-    if Need.CRITIC not in build_algorithm(config).needs:
-        decisions = config.groups * config.group_size * -(-world.spec.horizon // policy.spec.chunk)
-    budget = plan_memory(policy, decisions, config.minibatch, config.scored_steps)
+    decisions = world.batch_size * learning.rollout_length
+    if Need.CRITIC not in build_algorithm(learning).needs:
+        decisions = learning.groups * learning.group_size * -(-world.spec.horizon // policy.spec.chunk)
+    budget = plan_memory(policy, decisions, learning.minibatch, learning.scored_steps)
     output.print(budget.text(), soft_wrap=True, highlight=False)
     budget.require(free_memory(next(policy.parameters()).device))
 
