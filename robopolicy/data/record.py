@@ -257,7 +257,7 @@ def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: 
     return Episodes(
         observation_fields=dict(spec.observation),
         action_field=spec.action,
-        fps=spec.fps,
+        fps=float(spec.fps),  # which is how it comes back from the disk
         observation={
             key: joined(
                 [frame for item in kept for frame in item.observation[key]],

@@ -19,6 +19,7 @@ from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import require_fit
+from robopolicy.core.storage import sweep
 from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
@@ -68,6 +69,7 @@ def teach(
     student: Trainable | None = None
     for number in range(config.rounds):
         place = RunFolder(folder.path / "rounds" / str(number))
+        sweep(place.path)
         kept = place.path / "dataset"
         if kept.exists():
             played.append(read_dataset(kept))
@@ -82,10 +84,10 @@ def teach(
             student = new_student(everything)
             require_fit(student.spec, world.spec)
         losses = _learn(student, everything, config, number, place, seed)
-        student.save(place.checkpoint)
         folder.rewind("round", number - 1)
-        folder.log({"round": number, "episodes": len(everything), "steps": everything.step_count, **losses})
-        folder.log({"round": number, **_outcome(played[-1], number)})
+        counts = {"episodes": len(everything), "steps": everything.step_count}
+        folder.log({**_outcome(played[-1], number), **counts, **losses})
+        student.save(place.checkpoint)  # which comes last: the round is over
     assert student is not None  # there is a first round
     rounds = [_outcome(part, number) for number, part in enumerate(played)]
     return Taught(student, sum(part.step_count for part in played), rounds)
