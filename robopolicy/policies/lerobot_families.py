@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.policy import CONDITION
 from robopolicy.nn.configuration import Prediction, Spacing
-from robopolicy.nn.schedules import DiffusionSchedule, Schedule
+from robopolicy.nn.schedules import Schedule
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.policies.network import Condition
@@ -67,8 +67,8 @@ class Family(Protocol):
         ...
 
 
-class SmolVLA:
-    """SmolVLA: the state is the last token of the prefix, and the expert sees the prefix in every layer."""
+class Prefixed:
+    """What families share that read the observation into keys and values, and whose expert is a flow."""
 
     reads_instructions = True
     first_step = 0
@@ -77,6 +77,18 @@ class SmolVLA:
         inner: Any = policy
         self.policy, self.model, self.config = inner, inner.model, inner.config
         self.latent_size: int = self.config.max_action_dim
+
+    def draw_levels(self, count: int) -> Tensor:
+        """Draw times [count]; see `Family`."""
+        return self.model.sample_time(count, torch.device("cpu"))
+
+    def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
+        """See `Family`."""
+        return make_schedule(config)
+
+
+class SmolVLA(Prefixed):
+    """SmolVLA: the state is the last token of the prefix, and the expert sees the prefix in every layer."""
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
         """See `Family`."""
@@ -89,17 +101,11 @@ class SmolVLA:
         batch = dict(frames[-1])
         images, image_masks = self.policy.prepare_images(batch)
         missing = self.config.tokenizer_max_length - batch[TOKENS].shape[1]
-        tokens, mask = (nn.functional.pad(batch[name], (0, missing)) for name in (TOKENS, TOKEN_MASK))
+        tokens, words = (nn.functional.pad(batch[name], (0, missing)) for name in (TOKENS, TOKEN_MASK))
         state = self.policy.prepare_state(batch)
-        embedded, seen, order = self.model.embed_prefix(images, image_masks, tokens, mask.bool(), state=state)
-        _, cache = self.model.vlm_with_expert.forward(
-            attention_mask=make_att_2d_masks(seen, order),
-            position_ids=seen.cumsum(1) - 1,
-            past_key_values=None,
-            inputs_embeds=[embedded, None],
-            use_cache=True,
-        )
-        return {**_stacked(cache), MASK: seen}
+        embedded, seen, order = self.model.embed_prefix(images, image_masks, tokens, words.bool(), state=state)
+        mask = make_att_2d_masks(seen, order)
+        return _read_prefix(self.model.vlm_with_expert, embedded, seen, mask)
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Predict velocities [N, P, L]; see `Family`."""
@@ -116,25 +122,12 @@ class SmolVLA:
             model.action_time_mlp_out,
         ]
 
-    def draw_levels(self, count: int) -> Tensor:
-        """Draw times [count]; see `Family`."""
-        return self.model.sample_time(count, torch.device("cpu"))
 
-    def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
-        """See `Family`."""
-        return make_schedule(config)
-
-
-class Pi:
+class Pi(Prefixed):
     """pi0, whose state is the first token of the suffix, and pi05, whose state is part of the text."""
 
-    reads_instructions = True
-    first_step = 0
-
     def __init__(self, policy: "PreTrainedPolicy"):
-        inner: Any = policy
-        self.policy, self.model, self.config = inner, inner.model, inner.config
-        self.latent_size: int = self.config.max_action_dim
+        super().__init__(policy)
         self.reads_state_apart = self.config.type == "pi0"
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
@@ -149,15 +142,9 @@ class Pi:
         images, image_masks = self.policy._preprocess_images(batch)
         embedded, seen, order = self.model.embed_prefix(images, image_masks, batch[TOKENS], batch[TOKEN_MASK].bool())
         joint.paligemma.model.language_model.config._attn_implementation = "eager"
-        _, cache = joint.forward(
-            attention_mask=prepare_attention_masks_4d(make_att_2d_masks(seen, order)),
-            position_ids=seen.cumsum(1) - 1,
-            past_key_values=None,
-            inputs_embeds=[embedded, None],
-            use_cache=True,
-        )
+        mask = prepare_attention_masks_4d(make_att_2d_masks(seen, order))
         state = {STATE: self.policy.prepare_state(batch)} if self.reads_state_apart else {}
-        return {**_stacked(cache), MASK: seen, **state}
+        return {**_read_prefix(joint, embedded, seen, mask), **state}
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Predict velocities [N, P, L]; see `Family`."""
@@ -171,14 +158,6 @@ class Pi:
         if self.reads_state_apart:
             return [*modules, model.state_proj, model.action_time_mlp_in, model.action_time_mlp_out]
         return [*modules, model.time_mlp_in, model.time_mlp_out]
-
-    def draw_levels(self, count: int) -> Tensor:
-        """Draw times [count]; see `Family`."""
-        return self.model.sample_time(count, torch.device("cpu"))
-
-    def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
-        """See `Family`."""
-        return make_schedule(config)
 
 
 class Diffusion:
@@ -318,17 +297,8 @@ def _diffusion_schedule(lerobots: Any, config: DenoisingPolicyConfig) -> Schedul
 
     Without noise, DDPM's grid is walked by DDIM: LeRobot's own sampler has no such mode.
     """
-    return DiffusionSchedule(
-        config.denoising_steps,
-        config.sampling_steps,
-        config.prediction,
-        eta=config.eta,
-        min_std=config.min_sampling_std,
-        clip=config.clip,
-        spacing=config.spacing,
-        beta_schedule=lerobots.beta_schedule,
-        rederived=lerobots.noise_scheduler_type == "DDPM",
-    )
+    rederived = lerobots.noise_scheduler_type == "DDPM"
+    return make_schedule(config, beta_schedule=lerobots.beta_schedule, rederived=rederived)
 
 
 def _index(time: Tensor, config: Any) -> Tensor:
@@ -361,11 +331,18 @@ def _flow_chain(config: Any, steps: int, tuning: LeRobotTuning) -> dict[str, Any
     }
 
 
-def _stacked(cache: Any) -> dict[str, Tensor]:
-    """Return keys and values of all layers, [N, layers, heads, S, D] each."""
+def _read_prefix(joint: Any, embedded: Tensor, seen: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return keys and values of all layers, [N, layers, heads, S, D] each, and which tokens are seen [N, S].
+
+    joint: LeRobot's language model and expert; embedded: the prefix [N, S, width]; mask: who attends to whom.
+    """
+    positions = seen.cumsum(1) - 1
+    given = {"past_key_values": None, "inputs_embeds": [embedded, None], "use_cache": True}
+    _, cache = joint.forward(attention_mask=mask, position_ids=positions, **given)
     return {
         KEYS: torch.stack([layer.keys for layer in cache.layers], 1),
         VALUES: torch.stack([layer.values for layer in cache.layers], 1),
+        MASK: seen,
     }
 
 

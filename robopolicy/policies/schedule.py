@@ -1,11 +1,13 @@
 """The noise schedule of a denoising policy."""
 
+from typing import Any
+
 from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 
 
-def make_schedule(config: DenoisingPolicyConfig) -> DiffusionSchedule | FlowSchedule:
-    """Build the noise schedule that the configuration describes."""
+def make_schedule(config: DenoisingPolicyConfig, **diffusion: Any) -> DiffusionSchedule | FlowSchedule:
+    """Build the noise schedule that the configuration describes; diffusion: what it does not say of a diffusion's."""
     if config.kind is PolicyKind.FLOW:
         return FlowSchedule(
             config.sampling_steps,
@@ -23,4 +25,5 @@ def make_schedule(config: DenoisingPolicyConfig) -> DiffusionSchedule | FlowSche
         min_std=config.min_sampling_std,
         clip=config.clip,
         spacing=config.spacing,
+        **diffusion,
     )
