@@ -7,6 +7,7 @@ then the table also shows what less work costs. evaluate, serve and collect read
 shortest decision, which a busy machine disturbs least.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -156,7 +157,9 @@ def cached_ways(
     engine: InferenceConfig,
 ) -> dict[str, Way]:
     """Return block caches to try, calibrated on the observations; none for a network without blocks that are known."""
-    if not section.budgets or not section.schedulers:
+    most = policy.schedule.steps if isinstance(policy, DenoisingPolicy) else sys.maxsize  # LeRobot's: once calibrated
+    budgets = [budget for budget in section.budgets if 2 < budget < most]
+    if not budgets or not section.schedulers:
         return {}
     device = policy.device if isinstance(policy, LeRobotPolicy) else policy.action_low.device
     try:
@@ -167,8 +170,8 @@ def cached_ways(
     return {
         f"{scheduler} cache {budget}": Way(engine, make_plan(found, CacheConfig(scheduler, budget)))
         for scheduler in section.schedulers
-        for budget in section.budgets
-        if 2 < budget < found.steps
+        for budget in budgets
+        if budget < found.steps
     }
 
 

@@ -7,13 +7,13 @@ that only the student makes; this does. Killed? Run the same command again: it g
 """
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from robopolicy.build import build_controller, build_noisy_expert, build_world, choose_device, load_acting, load_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.inference import InferenceSection
 from robopolicy.core.origin import remember_origin
-from robopolicy.core.policy import Policy, Trainable, is_policy, require_trainable
+from robopolicy.core.policy import Policy, is_policy, require_trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
@@ -50,7 +50,7 @@ def run(config: Config) -> int:
     taught = teach(
         teacher,
         world,
-        lambda episodes: cast(Trainable, new_policy(config, episodes, device)),
+        lambda episodes: new_policy(config, episodes, device),
         lambda path: require_trainable(load_policy(path, device)),
         narrowed(TeachConfig, section),
         folder,
