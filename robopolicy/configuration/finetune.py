@@ -34,5 +34,9 @@ class FinetuneSection(FinetuneConfig):
     """Hidden layers of the critic."""
     evaluate_episodes: int = 200
     """Episodes of every evaluation and of the judgement at the end."""
+    dry_run: bool = False
+    """Only print what it will take of memory and computation. Of LeRobot's policies no weights are read for that, nor
+    needed: config.json and the processors are enough, however large the policy.
+    """
     videos: int = 8
     """Episodes in the film of base and tuned policy, 0 for none."""

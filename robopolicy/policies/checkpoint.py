@@ -69,7 +69,7 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
     """
     folder = recover_folder(Path(folder))
     description = read_description(folder)
-    if "kind" not in description and "type" in description:
+    if _of_lerobot(description):
         from robopolicy.policies.lerobot import load_lerobot_policy  # imports LeRobot's policies, which takes seconds
 
         return load_lerobot_policy(folder, device)
@@ -89,6 +89,15 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
     return policy
 
 
+def is_lerobot(folder: Path | str) -> bool:
+    """Tell whether LeRobot saved the policy in `folder`; raises CheckpointError where there is none."""
+    return _of_lerobot(read_description(recover_folder(Path(folder))))
+
+
+def _of_lerobot(description: Mapping[str, Any]) -> bool:
+    return "kind" not in description and "type" in description
+
+
 def saved_origin(folder: Path) -> WorldOrigin | None:
     """Return the world that a checkpoint of a policy or world model says it was trained in, None where it says nothing.
 
@@ -97,7 +106,7 @@ def saved_origin(folder: Path) -> WorldOrigin | None:
     """
     folder = recover_folder(Path(folder))
     description, file = read_description(folder), "config.json"
-    if "kind" not in description and "type" in description:
+    if _of_lerobot(description):
         file = SETTINGS_FILE
         description = read_json(folder / file) if (folder / file).is_file() else {}
     return WorldOrigin.from_json(description.get(WORLD), folder / file)

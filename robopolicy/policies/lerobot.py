@@ -62,16 +62,22 @@ EMPTY_CAMERA = ".empty_camera_"
 
 
 def load_lerobot_policy(
-    folder: Path | str, device: torch.device | str = "cpu", settings: LeRobotSettings | None = None
+    folder: Path | str,
+    device: torch.device | str = "cpu",
+    settings: LeRobotSettings | None = None,
+    *,
+    weights: bool = True,
 ) -> "LeRobotPolicy":
     """Load a policy that LeRobot saved; settings: instead of those in the folder's `robopolicy.json`.
+
+    weights: whether they are read; if not, they are what the policy's constructor makes, and no file is needed.
 
     Raises CheckpointError when a file is missing or damaged, or the type is not one of `CHUNK_KEYS`; ConfigError when a
     package that the policy needs is not installed or too new, or `settings` name a feature that the policy does not
     have.
     """
     folder = recover_folder(Path(folder))
-    kind = _checked_type(folder)
+    kind = _checked_type(folder, weights)
     _require_transformers(kind)
     if settings is None:
         settings = read_settings(folder)
@@ -80,7 +86,7 @@ def load_lerobot_policy(
         for name in PROCESSORS:
             check_processor(folder, name)
         config = _read_config(folder, torch.device(device))
-        policy = _read_policy(folder, config)
+        policy = _read_policy(folder, config, weights)
         preprocess, postprocess = _read_processors(folder, config)
     made = LeRobotPolicy(policy.eval(), preprocess, postprocess, settings, folder)
     remember_origin(made, WorldOrigin.from_json(settings.world, folder / SETTINGS_FILE))
@@ -257,7 +263,7 @@ def _rows(observation: TensorObservation) -> int:
     return len(next(iter(observation.values())))
 
 
-def _checked_type(folder: Path) -> str:
+def _checked_type(folder: Path, weights: bool) -> str:
     description = read_description(folder)
     kind = str(description.get("type"))
     if kind not in CHUNK_KEYS:
@@ -272,7 +278,7 @@ def _checked_type(folder: Path) -> str:
             f"{folder} averages overlapping chunks (temporal_ensemble_coeff), which cannot be done for many rows. Set "
             "it to null and n_action_steps to the steps to execute in its config.json."
         )
-    if not (folder / "model.safetensors").is_file():
+    if weights and not (folder / "model.safetensors").is_file():
         raise CheckpointError(f"{folder / 'model.safetensors'} does not exist: the checkpoint is incomplete.")
     return kind
 
@@ -352,11 +358,13 @@ def _read_config(folder: Path, device: torch.device) -> "PreTrainedConfig":
     return config
 
 
-def _read_policy(folder: Path, config: "PreTrainedConfig") -> "PreTrainedPolicy":
+def _read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "PreTrainedPolicy":
     from lerobot.policies.factory import get_policy_class
     from safetensors.torch import load_model
 
     policy: Any = get_policy_class(config.type)(config)
+    if not weights:
+        return policy
     if config.type in ("pi0", "pi05"):
         _load_pi(policy, folder / "model.safetensors")
     else:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Trainable
@@ -23,7 +24,8 @@ MEMORY = Path("/proc/meminfo")
 @dataclass(frozen=True)
 class MemoryBudget:
     """Bytes: weights, the policy's and how many times they are held; learning, gradients and optimiser; kept, what an
-    iteration's decisions keep; activations, of a minibatch's scores.
+    iteration's decisions keep; activations, of a minibatch's scores. And parameters, how many there are, tuned, how
+    many of them learn; deciding, scoring: floating-point operations of one decision, and of its score without gradient.
     """
 
     weights: int
@@ -33,6 +35,10 @@ class MemoryBudget:
     decisions: int
     activations: int
     minibatch: int
+    parameters: int
+    tuned: int
+    deciding: int
+    scoring: int
 
     @property
     def ahead(self) -> int:
@@ -47,6 +53,15 @@ class MemoryBudget:
             f"{self.minibatch} decisions {_said(self.activations)}."
         )
 
+    def whole(self) -> str:
+        """Return what else there is to say before anything is loaded, in one line."""
+        total = self.ahead + 2 * self.weights
+        return (
+            f"{_count(self.parameters)} parameters, {_count(self.tuned)} of them learn; a decision is "
+            f"{_count(self.deciding)} operations, its score {_count(self.scoring)}, with its gradient thrice that. "
+            f"In all about {_said(total)} of memory, beside what the world, the critic and the libraries take."
+        )
+
     def require(self, available: int | None) -> None:
         """Raise ConfigError where more is needed than there is; None: not known."""
         if available is not None and self.ahead > available:
@@ -59,21 +74,29 @@ class MemoryBudget:
 
 
 def plan_memory(
-    policy: Trainable, decisions: int, minibatch: int, scored_steps: int = 0, copies: int = 3
+    policy: Trainable,
+    decisions: int,
+    minibatch: int,
+    scored_steps: int = 0,
+    copies: int = 3,
+    device: torch.device | None = None,
 ) -> MemoryBudget:
     """Let `policy`, prepared for fine-tuning, decide and score one row, and return what `decisions` of them will take.
 
     minibatch: decisions that are scored at once; scored_steps: how many steps of each, 0 for all; copies: how often the
-    weights are held: by the tuned policy, by the one it is judged beside, and by the best so far.
+    weights are held: by the tuned policy, by the one it is judged beside, and by the best so far; device: where the
+    policy is, None for that of its weights.
     """
-    device, rows = next(policy.parameters()).device, min(minibatch, decisions)
+    device, rows = device or next(policy.parameters()).device, min(minibatch, decisions)
     seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
-    decision = policy.act(seen, torch.Generator(device).manual_seed(0))
+    with FlopCounterMode(display=False) as deciding:
+        decision = policy.act(seen, torch.Generator(device).manual_seed(0))
     held = [value for value in (*seen.values(), *decision.latents.values()) if isinstance(value, Tensor)]
     latents = dict(decision.latents)
     if 0 < scored_steps < policy.spec.scored_steps:
         latents["chosen"] = torch.arange(scored_steps, device=device)[None]
-    active = _saved(policy, lambda: policy.log_prob(seen, latents).logp)
+    with FlopCounterMode(display=False) as scoring:
+        active = _saved(policy, lambda: policy.log_prob(seen, latents).logp)
     learning = sum(_bytes(weight) for weight in policy.trainable_parameters())
     return MemoryBudget(
         weights=sum(_bytes(weight) for weight in policy.parameters()),
@@ -83,6 +106,10 @@ def plan_memory(
         decisions=decisions,
         activations=rows * active,
         minibatch=rows,
+        parameters=sum(weight.numel() for weight in policy.parameters()),
+        tuned=sum(weight.numel() for weight in policy.trainable_parameters()),
+        deciding=deciding.get_total_flops(),
+        scoring=scoring.get_total_flops(),
     )
 
 
@@ -98,13 +125,14 @@ def free_memory(device: torch.device) -> int | None:
 
 def _saved(policy: Trainable, score: Callable[[], Tensor]) -> int:
     """Return the bytes that the gradient of a score keeps, weights apart; what is kept twice counts once."""
-    own = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
+    # By the storage's own address: where there are no numbers (`nn.shapes`) that of its data is 0.
+    own = {weight.untyped_storage()._cdata for weight in policy.parameters()}
     kept: dict[int, int] = {}
 
     def pack(value: Tensor) -> Tensor:
         storage = value.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
@@ -122,3 +150,10 @@ def _said(count: int) -> str:
     if count < GIGABYTE:
         return f"{count / 1e6:.3g} MB"
     return f"{count / GIGABYTE:.2g} GB" if count < 10 * GIGABYTE else f"{count / GIGABYTE:.0f} GB"
+
+
+def _count(number: int) -> str:
+    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return f"{number:,}"

@@ -6,8 +6,12 @@ goes on from the last checkpoint and ends in the same place. world=worldmodel tu
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from robopolicy.build import (
     as_seen_in,
@@ -24,7 +28,7 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin
-from robopolicy.core.policy import Policy, TakesAdapters, Trainable
+from robopolicy.core.policy import Policy, TakesAdapters, Trainable, require_trainable
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
@@ -33,8 +37,10 @@ from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare, evaluate_policy
 from robopolicy.evaluation.video import beside, record_grid, write_video
+from robopolicy.nn.shapes import shapes_only
 from robopolicy.origins import origin_of_section
-from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.checkpoint import is_lerobot
+from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.registry import Need
 from robopolicy.runs import default_path, finish, finished, open_run, output
@@ -43,7 +49,7 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations, demonstrate
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
-from robopolicy.training.memory import free_memory, plan_memory
+from robopolicy.training.memory import MemoryBudget, free_memory, plan_memory
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import EncodedPolicy
@@ -58,6 +64,11 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
+    """Fine-tune, or only say what that would take."""
+    return dry_run(config) if config.finetune.dry_run else tune(config)
+
+
+def tune(config: Config) -> int:
     """Fine-tune, judge base and tuned on the same seeds, film both."""
     folder = open_run(config, "finetune", VERB.sections)
     if finished(folder) is not None:
@@ -72,7 +83,7 @@ def run(config: Config) -> int:
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     add_lora(policy, section.lora_rank)
     world = build_world(config.world, base, batch_size=section.num_envs, device=device)
-    say_memory(policy, base, narrowed(FinetuneConfig, section), world)
+    say_memory(config, policy, base, world)
     judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
     remember_origin(policy, origin_of_section(config.world, world) or origin_of(base))
     require_target(section.target_success, judging)
@@ -129,24 +140,59 @@ def run(config: Config) -> int:
     return 0
 
 
+def dry_run(config: Config) -> int:
+    """Print what fine-tuning would take, from the shapes of its tensors where the policy is one of LeRobot's."""
+    section, device = config.finetune, choose_device(config.run)
+    path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
+    lerobots = is_lerobot(path)
+    with shapes_only() if lerobots else nullcontext():
+        base, other = ((load_lerobot_policy(path, weights=False) if lerobots else load_policy(path)) for _ in range(2))
+        world = build_world(config.world, base, batch_size=section.num_envs)
+        policy = require_trainable(other.tuned_by(config.lerobot) if isinstance(other, LeRobotPolicy) else other)
+        policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
+        add_lora(policy, section.lora_rank)
+        budget = memory_of(config, policy, base, world, torch.device("cpu"))
+    world.close()
+    output.print(budget.text(), soft_wrap=True, highlight=False)
+    output.print(budget.whole(), soft_wrap=True, highlight=False)
+    free = free_memory(device)
+    if free is not None:
+        budget.require(free - 2 * budget.weights)
+    return 0
+
+
 def confirming_seeds(config: Config, iteration: int, episodes: int) -> Array:
     """Return the seeds [episodes] on which a target that was reached at `iteration` is confirmed."""
     return episode_seeds(config.run.seed, f"confirm/{iteration}", episodes)
 
 
-def say_memory(policy: Trainable, base: Policy, learning: FinetuneConfig, world: World) -> None:
+def say_memory(config: Config, policy: Trainable, base: Policy, world: World) -> None:
     """Print what tuning a policy of LeRobot's will take of memory; raises ConfigError where that is more than there is.
 
     Of others nothing is said: they are small, and those of LeRobot's that denoise can be language models.
     """
     if not isinstance(base, LeRobotPolicy):
         return
+    device = next(policy.parameters()).device
+    budget = memory_of(config, policy, base, world, device)
+    output.print(budget.text(), soft_wrap=True, highlight=False)
+    budget.require(free_memory(device))
+
+
+def memory_of(config: Config, policy: Trainable, base: Policy, world: World, device: torch.device) -> MemoryBudget:
+    """Return what an iteration in `world` takes, on the device where the policy and its base are."""
+    learning = narrowed(FinetuneConfig, config.finetune)
     decisions = world.batch_size * learning.rollout_length
     if Need.CRITIC not in build_algorithm(learning).needs:
         decisions = learning.groups * learning.group_size * -(-world.spec.horizon // policy.spec.chunk)
-    budget = plan_memory(policy, decisions, learning.minibatch, learning.scored_steps)
-    output.print(budget.text(), soft_wrap=True, highlight=False)
-    budget.require(free_memory(next(policy.parameters()).device))
+    budget = plan_memory(policy, decisions, learning.minibatch, learning.scored_steps, device=device)
+    if not (isinstance(base, LeRobotPolicy) and config.lerobot.checkpointing):
+        return budget
+    # On the way back the activations of one step at a time are there again, as they are without checkpointing.
+    plain = base.tuned_by(replace(config.lerobot, checkpointing=False)).to_trainable()
+    plain.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
+    step = plan_memory(plain, decisions, learning.minibatch, 1, device=device)
+    return replace(budget, activations=budget.activations + step.activations)
 
 
 def require_target(target: float | None, world: World) -> None:

@@ -42,12 +42,14 @@ def test_activations_are_those_of_what_is_scored():
 
 
 def test_too_little_is_an_error_with_ways_out():
-    budget = MemoryBudget(10**9, 3, 3 * 10**9, 4 * 10**9, 512, 20 * 10**9, 64)
+    budget = MemoryBudget(10**9, 3, 3 * 10**9, 4 * 10**9, 512, 20 * 10**9, 64, 10**8, 10**7, 2 * 10**9, 3 * 10**12)
     assert budget.ahead == 28 * 10**9
     budget.require(30 * 10**9)
     budget.require(None)
     with pytest.raises(ConfigError, match=r"needs about 28 GB more of memory, and 16 GB are free: lower minibatch=64"):
         budget.require(16 * 10**9)
     assert "512 decisions 4 GB, activations of 64 decisions 20 GB" in budget.text()
+    assert "100 million parameters, 10 million of them learn; a decision is 2 billion operations" in budget.whole()
+    assert "score 3 trillion" in budget.whole() and "about 30 GB of memory" in budget.whole()
     free = free_memory(torch.device("cpu"))
     assert free is None or free > 10**6

@@ -1,0 +1,79 @@
+"""Networks without numbers: what a large one takes is known from the shapes of its tensors alone."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+META = torch.device("meta")
+LARGE = 1 << 14
+"""A floating-point tensor of so many elements is made without numbers."""
+aten = torch.ops.aten
+_MAKERS = {"empty", "zeros", "ones", "full", "rand", "randn", "empty_strided", "new_empty", "new_zeros", "new_ones"}
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Within, large floating-point tensors are made without numbers, and so is all that is computed with them.
+
+    Small ones, integers and masks have theirs, so that code which reads them runs: places of patches, lengths of texts.
+    What is read from a tensor without numbers is 1, and true. Nothing can be computed back, but what a gradient would
+    keep is known.
+    """
+    from torch.fx.experimental import _config
+
+    with _config.patch(meta_nonzero_assume_all_nonzero=True), _Numberless():
+        yield
+
+
+class _Numberless(TorchDispatchMode):
+    """Runs every operation that meets a tensor without numbers on the device "meta", which has none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [leaf for leaf in _leaves((*args, *kwargs.values())) if isinstance(leaf, Tensor)]
+        if not any(tensor.device == META for tensor in tensors):
+            return _made(func, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            return torch.ones((), dtype=args[0].dtype).item()
+        if kwargs.get("device") is not None:
+            kwargs["device"] = META
+        if "generator" in kwargs:
+            kwargs["generator"] = None
+        found = func(
+            *_mapped(args, _numberless), **{name: _mapped(value, _numberless) for name, value in kwargs.items()}
+        )
+        # Written in place, a tensor with numbers stays what it is: only the shape of what it would hold is asked for.
+        return args[0] if func._schema.is_mutable and isinstance(args[0], Tensor) else found
+
+
+def _made(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Compute as always, but without numbers where a large floating-point tensor is made of nothing."""
+    name, *_ = func.__name__.split(".")
+    shape = args[1] if name.startswith("new_") else args[0] if args else None
+    dtype = kwargs.get("dtype") or (args[0].dtype if name.startswith("new_") else torch.get_default_dtype())
+    if name not in _MAKERS or not isinstance(shape, (list, tuple)) or not dtype.is_floating_point:
+        return func(*args, **kwargs)
+    large = torch.Size(shape).numel() >= LARGE
+    return torch.empty(tuple(shape), dtype=dtype, device=META) if large else func(*args, **kwargs)
+
+
+def _leaves(items: Any) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, (list, tuple)):
+            yield from _leaves(item)
+        else:
+            yield item
+
+
+def _mapped(items: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(items, (list, tuple)):
+        return type(items)(_mapped(item, change) for item in items)
+    return change(items)
+
+
+def _numberless(item: Any) -> Any:
+    return item.to(META) if isinstance(item, Tensor) and item.device != META else item
