@@ -33,6 +33,7 @@ from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
 from robopolicy.policies import load_policy as load_alone
+from robopolicy.policies.checkpoint import checkpoint_in
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.rl.critic import Critic, state_critic
@@ -253,8 +254,8 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
             f"'{folder}' names code, and a checkpoint is a folder: a policy of yours is trained with "
             f"policy.kind={folder}, a controller records with collect.controller={folder}."
         )
+    folder = checkpoint_in(folder)
     policy = load_alone(folder, device)
-    folder = recover_folder(Path(folder))
     description = read_json(folder / "config.json")
     if "kind" not in description or ENCODER not in description:
         return policy
@@ -286,6 +287,7 @@ def load_acting(
     always what is planned beyond it: for a chunking other than synchronous, which needs that, auto is the policy as it
     was trained. Raises as `load_policy` does, and ConfigError where the engine does not compute such policies.
     """
+    folder = checkpoint_in(folder)
     policy = load_policy(folder, device)
     if section.engine != AUTO:
         return with_engine(policy, narrowed(InferenceConfig, section))

@@ -26,11 +26,9 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import TASK, Field, Observation
 from robopolicy.plugins.configuration_robopolicy import RobopolicyConfig, not_trained_here
 from robopolicy.plugins.features import ACTION, feature, require_names
+from robopolicy.policies.checkpoint import EXPORTED
 from robopolicy.serving.inputs import Session
 from robopolicy.serving.limits import Limits
-
-CHECKPOINT = "checkpoint"
-"""Where a folder that was exported for LeRobot holds ours."""
 
 LARGEST_IMAGE = 3 * 8192 * 8192
 """Bytes of the largest image that is resized."""
@@ -79,12 +77,12 @@ class RobopolicyPolicy(PreTrainedPolicy):
         config = PreTrainedConfig.from_pretrained(folder) if config is None else config
         if not isinstance(config, RobopolicyConfig):
             raise CheckpointError(f"{folder} holds a policy of type '{config.type}', not robopolicy.")
-        return cls(replace(config, checkpoint=config.checkpoint or folder / CHECKPOINT))
+        return cls(replace(config, checkpoint=config.checkpoint or folder / EXPORTED))
 
     def _save_pretrained(self, save_directory: Path, state_dict: dict[str, Tensor] | None = None) -> None:
         config = self.config
         assert isinstance(config, RobopolicyConfig) and config.checkpoint is not None
-        shutil.copytree(config.checkpoint, save_directory / CHECKPOINT)
+        shutil.copytree(config.checkpoint, save_directory / EXPORTED)
         replace(config, checkpoint=None, pretrained_path=None)._save_pretrained(save_directory)
 
     def reset(self) -> None:

@@ -30,6 +30,8 @@ from robopolicy.policies.registry import LEFT_BEHIND, POLICIES, SAVED_AS
 
 SETTINGS_FILE = "robopolicy.json"
 """What lies beside the config.json of a LeRobot checkpoint, and says what its format does not."""
+PLUGIN, EXPORTED = "robopolicy", "checkpoint"
+"""LeRobot's type of a checkpoint of ours that was exported for its commands, and where the checkpoint lies in there."""
 
 
 class Describes(Weights, Protocol):
@@ -67,7 +69,7 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
     Raises CheckpointError when the folder is missing, corrupt, of a newer format, or holds what is no policy or a kind
     that neither ships with us nor is installed nor was named by the user.
     """
-    folder = recover_folder(Path(folder))
+    folder = checkpoint_in(folder)
     description = read_description(folder)
     if _of_lerobot(description):
         from robopolicy.policies.lerobot import load_lerobot_policy  # imports LeRobot's policies, which takes seconds
@@ -91,7 +93,14 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
 
 def is_lerobot(folder: Path | str) -> bool:
     """Tell whether LeRobot saved the policy in `folder`; raises CheckpointError where there is none."""
-    return _of_lerobot(read_description(recover_folder(Path(folder))))
+    return _of_lerobot(read_description(checkpoint_in(folder)))
+
+
+def checkpoint_in(folder: Path | str) -> Path:
+    """Return the checkpoint that `folder` is, or of ours the one within what was exported for LeRobot's commands."""
+    folder = recover_folder(Path(folder))
+    inside = folder / EXPORTED
+    return inside if inside.is_dir() and read_description(folder).get("type") == PLUGIN else folder
 
 
 def _of_lerobot(description: Mapping[str, Any]) -> bool:
@@ -104,7 +113,7 @@ def saved_origin(folder: Path) -> WorldOrigin | None:
     Reads config.json alone (of a LeRobot policy robopolicy.json). Raises CheckpointError where that is missing or
     damaged.
     """
-    folder = recover_folder(Path(folder))
+    folder = checkpoint_in(folder)
     description, file = read_description(folder), "config.json"
     if _of_lerobot(description):
         file = SETTINGS_FILE

@@ -14,12 +14,14 @@ import torch
 
 import robopolicy
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
+from robopolicy.core.policy_conformance import example_observation
 from robopolicy.core.randomness import derive
 from robopolicy.core.spec import IMAGE_PREFIX, STATE
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.nn.configuration import ImageEncoderConfig
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from robopolicy.policies.checkpoint import saved_origin
 from sims.registry import make_world
 
 pytest.importorskip(
@@ -224,6 +226,12 @@ def test_an_exported_folder_is_the_same_policy(checkpoint, tmp_path, capsys):
     policy = get_policy_class(config.type).from_pretrained(folder, config=config)
     batch = shown()
     assert torch.equal(policy.select_action(batch), loaded(checkpoint, seed=4).select_action(batch))
+    assert saved_origin(folder) == saved_origin(checkpoint)
+    observation = example_observation(robopolicy.load_policy(checkpoint).spec, 2, torch.Generator().manual_seed(0))
+    decided = [
+        robopolicy.load_policy(each).act(observation, torch.Generator().manual_seed(1)) for each in (folder, checkpoint)
+    ]
+    assert torch.equal(decided[0].actions, decided[1].actions)  # and it is a checkpoint here as well
     renamed = {"rename_observations_processor": {"rename_map": {"observation.images.above": TOP}}}
     before, _ = make_pre_post_processors(config, str(folder), preprocessor_overrides=renamed)
     assert TOP in before({"observation.images.above": batch[TOP]})
