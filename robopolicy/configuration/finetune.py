@@ -18,6 +18,8 @@ class FinetuneSection(FinetuneConfig):
     """Dotted path of the controller whose states hints begin in, empty for the task's."""
     experts: tuple[Path, ...] = ()
     """Datasets whose successes auxiliaries=[experts] imitates on the side."""
+    pairs: Path | None = None
+    """Stored preferences (algorithm=grape writes them to preferences/) to learn from instead of playing."""
     finetuned_steps: int | None = None
     """How many of the last denoising steps are tuned, null for policy.finetuned_steps, else half of them (of LeRobot's
     policies all).

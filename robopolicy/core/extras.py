@@ -44,6 +44,10 @@ class Extras:
     """[B, T, K] log-probability under another instruction. Added for Need.CONTRAST_SCORES."""
     teacher_logp: Tensor | None = None
     """[B, T, K] log-probability under the teacher. Added for Need.TEACHER_SCORES."""
+    reference_logp: Tensor | None = None
+    """[B, T, K] log-probability under the reference, frozen. Added for Need.REFERENCE_SCORES."""
+    preferred: Tensor | None = None
+    """[B, T] 1 in episodes that are preferred to others of their group, -1 in those. Added by what stores pairs."""
     process: Tensor | None = None
     """[B, T, K] a reward for every step. Added by the side models prime and oprl."""
     process_accuracy: Tensor | None = None

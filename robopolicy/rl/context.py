@@ -11,6 +11,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservation, Trainable, is_condition
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import Field
+from robopolicy.core.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Context:
 
     generator: for mechanisms that draw; discount: per control step; gae_lambda: per decision; iteration of iterations;
     scored_steps: K of a whole decision; history: mean returns of recent groups, newest last (never longer than 256);
-    memory: what mechanisms remember from one iteration to the next, by their name; JSON values, part of checkpoints.
+    memory: what mechanisms remember from one iteration to the next, by their name; JSON values, part of checkpoints;
+    instructions: of the world; stages: of its task, none where that names none.
     """
 
     generator: torch.Generator
@@ -30,6 +32,8 @@ class Context:
     scored_steps: int = 1
     history: tuple[float, ...] = ()
     memory: dict[str, Any] = field(default_factory=dict[str, Any])
+    instructions: tuple[str, ...] = ("",)
+    stages: tuple[Stage, ...] = ()
 
     @property
     def share(self) -> float:

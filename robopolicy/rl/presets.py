@@ -73,6 +73,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dpo": {"advantage": "grpo", "coefficient": "dpo", "weight": "constant"},
     "sppo": {"advantage": "grpo", "coefficient": "sppo", "weight": "constant"},
     "p3o": {"advantage": "grpo", "coefficient": "p3o", "weight": "constant"},
+    "grape": {
+        "rewards": ("gcpg",),
+        "advantage": "best_and_worst",
+        "coefficient": "tpo",
+        "weight": "constant",
+        "replay": "preferences",
+        "options": {"constant": {"length": 1.0}},
+    },
     "ac_flow": {
         "models": ("flow_critic",),
         "advantage": "flow_values",

@@ -70,6 +70,7 @@ class Need(Enum):
     BLACKOUT_SCORES = "scores of the same steps with patches of the camera images made black (cameras)"
     CONTRAST_SCORES = "scores of the same steps under another instruction (a world with several instructions)"
     TEACHER_SCORES = "the teacher's scores of the same steps (a teacher of the policy's kind)"
+    REFERENCE_SCORES = "the scores of the same steps under the base policy, frozen"
     EXPERTS = "recorded episodes of experts (experts=[DATASET])"
     DEMONSTRATIONS = "demonstrated states to begin from (starts=N and a world with an expert and snapshots)"
 

@@ -44,7 +44,7 @@ class Reincarnates(Protocol):
         ...
 
 
-class _Buffer:
+class Buffer:
     """Rollouts of earlier iterations, each with the iteration it is from."""
 
     def __init__(self) -> None:
@@ -71,7 +71,8 @@ def _older(rollouts: Rollouts, first_group: int) -> Rollouts:
     return replace(rollouts, group=groups, parent=alone, branch_decision=alone, logp_proximal=None)
 
 
-def _joined(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
+def joined(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
+    """Return today's rows and behind them older ones, in groups of their own; as they are where there are none."""
     parts = [replace(rollouts, logp_proximal=None).without(following=True)]  # advantages are made: nothing looks ahead
     for part in older:
         if len(part.group):
@@ -80,7 +81,7 @@ def _joined(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
 
 
 @mechanism(Slot.REPLAY, "spear", source="SPEAR, arXiv:2509.22601", needs=(Need.GROUPS,))
-class Spear(_Buffer):
+class Spear(Buffer):
     """Self-imitation: good episodes of the past come back with an advantage against how good the policy is by now.
 
     Kept are episodes whose advantage was positive, the best `capacity` of them, for `age` iterations. At each use their
@@ -112,12 +113,12 @@ class Spear(_Buffer):
                 replayed.append(_with_advantage(part, self._grown(context) * gain))
         if not replayed:
             return rollouts
-        older = _joined(replayed[0], replayed[1:])
+        older = joined(replayed[0], replayed[1:])
         allowed = int(self.share * len(returns))
         if len(older.group) > allowed:
             order = torch.randperm(len(older.group), generator=context.generator, device=context.generator.device)
             older = older.take(order[:allowed].sort().values)
-        return _joined(rollouts, [older])
+        return joined(rollouts, [older])
 
     def _grown(self, context: Context) -> float:
         """The weight by now."""
@@ -140,7 +141,7 @@ class Spear(_Buffer):
 
 
 @mechanism(Slot.REPLAY, "remix", source="ReMix, arXiv:2507.06892", needs=())
-class ReMix(_Buffer):
+class ReMix(Buffer):
     """Mix episodes of the last `keep` iterations into each batch, then reincarnate: go on from there, on-policy.
 
     The paper's three parts: older rows with the advantages they had, `share` per row of today, and more updates to data
@@ -170,11 +171,11 @@ class ReMix(_Buffer):
         for part in past:
             order = torch.randperm(len(part.group), generator=context.generator, device=context.generator.device)
             older.append(part.take(order[:wanted].sort().values))
-        return _joined(rollouts, older)
+        return joined(rollouts, older)
 
 
 @mechanism(Slot.REPLAY, "aggregate", source="DAgger, arXiv:1011.0686; DAgger for agents, arXiv:2605.12913", needs=())
-class Aggregate(_Buffer):
+class Aggregate(Buffer):
     """Dataset aggregation: beside each batch come rows of every iteration so far, for losses that label states anew.
 
     With auxiliaries=[dagger] the teacher labels them, whoever acted; coefficient=none leaves the rest of the loss out.
@@ -201,7 +202,7 @@ class Aggregate(_Buffer):
         for part in past:
             here, wanted = wanted[wanted < len(part.group)], wanted[wanted >= len(part.group)] - len(part.group)
             older.append(_with_advantage(part.take(here), torch.zeros(len(here), device=here.device)))
-        return _joined(rollouts, older)
+        return joined(rollouts, older)
 
     def _bound(self) -> None:
         """Keep the `capacity` rows with the largest keys."""

@@ -1,12 +1,18 @@
 """What the policy is paid for, changed before advantages are made: (rollouts, context) -> rollouts."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.registry import is_dotted
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl.context import Context
+from robopolicy.rl.options import unknown_option
 from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.stages import frames_of, named_stages, stage_costs, undone_costs
 
 
 @mechanism(Slot.REWARD, "success_only", source="sparse outcome reward")
@@ -106,4 +112,80 @@ def progress_under_prover(rollouts: Rollouts, context: Context, *, alpha: float 
     last = (rollouts.valid.sum(-1) - 1).clamp(min=0)
     return replace(
         rollouts, rewards={**rollouts.rewards, "prover": reward.scatter(-1, last[..., None], alpha * gain[..., None])}
+    )
+
+
+@mechanism(
+    Slot.REWARD, "gcpg", source="GRAPE (guided-cost preference generation), arXiv:2411.19309", needs=(Need.EPISODES,)
+)
+def guided_cost(
+    rollouts: Rollouts,
+    context: Context,
+    *,
+    own: float = 0.01,
+    external: float = 1.0,
+    success: float = 5.0,
+    stages: str = "progress",
+    parts: int = 1,
+    weight: float = 1.0,
+    threshold: float = 0.0,
+    keep: tuple[str, ...] = ("uncertainty",),
+) -> Rollouts:
+    """Pay an episode own * R_self + external * R_ext + success * I_success: what GRAPE ranks episodes by.
+
+    R_self is the log-probability of all its decisions under the policy that acted, R_ext the product over stages of
+    exp(-cost), I_success whether it succeeded; the weights are those of the authors' code. Of the world's rewards only
+    `keep` stays. stages: progress, what is undone of the way to where the farthest episode of the group came, by the
+    world's dense rewards (ours are the increase of the task's potential), cut in so many `parts` of which each is
+    charged weight * max(0, undone - threshold); task, the stages of the world's task (`Task.stages`); or a dotted path
+    to a tuple of `robopolicy.core.stages.Stage`, or to a function that returns one. The paper's language model, which
+    proposes keypoints and writes the costs, is not here. Densities of Gaussian steps depend on the action's units and
+    may be above 1, so that R_self prefers longer episodes where noise is small: keep `own` small beside the others, or
+    0. Stored pairs, which are ranked already, stay as they are.
+    """
+    if "preferred" in rollouts.extras:
+        return rollouts
+    alive = rollouts.alive
+    last = (rollouts.duration - 1).clamp(min=0)[..., None]
+
+    def paid(per_decision: Tensor) -> Tensor:
+        nothing = torch.zeros(rollouts.valid.shape, device=alive.device)
+        return nothing.scatter(-1, last, per_decision[..., None].float())
+
+    final = torch.zeros_like(alive).scatter(1, (alive.sum(1, keepdim=True) - 1).clamp(min=0), True) & alive
+    likelihood = torch.where(alive, rollouts.logp_behaviour.sum(-1), 0.0)
+    score = torch.zeros(len(alive), 1, device=alive.device)
+    if external:
+        costs = _stage_costs(rollouts, context, stages, (parts, weight, threshold), ("success", *keep))
+        score = (-costs.sum(1)).exp()[:, None]
+    won = rollouts.row_success.float()[:, None]
+    terms = {"own": own * likelihood, "external": external * score * final, "success": success * won * final}
+    kept = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
+    return replace(rollouts, rewards={**{name: paid(value) for name, value in terms.items()}, **kept})
+
+
+def _stage_costs(
+    rollouts: Rollouts, context: Context, stages: str, way: tuple[int, float, float], others: Sequence[str]
+) -> Tensor:
+    """Return what every episode is charged in every stage, [B, S]; others: rewards that are no progress."""
+    if stages == "progress":
+        dense = [value for name, value in rollouts.rewards.items() if name not in others]
+        if not dense:
+            raise ConfigError(
+                "options.gcpg.stages=progress: this world pays for nothing but success. Name stages by a dotted path, "
+                "or set options.gcpg.external=0."
+            )
+        gained = torch.where(rollouts.valid, torch.stack(dense).sum(0), 0.0).sum((1, 2))
+        parts, weight, threshold = way
+        return weight * (undone_costs(gained, rollouts.group, parts) - threshold).clamp(min=0)
+    if stages == "task":
+        chosen = context.stages
+        if not chosen:
+            raise ConfigError("options.gcpg.stages=task: this world's task names no stages (Task.stages).")
+    elif is_dotted(stages):
+        chosen = named_stages(stages)
+    else:
+        raise unknown_option("gcpg.stages", stages, ("progress", "task", "package.module:name"))
+    return torch.as_tensor(
+        stage_costs(chosen, *frames_of(rollouts, context.instructions)), device=rollouts.group.device
     )

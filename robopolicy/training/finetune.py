@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.policy import FinishesChain, MatchesNoise, Policy, RecordsMeans, ScoredPolicy, Scores, Trainable
+from robopolicy.core.policy import Policy, RecordsMeans, ScoredPolicy, Scores, Trainable
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
 from robopolicy.core.segments import Segments
+from robopolicy.core.stages import HasStages
 from robopolicy.core.structured import to_plain
 from robopolicy.core.world import World
 from robopolicy.nn.optimisers import require_finite
@@ -32,6 +33,7 @@ from robopolicy.nn.precision import learning_in, tolerance_in
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context, SideModel, Tools
 from robopolicy.rl.critic import Critic
+from robopolicy.rl.preferences import StoresPairs
 from robopolicy.rl.registry import Need
 from robopolicy.rl.replay import Reincarnates
 from robopolicy.rl.returns import ReturnScale
@@ -48,7 +50,8 @@ from robopolicy.training.experience import (
     with_values,
 )
 from robopolicy.training.guidance import Guidance
-from robopolicy.training.providers import Sources, provide, provided
+from robopolicy.training.needs import counted_on
+from robopolicy.training.providers import Sources, provide, with_reference
 from robopolicy.training.state import (
     load_trainer,
     on_device,
@@ -147,7 +150,7 @@ class _Finetuning:
         self.run_folder, self.guidance, self.teacher = run, guidance, guidance.teacher
         self.evaluate, self.confirm = judged
         self.algorithm = build_algorithm(config)
-        self.algorithm.check(self._have(critic))
+        self.algorithm.check(counted_on(policy, critic, world, config, guidance))
         if Need.MEANS in self.algorithm.needs and isinstance(policy, RecordsMeans):
             policy.record_means = True
         self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None
@@ -168,8 +171,8 @@ class _Finetuning:
         )
         self.turns = guidance.turns(config.teacher_acts, config.teacher_until)
         draws, acting = self.generators["act"], guidance.who_acts(self.turns)
-        demonstrations = guidance.demonstrations
-        self.collector = make_collector(world, policy, self.algorithm, config, seed, draws, demonstrations, acting)
+        given = guidance.demonstrations, acting, guidance.pairs
+        self.collector = make_collector(world, policy, self.algorithm, config, seed, draws, *given)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
         self.history: tuple[float, ...] = ()
@@ -185,32 +188,6 @@ class _Finetuning:
     def _has_critic(self) -> bool:
         """Whether there is one that warms up before the policy follows it: of states, or of noisy actions."""
         return self.critic is not None or Need.FLOW_VALUES in self.algorithm.needs
-
-    def _have(self, critic: Critic | None) -> frozenset[Need]:
-        """What mechanisms may count on."""
-        have = {
-            Need.EPISODES,
-            Need.WHOLE_EPISODES,
-            Need.BASE,
-            Need.CATEGORICAL if self.policy.spec.categorical else Need.GAUSSIAN,
-        }
-        if critic is not None:
-            have |= {Need.CRITIC, Need.FINISHED}
-        if isinstance(self.policy, MatchesNoise) and self.policy.scored_by_matching:
-            have.add(Need.MATCHING)  # such decisions hold no chain
-        else:
-            have |= {Need.MEANS} if isinstance(self.policy, RecordsMeans) else set()
-            have |= {Need.FINISHES} if isinstance(self.policy, FinishesChain) else set()
-        if self.config.group_size > 1 or self.config.branch_at:  # the leaves of one root are a group
-            have |= {Need.GROUPS, Need.WHOLE_GROUPS}
-        if self.config.starts:
-            have.add(Need.STARTS)
-        if len(self.world.spec.instructions) > 1:
-            have.add(Need.INSTRUCTIONS)
-        if self.policy.spec.cameras:
-            have.add(Need.IMAGES)
-        all_of_it = frozenset(have) | self.guidance.gives(self.policy.spec)
-        return all_of_it | provided(all_of_it)
 
     def run(self, after_checkpoint: AfterCheckpoint | None) -> FinetuneResult:
         if self.iteration == 0:
@@ -315,7 +292,7 @@ class _Finetuning:
         stale = prepared.played & (prepared.policy_version != self.iteration)
         if bool(stale.any()) and self.config.proximal == "current":
             prepared = replace(prepared, logp_proximal=rescored(prepared, self.policy, instructions)[0])
-        return prepared
+        return with_reference(prepared, self.algorithm.needs, self.learner.base, instructions)
 
     def _build_models(self, base: ScoredPolicy | None) -> dict[str, SideModel]:
         """Construct the models that learn beside the policy, their weights drawn from the run's seed."""
@@ -349,6 +326,8 @@ class _Finetuning:
             self.policy.spec.scored_steps,
             self.history,
             self.memory,
+            self.world.spec.instructions,
+            self.world.stages if isinstance(self.world, HasStages) else (),
         )
 
     def _due(self, every: int, last: bool) -> bool:
@@ -387,6 +366,8 @@ class _Finetuning:
         if self.run_folder is None:
             return
         self.policy.save(self.run_folder.path / "last")
+        if isinstance(self.replay, StoresPairs):
+            self.replay.store(self.run_folder.path / "preferences", self.world.spec.instructions)
         save_trainer(self.run_folder.resume_point, self._tree())
 
     def _tree(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from robopolicy.core.policy import Policy, ScoredPolicy, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import PolicySpec
 from robopolicy.rl.algorithm import Algorithm
+from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
 from robopolicy.training.acting import Acting, TeacherTurns
 from robopolicy.training.collection.build import WHOLE
@@ -26,13 +27,15 @@ EXPERT_BATCH = 256
 @dataclass(frozen=True)
 class Guidance:
     """teacher: another policy; demonstrations: states to begin from; experts: recorded episodes to imitate; acting: who
-    acts for the policy when rollouts are collected (planning in a world model), None for itself.
+    acts for the policy when rollouts are collected (planning in a world model), None for itself; pairs: episodes, some
+    preferred to others, that are learned from without collecting any.
     """
 
     teacher: Policy | None = None
     demonstrations: Demonstrations | None = None
     experts: Episodes | None = None
     acting: Acting | None = None
+    pairs: Pairs | None = None
 
     def expert_rows(
         self, policy: Trainable, instructions: tuple[str, ...], share: float, algorithm: Algorithm, draws: Generators

@@ -80,3 +80,15 @@ def provide(rollouts: Rollouts, needs: frozenset[Need], sources: Sources) -> Rol
         if need in needs:
             rollouts = provider.add(rollouts, sources)
     return rollouts
+
+
+def with_reference(
+    prepared: Rollouts, needs: frozenset[Need], reference: ScoredPolicy | None, instructions: tuple[str, ...]
+) -> Rollouts:
+    """Add `reference_logp` [B, T, K] for Need.REFERENCE_SCORES: of all rows, so once older ones have joined them.
+
+    reference: the base policy, frozen; what a frozen encoder kept of an observation is also what its own would make.
+    """
+    if Need.REFERENCE_SCORES not in needs or reference is None:
+        return prepared
+    return prepared.with_extras(reference_logp=rescored(prepared, reference, instructions)[0])

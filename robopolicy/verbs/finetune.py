@@ -42,6 +42,7 @@ from robopolicy.origins import origin_of_section
 from robopolicy.policies.checkpoint import is_lerobot
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
 from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.preferences import read_pairs
 from robopolicy.rl.registry import Need
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.collection import start_pool
@@ -226,7 +227,8 @@ def guidance_of(config: Config, world: World, imagined: Path | None = None) -> G
         experts = experts.select(experts.success)
     teacher = None if section.teacher is None else as_seen_in(world, load_policy(section.teacher, device))
     acting = planned_acting(config.plan, world, imagined, device)
-    return Guidance(teacher, demonstrated(config, world), experts, acting)
+    pairs = None if section.pairs is None else read_pairs(section.pairs)
+    return Guidance(teacher, demonstrated(config, world), experts, acting, pairs)
 
 
 def demonstrated(config: Config, world: World) -> Demonstrations | None:

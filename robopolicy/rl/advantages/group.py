@@ -275,3 +275,31 @@ def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tenso
     first, second = ((visit - 1) * new + whole) / visit, (new + (visit - 1) * whole) / visit
     smaller = torch.where(first.abs() < second.abs(), first, second)
     return broadcast(torch.where(counts, smaller, 0.0), rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "best_and_worst", source="GRAPE, arXiv:2411.19309", needs=(Need.GROUPS,))
+def best_and_worst(rollouts: Rollouts, context: Context, *, pairs: int = 1) -> tuple[Tensor, Tensor]:
+    """A = 1 in the `pairs` best episodes of a group, -1 in as many worst ones; the rest is not learned from.
+
+    The i-th best counts with the i-th worst, and only where its return is larger: ties give no pair, and whoever is
+    chosen beats everyone rejected of its group. Episodes of stored pairs keep the verdict they were stored with. Where
+    no group has a pair all stay, with A = 0. Returns A [B, T] and keep [B] bool. Raises ConfigError for less than one
+    pair.
+    """
+    if pairs < 1:
+        raise ConfigError(f"options.best_and_worst.pairs={pairs}: a group gives at least 1 pair.")
+    if rollouts.extras.preferred is not None:
+        verdict = rollouts.extras.preferred[:, 0].float()
+    else:
+        returns, counts, groups = outcomes(rollouts)
+        from_below = groups.rank(returns, counts)
+        from_above = groups.size(counts)[groups.index] - 1 - from_below
+        verdict = torch.zeros_like(returns)
+        for place in range(pairs):
+            low, high = (counts & (order == place) for order in (from_below, from_above))
+            gap = groups.sum(returns, high) - groups.sum(returns, low)
+            told = (gap > 1e-6)[groups.index]
+            # Beyond the middle of a group the i-th best is below the i-th worst: there the gap is not positive.
+            verdict = torch.where(high & told, 1.0, torch.where(low & told, -1.0, verdict))
+    keep = verdict != 0
+    return broadcast(verdict, rollouts), keep if bool(keep.any()) else torch.ones_like(keep)

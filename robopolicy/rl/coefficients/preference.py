@@ -1,13 +1,15 @@
 """Preferences between episodes with the same start, as coefficients: the better return is preferred.
 
 Minibatches hold whole episodes and, for there to be pairs, whole groups: minibatch_episodes at least a few
-times group_size. An episode's log-ratio is the sum over its scored steps, to the policy at the start of the iteration.
+times group_size. An episode's log-ratio is the sum over its scored steps, to the policy at the start of the iteration
+(of `tpo`: to the frozen reference).
 """
 
 import torch
 from torch import Tensor
 
 from robopolicy.rl.context import Coefficients, Scored
+from robopolicy.rl.options import unknown_option
 from robopolicy.rl.registry import Need, Slot, mechanism
 
 
@@ -80,3 +82,48 @@ def p3o(scored: Scored, *, clip: float = 0.2) -> Coefficients:
     ratio = log_ratio.clamp(-3, 3).exp()
     kept = torch.where(gain >= 0, ratio <= 1 + clip, ratio >= 1 - clip)
     return _to_steps(torch.where(kept, ratio * gain, 0.0), scored), {"kept": kept.float().mean()}
+
+
+@mechanism(
+    Slot.COEFFICIENT,
+    "tpo",
+    source="GRAPE (trajectory-wise preference optimization), arXiv:2411.19309",
+    needs=(Need.WHOLE_GROUPS, Need.BASE, Need.REFERENCE_SCORES),
+)
+def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum") -> Coefficients:
+    """-log sigmoid(m), m = beta (sum of log pi / pi_ref over the chosen episode - the same over the rejected one).
+
+    Chosen are episodes of positive advantage over those of their group of negative advantage; the loss is the mean over
+    these pairs. dm / dlog pi(step) is beta in the chosen and -beta in the rejected episode, and the derivative of
+    -log sigmoid(m) is -sigmoid(-m): so c = beta sigmoid(-m) on every step of the chosen episode, minus that on the
+    rejected one's, and steps whose advantage is 0 count on neither side (what branches share cancels). weight=constant
+    with length=1 makes this the loss exactly. pi_ref is the base policy, which replay=preferences replaces by the
+    policy as it is when a round begins. reduction: sum, as in the paper, or mean over an episode's counted steps. A sum
+    grows with T decisions times K steps: the longer a chain, the sooner a pair counts as told apart and fades, at a
+    change of some 1 / (beta T K) a step; so scale beta down with T K, or take the mean, where beta is to be about T K
+    times larger. Nothing is clipped and nothing overflows: log-ratios are summed in fp64 and only ever meet a sigmoid.
+    Where a policy's steps are means over their elements (logp_reduction=mean) beta counts an element's.
+    """
+    if reduction not in ("sum", "mean"):
+        raise unknown_option("tpo.reduction", reduction, ("sum", "mean"))
+    reference = scored.rollouts.extras["reference_logp"].gather(-1, scored.chosen)
+    counted = scored.mask & (scored.advantage != 0)
+    change = torch.where(counted, scored.logp - reference, 0.0).double().sum((1, 2))
+    share = 1 / counted.sum((1, 2)).clamp(min=1) if reduction == "mean" else torch.ones_like(change)
+    change = change * share
+    side = torch.where(counted, scored.advantage, 0.0).double().sum((1, 2)).sign()
+    group = scored.rollouts.group
+    pairs = (group[:, None] == group[None]) & (side[:, None] > 0) & (side[None] < 0)
+    margin = beta * (change[:, None] - change[None])
+    pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * _pair_mean(pairs)
+    per_episode = ((pull.sum(1) - pull.sum(0)) * share).to(scored.logp.dtype)
+    count = pairs.sum().clamp(min=1)
+    stats = {
+        "pairs": pairs.sum().float(),
+        "preferred_right": ((margin > 0) & pairs).sum() / count,
+        "margin": torch.where(pairs, margin, 0.0).sum() / count,
+        "chosen_log_ratio": change[side > 0].sum() / (side > 0).sum().clamp(min=1),
+        "rejected_log_ratio": change[side < 0].sum() / (side < 0).sum().clamp(min=1),
+    }
+    steps = torch.where(counted, per_episode[:, None, None], 0.0)
+    return steps, {name: value.float() for name, value in stats.items()}

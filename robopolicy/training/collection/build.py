@@ -8,6 +8,7 @@ import torch
 from robopolicy.core.policy import Trainable
 from robopolicy.core.world import World
 from robopolicy.rl.algorithm import Algorithm
+from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
 from robopolicy.training.acting import Acting
 from robopolicy.training.collection.background import BackgroundCollector
@@ -15,6 +16,7 @@ from robopolicy.training.collection.delayed import DelayedCollector
 from robopolicy.training.collection.episodes import EpisodeCollector
 from robopolicy.training.collection.props import PropsCollector
 from robopolicy.training.collection.protocol import BatchCollector, Collector
+from robopolicy.training.collection.stored import StoredPairs
 from robopolicy.training.collection.streams import StreamCollector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations
@@ -32,12 +34,17 @@ def make_collector(
     generator: torch.Generator,
     demonstrations: Demonstrations | None = None,
     acting: Acting | None = None,
+    pairs: Pairs | None = None,
 ) -> Collector:
     """Return what collects for `policy`: in turns with learning, in a thread beside it, with old weights, or in parts.
 
     seed: root of the episodes' seeds; generator: what the policy draws from; demonstrations: states that hints begin
-    in; acting: who acts for the policy, None for itself. All but the first way act with a copy of the policy.
+    in; acting: who acts for the policy, None for itself. All but the first way act with a copy of the policy. pairs:
+    stored episodes in the place of all that, None to play. Raises ConfigError where the algorithm cannot learn from
+    them.
     """
+    if pairs is not None:
+        return StoredPairs(pairs, world.spec, policy.spec, algorithm, config, seed, generator.device)
 
     def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
         acts = None if acting is None else acting(actor)

@@ -1,0 +1,91 @@
+"""Stored pairs of episodes in the place of an iteration's own: learning from preferences without playing a step."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.policy import is_condition
+from robopolicy.core.randomness import derive
+from robopolicy.core.rollouts import Rollouts, tensor_of
+from robopolicy.core.segments import Segments
+from robopolicy.core.spec import IMAGE_PREFIX, PolicySpec, WorldSpec
+from robopolicy.rl.algorithm import Algorithm
+from robopolicy.rl.preferences import Pairs
+from robopolicy.rl.registry import Need
+from robopolicy.training.configuration import FinetuneConfig
+
+
+class StoredPairs:
+    """A `Collector` that draws `config.groups` groups of stored episodes an iteration, all where there are less.
+
+    The draw depends on seed and iteration alone. Raises ConfigError where the algorithm does not compare episodes, and
+    DataError where the episodes are not of such a policy in such a world.
+    """
+
+    def __init__(
+        self,
+        pairs: Pairs,
+        world: WorldSpec,
+        policy: PolicySpec,
+        algorithm: Algorithm,
+        config: FinetuneConfig,
+        seed: int,
+        device: torch.device,
+    ):
+        if Need.WHOLE_GROUPS not in algorithm.needs:
+            raise ConfigError("Stored pairs need an algorithm that compares the episodes of a group, such as grape.")
+        self.rollouts = pairs.following(world.instructions).to(device)
+        _require_scorable(self.rollouts, policy)
+        self.groups, self.seed = config.groups, seed
+
+    def collect(self, iteration: int) -> Rollouts:
+        """Return whole groups, marked as replayed and as made by no version of this run's policy."""
+        groups = Segments.of(self.rollouts.group)
+        draws = torch.Generator().manual_seed(derive(self.seed, f"pairs/{iteration}"))
+        chosen = torch.randperm(groups.count, generator=draws)[: self.groups].to(groups.index.device)
+        found = self.rollouts.take(torch.isin(groups.index, chosen).nonzero().squeeze(1))
+        return replace(found, policy_version=torch.full_like(found.policy_version, -1)).with_extras(
+            replayed=torch.ones_like(found.alive)
+        )
+
+    def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
+        """There are no starts to learn about."""
+
+    def restart(self) -> None:
+        """Nothing is in flight."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    def tree(self) -> dict[str, Any]:
+        """Return nothing: the pairs stay where they are."""
+        return {}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Nothing changes."""
+
+
+def _require_scorable(rollouts: Rollouts, policy: PolicySpec) -> None:
+    """Raise DataError naming what the policy reads or decides otherwise than the stored episodes say."""
+    steps = rollouts.mask.shape[2]
+    if steps != policy.scored_steps:
+        raise DataError(
+            f"Stored decisions have {steps} scored steps, the policy's have {policy.scored_steps}: pairs are learned "
+            "from by the policy that made them, or one with the same steps (finetune.finetuned_steps)."
+        )
+    chunk, size = rollouts.actions.shape[2:]
+    if (chunk, size) != (policy.chunk, policy.action.size):
+        raise DataError(
+            f"Stored actions are {chunk} steps of {size}, the policy's are {policy.chunk} of {policy.action.size}."
+        )
+    encoded = any(is_condition(name) for name in rollouts.latents)  # what a frozen encoder kept stands for the images
+    for key, field in policy.observation.items():
+        if encoded and key.startswith(IMAGE_PREFIX):
+            continue
+        shape = (policy.history, *field.shape)
+        own = tuple(tensor_of(rollouts.observation, key).shape[2:]) if key in rollouts.observation else None
+        if own != shape:
+            raise DataError(f"Stored pairs show '{key}' as {own or 'nothing'}, the policy reads {shape}.")
