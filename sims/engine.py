@@ -23,6 +23,7 @@ from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_y
 from robopolicy.core.history import places
 from robopolicy.core.randomness import numpy_generator, uniforms
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSpec, validate_actions
+from robopolicy.core.stages import Stage
 from robopolicy.core.world import Rows, Snapshot, Step
 from sims.render import FREE_CAMERA, FrameRenderer
 from sims.styles import restyle
@@ -144,6 +145,11 @@ class MujocoWorld:
     def spec(self) -> WorldSpec:
         """Fields, ranges, rates and texts."""
         return self._spec
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The task's, in order; none where it does not say."""
+        return self.task.stages
 
     @property
     def batch_size(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.resources import resource
 from robopolicy.core.spec import Field
+from robopolicy.core.stages import Stage
 from robopolicy.core.world import Controller
 
 Arrays = Mapping[str, np.ndarray]
@@ -80,7 +81,8 @@ class Task:
     [R, G] -> Markers for rendering (None: nothing to show); goal_at: for goals that move, (the episode's goal [R, G],
     seconds since its beginning [R, C]) -> the goal at each of these times [R, C, G'], which then is what readings and
     markers are given (None: it stays); expert: makes the scripted expert, which sees observations
-    [B, H, ...] and reads the newest frame.
+    [B, H, ...] and reads the newest frame; stages: what the task is made of and what is charged in each, for those who
+    rank episodes (rewards=[gcpg] with stages=task), none by default.
 
     potential and succeeded read the observation alone, so a learned world can be judged by the very same functions; it
     includes `task`, texts that broadcast against the leading axes.
@@ -105,6 +107,7 @@ class Task:
     expert: Callable[[], Controller]
     markers: Callable[[np.ndarray], Markers] | None = None
     goal_at: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    stages: tuple[Stage, ...] = ()
 
 
 def model_path(task: Task) -> Path:

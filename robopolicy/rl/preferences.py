@@ -12,8 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import integers
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.extras import Extras
+from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.segments import Segments
 from robopolicy.core.storage import recover_folder, write_folder_atomic
@@ -43,7 +45,7 @@ class Pairs:
 
     def following(self, instructions: tuple[str, ...]) -> Rollouts:
         """Return the episodes with `task` [B, T] counting `instructions`; DataError where one of theirs is missing."""
-        asked = [self.instructions[index] for index in sorted(set(self.rollouts.task[:, 0].tolist()))]
+        asked = [self.instructions[index] for index in sorted(set(integers(self.rollouts.task[:, 0])))]
         missing = [text for text in asked if text not in instructions]
         if missing:
             raise DataError(f"Stored pairs follow instructions that the world does not have: {', '.join(missing[:3])}.")
@@ -238,6 +240,6 @@ def _bytes(rollouts: Rollouts) -> int:
     def size(value: Any) -> int:
         if isinstance(value, Tensor):
             return value.numel() * value.element_size()
-        return sum(map(size, value.values())) if isinstance(value, Mapping) else 0
+        return sum(map(size, value.values())) if is_mapping(value) else 0
 
     return size(rollouts.tree())

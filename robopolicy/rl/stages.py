@@ -6,12 +6,13 @@ seen. Axes: B episode, N = T + 1 frame, S stage.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.arrays import Array
+from robopolicy.core.arrays import Array, integers
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.narrowing import is_sequence
 from robopolicy.core.registry import load_dotted
@@ -49,10 +50,13 @@ def frames_of(rollouts: Rollouts, instructions: Sequence[str]) -> tuple[dict[str
         after = tensor_of(rollouts.next_observation, key)[:, :, -1]
         path = torch.cat([before, torch.zeros_like(before[:, :1])], 1)
         path[rows, length] = after[rows, last]
-        frames[key] = path.double().cpu().numpy()
-    frames[TASK] = np.array([instructions[index] for index in rollouts.task[:, 0].tolist()])[:, None]
-    counts = torch.arange(alive.shape[1] + 1, device=alive.device) <= length[:, None]
-    return frames, counts.cpu().numpy()
+        frames[key] = _array(path.double())
+    frames[TASK] = np.array([instructions[index] for index in integers(rollouts.task[:, 0])])[:, None]
+    return frames, _array(torch.arange(alive.shape[1] + 1, device=alive.device) <= length[:, None])
+
+
+def _array(tensor: Tensor) -> Array:
+    return cast(Array, tensor.cpu().numpy())  # pyright: ignore[reportUnknownMemberType]
 
 
 def stage_costs(stages: Sequence[Stage], frames: Frames, counts: Array) -> Array:

@@ -7,6 +7,7 @@ to quasi-static pushing.
 import numpy as np
 
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, Observation
+from robopolicy.core.stages import Constraint, Stage
 from robopolicy.core.world import Rows
 from sims.task import Arrays, Markers, Readings, Start, Task, elements, flat_quaternion, newest, scale, vector_field
 
@@ -85,6 +86,30 @@ def succeeded(observation: Arrays) -> np.ndarray:
     return _length(observation[ENVIRONMENT_STATE][..., TO_GOAL]) < TOLERANCE
 
 
+def stages() -> tuple[Stage, ...]:
+    """Reach the cube, then push it: both charged ten per metre that is left at their end.
+
+    Until they touch, the cube is to stay where it is: pushing it away from the goal on the way costs ten per metre too.
+    """
+    reach = Constraint(lambda seen: 10.0 * _gap(seen), over="last")
+    stray = Constraint(lambda seen: 10.0 * np.maximum(_to_goal(seen) - _to_goal(seen)[..., :1], 0.0), threshold=0.1)
+    push = Constraint(lambda seen: 10.0 * np.maximum(_to_goal(seen) - TOLERANCE, 0.0), over="last")
+    return (
+        Stage("reach the cube", lambda seen: _gap(seen) < 0.01, (reach, stray)),
+        Stage("push it to the goal", succeeded, (push,)),
+    )
+
+
+def _gap(observation: Arrays) -> np.ndarray:
+    """Metres that the pusher lacks to touching the cube, [...]."""
+    return np.maximum(_length(observation[ENVIRONMENT_STATE][..., TO_CUBE]) - CONTACT, 0.0)
+
+
+def _to_goal(observation: Arrays) -> np.ndarray:
+    """Metres from the cube's centre to the goal, [...]."""
+    return _length(observation[ENVIRONMENT_STATE][..., TO_GOAL])
+
+
 def markers(goal: np.ndarray) -> Markers:
     """The goal disc lies at the goal: [R, 2] m -> positions [R, 1, 3], quaternions [R, 1, 4]."""
     position = np.concatenate([goal, np.zeros_like(goal[:, :1])], axis=1)[:, None]
@@ -161,4 +186,5 @@ def task() -> Task:
         succeeded=succeeded,
         expert=PushCubeExpert,
         markers=markers,
+        stages=stages(),
     )
