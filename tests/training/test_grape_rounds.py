@@ -1,0 +1,230 @@
+"""GRAPE in the trainer: a reference that is frozen for a round, pairs that outlive a kill, learning from disk alone."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from bandit_toys import FIELDS, BanditWorld, ChainPolicy
+from learning.lock_world import ChoicePolicy, LockWorld, success_of
+
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import STATE, Field
+from robopolicy.core.stages import HasStages
+from robopolicy.policies import DenoisingPolicy
+from robopolicy.policies.configuration import DenoisingPolicyConfig, FlowNoise, PolicyKind
+from robopolicy.rl.critic import state_critic
+from robopolicy.rl.preferences import read_pairs
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.experience import rescored
+from robopolicy.training.finetune import finetune
+from robopolicy.training.guidance import Guidance
+from robopolicy.training.update import Learner
+from sims.registry import make_world
+
+CONFIG = FinetuneConfig(
+    algorithm="grape",
+    iterations=5,
+    groups=6,
+    group_size=4,
+    epochs=2,
+    minibatch_episodes=8,
+    learning_rate=1e-2,
+    actor_warmup=1,
+    target_kl=None,
+    checkpoint_every=2,
+    evaluate_every=0,
+    ratio_tolerance=1e-4,
+)
+
+
+@pytest.mark.checks("GRAPE")
+@pytest.mark.parametrize(("refresh", "since"), [(1, [0, 1, 2, 3, 4]), (3, [0, 0, 0, 3, 3]), (0, [0, 0, 0, 0, 0])])
+def test_the_reference_is_the_policy_as_its_round_began(
+    refresh: int, since: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    before: list[dict[str, torch.Tensor]] = []
+    update, compared = Learner.update, []
+
+    def spy(self, rollouts, *arguments, **options):
+        before.append({name: value.clone() for name, value in self.policy.state_dict().items()})
+        reference = ChainPolicy()
+        reference.load_state_dict(before[since[len(before) - 1]])
+        expected = torch.where(rollouts.mask, rescored(rollouts, reference, ("", ""))[0], 0.0)
+        found = torch.where(rollouts.mask, rollouts.extras["reference_logp"], 0.0)
+        torch.testing.assert_close(found, expected)
+        compared.append(float(expected.abs().sum()))
+        stats = update(self, rollouts, *arguments, **options)
+        again = torch.where(rollouts.mask, rescored(rollouts, self.base, ("", ""))[0], 0.0)
+        torch.testing.assert_close(again, expected)  # learning has not moved it
+        return stats
+
+    monkeypatch.setattr(Learner, "update", spy)
+    config = replace(CONFIG, options={"preferences": {"refresh": refresh}})
+    finetune(ChainPolicy(), None, BanditWorld(24), config, seed=0)
+    assert len(compared) == 5
+    assert min(compared) > 0
+    weights = [state["second.bias"] for state in before]
+    assert all(not torch.equal(first, then) for first, then in pairwise(weights))
+
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from bandit_toys import BanditWorld, ChainPolicy
+from robopolicy.core.run import RunFolder
+from robopolicy.training.finetune import FinetuneConfig, finetune
+
+torch.set_num_threads(1)
+folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
+
+class MortalWorld(BanditWorld):
+    def step(self, actions):
+        if self.calls + 1 == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(actions)
+
+config = FinetuneConfig(algorithm="grape", iterations=5, groups=6, group_size=4, epochs=2, minibatch_episodes=8,
+                        checkpoint_every=2, evaluate_every=0, target_kl=None,
+                        options={"preferences": {"share": 1.0, "refresh": 2}})
+finetune(ChainPolicy(), None, MortalWorld(24), config, RunFolder(folder), seed=4)
+"""
+
+
+def started(folder: Path, kill_at: int = 0) -> int:
+    tests = Path(__file__).parents[1]
+    paths = [str(Path(__file__).parent), str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(kill_at)]
+    return subprocess.run(command, env=environment, timeout=120, check=False).returncode
+
+
+@pytest.mark.checks("GRAPE", "replay/preferences")
+def test_pairs_and_reference_survive_a_kill_byte_for_byte(tmp_path: Path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert started(whole) == 0
+    assert (
+        started(broken, kill_at=15) == -9
+    )  # four calls an iteration: in the fourth, after the checkpoint of the second
+    assert (
+        0
+        < len(read_pairs(broken / "preferences").rollouts.group)
+        < len(read_pairs(whole / "preferences").rollouts.group)
+    )
+    assert started(broken) == 0
+    files = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
+    assert {Path("preferences/preferences.json"), Path("preferences/preferences.safetensors")} <= set(files)
+    assert files == [path.relative_to(broken) for path in sorted(broken.rglob("*")) if path.is_file()]
+    for file in files:
+        if file.name != "metrics.jsonl":
+            assert (whole / file).read_bytes() == (broken / file).read_bytes(), file
+
+
+LOCK = replace(
+    CONFIG,
+    iterations=30,
+    groups=32,
+    group_size=8,
+    minibatch_episodes=32,
+    checkpoint_every=30,
+    options={"gcpg": {"own": 0.0}},
+)
+"""Only success is paid: ranked by likelihood too, groups that fail would teach to fail as the policy does already."""
+
+
+def opened(seed: int, world: LockWorld | None = None, run: RunFolder | None = None, pairs=None, **changes) -> float:
+    """Success on locks of length 4 after GRAPE from scratch."""
+    policy = ChoicePolicy(seed=seed)
+    config = replace(LOCK, **changes)
+    finetune(policy, None, world or LockWorld(64), config, run, seed=seed, guidance=Guidance(pairs=pairs))
+    return success_of(policy)
+
+
+@pytest.mark.checks("GRAPE")
+def test_it_learns_from_its_own_pairs_and_unlearns_from_swapped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    before = success_of(ChoicePolicy(seed=0))
+    assert opened(0, run=RunFolder(tmp_path)) > before + 0.5
+
+    class Untouched(LockWorld):
+        def step(self, actions):
+            raise AssertionError("stored pairs are learned from without playing")
+
+    pairs = read_pairs(tmp_path / "preferences")
+    assert opened(1, Untouched(64), pairs=pairs) > before + 0.5
+    verdict = pairs.rollouts.extras["preferred"]
+    swapped = replace(pairs, rollouts=pairs.rollouts.with_extras(preferred=-verdict))
+    assert opened(1, Untouched(64), pairs=swapped) < before / 2
+
+
+def test_learning_from_stored_pairs_is_resumed(tmp_path: Path):
+    opened(0, run=RunFolder(tmp_path / "played"), iterations=4)
+    pairs = read_pairs(tmp_path / "played" / "preferences")
+    for path, parts in (("whole", (6,)), ("parts", (3, 6))):
+        for iterations in parts:
+            run = RunFolder(tmp_path / path)
+            opened(1, run=run, pairs=pairs, iterations=iterations, groups=9, checkpoint_every=3)
+    for part in ("checkpoint", "resume"):
+        for file in (tmp_path / "whole" / part).iterdir():
+            assert file.read_bytes() == (tmp_path / "parts" / part / file.name).read_bytes(), file
+    records = RunFolder(tmp_path / "whole").metrics()
+    assert records[-1]["env_steps"] == 0
+    assert records[-1]["pairs"] > 0
+    assert not (tmp_path / "whole" / "preferences").exists()
+
+
+def test_stored_pairs_of_another_policy_are_refused(tmp_path: Path):
+    opened(0, run=RunFolder(tmp_path), iterations=2)
+    pairs = Guidance(pairs=read_pairs(tmp_path / "preferences"))
+    with pytest.raises(DataError, match="does not have"):
+        finetune(ChainPolicy(), None, BanditWorld(4), CONFIG, guidance=pairs)
+    pairs = Guidance(pairs=replace(read_pairs(tmp_path / "preferences"), instructions=("go left",)))
+    with pytest.raises(DataError, match=r"actions are 1 steps of 1, the policy's are 1 of 2"):
+        finetune(ChainPolicy(steps=1), None, BanditWorld(4), CONFIG, guidance=pairs)
+    with pytest.raises(DataError, match="have 1 scored steps, the policy's have 2"):
+        finetune(ChainPolicy(), None, BanditWorld(4), CONFIG, guidance=pairs)
+    other = LockWorld(4)
+    other.spec = replace(other.spec, observation={STATE: Field((9,))}, instructions=("go left",))
+    narrow = ChoicePolicy()
+    narrow.spec = replace(narrow.spec, observation=other.spec.observation)
+    with pytest.raises(DataError, match=r"show 'observation.state' as \(1, 14\), the policy reads \(1, 9\)"):
+        finetune(narrow, None, other, CONFIG, guidance=pairs)
+    critic = state_critic(FIELDS, 1, width=8)
+    with pytest.raises(ConfigError, match="compares the episodes of a group, such as grape"):
+        finetune(ChainPolicy(), critic, BanditWorld(4), replace(CONFIG, algorithm="ppo"), guidance=pairs)
+
+
+@pytest.mark.checks("GRAPE")
+def test_what_cannot_work_is_refused():
+    with pytest.raises(ConfigError, match="group_size >= 2"):
+        finetune(ChainPolicy(), None, BanditWorld(4), replace(CONFIG, group_size=1))
+    world = make_world("reach_planar", 4)
+    still = DenoisingPolicyConfig(
+        kind=PolicyKind.FLOW, flow_noise=FlowNoise.ODE, min_sampling_std=0.0, width=8, depth=1
+    )
+    policy = DenoisingPolicy(still, world.spec.observation, world.spec.action, fps=world.spec.fps)
+    with pytest.raises(ConfigError, match="flow_noise"):
+        policy.prepare_finetuning()
+    with pytest.raises(ConfigError, match="names no stages"):
+        quiet = DenoisingPolicy(
+            replace(still, flow_noise=FlowNoise.CONSTANT), world.spec.observation, world.spec.action, fps=10.0
+        )
+        quiet.prepare_finetuning()
+        config = replace(CONFIG, options={"gcpg": {"stages": "task"}}, groups=1, group_size=2)
+        finetune(quiet, None, world, config)
+
+
+def test_push_cube_says_what_its_stages_are():
+    world = make_world("push_cube", 8)
+    assert isinstance(world, HasStages)
+    assert [stage.name for stage in world.stages] == ["reach the cube", "push it to the goal"]
+    config = DenoisingPolicyConfig(width=8, depth=1, sampling_steps=3)
+    policy = DenoisingPolicy(config, world.spec.observation, world.spec.action, fps=world.spec.fps)
+    policy.prepare_finetuning()
+    chosen = replace(CONFIG, iterations=1, groups=2, options={"gcpg": {"stages": "task", "own": 0.0, "success": 0.0}})
+    assert finetune(policy, None, world, chosen).iterations == 1
