@@ -157,6 +157,7 @@ def test_it_learns_from_its_own_pairs_and_unlearns_from_swapped_ones(tmp_path: P
 
     pairs = read_pairs(tmp_path / "preferences")
     assert opened(1, Untouched(64), pairs=pairs) > before + 0.5
+    assert opened(1, Untouched(64), pairs=pairs, algorithm="dpo", options={}) > before + 0.5  # follows verdicts as well
     verdict = pairs.rollouts.extras["preferred"]
     swapped = replace(pairs, rollouts=pairs.rollouts.with_extras(preferred=-verdict))
     assert opened(1, Untouched(64), pairs=swapped) < before / 2
@@ -194,6 +195,8 @@ def test_stored_pairs_of_another_policy_are_refused(tmp_path: Path):
     narrow.spec = replace(narrow.spec, observation=other.spec.observation)
     with pytest.raises(DataError, match=r"show 'observation.state' as \(1, 14\), the policy reads \(1, 9\)"):
         finetune(narrow, None, other, CONFIG, guidance=pairs)
+    with pytest.raises(ConfigError, match="nothing is played: leave delay and overprovision at 0"):
+        finetune(narrow, None, LockWorld(4), replace(CONFIG, delay=1, overprovision=0.5), guidance=pairs)
     critic = state_critic(FIELDS, 1, width=8)
     with pytest.raises(ConfigError, match="compares the episodes of a group, such as grape"):
         finetune(ChainPolicy(), critic, BanditWorld(4), replace(CONFIG, algorithm="ppo"), guidance=pairs)

@@ -21,8 +21,9 @@ from robopolicy.training.configuration import FinetuneConfig
 class StoredPairs:
     """A `Collector` that draws `config.groups` groups of stored episodes an iteration, all where there are less.
 
-    The draw depends on seed and iteration alone. Raises ConfigError where the algorithm does not compare episodes, and
-    DataError where the episodes are not of such a policy in such a world.
+    The draw depends on seed and iteration alone. Episodes are paid their verdict, 1 or -1, so that whatever compares
+    returns follows it. Raises ConfigError where the algorithm does not compare episodes or the configuration says how
+    to play them, and DataError where the episodes are not of such a policy in such a world.
     """
 
     def __init__(
@@ -37,7 +38,10 @@ class StoredPairs:
     ):
         if Need.WHOLE_GROUPS not in algorithm.needs:
             raise ConfigError("Stored pairs need an algorithm that compares the episodes of a group, such as grape.")
-        self.rollouts = pairs.following(world.instructions).to(device)
+        playing = [name for name in ("staleness", "delay", "props", "overprovision") if getattr(config, name)]
+        if playing:
+            raise ConfigError(f"With stored pairs nothing is played: leave {' and '.join(playing)} at 0.")
+        self.rollouts = _paid_by_verdict(pairs.following(world.instructions).to(device))
         _require_scorable(self.rollouts, policy)
         self.groups, self.seed = config.groups, seed
 
@@ -66,6 +70,15 @@ class StoredPairs:
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Nothing changes."""
+
+
+def _paid_by_verdict(rollouts: Rollouts) -> Rollouts:
+    """Replace the rewards by the verdict, paid at the end of an episode."""
+    length, last = rollouts.alive.sum(1, keepdim=True), (rollouts.duration - 1).clamp(min=0)[..., None]
+    final = torch.zeros_like(rollouts.alive).scatter(1, (length - 1).clamp(min=0), True)
+    verdict = torch.where(final, rollouts.extras["preferred"], 0)[..., None].float()
+    nothing = torch.zeros(rollouts.valid.shape, device=rollouts.valid.device)
+    return replace(rollouts, rewards={"preference": nothing.scatter(-1, last, verdict)})
 
 
 def _require_scorable(rollouts: Rollouts, policy: PolicySpec) -> None:
