@@ -93,6 +93,8 @@ class Preferences(Buffer):
                 f"options.preferences: refresh={refresh} and share={share:g} are at least 0, megabytes={megabytes:g} "
                 "is above."
             )
+        if folder and not share:
+            raise ConfigError(f"options.preferences.folder={folder} is not learned from with share=0: raise share.")
         self.refresh, self.share, self.most = refresh, share, megabytes * 1e6
         self.given = read_pairs(folder) if folder else None
 
@@ -104,7 +106,8 @@ class Preferences(Buffer):
         """Keep what has a verdict of these rollouts, and return them with older pairs beside them."""
         if self.given is not None:
             older = self.given.following(context.instructions).to(rollouts.group.device)
-            self.kept, self.given = [(-1, older), *self.kept], None
+            version = torch.full_like(older.policy_version, -1)  # no policy of this run has made them
+            self.kept, self.given = [(-1, replace(older, policy_version=version)), *self.kept], None
             self._bound()
         past = [part for _, part in self.kept]
         judged = _judged(rollouts.fresh)

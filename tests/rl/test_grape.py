@@ -291,6 +291,8 @@ def test_a_round_is_so_many_iterations():
     assert beginnings(0) == []
     with pytest.raises(ConfigError, match="megabytes=0"):
         Preferences(megabytes=0)
+    with pytest.raises(ConfigError, match="is not learned from with share=0"):
+        Preferences(folder="anywhere", share=0)
 
 
 @pytest.mark.checks("replay/preferences")
@@ -326,6 +328,7 @@ def test_pairs_survive_the_disk(tmp_path: Path):
     given = Preferences(share=9.0, folder=str(tmp_path / "preferences"))
     mixed = given.mix(judged(seed=7, version=2), at(2))
     assert len(mixed.group) == 4 + 8
+    assert mixed.policy_version[4:].unique().tolist() == [-1]  # whatever other run they are from
     assert len(given.mix(judged(seed=8, version=3), at(3)).group) == 4 + 8 + 4
 
 
