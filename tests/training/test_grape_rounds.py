@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bandit_toys import FIELDS, BanditWorld, ChainPolicy
+from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
 from learning.lock_world import ChoicePolicy, LockWorld, success_of
 
 from robopolicy.core.errors import ConfigError, DataError
@@ -161,6 +161,20 @@ def test_it_learns_from_its_own_pairs_and_unlearns_from_swapped_ones(tmp_path: P
     verdict = pairs.rollouts.extras["preferred"]
     swapped = replace(pairs, rollouts=pairs.rollouts.with_extras(preferred=-verdict))
     assert opened(1, Untouched(64), pairs=swapped) < before / 2
+
+
+@pytest.mark.checks("GRAPE")
+def test_a_denoising_chain_improves_and_with_the_ranking_upside_down_gets_worse():
+    def after(sign: float) -> float:
+        policy = ChainPolicy()
+        ranking = {"own": 0.0, "external": sign, "success": 5 * sign}
+        config = replace(CONFIG, iterations=15, groups=16, group_size=8, minibatch_episodes=64, learning_rate=5e-3)
+        finetune(policy, None, BanditWorld(64), replace(config, target_kl=0.1, options={"gcpg": ranking}), seed=0)
+        return mean_reward(policy, True)["reward"]
+
+    before = mean_reward(ChainPolicy(), True)["reward"]
+    assert after(1.0) > before / 10
+    assert after(-1.0) < 3 * before
 
 
 def test_learning_from_stored_pairs_is_resumed(tmp_path: Path):
