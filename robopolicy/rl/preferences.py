@@ -20,6 +20,7 @@ from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.segments import Segments
 from robopolicy.core.storage import recover_folder, write_folder_atomic
 from robopolicy.core.tensors import load_tree, save_tree
+from robopolicy.rl.coefficients.preference import sides
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Slot, mechanism
 from robopolicy.rl.replay import Buffer, joined
@@ -142,10 +143,11 @@ class Preferences(Buffer):
 
 
 def _judged(rollouts: Rollouts) -> Rollouts:
-    """Return the episodes of groups that have both sides, by the signs of their advantages, with these as verdicts."""
+    """Return the episodes of groups that have both sides, as `tpo` takes them, with these as verdicts."""
     if not len(rollouts.group):
         return rollouts
-    side, groups = rollouts.extras["advantage"].mean((1, 2)).sign(), Segments.of(rollouts.group)
+    advantage, groups = rollouts.extras["advantage"], Segments.of(rollouts.group)
+    side = sides(advantage, rollouts.mask & (advantage != 0), rollouts.group)
     both = (groups.maximum(side) > 0) & (groups.minimum(side) < 0)
     judged = rollouts.with_extras(preferred=side.long()[:, None].expand(rollouts.shape).contiguous())
     return _bare(judged.take((both[groups.index] & (side != 0)).nonzero().squeeze(1)))

@@ -13,7 +13,7 @@ from robopolicy.core.errors import CheckpointError, ConfigError, DataError
 from robopolicy.core.spec import STATE, TASK
 from robopolicy.core.stages import Constraint, Stage
 from robopolicy.rl.advantages.group import best_and_worst
-from robopolicy.rl.coefficients.preference import tpo
+from robopolicy.rl.coefficients.preference import sides, tpo
 from robopolicy.rl.context import Context
 from robopolicy.rl.objective import policy_loss
 from robopolicy.rl.preferences import Preferences, read_pairs, write_pairs
@@ -214,6 +214,14 @@ def test_equal_trajectories_give_no_gradient_and_neither_do_ties():
     tied, stats = tpo(make_scored(rollouts, logp.detach(), torch.zeros_like(logp.detach())))
     assert not tied.any()
     assert float(stats["pairs"]) == 0
+
+
+def test_where_all_of_a_group_are_good_the_better_are_chosen():
+    advantage = torch.tensor([3.0, 1.0, 2.0, -1.0, -2.0, 5.0])[:, None, None].expand(6, 2, 2)
+    counted = torch.ones(6, 2, 2, dtype=torch.bool)
+    assert sides(advantage, counted, torch.tensor([0, 0, 0, 1, 1, 2])).tolist() == [1, -1, 0, 1, -1, 0]
+    counted[1] = False  # nothing of it counts
+    assert sides(advantage, counted, torch.tensor([0, 0, 0, 1, 1, 2])).tolist() == [1, 0, -1, 1, -1, 0]
 
 
 def test_what_branches_share_counts_on_neither_side():

@@ -8,6 +8,7 @@ times group_size. An episode's log-ratio is the sum over its scored steps, to th
 import torch
 from torch import Tensor
 
+from robopolicy.core.segments import Segments
 from robopolicy.rl.context import Coefficients, Scored
 from robopolicy.rl.options import unknown_option
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -22,6 +23,19 @@ def preferred(scored: Scored) -> Tensor:
     """Return which pairs (winner, loser) there are, [b, b] bool: same group, larger return."""
     returns, group = scored.rollouts.row_return, scored.rollouts.group
     return (group[:, None] == group[None]) & (returns[:, None] > returns[None] + 1e-6)
+
+
+def sides(advantage: Tensor, counted: Tensor, group: Tensor) -> Tensor:
+    """Return 1 for episodes whose mean advantage is above that of their group, -1 for those below, [b]; else 0.
+
+    advantage, counted: [b, t, K], where counted is False an entry is left out, and an episode that has no other gets 0;
+    group: [b].
+    """
+    size = counted.sum((1, 2))
+    mean = torch.where(counted, advantage, 0.0).double().sum((1, 2)) / size.clamp(min=1)
+    groups = Segments.of(group)
+    apart = mean - groups.mean(mean, size > 0)[groups.index]
+    return torch.where((apart.abs() > 1e-6) & (size > 0), apart.sign(), 0.0)
 
 
 def _to_steps(per_episode: Tensor, scored: Scored) -> Tensor:
@@ -93,8 +107,8 @@ def p3o(scored: Scored, *, clip: float = 0.2) -> Coefficients:
 def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum") -> Coefficients:
     """-log sigmoid(m), m = beta (sum of log pi / pi_ref over the chosen episode - the same over the rejected one).
 
-    Chosen are episodes of positive advantage over those of their group of negative advantage; the loss is the mean over
-    these pairs. dm / dlog pi(step) is beta in the chosen and -beta in the rejected episode, and the derivative of
+    Chosen are episodes whose mean advantage is above their group's, over those below; the loss is the mean over these
+    pairs. dm / dlog pi(step) is beta in the chosen and -beta in the rejected episode, and the derivative of
     -log sigmoid(m) is -sigmoid(-m): so c = beta sigmoid(-m) on every step of the chosen episode, minus that on the
     rejected one's, and steps whose advantage is 0 count on neither side (what branches share cancels). weight=constant
     with length=1 makes this the loss exactly. pi_ref is the base policy, which replay=preferences replaces by the
@@ -111,8 +125,8 @@ def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum") -> Coeffic
     change = torch.where(counted, scored.logp - reference, 0.0).double().sum((1, 2))
     share = 1 / counted.sum((1, 2)).clamp(min=1) if reduction == "mean" else torch.ones_like(change)
     change = change * share
-    side = torch.where(counted, scored.advantage, 0.0).double().sum((1, 2)).sign()
     group = scored.rollouts.group
+    side = sides(scored.advantage, counted, group)
     pairs = (group[:, None] == group[None]) & (side[:, None] > 0) & (side[None] < 0)
     margin = beta * (change[:, None] - change[None])
     pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * _pair_mean(pairs)
