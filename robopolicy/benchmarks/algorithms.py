@@ -39,6 +39,16 @@ TREE = (
 )
 """Eight leaves a start; half of the decisions are pruned, so half as many in a minibatch make as many steps."""
 
+GRAPE = (
+    "finetune.algorithm=grape",
+    "finetune.options.best_and_worst.pairs=4",
+    "finetune.options.tpo.reduction=mean",
+    "finetune.options.tpo.beta=400",
+    "finetune.minibatch_episodes=128",
+    "finetune.epochs=6",
+)
+"""Every episode is in a pair; beta is what holds the policy near the reference."""
+
 TOKEN_GRPO = (
     "finetune.algorithm=step_grpo",
     "finetune.groups=32",
@@ -63,6 +73,7 @@ METHODS: dict[str, Variant] = {
     "MC-GRPO": Variant(
         "diffusion", ("finetune.algorithm=mc_grpo", "finetune.group_size=3", "finetune.groups=170", *GENTLE)
     ),
+    "GRAPE": Variant("diffusion", (*GRAPE, *GENTLE)),
     "token GRPO": Variant("token", (*TOKEN_GRPO, "finetune.iterations=120")),
 }
 """Rows of the tables. Methods that compare groups play 512 episodes an iteration, with tokens 256."""
