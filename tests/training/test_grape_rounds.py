@@ -12,6 +12,7 @@ import torch
 from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
 from learning.lock_world import ChoicePolicy, LockWorld, success_of
 
+from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE, Field
@@ -25,6 +26,7 @@ from robopolicy.training.experience import rescored
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.update import Learner
+from robopolicy.verbs.finetune import guidance_of
 from sims.registry import make_world
 
 CONFIG = FinetuneConfig(
@@ -191,6 +193,14 @@ def test_learning_from_stored_pairs_is_resumed(tmp_path: Path):
     assert records[-1]["env_steps"] == 0
     assert records[-1]["pairs"] > 0
     assert not (tmp_path / "whole" / "preferences").exists()
+
+
+def test_the_verb_reads_the_pairs_that_finetune_pairs_names(tmp_path: Path):
+    opened(0, run=RunFolder(tmp_path), iterations=2)
+    config = compose(["recipe=reach_planar", f"finetune.pairs={tmp_path / 'preferences'}"])
+    found = guidance_of(config, make_world("reach_planar", 1)).pairs
+    assert found is not None
+    assert torch.equal(found.rollouts.actions, read_pairs(tmp_path / "preferences").rollouts.actions)
 
 
 def test_stored_pairs_of_another_policy_are_refused(tmp_path: Path):
