@@ -1,5 +1,6 @@
 """Networks without numbers: what a large one takes is known from the shapes of its tensors alone."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,9 +24,8 @@ def shapes_only() -> Iterator[None]:
     What is read from a tensor without numbers is 1, and true. Nothing can be computed back, but what a gradient would
     keep is known.
     """
-    from torch.fx.experimental import _config
-
-    with _config.patch(meta_nonzero_assume_all_nonzero=True), _Numberless():
+    settings: Any = importlib.import_module("torch.fx.experimental._config")  # slow to import, and without types
+    with settings.patch(meta_nonzero_assume_all_nonzero=True), _Numberless():
         yield
 
 
