@@ -85,16 +85,19 @@ def joint_targets(tip: np.ndarray, yaw: np.ndarray | float = 0.0) -> np.ndarray:
     return np.stack([pan, lift, elbow, np.pi / 2 - lift - elbow, pan - yaw], axis=-1)
 
 
-def control(actions: np.ndarray, previous: np.ndarray) -> np.ndarray:
+def control(
+    actions: np.ndarray, previous: np.ndarray, low: np.ndarray = TIP_LOW, high: np.ndarray = TIP_HIGH
+) -> np.ndarray:
     """Turn tip moves and gripper openings into joint targets: actions [R, C, 4], previous [R, 6] -> [R, C, 6] rad.
 
-    Moves add up from the tip target in force (not from the measured tip) and are clipped to the workspace box, so a
-    whole chunk is known before it runs. `joint_targets` gives the targets of a policy that speaks joint angles.
+    Moves add up from the tip target in force (not from the measured tip) and are clipped to the workspace box from low
+    to high [3] m, every point of which must be within reach, so a whole chunk is known before it runs. `joint_targets`
+    gives the targets of a policy that speaks joint angles.
     """
     tip = np.round(tip_position(previous), _TARGET_GRID)
     targets = np.empty((*actions.shape[:2], 3))
     for step in range(actions.shape[1]):
-        tip = np.round(np.clip(tip + TIP_STEP * actions[:, step, :3], TIP_LOW, TIP_HIGH), _TARGET_GRID)
+        tip = np.round(np.clip(tip + TIP_STEP * actions[:, step, :3], low, high), _TARGET_GRID)
         targets[:, step] = tip
     gripper = scale((actions[..., 3:] + 1) / 2, GRIPPER_CLOSED, GRIPPER_OPEN)
     return np.concatenate([joint_targets(targets), gripper], axis=-1)

@@ -16,6 +16,7 @@ OURS = {
         "arm_reach",
         "pick_place",
         "stack",
+        "tidy",
     )
 }
 TASKS = Registry("task", "", OURS)

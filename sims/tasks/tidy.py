@@ -1,0 +1,281 @@
+"""Tidy: three cubes, two trays and a drawer on the six-joint arm's table; the instruction alone says what is to be done.
+
+Twelve instructions: each cube into either tray or the drawer, the red cube onto the blue one, the drawer open, the
+drawer shut. Starts are drawn without regard to the instruction (the drawer begins half open, which cube lies where and
+which tray stands where is drawn), so nothing but `task` tells them apart. Three instructions are held out of training:
+each of their cubes and places is known from others, the composition is not.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK, Observation
+from robopolicy.core.world import Rows
+from sims import arm, grasping
+from sims.grasping import CUBE_HALF, GRIPPER_HOLDS, HELD_WITHIN, RELEASED, length
+from sims.task import Arrays, Readings, Start, Task, elements, flat_quaternion, newest, scale, vector_field
+
+CUBES, TRAYS = ("red", "green", "blue"), ("white", "black")
+PLACES = (*(f"{tray} tray" for tray in TRAYS), "drawer")
+STACK, OPEN, CLOSE = "stack the red cube on the blue cube", "open the drawer", "close the drawer"
+INSTRUCTIONS = (*(f"put the {cube} cube in the {place}" for cube in CUBES for place in PLACES), STACK, OPEN, CLOSE)
+HELD_OUT = ("put the red cube in the black tray", "put the green cube in the drawer", "put the blue cube in the white tray")
+
+TIP_LOW, TIP_HIGH = np.array([0.11, -0.16, 0.014]), np.array([0.29, 0.16, 0.095])
+"""The box that tip targets are clipped to, m: wider than that of the other tasks, every point of it within reach."""
+
+DRAWER_FRONT = 0.302
+"""x of the inner side of the drawer's front when it is shut, and of the cabinet's face, m."""
+HANDLE = np.array([DRAWER_FRONT - 0.015, 0.0, 0.019])  # m, of a shut drawer
+OPENED, SHUT = 0.10, 0.01  # m that the drawer is out: more is open, less is shut
+TRAVEL = 0.11  # m
+REST_IN_TRAY, REST_IN_DRAWER = 0.003 + CUBE_HALF, 0.005 + CUBE_HALF  # m, height of a cube's centre at rest there
+INSIDE = 0.022  # m from the middle of a tray along each axis: a cube that lies flat in it is nearer
+ON_TOP = 0.018  # m
+
+_CUBE = (
+    "{0}_x {0}_y {0}_z {0}_r11 {0}_r21 {0}_r31 {0}_r12 {0}_r22 {0}_r32 {0}_velocity_x {0}_velocity_y {0}_velocity_z "
+    "{0}_spin_x {0}_spin_y {0}_spin_z tip_to_{0}_x tip_to_{0}_y tip_to_{0}_z"
+)
+SCENE_FIELD = vector_field(
+    " ".join(
+        [_CUBE.format(cube) for cube in CUBES]
+        + [f"{tray}_x {tray}_y tip_to_{tray}_x tip_to_{tray}_y tip_to_{tray}_z" for tray in TRAYS]
+        + ["drawer_opening drawer_speed tip_to_handle_x tip_to_handle_y tip_to_handle_z"]
+    ),
+    "m, 1, m/s, rad/s",
+)
+
+
+def _vectors(pattern: str, names: tuple[str, ...]) -> list[slice]:
+    return [elements(SCENE_FIELD, " ".join(f"{pattern.format(name)}_{axis}" for axis in "xyz")) for name in names]
+
+
+_POSITION, _VELOCITY, _TO_CUBE = (_vectors(text, CUBES) for text in ("{}", "{}_velocity", "tip_to_{}"))
+_TRAY = [elements(SCENE_FIELD, f"{tray}_x {tray}_y") for tray in TRAYS]
+_OPENING = elements(SCENE_FIELD, "drawer_opening")
+_TO_HANDLE = _vectors("tip_to_{}", ("handle",))[0]
+
+
+class Scene(NamedTuple):
+    """What is to be moved, and where to, on any leading axes; see `instructed`.
+
+    thing: [..., 3] the centre of the cube or the drawer's handle, m; to_thing: [..., 3] from the tip, m; to_goal:
+    [..., 3] from the thing to where it is to be, m; velocity: [..., 3] of the cube, m/s (0 of the handle); stacks,
+    in_drawer, handles: [...] bool, the kind of the instruction (none of them: into a tray); opening: [...] m.
+    """
+
+    thing: np.ndarray
+    to_thing: np.ndarray
+    to_goal: np.ndarray
+    velocity: np.ndarray
+    stacks: np.ndarray
+    in_drawer: np.ndarray
+    handles: np.ndarray
+    opening: np.ndarray
+
+
+def start(uniforms: np.ndarray) -> Start:
+    """Three cubes in a row near the arm, both trays and the half open drawer behind them, tip above the middle.
+
+    uniforms: [R, 21] -> qpos [R, 32] (six joints in rad, the drawer's opening and the trays' x, y in m, each cube's
+    position in m and quaternion), goal [R, 0], control [R, 6] rad.
+    """
+    count = len(uniforms)
+    tip = scale(uniforms[:, 0:3], [0.16, -0.05, 0.085], [0.21, 0.05, 0.095])
+    near = scale(uniforms[:, 3:6], [0.12, 0.11, 0.12], [0.15, 0.133, 0.15])
+    aside = scale(uniforms[:, 6:9], [-0.14, -0.018, 0.10], [-0.10, 0.018, 0.14])
+    places = np.stack([near, aside, np.full_like(near, CUBE_HALF)], axis=-1)
+    # Ranks of three random numbers: which cube lies where, each of the six orders equally likely.
+    order = np.argsort(uniforms[:, 9:12], axis=1)
+    cubes = np.take_along_axis(places, order[..., None], axis=1)
+    turned = flat_quaternion(scale(uniforms[:, 12:15], -0.3, 0.3))
+    poses = np.concatenate([cubes, turned], axis=-1).reshape(count, 21)
+    depth = scale(uniforms[:, 15:17], 0.215, 0.24)
+    side = scale(uniforms[:, 17:19], [-0.135, 0.115], [-0.115, 0.135])
+    side = np.where(uniforms[:, 19:20] < 0.5, side, side[:, ::-1])
+    trays = np.stack([depth, side], axis=-1).reshape(count, 4)
+    opening = scale(uniforms[:, 20:21], 0.065, 0.075)
+    joints = arm.resting_joints(tip)
+    return Start(np.concatenate([joints, opening, trays, poses], axis=1), np.empty((count, 0)), joints)
+
+
+def observe(readings: Readings) -> dict[str, np.ndarray]:
+    """The arm's own state; pose, velocity and way from the tip of every cube, the trays', the drawer's. No goal.
+
+    readings: qpos [..., 32], qvel [..., 29], control [..., 6] -> `observation.state` [..., 19],
+    `observation.environment_state` [..., 69].
+    """
+    qpos, qvel, tip = readings.qpos, readings.qvel, arm.tip_position(readings.qpos)
+    environment = []
+    for index in range(len(CUBES)):
+        pose, velocity = qpos[..., 11 + 7 * index :][..., :7], qvel[..., 11 + 6 * index :][..., :6]
+        position = pose[..., :3]
+        environment += [position, grasping.rotation_columns(pose[..., 3:]), velocity, position - tip]
+    for index in range(len(TRAYS)):
+        tray = qpos[..., 7 + 2 * index :][..., :2]
+        rest = np.concatenate([tray, np.full_like(tray[..., :1], REST_IN_TRAY)], axis=-1)
+        environment += [tray, rest - tip]
+    opening = qpos[..., 6:7]
+    environment += [opening, qvel[..., 6:7], HANDLE - opening * [1.0, 0.0, 0.0] - tip]
+    return {STATE: arm.proprioception(readings), ENVIRONMENT_STATE: np.concatenate(environment, axis=-1)}
+
+
+def instructed(observation: Arrays) -> Scene:
+    """Return what the instruction speaks of.
+
+    observation: state [..., 19], environment state [..., 69], texts `task` that broadcast against the leading axes.
+    """
+    environment, task = observation[ENVIRONMENT_STATE], np.asarray(observation[TASK])
+    task = np.broadcast_to(task, environment.shape[:-1])
+    opening = environment[..., _OPENING][..., 0]
+    tip = arm.parts(observation[STATE])["tip"]
+    to_handle = environment[..., _TO_HANDLE]
+    # The handle first, which is what neither opening nor closing nor a cube overrules.
+    pull = np.where(task == OPEN, opening - (TRAVEL - 0.002), opening)
+    thing, to_thing, velocity = tip + to_handle, to_handle, np.zeros_like(to_handle)
+    goal = thing + pull[..., None] * [1.0, 0.0, 0.0]
+    in_drawer = np.zeros(task.shape, dtype=bool)
+    places = [np.concatenate([environment[..., tray], np.full((*task.shape, 1), REST_IN_TRAY)], -1) for tray in _TRAY]
+    across = [DRAWER_FRONT - opening / 2, np.zeros_like(opening), np.full_like(opening, REST_IN_DRAWER)]
+    places.append(np.stack(across, axis=-1))
+    for cube, name in enumerate(CUBES):
+        position = environment[..., _POSITION[cube]]
+        mine = np.zeros(task.shape, dtype=bool)
+        for place, where in enumerate(places):
+            meant = task == INSTRUCTIONS[len(PLACES) * cube + place]
+            goal = np.where(meant[..., None], where, goal)
+            in_drawer = in_drawer | (meant & (PLACES[place] == "drawer"))
+            mine = mine | meant
+        mine = mine | ((task == STACK) & (name == "red"))
+        thing = np.where(mine[..., None], position, thing)
+        to_thing = np.where(mine[..., None], environment[..., _TO_CUBE[cube]], to_thing)
+        velocity = np.where(mine[..., None], environment[..., _VELOCITY[cube]], velocity)
+    stacks, handles = task == STACK, (task == OPEN) | (task == CLOSE)
+    above = environment[..., _POSITION[CUBES.index("blue")]] + [0.0, 0.0, 2 * CUBE_HALF]
+    goal = np.where(stacks[..., None], above, goal)
+    return Scene(thing, to_thing, goal - thing, velocity, stacks, in_drawer, handles, opening)
+
+
+def potential(observation: Arrays) -> np.ndarray:
+    """Reach and grasp; then lift, carry and let go of the cube, or move the drawer.
+
+    observation: state [..., 19], environment state [..., 69], texts `task` that broadcast -> [...] in 0 to 4.5.
+    """
+    scene, gripper = instructed(observation), arm.parts(observation[STATE])["gripper"]
+    reach = np.maximum(length(scene.to_thing) - HELD_WITHIN, 0.0)
+    near = 1.0 - np.tanh(reach / 0.1)
+    closed = np.clip(1.0 - np.abs(gripper - GRIPPER_HOLDS) / (arm.GRIPPER_OPEN - GRIPPER_HOLDS), 0.0, 1.0)
+    grasped = np.clip(1.0 - reach / 0.02, 0.0, 1.0) * closed
+    distance, aside = length(scene.to_goal), length(scene.to_goal[..., :2])
+    # Over its place a cube need not be high any more, and at rest there the hand may go.
+    raised = np.clip((scene.thing[..., 2] - CUBE_HALF) / 0.03, 0.0, 1.0)
+    raised = np.maximum(raised, np.clip((0.05 - aside) / 0.03, 0.0, 1.0) * (scene.thing[..., 2] > CUBE_HALF + 0.002))
+    carried = raised * (1.0 - np.tanh(distance / 0.1))
+    placed = np.clip((0.045 - distance) / 0.02, 0.0, 1.0)
+    opened = np.clip((gripper - GRIPPER_HOLDS) / (RELEASED - GRIPPER_HOLDS), 0.0, 1.0)
+    cube = raised + 2.0 * carried + 0.5 * np.maximum(grasped, placed) + 0.5 * np.maximum(near, placed)
+    drawer = 3.5 * (1.0 - np.minimum(distance / TRAVEL, 1.0)) + 0.5 * grasped + 0.5 * near
+    return np.where(scene.handles, drawer, cube + 0.5 * placed * opened)
+
+
+def succeeded(observation: Arrays) -> np.ndarray:
+    """The instructed cube rests where it is to be and the jaws are open, or the drawer is where it is to be.
+
+    observation: state [..., 19], environment state [..., 69], texts `task` that broadcast -> [...] bool.
+    """
+    scene, gripper = instructed(observation), arm.parts(observation[STATE])["gripper"]
+    x, y, z = (np.abs(scene.to_goal[..., axis]) for axis in range(3))
+    in_tray = (x < INSIDE) & (y < INSIDE)
+    on_top = length(scene.to_goal[..., :2]) < ON_TOP
+    behind_front = scene.thing[..., 0] - (DRAWER_FRONT - scene.opening)
+    in_drawer = (behind_front > 0.0) & (behind_front < 0.117) & (y < INSIDE)
+    there = np.where(scene.stacks, on_top, np.where(scene.in_drawer, in_drawer, in_tray))
+    rests = there & (z < 0.008) & (length(scene.velocity) < 0.05) & (gripper > RELEASED)
+    opened = np.where(np.asarray(observation[TASK]) == OPEN, scene.opening > OPENED, scene.opening < SHUT)
+    return np.where(scene.handles, opened, rests)
+
+
+class TidyExpert:
+    """Reads the instruction and looks only at the present, so it recovers from any disturbance."""
+
+    carry_height, travel_height, precision = 0.088, 0.075, 0.006  # m, of the tip, of the tip, horizontally
+    opening = 0.579  # gripper action: wide enough for a cube, too narrow to touch the next one
+
+    def reset(self, rows: Rows = None) -> None:
+        """Nothing is remembered. rows: [R] indices, which make no difference."""
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Return actions [B, 4], tip moves and gripper, for an observation [B, H, ...]."""
+        seen = {STATE: newest(observation, STATE), ENVIRONMENT_STATE: newest(observation, ENVIRONMENT_STATE)}
+        scene, hand = instructed({**seen, TASK: observation[TASK]}), arm.parts(seen[STATE])
+        tip, to_thing, to_goal = hand["tip"], scene.to_thing, scene.to_goal
+        between = (
+            (np.abs(to_thing[:, 0]) < 0.015)
+            & (to_thing[:, 1] > -0.014)
+            & (to_thing[:, 1] < 0.018)
+            & (np.abs(to_thing[:, 2]) < 0.015)
+        )
+        aside = length(to_goal[:, :2])
+        clearance = np.where(scene.stacks, 0.001, 0.010)  # m above its place at which a cube is let go
+        down = to_goal[:, 2] > -(clearance + 0.004)
+        placed = ~scene.handles & (aside < 1.5 * self.precision) & down
+        held = between & (hand["gripper"] < GRIPPER_HOLDS + 0.06) & ~placed
+        # Where the tip is to go, later lines overruling earlier ones: approach; wait while the jaws close; carry or
+        # pull; wait while they open.
+        target = self._approach(tip, tip + to_thing)
+        target = np.where(between[:, None], hand["tip_target"], target)
+        target = np.where(held[:, None], self._carry(tip, to_goal, clearance), target)
+        pulled = tip + to_goal * [1.0, 0.0, 0.0]
+        pulled[:, 2] = hand["tip_target"][:, 2]
+        target = np.where((held & scene.handles)[:, None], pulled, target)
+        target = np.where(placed[:, None], hand["tip_target"], target)
+        move = np.clip((target - hand["tip_target"]) / arm.TIP_STEP, -1.0, 1.0)
+        gripper = np.where(between & ~placed, -1.0, self.opening)
+        return np.concatenate([move, gripper[:, None]], axis=1)
+
+    def _approach(self, tip: np.ndarray, thing: np.ndarray) -> np.ndarray:
+        """Rise before a long way, hover over the thing with clearance for the fixed jaw, go down; all [B, 3] m."""
+        target = thing - np.array([0.0, 0.008, 0.0])
+        aside = length(target[:, :2] - tip[:, :2])
+        target[:, 2] = np.where(aside > 0.008, np.maximum(target[:, 2] + 0.055, self.travel_height), target[:, 2])
+        low = (aside > 0.025) & (tip[:, 2] < 0.06)
+        target[:, :2] = np.where(low[:, None], tip[:, :2], target[:, :2])
+        return target
+
+    def _carry(self, tip: np.ndarray, to_goal: np.ndarray, clearance: np.ndarray) -> np.ndarray:
+        """Up, across once the cube is clear of the others, then down: tip targets [B, 3] m."""
+        target = tip + to_goal
+        above = length(to_goal[:, :2]) < self.precision
+        clear = tip[:, 2] > self.travel_height
+        target[:, :2] = np.where((clear | above)[:, None], target[:, :2], tip[:, :2])
+        target[:, 2] = np.where(above, target[:, 2] + clearance - 0.001, self.carry_height)
+        return target
+
+
+def task() -> Task:
+    """Return the tidying task."""
+    return Task(
+        name="tidy",
+        model="arm/tidy.xml",
+        instructions=INSTRUCTIONS,
+        success_text=(
+            "The instructed cube lies flat in the instructed tray or drawer, or on the instructed cube within "
+            f"{100 * ON_TOP:.1f} cm, slower than 5 cm/s and let go; or the drawer is more than {100 * OPENED:.0f} cm "
+            f"out (open), less than {100 * SHUT:.0f} cm (closed)."
+        ),
+        fps=10,
+        substeps=10,
+        horizon=70,
+        cameras=("front", "top", "wrist"),
+        action=arm.ACTION,
+        observation={STATE: arm.STATE_FIELD, ENVIRONMENT_STATE: SCENE_FIELD},
+        uniforms=21,
+        start=start,
+        control=lambda actions, previous: arm.control(actions, previous, TIP_LOW, TIP_HIGH),
+        observe=observe,
+        potential=potential,
+        succeeded=succeeded,
+        expert=TidyExpert,
+    )
