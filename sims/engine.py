@@ -28,6 +28,7 @@ from robopolicy.core.world import Rows, Snapshot, Step
 from sims.render import FREE_CAMERA, FrameRenderer
 from sims.styles import restyle
 from sims.task import Markers, Readings, Task, model_path
+from sims.wording import PLAIN, TRAINING, wording
 
 REWARDS = ("progress", "success")
 
@@ -85,10 +86,11 @@ class MujocoWorld:
     batch_size: rows B; seed: of the generator that draws episode seeds when `reset` is given none; history: H frames;
     cameras: whose images (image_size x image_size) are part of the observation; threads: native threads, default one
     per usable core; terminate_on_success: False lets an episode run on to its time limit; style: 0 for the scene's own
-    look, other numbers for other materials and lights (see `styles`), with the same physics.
+    look, other numbers for other materials and lights (see `styles`), with the same physics; instructions, phrasing:
+    which of the task's instructions it gives, and in which words (see `wording`).
     `reset` options: "uniforms" [R, task.uniforms], the start's random numbers instead of those a seed gives; "task"
-    [R], indices of instructions, -1 for the one that the seed gives.
-    Raises ConfigError on an unknown camera, sizes below 1, and where `load_model` or `state_layout` does.
+    [R], indices of the spec's instructions, -1 for the one that the seed gives.
+    Raises ConfigError on an unknown camera, sizes below 1, and where `load_model`, `state_layout` or `wording` does.
     """
 
     def __init__(
@@ -103,12 +105,14 @@ class MujocoWorld:
         threads: int | None = None,
         terminate_on_success: bool = True,
         style: int = 0,
+        instructions: str = TRAINING,
+        phrasing: str = PLAIN,
     ):
         require_sizes(batch_size=batch_size, history=history)
         for camera in cameras:
             if camera not in task.cameras:
                 raise ConfigError(f"Task '{task.name}' has no camera '{camera}'.{did_you_mean(camera, task.cameras)}")
-        self.task = task
+        self.task, self._wording = task, wording(task, instructions, phrasing)
         self.model = load_model(task)
         if style:
             restyle(self.model, style)
@@ -123,7 +127,8 @@ class MujocoWorld:
             horizon=task.horizon,
             history=history,
             rewards=REWARDS,
-            instructions=task.instructions,
+            instructions=self._wording.texts,
+            paraphrases=task.paraphrases,
             success=task.success_text,
             terminate_on_success=terminate_on_success,
         )
@@ -176,19 +181,26 @@ class MujocoWorld:
         numbers = np.asarray(numbers, dtype=np.float64)
         if numbers.shape != (len(index), self.task.uniforms):
             raise SpecError(f"uniforms have shape {numbers.shape}, expected [{len(index)}, {self.task.uniforms}].")
-        self._start(index, numbers, instruction)
+        # Two numbers behind the task's own, so that those stay what they are without instructions.
+        spoken = uniforms(seeds, self.task.uniforms + 2)[:, -2:]
+        self._start(index, numbers, spoken, instruction)
         return self._episodes.observation()
 
     def _instructed(self, asked: np.ndarray, drawn: np.ndarray) -> np.ndarray:
         """Return the instructions asked for [R], and the drawn ones where they are -1. Raises SpecError on others."""
         if asked.shape != drawn.shape or asked.dtype.kind not in "iu":
             raise SpecError(f"task has shape {list(asked.shape)} and dtype {asked.dtype}: give an index per row, [R].")
-        if asked.min(initial=0) < -1 or asked.max(initial=0) >= len(self.task.instructions):
-            raise SpecError(f"task is {asked.tolist()}: '{self.task.name}' has {len(self.task.instructions)}, from 0.")
+        if asked.min(initial=0) < -1 or asked.max(initial=0) >= len(self._spec.instructions):
+            raise SpecError(f"task is {asked.tolist()}: '{self.task.name}' has {len(self._spec.instructions)}, from 0.")
         return np.where(asked < 0, drawn, asked)
 
-    def _start(self, index: np.ndarray, numbers: np.ndarray, asked: np.ndarray | Sequence[int] | None) -> None:
-        """Start rows `index` [R] from random numbers [R, task.uniforms]; asked: instructions [R], -1 for the drawn."""
+    def _start(
+        self, index: np.ndarray, numbers: np.ndarray, spoken: np.ndarray, asked: np.ndarray | Sequence[int] | None
+    ) -> None:
+        """Start rows `index` [R] from random numbers [R, task.uniforms] and, for the instruction, [R, 2].
+
+        asked: instructions [R], -1 for the drawn.
+        """
         model, layout, count = self.model, self._layout, len(numbers)
         start = self.task.start(numbers)
         state = np.zeros((count, layout.size))
@@ -199,9 +211,7 @@ class MujocoWorld:
             state[:, layout.activation] = start.activation
         control = np.zeros((count, model.nu)) if start.control is None else np.array(start.control, dtype=np.float64)
         goal = np.array(start.goal, dtype=np.float64).reshape(count, -1)
-        instruction = np.zeros(count, dtype=np.int64)
-        if start.instruction is not None:
-            instruction[:] = start.instruction
+        instruction = self._wording.drawn(start.instruction, spoken)
         if asked is not None:
             instruction = self._instructed(np.asarray(asked), instruction)
         sensors = np.zeros((count, 1, model.nsensordata))
@@ -240,7 +250,7 @@ class MujocoWorld:
         path = episodes.extended_history(index, observed)
         # Potentials [R, C + 1]: the frame before the chunk, then the chunk's own; their differences are the rewards.
         newest = {key: np.ascontiguousarray(value[:, self._history - 1 :]) for key, value in path.items()}
-        instructed = {TASK: np.asarray(task.instructions)[arrays["instruction"][index]][:, None]}
+        instructed = {TASK: self._wording.meant(arrays["instruction"][index])[:, None]}
         potential = task.potential(newest | instructed).astype(np.float64)
         moved = episodes.advance(index, task.succeeded(observed | instructed))
 

@@ -16,6 +16,7 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.core.world import Controller, World
 from sims.names import OURS, SUITES, TASKS, WORLDS, suite_of
 from sims.task import Task
+from sims.wording import InPlainWords
 
 
 def load_task(name: str) -> Task:
@@ -110,7 +111,9 @@ def make_expert(name: str, spec: WorldSpec) -> Controller | None:
             require_extra(*suite.extra)
         return load_dotted(suite.expert, "Expert")(name.removeprefix(suite.prefix), spec) if suite.expert else None
     task = _task(name, WORLDS.load(name)) if name in WORLDS or is_dotted(name) else None
-    return None if task is None else task.expert()
+    if task is None:
+        return None
+    return InPlainWords(task.expert(), task.paraphrases) if task.paraphrases else task.expert()
 
 
 def _task(name: str, found: Any) -> Task | None:

@@ -5,7 +5,7 @@ Axes: R row, C control step, A action dimension, G goal parameter; "..." is any 
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ class Start:
     qpos: [R, nq]; goal: [R, G] parameters that stay constant within the episode (may be [R, 0]; a goal that moves is
     described by them, see `Task.goal_at`); control: [R, nu], the
     control in force before the first action (default zeros); qvel: [R, nv] and activation: [R, na] (default zeros);
-    instruction: [R] index into the task's instructions (default the first); reset may replace it, so nothing else of a
-    start may depend on it.
+    instruction: [R] index into the task's instructions (default: the world draws one); the world may replace it, so
+    nothing else of a start may depend on it.
     """
 
     qpos: np.ndarray
@@ -82,7 +82,9 @@ class Task:
     seconds since its beginning [R, C]) -> the goal at each of these times [R, C, G'], which then is what readings and
     markers are given (None: it stays); expert: makes the scripted expert, which sees observations
     [B, H, ...] and reads the newest frame; stages: what the task is made of and what is charged in each, for those who
-    rank episodes (rewards=[gcpg] with stages=task), none by default.
+    rank episodes (rewards=[gcpg] with stages=task), none by default; paraphrases: instruction -> other words for it,
+    which a world gives where it is asked to; held_out: instructions that are not for training. Functions and expert are
+    told the plain words always.
 
     potential and succeeded read the observation alone, so a learned world can be judged by the very same functions; it
     includes `task`, texts that broadcast against the leading axes.
@@ -108,6 +110,8 @@ class Task:
     markers: Callable[[np.ndarray], Markers] | None = None
     goal_at: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
     stages: tuple[Stage, ...] = ()
+    paraphrases: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    held_out: tuple[str, ...] = ()
 
 
 def model_path(task: Task) -> Path:

@@ -4,6 +4,7 @@ Observation keys are LeRobot's: `observation.state` (the robot itself), `observa
 goals), `observation.images.<camera>` (uint8, height x width x 3) and `task` (the instruction).
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,8 @@ class WorldSpec:
     observation: fields by LeRobot key (one frame each); action: one control step [A]; fps: control steps per second;
     horizon: control steps until the time limit; history: H frames in every observation; rewards: names of the reward
     terms, already scaled, whose sum is the reward; instructions: the natural-language tasks it may set;
-    success: the success criterion in words; terminate_on_success: whether success ends the episode; reports_success:
+    paraphrases: instruction -> other words for the same, whether or not it ever says them; success: the success
+    criterion in words; terminate_on_success: whether success ends the episode; reports_success:
     False where nobody says whether an episode has succeeded, so that only returns can be compared.
     """
 
@@ -93,6 +95,7 @@ class WorldSpec:
     history: int = 1
     rewards: tuple[str, ...] = ("reward",)
     instructions: tuple[str, ...] = ("",)
+    paraphrases: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, tuple[str, ...]])
     success: str = ""
     terminate_on_success: bool = True
     reports_success: bool = True
@@ -102,11 +105,21 @@ class WorldSpec:
         """Names of the cameras whose images are part of the observation."""
         return cameras_of(self.observation)
 
+    @property
+    def goals(self) -> tuple[str, ...]:
+        """What its instructions ask for: each once, in plain words, in the order of the instructions."""
+        return tuple(dict.fromkeys(map(self.meaning, self.instructions)))
+
+    def meaning(self, text: str) -> str:
+        """Return the plain words of an instruction that may be a paraphrase."""
+        return next((plain for plain, others in self.paraphrases.items() if text in others), text)
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         plain = {key: list(value) if is_sequence(value) else value for key, value in self.__dict__.items()}
         fields = {key: each.to_json() for key, each in self.observation.items()}
-        return {**plain, "observation": fields, "action": self.action.to_json()}
+        others = {text: list(each) for text, each in self.paraphrases.items()}
+        return {**plain, "observation": fields, "action": self.action.to_json(), "paraphrases": others}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "WorldSpec":
@@ -114,6 +127,7 @@ class WorldSpec:
         values: dict[str, Any] = {key: tuple(value) if is_sequence(value) else value for key, value in data.items()}
         values["observation"] = {key: Field.from_json(value) for key, value in data["observation"].items()}
         values["action"] = Field.from_json(data["action"])
+        values["paraphrases"] = {text: tuple(each) for text, each in data.get("paraphrases", {}).items()}
         return WorldSpec(**values)
 
 

@@ -1,4 +1,4 @@
-"""Tidy: three cubes, two trays and a drawer on the six-joint arm's table; the instruction alone says what is to be done.
+"""Tidy: three cubes, two trays and a drawer before the six-joint arm; the instruction alone says what is to be done.
 
 Twelve instructions: each cube into either tray or the drawer, the red cube onto the blue one, the drawer open, the
 drawer shut. Starts are drawn without regard to the instruction (the drawer begins half open, which cube lies where and
@@ -20,7 +20,26 @@ CUBES, TRAYS = ("red", "green", "blue"), ("white", "black")
 PLACES = (*(f"{tray} tray" for tray in TRAYS), "drawer")
 STACK, OPEN, CLOSE = "stack the red cube on the blue cube", "open the drawer", "close the drawer"
 INSTRUCTIONS = (*(f"put the {cube} cube in the {place}" for cube in CUBES for place in PLACES), STACK, OPEN, CLOSE)
-HELD_OUT = ("put the red cube in the black tray", "put the green cube in the drawer", "put the blue cube in the white tray")
+HELD_OUT = (
+    "put the red cube in the black tray",
+    "put the green cube in the drawer",
+    "put the blue cube in the white tray",
+)
+_PUT = ("place the {0} cube into the {1}", "move the {0} block to the {1}", "the {0} cube goes into the {1}")
+PARAPHRASES = {
+    **{
+        f"put the {cube} cube in the {place}": tuple(text.format(cube, place) for text in _PUT)
+        for cube in CUBES
+        for place in PLACES
+    },
+    STACK: (
+        "place the red cube on top of the blue cube",
+        "pile the red block on the blue one",
+        "the red cube goes onto the blue cube",
+    ),
+    OPEN: ("pull the drawer out", "pull the drawer open", "slide the drawer out"),
+    CLOSE: ("push the drawer in", "shut the drawer", "slide the drawer shut"),
+}
 
 TIP_LOW, TIP_HIGH = np.array([0.11, -0.16, 0.014]), np.array([0.29, 0.16, 0.095])
 """The box that tip targets are clipped to, m: wider than that of the other tasks, every point of it within reach."""
@@ -278,4 +297,6 @@ def task() -> Task:
         potential=potential,
         succeeded=succeeded,
         expert=TidyExpert,
+        paraphrases=PARAPHRASES,
+        held_out=HELD_OUT,
     )
