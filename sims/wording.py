@@ -22,7 +22,7 @@ INSTRUCTIONS, PHRASINGS = (TRAINING, HELD_OUT, ALL), (PLAIN, PARAPHRASED, ALL)
 
 @dataclass(frozen=True)
 class Wording:
-    """What a world says: texts [T]; goals: [T] which of the task's instructions each means; plain: the task's own [G]."""
+    """What a world says: texts [T]; goals: [T] which of the task's instructions each means; plain: the latter [G]."""
 
     texts: tuple[str, ...]
     goals: np.ndarray

@@ -18,8 +18,12 @@ class EvaluateSection:
     the same policy without planning.
     """
     instruction: str = ""
-    """What the policy is told: empty for what the world asks for, wrong for another of its instructions, or any text; a
-    policy that minds the language then fails.
+    """What the policy is told: empty for what the world asks for, wrong for another of its instructions, paraphrase for
+    the same in other words, or any text.
+    """
+    controls: tuple[str, ...] | None = None
+    """Judged besides, without noise: wrong_instruction (a policy that minds the language then fails), paraphrase; null
+    for those that a world with several instructions has.
     """
     anchors: Path | None = None
     """A dataset of graded quality (collect.quality) of the same world: returns are also scored between what uniform

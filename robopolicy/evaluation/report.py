@@ -15,6 +15,7 @@ from robopolicy.core.storage import read_json, write_atomic, write_json
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.plots import Rate
 from robopolicy.evaluation.stages import STAGES, stage_rows
+from robopolicy.evaluation.told import control_table, instruction_table
 
 UNPLANNED = "without planning"
 """What a policy that does not look ahead is called beside itself."""
@@ -106,6 +107,7 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> No
     if rates:
         caption = "Points are success rates, bars their Wilson 95 % intervals; all policies play the same seeds."
         report.sections.append(Section("Success", caption, svg=plots.success_bars(rates)))
+    _add_language(report, result)
     _add_curves(report, folder.metrics(), _base_rate(result))
     if "validation" in result:
         _add_validation(report, result["validation"])
@@ -115,6 +117,21 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> No
     if "deployed" in result:
         _add_deployment(report, result["deployed"])
     report.sections += film(folder.path)
+
+
+def _add_language(report: Report, result: Mapping[str, Any]) -> None:
+    """Add success by instruction, and what became of it under other words, where the world has several."""
+    found = instruction_table(_judged(result))
+    if found is not None:
+        caption = "Success with Wilson 95 % intervals, of the episodes that asked for it."
+        report.sections.append(Section("Every instruction", caption, header=found[0], rows=found[1]))
+    if "controls" in result:
+        header, rows = control_table(result["controls"])
+        caption = (
+            "The same starts and the same judge, but the policy is told something else. Told another instruction, a "
+            "policy that listens fails; told a paraphrase, one that understands succeeds as before."
+        )
+        report.sections.append(Section("Does it listen?", caption, header=header, rows=rows))
 
 
 def _add_gate(report: Report, result: Mapping[str, Any]) -> None:

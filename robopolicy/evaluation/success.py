@@ -36,7 +36,8 @@ class EvaluationResult:
 
     success [E] bool; returns [E] sums of reward; lengths [E] control steps; cut [E] bool: imagination was stopped
     before the episode's end (a failure unless it had succeeded); seconds: wall time; steps: control steps executed;
-    reports_success: False where the world does not say which episodes succeeded, so that only returns mean anything.
+    reports_success: False where the world does not say which episodes succeeded, so that only returns mean anything;
+    instructions [E]: what each episode asked for, in plain words, () where the world has one instruction.
     """
 
     world: str
@@ -50,6 +51,7 @@ class EvaluationResult:
     steps: int
     confidence: float = 0.95
     reports_success: bool = True
+    instructions: tuple[str, ...] = ()
 
     @property
     def episodes(self) -> int:
@@ -81,6 +83,17 @@ class EvaluationResult:
         """What policies are compared by: the success rate, or the mean return where there is none."""
         return self.success_rate if self.reports_success else float(self.returns.mean())
 
+    def by_instruction(self) -> dict[str, dict[str, Any]]:
+        """Return the figures of each instruction's episodes, in the order of the texts; {} where there is only one."""
+        found: dict[str, dict[str, Any]] = {}
+        for text in sorted(set(self.instructions)):
+            here = np.array([each == text for each in self.instructions])
+            successes, episodes = int(self.success[here].sum()), int(here.sum())
+            low, high = wilson(successes, episodes, self.confidence)
+            counts = {"episodes": episodes, "successes": successes, "success_rate": successes / episodes}
+            found[text] = {**counts, "low": low, "high": high, "return_mean": float(self.returns[here].mean())}
+        return found
+
     def figures(self) -> dict[str, float]:
         """Return what fine-tuning keeps of a validation: success and its interval, or the return that stands for it."""
         low, high = self.interval if self.reports_success else self.return_interval
@@ -98,6 +111,7 @@ class EvaluationResult:
     def summary(self) -> dict[str, Any]:
         """Return the figures without the per-episode lists, for a metrics line."""
         low, high = self.interval
+        several = {"by_instruction": self.by_instruction()} if self.instructions else {}
         return {
             "world": self.world,
             "episodes": self.episodes,
@@ -115,11 +129,14 @@ class EvaluationResult:
             "deterministic": self.deterministic,
             "seconds": self.seconds,
             "steps": self.steps,
+            **several,
         }
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary: the summary and the outcome of every episode."""
         per_episode = {name: getattr(self, name).tolist() for name in ("seeds", "success", "returns", "lengths", "cut")}
+        if self.instructions:
+            per_episode["instructions"] = list(self.instructions)
         return {**self.summary(), "per_episode": per_episode}
 
     @staticmethod
@@ -138,6 +155,7 @@ class EvaluationResult:
             steps=data["steps"],
             confidence=data["confidence"],
             reports_success=data.get("reports_success", True),
+            instructions=tuple(episodes.get("instructions", ())),
         )
 
 
@@ -166,6 +184,7 @@ def evaluate_policy(
         raise ConfigError("Evaluation seeds repeat: repeated episodes are not independent, use distinct seeds.")
     success, cut = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
+    several, asked = len(world.spec.goals) > 1, np.full(len(seeds), "", dtype=object)
     start = time.perf_counter()
     with progress(label, len(seeds)) as advance:
         for index in waves(seeds, world.batch_size):
@@ -174,6 +193,7 @@ def evaluate_policy(
             )
             success[index], returns[index] = wave.success, wave.returns
             lengths[index], cut[index] = wave.lengths, wave.cut
+            asked[index] = [world.spec.meaning(text) for text in wave.instructions]
             advance(len(index))
     return EvaluationResult(
         world=world.spec.name,
@@ -187,6 +207,7 @@ def evaluate_policy(
         steps=int(lengths.sum()),
         confidence=confidence,
         reports_success=world.spec.reports_success,
+        instructions=tuple(asked) if several else (),
     )
 
 

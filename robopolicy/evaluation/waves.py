@@ -14,17 +14,21 @@ from robopolicy.core.errors import SpecError
 from robopolicy.core.player import PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
+from robopolicy.core.spec import TASK
 from robopolicy.core.world import Controller, Step, World
 
 
 @dataclass(frozen=True)
 class Wave:
-    """Outcomes of n episodes, each [n]: success, cut (imagination stopped early) bool; returns; lengths in steps."""
+    """Outcomes of n episodes, each [n]: success, cut (imagination stopped early) bool; returns; lengths in steps; the
+    instructions, as the world gave them.
+    """
 
     success: np.ndarray
     returns: np.ndarray
     lengths: np.ndarray
     cut: np.ndarray
+    instructions: tuple[str, ...]
 
 
 def waves(seeds: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
@@ -62,6 +66,7 @@ def play_wave(
     actor = actor_of(policy, generator, deterministic=deterministic)
     player = Player(world, actor, stepwise=after_step is not None)
     player.start_wave(seeds)
+    instructions = tuple(str(text) for text in player.observation[TASK][:count])
     if after_step is not None:
         after_step(None)
     if watch is not None:
@@ -81,4 +86,4 @@ def play_wave(
     cut = np.zeros(rows, dtype=bool)
     if step.horizon_end is not None:
         cut = step.horizon_end & ~step.terminated & ~step.truncated
-    return Wave(step.success[:count].copy(), returns[:count], lengths[:count], cut[:count])
+    return Wave(step.success[:count].copy(), returns[:count], lengths[:count], cut[:count], instructions)

@@ -1,8 +1,9 @@
 """Measures success over paired seeds, deterministic and stochastic, with Wilson intervals; writes a report with videos.
 
 evaluate.base=CHECKPOINT judges a second policy on the same seeds and tests the difference. world=worldmodel judges in
-imagination (world.model=CHECKPOINT): the same starts, the same policy, a learned world. evaluate.instruction=wrong
-tells the policy another of the world's instructions: success above chance then means that it does not listen.
+imagination (world.model=CHECKPOINT): the same starts, the same policy, a learned world. Where a world has several
+instructions, success is told for each, and evaluate.controls says what becomes of it when the policy is told another
+one (wrong_instruction: as much success as before means that it does not listen) or the same in other words.
 evaluate.latency_steps=N lets every decision take N control steps, and evaluate.chunking says what the robot does then.
 plan.model=CHECKPOINT judges the policy looking ahead in a world model, beside itself without. evaluate.anchors=DATASET
 scores returns between what uniform actions and the expert earn.
@@ -23,11 +24,12 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.world import World, can_render
-from robopolicy.evaluation.instructions import with_instruction
+from robopolicy.evaluation.instructions import Control, controls_of, judge_controls, with_instruction
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.scores import Anchors, normalised_score, read_anchors
 from robopolicy.evaluation.smoothness import Smoothness, SmoothnessMeter
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
+from robopolicy.evaluation.told import instruction_table
 from robopolicy.evaluation.video import record_grid, write_video
 from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
 from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
@@ -99,6 +101,26 @@ def judge(
     return Verdict(result(True), result(False), smoothness)
 
 
+def controlled(
+    config: Config, world: World, policy: Policy, beside: EvaluationResult, device: torch.device, label: str
+) -> dict[str, Control]:
+    """Return the controls of language that the section asks for, played on the seeds of `beside`, by name.
+
+    Nothing by default where the policy is told something else than the world says anyway.
+    """
+    asked = config.evaluate.controls
+    if asked is None and config.evaluate.instruction:
+        asked = ()
+
+    def play(told: Policy, control: str) -> EvaluationResult:
+        label_here = f"{label}, {control}"
+        return evaluate_policy(
+            world, told, beside.seeds, generator_seed=config.run.seed, device=device, label=label_here
+        )
+
+    return judge_controls(policy, world.spec, controls_of(world.spec, asked), beside, play)
+
+
 def delayed(section: EvaluateSection, policy: Policy) -> tuple[Policy, Callable[[], SmoothnessMeter] | None]:
     """Return `policy` as it acts with the section's delay, and what measures its smoothness where that matters."""
     delay = Delay(section.latency_steps, section.hold, section.positions)
@@ -110,7 +132,7 @@ def delayed(section: EvaluateSection, policy: Policy) -> tuple[Policy, Callable[
 
 
 def print_verdicts(verdicts: dict[str, Verdict]) -> None:
-    """Print success rates (returns, where there is no success) with intervals, one row a policy."""
+    """Print success rates (returns, where there is no success) with intervals, one row a policy; and by instruction."""
     table = Table(box=None, padding=(0, 2))
     for column in ("", "world", "deterministic", "stochastic", "episodes"):
         table.add_column(column, justify="left" if column in ("", "world") else "right")
@@ -121,6 +143,27 @@ def print_verdicts(verdicts: dict[str, Verdict]) -> None:
     for name, verdict in verdicts.items():
         for mode, smoothness in verdict.smoothness.items():
             output.print(f"{name}, {mode}: {smoothness.text}", markup=False)
+    print_instructions(verdicts)
+
+
+def print_instructions(verdicts: Mapping[str, Verdict]) -> None:
+    """Print success without noise for every instruction, one column a policy; nothing where there is only one."""
+    found = instruction_table([(name, verdict.deterministic.summary()) for name, verdict in verdicts.items()])
+    if found is None:
+        return
+    table = Table(box=None, padding=(0, 2))
+    for column in found[0]:
+        table.add_column(column, justify="left" if column == found[0][0] else "right")
+    for row in found[1]:
+        table.add_row(*row)
+    output.print(table)
+
+
+def print_controls(controls: Mapping[str, Mapping[str, Control]]) -> None:
+    """Print what became of success under other words, one line a policy and control."""
+    for name, judged in controls.items():
+        for control, found in judged.items():
+            output.print(f"{name}, {control.replace('_', ' ')}: {found.text}", markup=False, soft_wrap=True)
 
 
 def normalised(verdicts: Mapping[str, Verdict], anchors: Anchors | None) -> dict[str, Any]:
@@ -160,6 +203,7 @@ def run(config: Config) -> int:
     folder = open_fresh_run(config, "evaluate", VERB.sections)
     result: dict[str, Any] = {}
     verdicts: dict[str, Verdict] = {}
+    controls: dict[str, dict[str, Control]] = {}
     for name, policy in policies.items():
         world = build_world(
             config.world, policy, episodes=config.evaluate.episodes, seed=config.run.seed, device=device
@@ -167,8 +211,9 @@ def run(config: Config) -> int:
         if anchors is not None:
             anchors.require_world(world.spec.name)
         acting, meter = delayed(section, as_seen_in(world, policy))
-        policy = with_instruction(acting, section.instruction, world.spec.instructions)
+        policy = with_instruction(acting, section.instruction, world.spec)
         verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name, meter=meter)
+        controls[name] = controlled(config, world, acting, verdicts[name].deterministic, device, name)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
         if section.videos and can_render(world):
             clip = record_grid(world, policy, seeds[: section.videos], label=name, device=device)
@@ -178,7 +223,11 @@ def run(config: Config) -> int:
         beside = next(iter(verdicts.values()))
         difference = compare(beside.deterministic, verdicts["policy"].deterministic)
         result["difference"] = difference.to_json()
+    if any(controls.values()):
+        told = {name: {control: each.to_json() for control, each in found.items()} for name, found in controls.items()}
+        result["controls"] = told
     print_verdicts(verdicts)
+    print_controls(controls)
     finish(config, folder, result | normalised(verdicts, anchors))
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0

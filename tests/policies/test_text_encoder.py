@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy_conformance import check_policy
-from robopolicy.core.spec import STATE, TASK, Field
+from robopolicy.core.spec import STATE, TASK, Field, WorldSpec
 from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.nn.configuration import DenoiserKind, FlowNoise, ImageEncoderConfig
 from robopolicy.nn.text import WordEncoder
@@ -87,7 +87,7 @@ def test_opposite_instructions_in_one_state_are_told_apart_only_by_a_text_encode
     assert listens.reads_instructions
     for text, meant in zip(TEXTS, (0.6, -0.6), strict=True):
         assert (done(listens, text) - meant).abs().max() < 0.2
-    wrong = with_instruction(listens, "wrong", TEXTS)
+    wrong = with_instruction(listens, "wrong", WorldSpec("ways", {}, listens.action, 10, 10, instructions=TEXTS))
     assert (done(wrong, TEXTS[0]) + 0.6).abs().max() < 0.2
     deaf = taught(replace(CONFIG, kind=kind, text_encoder=TextEncoder.NONE))
     assert not deaf.reads_instructions

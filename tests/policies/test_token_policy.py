@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
 from robopolicy.core.policy_conformance import check_policy
-from robopolicy.core.spec import Field
+from robopolicy.core.spec import Field, WorldSpec
 from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.nn.configuration import ActionTokens
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, load_policy
@@ -387,9 +387,10 @@ def test_it_learns_to_listen():
         optimiser.step()
     right = policy.act(batch["observation"], generator(), deterministic=True).actions
     assert functional.mse_loss(right, actions) < 0.01
-    wrong = with_instruction(policy, "wrong", policy.instructions)
+    world = WorldSpec("ways", {}, ACTION, 10, 10, instructions=policy.instructions)
+    wrong = with_instruction(policy, "wrong", world)
     assert (wrong.act(batch["observation"], generator(), deterministic=True).actions * actions).max() < 0
-    always = with_instruction(policy, "go left", policy.instructions)
+    always = with_instruction(policy, "go left", world)
     assert (always.act(batch["observation"], generator(), deterministic=True).actions < 0).all()
     with pytest.raises(ConfigError, match="several instructions"):
-        with_instruction(policy, "wrong", ("go left",))
+        with_instruction(policy, "wrong", replace(world, instructions=("go left",)))
