@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
 EXTRA = "vla"
-PADDING, BEGIN = "<pad>", "<begin>"
+PADDING, BEGIN, UNKNOWN = "<pad>", "<begin>", "<unknown>"
 ATTENTION = (None, "eager", "sdpa", "flex_attention")
 """What a file may choose as attention and the like; any other name can stand for code on the hub."""
 LARGEST = 2**24
@@ -49,11 +49,16 @@ class TextTokenizer(Protocol):
 
 
 class WordTokenizer:
-    """Lower-case words of a fixed vocabulary, for models made from scratch; it is saved with the policy's config."""
+    """Lower-case words of a fixed vocabulary, for models made from scratch; it is saved with the policy's config.
 
-    def __init__(self, texts: Sequence[str]):
+    texts: whose words it knows; unknown: whether all others are one more token, or refused.
+    """
+
+    def __init__(self, texts: Sequence[str], *, unknown: bool = False):
         self.words = tuple(sorted({word for text in texts for word in text.lower().split()}))
-        self._index = {word: index for index, word in enumerate((PADDING, BEGIN, *self.words))}
+        known = (PADDING, BEGIN, *self.words, *([UNKNOWN] if unknown else []))
+        self._index = {word: index for index, word in enumerate(known)}
+        self.unknown = self._index.get(UNKNOWN)
 
     @property
     def size(self) -> int:
@@ -61,8 +66,10 @@ class WordTokenizer:
         return len(self._index)
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return tokens [U, L] and text [U, L]; raises SpecError for words never seen."""
+        """Return tokens [U, L] and text [U, L]; raises SpecError for words never seen, unless they are one token."""
         rows = [[BEGIN, *text.lower().split()] for text in texts]
+        if self.unknown is not None:
+            rows = [[word if word in self._index else UNKNOWN for word in row] for row in rows]
         for row, text in zip(rows, texts, strict=True):
             for word in row:
                 if word not in self._index:

@@ -84,6 +84,9 @@ class DenoisingPolicyConfig:
     """
     text_features: int = 64
     """Size of an instruction's vector."""
+    hidden_words: float = 0.0
+    """Share of an instruction's words that training hides, so that texts with unknown words are read; 0 refuses them.
+    """
     prediction: Prediction = Prediction.SAMPLE
     """What a diffusion predicts (a flow predicts the velocity). With ten steps, predicting the clean sample imitates
     two to three times as closely as predicting the noise, and unlike it still steers the last step.
@@ -156,6 +159,8 @@ class DenoisingPolicyConfig:
         for name in ("denoising_steps", "sampling_steps", "matching_samples"):
             if getattr(self, name) > MOST_STEPS:
                 raise ConfigError(f"{name} is {getattr(self, name)}: choose at most {MOST_STEPS}.")
+        if not 0 <= self.hidden_words < 1:
+            raise ConfigError(f"hidden_words is {self.hidden_words}: it is a share of words, 0 to below 1.")
         if self.text_features < 1:
             raise ConfigError(f"text_features is {self.text_features}: an instruction's vector has at least 1 element.")
         if self.history < 1:

@@ -168,7 +168,7 @@ class ChunkNetwork(nn.Module):
         self.text_encoder: WordEncoder | None = None
         condition_size = self.encoder.dimension
         if config.text_encoder is TextEncoder.WORDS:
-            self.text_encoder = WordEncoder(instructions, config.text_features)
+            self.text_encoder = WordEncoder(instructions, config.text_features, config.hidden_words)
             condition_size += config.text_features
         told = action_size + (config.prefix_steps > 0)  # one more channel says which steps are given
         self.denoiser = make_denoiser(
@@ -182,14 +182,14 @@ class ChunkNetwork(nn.Module):
             self.noise_head = NoiseHead(condition_size, action_size, max(low, config.min_sampling_std), high)
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
-        """Return {"condition": [N, D]}; a generator shifts images at random.
+        """Return {"condition": [N, D]}; a generator shifts images and hides words at random.
 
         With a text encoder, raises SpecError where the instruction is missing or has words that it does not know.
         """
         seen = self.encoder(observation, generator)
         if self.text_encoder is None:
             return {CONDITION: seen}
-        told = self.text_encoder(given_instructions(observation, len(seen), self.instructions))
+        told = self.text_encoder(given_instructions(observation, len(seen), self.instructions), generator)
         return {CONDITION: torch.cat([seen, told], -1)}
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:

@@ -41,7 +41,7 @@ PARAPHRASES = {
     CLOSE: ("push the drawer in", "shut the drawer", "slide the drawer shut"),
 }
 
-TIP_LOW, TIP_HIGH = np.array([0.11, -0.16, 0.014]), np.array([0.29, 0.16, 0.095])
+TIP_LOW, TIP_HIGH = np.array([0.11, -0.145, 0.014]), np.array([0.285, 0.145, 0.095])
 """The box that tip targets are clipped to, m: wider than that of the other tasks, every point of it within reach."""
 
 DRAWER_FRONT = 0.302

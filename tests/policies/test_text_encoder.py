@@ -150,6 +150,22 @@ def test_other_phrasings_of_known_words_are_read_and_new_words_refused():
         policy.act(observe(["put red lefft"]), generator())
 
 
+def test_where_words_were_hidden_in_training_unknown_ones_are_read():
+    """Only losses hide words: what is decided and scored does not; whatever is unknown is one and the same word."""
+    policy = make(replace(CONFIG, hidden_words=0.5))
+    told = [policy.act(observe([f"put {word} left of blue"]), generator()).actions for word in ("red", "mauve", "teal")]
+    assert torch.equal(told[1], told[2]) and not torch.equal(told[0], told[1])
+    encoder = policy.network.text_encoder
+    assert isinstance(encoder, WordEncoder)
+    draw = lambda seed: encoder([TEXTS[0]] * 64, generator(seed))  # noqa: E731
+    assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
+    assert len(draw(1).unique(dim=0)) > 8  # every row hides words of its own
+    assert torch.allclose(encoder([TEXTS[0]] * 2), encoder([TEXTS[0], "stop"])[:1].expand(2, -1), atol=1e-6)
+    assert bool((draw(1) == encoder([TEXTS[0]])).all(1).sum() < 16)
+    with pytest.raises(ConfigError, match=r"hidden_words is 1\.0"):
+        replace(CONFIG, hidden_words=1.0)
+
+
 @pytest.mark.parametrize(
     ("texts", "said"),
     [

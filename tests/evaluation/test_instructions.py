@@ -1,0 +1,171 @@
+"""Success of every instruction, and the controls of language: one that listens, one that is deaf, one that refuses."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from robopolicy.cli import main
+from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.policy import Decision
+from robopolicy.core.spec import TASK, PolicySpec
+from robopolicy.evaluation.instructions import OtherInstruction, controls_of, judge_controls
+from robopolicy.evaluation.intervals import wilson
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
+from sims.engine import MujocoWorld
+from sims.registry import load_task
+from sims.tasks.push_choice import INSTRUCTIONS, PushChoiceExpert
+from sims.wording import InPlainWords
+
+OTHERS = {text: (text.replace("push", "shove"), text.replace("push", "bring")) for text in INSTRUCTIONS}
+EPISODES = 60
+
+
+class Told:
+    """The scripted expert as a policy. understands: reads paraphrases; deaf: does always the first instruction."""
+
+    def __init__(self, world, understands=True, deaf=False):
+        spec = world.spec
+        self.spec = PolicySpec(spec.observation, spec.action, 1, 1, 1, 0, spec.fps, spec.instructions)
+        self.understands, self.deaf, self.heard = understands, deaf, set()
+        self.expert = InPlainWords(PushChoiceExpert(), OTHERS)
+
+    def reset(self, rows=None):
+        self.expert.reset(rows)
+
+    def act(self, observation, generator, *, deterministic=False):
+        texts = observation[TASK]
+        self.heard |= set(texts)
+        if not self.understands and not set(texts) <= set(INSTRUCTIONS):
+            raise SpecError("The policy was not taught the word 'shove'.")
+        arrays = {key: value.numpy() for key, value in observation.items() if key != TASK}
+        arrays[TASK] = np.array([INSTRUCTIONS[0]] * len(texts) if self.deaf else texts)
+        return Decision(torch.as_tensor(self.expert.act(arrays), dtype=torch.float32)[:, None])
+
+
+@pytest.fixture(scope="module")
+def world():
+    made = MujocoWorld(replace(load_task("push_choice"), paraphrases=OTHERS), EPISODES)
+    yield made
+    made.close()
+
+
+def judged(world, **kind):
+    """Return the policy's own judgement and its controls."""
+    policy, seeds = Told(world, **kind), np.arange(EPISODES)
+    right = evaluate_policy(world, policy, seeds)
+    play = lambda told, label: evaluate_policy(world, told, seeds, label=label)  # noqa: E731
+    return policy, right, judge_controls(policy, world.spec, controls_of(world.spec, None), right, play)
+
+
+def test_one_that_listens_fails_under_another_instruction_and_understands_other_words(world):
+    policy, right, controls = judged(world)
+    assert right.success_rate >= 0.95 and controls["wrong_instruction"].found.success_rate <= 0.05
+    assert np.array_equal(controls["paraphrase"].found.success, right.success)
+    assert {text for others in OTHERS.values() for text in others} <= policy.heard
+    told = controls["wrong_instruction"].to_json()["difference"]
+    assert told["high"] < -0.8 and "points" in controls["wrong_instruction"].text
+
+
+def test_one_that_is_deaf_does_not_notice(world):
+    _, right, controls = judged(world, deaf=True)
+    assert 0.1 < right.success_rate < 0.45
+    for control in controls.values():
+        assert np.array_equal(control.found.success, right.success)
+        assert control.to_json()["difference"]["difference"] == 0.0
+    each = right.by_instruction()
+    assert each[INSTRUCTIONS[0]]["success_rate"] >= 0.95
+    assert not any(each[text]["successes"] for text in INSTRUCTIONS[1:])
+
+
+def test_one_that_does_not_know_the_words_is_said_to_refuse(world):
+    _, _, controls = judged(world, understands=False)
+    assert controls["paraphrase"].to_json() == {"refused": "The policy was not taught the word 'shove'."}
+    assert controls["paraphrase"].text.startswith("refused: ") and "refused" not in controls["wrong_instruction"].text
+
+
+def test_wrong_is_never_what_is_asked_and_reaches_every_other(world):
+    wrong = OtherInstruction(Told(world), "wrong", world.spec)
+    for text in INSTRUCTIONS:
+        for said in (text, *OTHERS[text]):
+            told = {wrong._told(said, row) for row in range(6)}
+            assert told == set(INSTRUCTIONS) - {text}
+    again = OtherInstruction(Told(world), "paraphrase", world.spec)
+    assert {again._told(OTHERS[INSTRUCTIONS[0]][0], row) for row in range(3)} == {OTHERS[INSTRUCTIONS[0]][1]}
+
+
+def test_controls_that_a_world_cannot_have_are_refused(world):
+    one = replace(world.spec, instructions=INSTRUCTIONS[:1], paraphrases={})
+    assert controls_of(world.spec, None) == ("wrong_instruction", "paraphrase") and controls_of(world.spec, ()) == ()
+    assert controls_of(one, None) == () and controls_of(replace(world.spec, paraphrases={}), None) == (
+        "wrong_instruction",
+    )
+    for spec, name, text in (
+        (one, "wrong_instruction", "has one instruction"),
+        (one, "paraphrase", "has no paraphrase of every instruction"),
+        (world.spec, "paraphrases", "Did you mean 'paraphrase'"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            controls_of(spec, (name,))
+
+
+def result(**changes):
+    """Four episodes of two instructions: one of two, two of two."""
+    given = {
+        "world": "here",
+        "seeds": np.arange(4),
+        "success": np.array([True, False, True, True]),
+        "returns": np.array([1.0, 0.0, 2.0, 4.0]),
+        "lengths": np.full(4, 5),
+        "cut": np.zeros(4, dtype=bool),
+        "deterministic": True,
+        "seconds": 1.0,
+        "steps": 20,
+        "instructions": ("open", "open", "close", "close"),
+    }
+    return EvaluationResult(**(given | changes))
+
+
+def test_figures_of_every_instruction_by_hand():
+    found = result().by_instruction()
+    low, high = wilson(1, 2)
+    assert found["open"] == {
+        "episodes": 2, "successes": 1, "success_rate": 0.5, "low": low, "high": high, "return_mean": 0.5
+    }  # fmt: skip
+    assert found["close"]["success_rate"] == 1.0 and found["close"]["return_mean"] == 3.0
+    assert EvaluationResult.from_json(json.loads(json.dumps(result().to_json()))).by_instruction() == found
+    alone = result(instructions=()).to_json()
+    assert "by_instruction" not in alone and "instructions" not in alone["per_episode"]
+
+
+def test_the_report_tells_instructions_and_controls_apart(tmp_path):
+    told = {"wrong_instruction": {**result().summary(), "difference": {"difference": -0.5, "low": -0.9, "high": -0.1}}}
+    controls = {"policy": {**told, "paraphrase": {"refused": "not taught the word 'shove'"}}}
+    judged = {"deterministic": result().to_json(), "stochastic": result().to_json()}
+    (tmp_path / "result.json").write_text(json.dumps({"policy": judged, "controls": controls}))
+    page = report_for_run(tmp_path).read_text()
+    for text in ("Every instruction", "50% [9%, 91%] of 2", "Does it listen?", "-50.0 points [-90.0, -10.0]", "shove"):
+        assert text in page, text
+
+
+def test_evaluate_prints_and_keeps_instructions_and_controls(tmp_path, capsys):
+    """The whole way through the command line, with a policy that has learned next to nothing."""
+    small = ["recipe=tidy", f"run.root={tmp_path}", "collect.episodes=9", "policy.width=16", "policy.hidden_words=0.2"]
+    small += ["train.fit.steps=2", "train.batch_size=16", "train.evaluate_episodes=0", "world.batch_size=6"]
+    for verb in ("collect", "train"):
+        assert main([verb, *small]) == 0
+    checkpoint = str(tmp_path / "train" / "tidy" / "0" / "checkpoint")
+    capsys.readouterr()
+    asked = ["evaluate.episodes=6", "evaluate.videos=0", "world.options.instructions=held_out"]
+    assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked]) == 0
+    said = capsys.readouterr().out
+    assert "policy, wrong instruction: 0.0%" in said and "policy, paraphrase: 0.0%" in said
+    kept = json.loads(next(tmp_path.glob("evaluate/*/0/result.json")).read_text())
+    assert set(kept["controls"]["policy"]) == {"wrong_instruction", "paraphrase"}
+    assert set(kept["policy"]["deterministic"]["by_instruction"]) <= set(load_task("tidy").held_out)
+    assert "Does it listen?" in next(tmp_path.glob("evaluate/*/0/report.html")).read_text()
+    assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked, "evaluate.controls=[]"]) == 0
+    assert "controls" not in json.loads(next(tmp_path.glob("evaluate/*/0/result.json")).read_text())
