@@ -43,7 +43,7 @@ def test_every_plot_is_drawn_from_the_figures_and_every_picture_is_shown():
     assert {"imagination", "ranking"} <= set(drawn)
     for name in drawn:
         assert tables.picture_of(name).read_text().endswith(tables.drawn_of(name)), "run: robopolicy bench tables"
-    text = "".join(path.read_text() for path in tables.READMES)
+    text = "".join(path.read_text() for path in (*tables.READMES, ROOT / "sims" / "README.md"))
     for path in resource("assets", "pictures").iterdir():
         assert f"assets/pictures/{path.name})" in text, f"no README shows {path.name}"
 

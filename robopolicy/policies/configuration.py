@@ -79,14 +79,13 @@ class DenoisingPolicyConfig:
     """Attention heads of the transformer."""
     image: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
     text_encoder: TextEncoder = TextEncoder.NONE
-    """none ignores instructions, so all tasks of a dataset are learned as one; words reads them, with an encoder that
-    is trained with the policy and knows the words of the data's instructions.
+    """none learns all tasks of a dataset as one; words reads instructions, and knows the data's words alone unless
+    hidden_words > 0.
     """
     text_features: int = 64
     """Size of an instruction's vector."""
     hidden_words: float = 0.0
-    """Share of an instruction's words that training hides, so that texts with unknown words are read; 0 refuses them.
-    """
+    """Share of words that training hides."""
     prediction: Prediction = Prediction.SAMPLE
     """What a diffusion predicts (a flow predicts the velocity). With ten steps, predicting the clean sample imitates
     two to three times as closely as predicting the noise, and unlike it still steers the last step.
