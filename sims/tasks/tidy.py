@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from robopolicy.core.errors import SpecError, did_you_mean
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK, Observation
 from robopolicy.core.world import Rows
 from sims import arm, grasping
@@ -20,6 +21,9 @@ CUBES, TRAYS = ("red", "green", "blue"), ("white", "black")
 PLACES = (*(f"{tray} tray" for tray in TRAYS), "drawer")
 STACK, OPEN, CLOSE = "stack the red cube on the blue cube", "open the drawer", "close the drawer"
 INSTRUCTIONS = (*(f"put the {cube} cube in the {place}" for cube in CUBES for place in PLACES), STACK, OPEN, CLOSE)
+_THING = (0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 3, 3)
+_PLACE = (0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 5)
+"""By instruction: which cube it moves (3: the handle), and where to; see `instructed`."""
 HELD_OUT = (
     "put the red cube in the black tray",
     "put the green cube in the drawer",
@@ -145,36 +149,48 @@ def instructed(observation: Arrays) -> Scene:
     """Return what the instruction speaks of.
 
     observation: state [..., 19], environment state [..., 69], texts `task` that broadcast against the leading axes.
+    Raises SpecError for a text that is none of the twelve.
     """
-    environment, task = observation[ENVIRONMENT_STATE], np.asarray(observation[TASK])
-    task = np.broadcast_to(task, environment.shape[:-1])
+    environment = observation[ENVIRONMENT_STATE]
+    goal = np.broadcast_to(_goals(np.asarray(observation[TASK])), environment.shape[:-1])
     opening = environment[..., _OPENING][..., 0]
-    tip = arm.parts(observation[STATE])["tip"]
-    to_handle = environment[..., _TO_HANDLE]
-    # The handle first, which is what neither opening nor closing nor a cube overrules.
-    pull = np.where(task == OPEN, opening - (TRAVEL - 0.002), opening)
-    thing, to_thing, velocity = tip + to_handle, to_handle, np.zeros_like(to_handle)
-    goal = thing + pull[..., None] * [1.0, 0.0, 0.0]
-    in_drawer = np.zeros(task.shape, dtype=bool)
-    places = [np.concatenate([environment[..., tray], np.full((*task.shape, 1), REST_IN_TRAY)], -1) for tray in _TRAY]
-    across = [DRAWER_FRONT - opening / 2, np.zeros_like(opening), np.full_like(opening, REST_IN_DRAWER)]
-    places.append(np.stack(across, axis=-1))
-    for cube, name in enumerate(CUBES):
-        position = environment[..., _POSITION[cube]]
-        mine = np.zeros(task.shape, dtype=bool)
-        for place, where in enumerate(places):
-            meant = task == INSTRUCTIONS[len(PLACES) * cube + place]
-            goal = np.where(meant[..., None], where, goal)
-            in_drawer = in_drawer | (meant & (PLACES[place] == "drawer"))
-            mine = mine | meant
-        mine = mine | ((task == STACK) & (name == "red"))
-        thing = np.where(mine[..., None], position, thing)
-        to_thing = np.where(mine[..., None], environment[..., _TO_CUBE[cube]], to_thing)
-        velocity = np.where(mine[..., None], environment[..., _VELOCITY[cube]], velocity)
-    stacks, handles = task == STACK, (task == OPEN) | (task == CLOSE)
-    above = environment[..., _POSITION[CUBES.index("blue")]] + [0.0, 0.0, 2 * CUBE_HALF]
-    goal = np.where(stacks[..., None], above, goal)
-    return Scene(thing, to_thing, goal - thing, velocity, stacks, in_drawer, handles, opening)
+    flat, ahead = np.zeros_like(opening), np.array([1.0, 0.0, 0.0])
+    handle = HANDLE - opening[..., None] * ahead
+    # Four things: the cubes and the handle. Six places: the trays, the middle of what is seen of the drawer, on top of
+    # the blue cube, and where the handle of an open and of a shut drawer is (with 2 mm to the end of its travel).
+    things = np.stack([*(environment[..., cube] for cube in _POSITION), handle], axis=-2)
+    ways = np.stack([environment[..., way] for way in (*_TO_CUBE, _TO_HANDLE)], axis=-2)
+    velocities = np.stack([*(environment[..., cube] for cube in _VELOCITY), np.zeros_like(handle)], axis=-2)
+    trays = [np.concatenate([environment[..., tray], (flat + REST_IN_TRAY)[..., None]], axis=-1) for tray in _TRAY]
+    drawer = np.stack([DRAWER_FRONT - opening / 2, flat, flat + REST_IN_DRAWER], axis=-1)
+    on_top = environment[..., _POSITION[CUBES.index("blue")]] + [0.0, 0.0, 2 * CUBE_HALF]
+    ends = [np.broadcast_to(HANDLE - out * ahead, handle.shape) for out in (TRAVEL - 0.002, 0.0)]
+    places = np.stack([*trays, drawer, on_top, *ends], axis=-2)
+
+    def chosen(values: np.ndarray, table: tuple[int, ...]) -> np.ndarray:
+        return np.take_along_axis(values, np.array(table)[goal][..., None, None], axis=-2)[..., 0, :]
+
+    thing = chosen(things, _THING)
+    return Scene(
+        thing,
+        chosen(ways, _THING),
+        chosen(places, _PLACE) - thing,
+        chosen(velocities, _THING),
+        goal == INSTRUCTIONS.index(STACK),
+        np.array(_PLACE)[goal] == PLACES.index("drawer"),
+        goal >= INSTRUCTIONS.index(OPEN),
+        opening,
+    )
+
+
+def _goals(task: np.ndarray) -> np.ndarray:
+    """Return which instruction each text is, [...] str -> [...] int. Raises SpecError for another text."""
+    known = {text: index for index, text in enumerate(INSTRUCTIONS)}
+    texts = [str(text) for text in task.ravel()]
+    for text in texts:
+        if text not in known:
+            raise SpecError(f"'{text}' is no instruction of 'tidy'.{did_you_mean(text, INSTRUCTIONS)}")
+    return np.array([known[text] for text in texts], dtype=np.int64).reshape(task.shape)
 
 
 def potential(observation: Arrays) -> np.ndarray:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from robopolicy.core.errors import SpecError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK
 from sims import arm
 from sims.experts import NoisyController
@@ -215,3 +216,9 @@ def test_success_by_hand(text):
             bad = {**good, key: good[key].copy()}
             bad[key][0, at] = value
             assert not succeeded(bad).any(), (key, at)
+
+
+def test_a_text_that_is_no_instruction_is_judged_by_nobody():
+    good, _ = finished(tidy.CLOSE)
+    with pytest.raises(SpecError, match="'shut the drawers' is no instruction"):
+        succeeded({**good, TASK: np.array(["shut the drawers"])})
