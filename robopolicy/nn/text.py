@@ -51,3 +51,21 @@ class WordEncoder(nn.Module):
             state = self.cell(embedded[:, index], state) * counted[:, index]
             total = total + state
         return self.head(total / counted.sum(1))
+
+
+class Modulation(nn.Module):
+    """What is seen, weighed by what was read: scale(text) * layer(seen) + shift(text) (FiLM, arXiv:1709.07871).
+
+    seen, features: sizes of what is seen and of a text's vector. A network that is given both side by side has to learn
+    that product first, say which of three positions the text is about; here one layer can say it.
+    """
+
+    def __init__(self, seen: int, features: int):
+        super().__init__()
+        self.layer = nn.Linear(seen, features)
+        self.weights = nn.Linear(features, 2 * features)
+
+    def forward(self, seen: Tensor, told: Tensor) -> Tensor:
+        """Return [N, F] of what is seen [N, S] and texts' vectors [N, F]."""
+        scale, shift = self.weights(told).chunk(2, -1)
+        return (1 + scale) * self.layer(seen) + shift

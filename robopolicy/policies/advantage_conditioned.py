@@ -57,9 +57,8 @@ class AdvantageConditioned(nn.Module):
         self.inner = inner
         self.made_with = config, dict(fields), action_size, tuple(instructions)
         device = next(inner.parameters()).device
-        size = inner.encoder.dimension + (config.text_features if inner.text_encoder is not None else 0)
         with torch.no_grad():
-            features = inner.denoiser.encode_condition(torch.zeros(1, size, device=device))
+            features = inner.denoiser.encode_condition(torch.zeros(1, inner.condition_size, device=device))
         self.labels = nn.Parameter(torch.zeros(len(Improvement), 2, features.shape[-1], device=device))
         self.register_buffer("guidance", torch.ones((), device=device))
 

@@ -35,10 +35,14 @@ class Likelihood(Enum):
 
 
 class TextEncoder(Enum):
-    """How a policy reads the instruction: not at all, or word by word, with an encoder that is trained with it."""
+    """How a policy reads the instruction: not at all, or word by word, with an encoder that is trained with it.
+
+    film: and what is seen is scaled and shifted by what was read (`Modulation`).
+    """
 
     NONE = "none"
     WORDS = "words"
+    FILM = "film"
 
 
 class LogpReduction(Enum):
@@ -80,7 +84,7 @@ class DenoisingPolicyConfig:
     image: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
     text_encoder: TextEncoder = TextEncoder.NONE
     """none learns all tasks of a dataset as one; words reads instructions, and knows the data's words alone unless
-    hidden_words > 0.
+    hidden_words > 0; film, which also weighs what is seen by them, tells things apart.
     """
     text_features: int = 64
     """Size of an instruction's vector."""

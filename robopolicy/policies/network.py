@@ -6,6 +6,7 @@ keys and values of a language model's prefix. Axes: N row, K step, P predicted s
 """
 
 import copy
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
@@ -24,7 +25,7 @@ from robopolicy.nn.noise import NoiseHead
 from robopolicy.nn.normalizer import Normalizer
 from robopolicy.nn.precision import is_lowered, multiplied
 from robopolicy.nn.prefix import PrefixDenoiser
-from robopolicy.nn.text import WordEncoder
+from robopolicy.nn.text import Modulation, WordEncoder
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind, TextEncoder
 from robopolicy.policies.instructions import given_instructions
 
@@ -152,7 +153,7 @@ class Described(Protocol):
 class ChunkNetwork(nn.Module):
     """Ours: encoders of observation and instruction, whose condition is one vector [N, D], and a denoiser of chunks.
 
-    instructions: those it may be given; with text_encoder=words it knows their words.
+    instructions: those it may be given; with a text encoder it knows their words.
     """
 
     def __init__(
@@ -166,10 +167,14 @@ class ChunkNetwork(nn.Module):
         self.fields, self.instructions = tuple(fields), instructions
         self.encoder = ObservationEncoder(fields, config.history, config.state_normalization, config.image)
         self.text_encoder: WordEncoder | None = None
-        condition_size = self.encoder.dimension
-        if config.text_encoder is TextEncoder.WORDS:
+        self.modulation: Modulation | None = None
+        if config.text_encoder is not TextEncoder.NONE:
             self.text_encoder = WordEncoder(instructions, config.text_features, config.hidden_words)
-            condition_size += config.text_features
+        if config.text_encoder is TextEncoder.FILM:
+            self.modulation = Modulation(self.encoder.dimension, config.text_features)
+        self.condition_size = condition_size = self.encoder.dimension + config.text_features * (
+            (self.text_encoder is not None) + (self.modulation is not None)
+        )
         told = action_size + (config.prefix_steps > 0)  # one more channel says which steps are given
         self.denoiser = make_denoiser(
             config.denoiser, config.prediction_steps, told, condition_size, config.width, config.depth, config.heads
@@ -190,7 +195,8 @@ class ChunkNetwork(nn.Module):
         if self.text_encoder is None:
             return {CONDITION: seen}
         told = self.text_encoder(given_instructions(observation, len(seen), self.instructions), generator)
-        return {CONDITION: torch.cat([seen, told], -1)}
+        mixed = [] if self.modulation is None else [self.modulation(seen, told)]
+        return {CONDITION: torch.cat([seen, told, *mixed], -1)}
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Predict [N, P, A]; see `DenoisingNetwork`."""
@@ -198,8 +204,8 @@ class ChunkNetwork(nn.Module):
 
     def encoder_parameters(self) -> Iterable[nn.Parameter]:
         """The weights of the encoders of images and text."""
-        text = [] if self.text_encoder is None else self.text_encoder.parameters()
-        return [*self.encoder.parameters(), *text]
+        text = [each.parameters() for each in (self.text_encoder, self.modulation) if each is not None]
+        return [*self.encoder.parameters(), *itertools.chain(*text)]
 
     @property
     def reads_instructions(self) -> bool:

@@ -17,7 +17,7 @@ from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.spec import STATE, TASK, Field, WorldSpec
 from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.nn.configuration import DenoiserKind, FlowNoise, ImageEncoderConfig
-from robopolicy.nn.text import WordEncoder
+from robopolicy.nn.text import Modulation, WordEncoder
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from robopolicy.policies.configuration import Likelihood, PolicyKind, TextEncoder
 from robopolicy.rl.critic import state_critic
@@ -95,8 +95,23 @@ def test_opposite_instructions_in_one_state_are_told_apart_only_by_a_text_encode
     assert max((done(deaf, text) - meant).abs().max() for text, meant in zip(TEXTS, (0.6, -0.6), strict=True)) > 0.5
 
 
+def test_what_is_seen_is_weighed_by_what_was_read():
+    """By hand: scale(text) x layer(seen) + shift(text), and a policy with it is told by its weights."""
+    mixed = Modulation(2, 1)
+    with torch.no_grad():
+        mixed.layer.weight.copy_(torch.tensor([[2.0, -1.0]]))
+        mixed.layer.bias.fill_(0.5)
+        mixed.weights.weight.copy_(torch.tensor([[3.0], [10.0]]))
+        mixed.weights.bias.zero_()
+    seen, told = torch.tensor([[1.0, 4.0], [2.0, 1.0]]), torch.tensor([[0.0], [1.0]])
+    assert mixed(seen, told).tolist() == [[2 - 4 + 0.5], [4 * (4 - 1 + 0.5) + 10]]
+    policy = make(replace(CONFIG, text_encoder=TextEncoder.FILM))
+    assert policy.reads_instructions and any("modulation" in name for name in policy.state_dict())
+
+
 CONFIGS = {
     "diffusion": CONFIG,
+    "film": replace(CONFIG, text_encoder=TextEncoder.FILM),
     "flow": replace(CONFIG, kind=PolicyKind.FLOW),
     "learned noise": replace(CONFIG, kind=PolicyKind.FLOW, flow_noise=FlowNoise.LEARNED),
     "matching": replace(CONFIG, kind=PolicyKind.FLOW, likelihood=Likelihood.MATCHING),
