@@ -83,9 +83,7 @@ class DenoisingPolicyConfig:
     """Attention heads of the transformer."""
     image: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
     text_encoder: TextEncoder = TextEncoder.NONE
-    """none learns all tasks of a dataset as one; words reads instructions, and knows the data's words alone unless
-    hidden_words > 0; film, which also weighs what is seen by them, tells things apart.
-    """
+    """none learns all tasks as one; words reads instructions; film also weighs what is seen by them."""
     text_features: int = 64
     """Size of an instruction's vector."""
     hidden_words: float = 0.0
