@@ -39,7 +39,7 @@ from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
 from robopolicy.core.tensors import load_tensors
 from robopolicy.core.world import Rows
-from robopolicy.nn.language import offline
+from robopolicy.nn.pretrained import offline
 from robopolicy.policies.checkpoint import SETTINGS_FILE
 from robopolicy.policies.lerobot_configuration import LeRobotSettings, LeRobotTuning
 from robopolicy.policies.lerobot_processors import PROCESSORS, check_processor

@@ -8,7 +8,8 @@ import torch
 
 from robopolicy.core.checkpoints import read_weights, require_format, restoring
 from robopolicy.core.structured import from_plain
-from robopolicy.nn.language import WordTokenizer, described_backbone, load_pretrained_tokenizer
+from robopolicy.nn.language import WordTokenizer
+from robopolicy.nn.pretrained import described_backbone, load_pretrained_tokenizer
 from robopolicy.policies.checkpoint import save_policy, saved_fields
 from robopolicy.policies.token.configuration import TokenPolicyConfig
 from robopolicy.policies.token.policy import TokenPolicy

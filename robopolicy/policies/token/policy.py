@@ -24,11 +24,11 @@ from robopolicy.nn.language import (
     Reading,
     TextTokenizer,
     WordTokenizer,
-    pretrained_backbone,
     small_backbone,
 )
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.nn.observation_tokens import ObservationTokens
+from robopolicy.nn.pretrained import pretrained_backbone
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.fields import select_fields
 from robopolicy.policies.instructions import given_instructions
