@@ -4,8 +4,6 @@ The instruction comes first and sees nothing of what follows, so what a language
 decision. The tokens that are said afterwards are those of the policy itself.
 """
 
-import copy
-
 import torch
 
 from robopolicy.core.policy import Decision, TensorObservation
@@ -65,6 +63,4 @@ class LeanTokens:
         kept = self._readings[distinct]
         number = {text: place for place, text in enumerate(distinct)}
         rows = torch.tensor([number[text] for text in texts], device=device)
-        cache = copy.deepcopy(kept.cache)
-        cache.batch_select_indices(rows)
-        return Reading(cache, kept.seen[rows])
+        return kept.copied(rows)

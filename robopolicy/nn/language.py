@@ -1,13 +1,15 @@
-"""Causal language models of transformers (extra `vla`) that read a text and are then fed embeddings, step by step.
+"""Language models of transformers (extra `vla`) that read a prompt and are then fed embeddings, step by step.
 
-The text comes first, so its keys and values are the same in all rows with that text: they are computed once per
-distinct text and copied, in sampling and in training alike (gradients add up through the copies).
+A prompt of text alone has the same keys and values in all rows with that text: they are computed once per distinct text
+and copied, in sampling and in training alike (gradients add up through the copies). A prompt with images is read row by
+row, by the whole of a vision-language model.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -100,19 +102,38 @@ class PretrainedTokenizer:
 
 @dataclass
 class Reading:
-    """What N rows have read so far: the model's cache, and which of its L positions are text, [N, L] bool."""
+    """What N rows have read so far: the model's cache, which of its L entries are no padding [N, L] bool, and the
+    position of what comes next [N] int64 (an image can take fewer positions than tokens).
+    """
 
     cache: "Cache"
     seen: Tensor
+    position: Tensor
 
     def repeat(self, times: int) -> None:
         """Have every row `times` times in succession, [N, L] -> [N * times, L]."""
         self.cache.batch_repeat_interleave(times)
         self.seen = self.seen.repeat_interleave(times, 0)
+        self.position = self.position.repeat_interleave(times, 0)
+
+    def copied(self, rows: Tensor) -> "Reading":
+        """Return what rows [R] of these have read, for others to go on from."""
+        cache = copy.deepcopy(self.cache)
+        cache.batch_select_indices(rows)
+        return Reading(cache, self.seen[rows], self.position[rows])
+
+
+@runtime_checkable
+class PlacesImages(Protocol):
+    """A vision-language model whose images have positions of several axes, which it works out itself (Qwen-VL)."""
+
+    def get_rope_index(self, *inputs: Any, **options: Any) -> Any:
+        """Return positions and what they are behind the number of tokens."""
+        ...
 
 
 class LanguageModel(nn.Module):
-    """A transformers backbone (no language head); of a vision-language model, its language part.
+    """A transformers backbone (no language head): a language model, or a vision-language model with one inside.
 
     backbone: e.g. a LlamaModel or the model of a checkpoint. It never leaves evaluation mode: dropout would make
     sampling and scoring differ.
@@ -129,6 +150,11 @@ class LanguageModel(nn.Module):
         return self._embedding.weight.shape[1]
 
     @property
+    def decoder(self) -> "PreTrainedModel":
+        """The language model itself."""
+        return cast("PreTrainedModel", self.backbone.get_decoder())
+
+    @property
     def _embedding(self) -> nn.Embedding:
         return cast(nn.Embedding, self.backbone.get_input_embeddings())
 
@@ -138,24 +164,36 @@ class LanguageModel(nn.Module):
 
     def read(self, tokens: Tensor, text: Tensor, rows: Tensor) -> Reading:
         """Read distinct texts, tokens [U, L] with text [U, L] bool, and copy what was read to rows [N] (each < U)."""
-        cache = require_extra("transformers", EXTRA).DynamicCache(config=self.backbone.config)
-        # Padding is on the left, so positions count from each text's own first token.
-        position = (text.long().cumsum(-1) - 1).clamp_min(0)
-        embedded = self._embedding(tokens)
-        self.backbone(
-            inputs_embeds=embedded,
+        cache = self._cache()
+        self.decoder(
+            inputs_embeds=self._embedding(tokens),
             attention_mask=text.long(),
-            position_ids=position,
+            position_ids=_counted(text),
             past_key_values=cache,
             use_cache=True,
         )
         cache.batch_select_indices(rows)
-        return Reading(cache, text[rows])
+        return Reading(cache, text[rows], text[rows].sum(-1))
+
+    def see(self, inputs: Mapping[str, Tensor]) -> Reading:
+        """Read N prompts with their images, as a processor of the checkpoint has made them.
+
+        inputs: "input_ids" and "attention_mask" [N, L], padded on the left, and what the model wants of images. What
+        sees what is the model's affair: PaliGemma reads its prompt in both directions.
+        """
+        cache, text = self._cache(), inputs["attention_mask"].bool()
+        places = {} if isinstance(self.backbone, PlacesImages) else {"position_ids": _counted(text)}
+        found = self.backbone(**inputs, **places, past_key_values=cache, use_cache=True)
+        position = text.sum(-1)
+        if "rope_deltas" in found:
+            position = position + found["rope_deltas"].flatten()
+        return Reading(cache, text, position)
 
     def extend(self, reading: Reading, embeddings: Tensor) -> Tensor:
         """Read on, [N, S, width] -> hidden states of the last layer [N, S, width]; `reading` grows in place."""
         position, reading.seen = _next_positions(reading, embeddings)
-        found = self.backbone(
+        reading.position = position[:, -1] + 1
+        found = self.decoder(
             inputs_embeds=embeddings,
             attention_mask=reading.seen.long(),
             position_ids=position,
@@ -174,7 +212,7 @@ class LanguageModel(nn.Module):
         # Four axes [N, head, query, key]: transformers takes such a mask as it is and adds nothing causal to it
         unseen = torch.zeros_like(seen, dtype=embeddings.dtype)
         unseen = unseen.masked_fill(~seen, torch.finfo(embeddings.dtype).min)
-        found = self.backbone(
+        found = self.decoder(
             inputs_embeds=embeddings,
             attention_mask=unseen[:, None, None].expand(-1, -1, steps, -1),
             position_ids=position,
@@ -199,6 +237,12 @@ class LanguageModel(nn.Module):
         if torch.allclose(hidden[0, 0], hidden[1, 0]):
             raise ConfigError(_causal_by_nature(self.backbone, what))
 
+    def freeze_vision(self) -> None:
+        """Freeze what is not the language model itself: of a vision-language model what makes tokens of images."""
+        inside = {id(weight) for weight in self.decoder.parameters()}
+        for weight in self.backbone.parameters():
+            weight.requires_grad_(weight.requires_grad and id(weight) in inside)
+
     def add_lora(self, rank: int, alpha: float) -> None:
         """Freeze the weights and add low-rank adapters to every linear layer (Hu et al. 2021, arXiv:2106.09685).
 
@@ -222,11 +266,19 @@ class LanguageModel(nn.Module):
                 self.backbone.set_submodule(name, module.get_base_layer())
         self.backbone.requires_grad_(True)
 
+    def _cache(self) -> "Cache":
+        return require_extra("transformers", EXTRA).DynamicCache(config=self.decoder.config)
+
+
+def _counted(text: Tensor) -> Tensor:
+    """Return the positions [N, L] of padded texts, text [N, L] bool: each counts from its own first token."""
+    return (text.long().cumsum(-1) - 1).clamp_min(0)
+
 
 def _next_positions(reading: Reading, embeddings: Tensor) -> tuple[Tensor, Tensor]:
     """Return the positions [N, S] of embeddings [N, S, width] read next, and what is then seen [N, L + S] bool."""
     rows, steps = embeddings.shape[:2]
-    position = reading.seen.sum(-1, keepdim=True) + torch.arange(steps, device=embeddings.device)
+    position = reading.position[:, None] + torch.arange(steps, device=embeddings.device)
     return position, torch.cat([reading.seen, reading.seen.new_ones(rows, steps)], 1)
 
 

@@ -18,8 +18,9 @@ class ObservationTokens(FieldReader):
 
     A vector with its history is normalised per element (fit `normalizer(key)`), bounded by +-`bound` and goes through a
     layer with SiLU; every history frame of a camera is cut into patches of `patch` pixels, embedded linearly with
-    learned positions (ViT, arXiv:2010.11929). random_shift: pixels of augmentation in training losses, 0 for none.
-    Raises ConfigError when there is no field, or `patch` does not divide an image.
+    learned positions (ViT, arXiv:2010.11929). patch 0: images are read elsewhere (`frames`), and what is embedded here
+    ends with a learned embedding that says so, be there vectors or not. random_shift: pixels of augmentation in
+    training losses, 0 for none. Raises ConfigError when there is no field, or `patch` does not divide an image.
     """
 
     def __init__(
@@ -35,12 +36,15 @@ class ObservationTokens(FieldReader):
         super().__init__(fields, normalization, bound, random_shift)
         self.layers = nn.ModuleDict()
         self.positions = nn.ParameterDict()
+        self.end = None if patch else nn.Parameter(0.02 * torch.randn(width))
         for key, spec in fields.items():
             name = module_name(key)
             if not key.startswith(IMAGE_PREFIX):
                 self.layers[name] = nn.Sequential(
                     nn.Linear(history * spec.size, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)
                 )
+                continue
+            if not patch:
                 continue
             height, breadth, _ = spec.shape
             if height % patch or breadth % patch:
@@ -54,7 +58,24 @@ class ObservationTokens(FieldReader):
 
         observation: vectors [N, H, *shape], images [N, H, height, width, 3]. Raises SpecError unless images are uint8.
         """
-        return torch.cat([self._embed(key, observation[key], generator) for key in self.keys], 1)
+        read = self.keys if self.end is None else [key for key in self.keys if not key.startswith(IMAGE_PREFIX)]
+        embedded = [self._embed(key, observation[key], generator) for key in read]
+        if self.end is not None:
+            rows = len(observation[self.keys[0]])
+            embedded.append(self.end.expand(rows, 1, -1))
+        return torch.cat(embedded, 1)
+
+    def cameras(self, observation: TensorObservation, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Return the frames [N * H, height, width, 3] of every camera; a generator shifts them at random.
+
+        Raises SpecError unless they are uint8.
+        """
+        found: dict[str, Tensor] = {}
+        for key in self.keys:
+            value = observation[key]
+            if key.startswith(IMAGE_PREFIX) and isinstance(value, Tensor):
+                found[key] = self.frames(key, value, generator)
+        return found
 
     def _embed(self, key: str, value: Tensor | list[str], generator: torch.Generator | None) -> Tensor:
         assert isinstance(value, Tensor)

@@ -8,47 +8,140 @@ import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from robopolicy.core.errors import CheckpointError, ConfigError, require_extra
+from robopolicy.core.memory import free_memory, in_bytes
 from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.nn.language import EXTRA, PretrainedTokenizer
+from robopolicy.nn.vision_language import VisionLanguageProcessor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = (None, "eager", "sdpa", "flex_attention")
 """What a file may choose as attention and the like; any other name can stand for code on the hub."""
 LARGEST = 2**24
 """Of the whole numbers that describe a backbone."""
 MOST_LAYERS = 1000
+OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = (5, 4), (5, 6)
+"""Versions between which vision-language models were tried; the second is out."""
 
 
 def pretrained_backbone(name: str) -> "tuple[PreTrainedModel, PretrainedTokenizer]":
     """Return the (language) backbone and the tokenizer of a causal or vision-language checkpoint, in fp32.
 
     name: a folder, or a name on the Hugging Face hub (downloaded unless HF_HUB_OFFLINE is set). Raises ConfigError when
-    it cannot be loaded, its tokenizer cannot pad, or the extra is missing.
+    it cannot be loaded, its tokenizer cannot pad, it does not fit into memory, or the extra is missing.
     """
     transformers = require_extra("transformers", EXTRA)
-    try:
+    with _loading(name, "model and tokenizer"):
+        model = _load_model(name, pretrained_config(name))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    return model.get_decoder(), PretrainedTokenizer(tokenizer)
+
+
+def pretrained_vision_language(
+    name: str, prompt: str, *, split_images: bool
+) -> "tuple[PreTrainedModel, VisionLanguageProcessor]":
+    """Return the whole of a vision-language checkpoint without its language head, in fp32, and its processor.
+
+    name: as in `pretrained_backbone`; prompt, split_images: of `VisionLanguageProcessor`. Raises ConfigError when it
+    cannot be loaded, sees nothing, lacks weights or a processor, does not fit into memory, the extra is missing or of
+    a version that was not tried.
+    """
+    transformers = require_extra("transformers", EXTRA)
+    require_transformers("token.vision=checkpoint")
+    config = pretrained_config(name)
+    if not sees(config):
+        raise ConfigError(
+            f"token.model={name} is a {config.model_type} checkpoint, which sees no images: set token.vision=patches, "
+            "or choose a vision-language model (SmolVLM, Qwen2.5-VL, PaliGemma and their like)."
+        )
+    with _loading(name, "model, tokenizer and image processor"):
+        # First, because it is small: what is missing is said before gigabytes are read
+        processor = transformers.AutoProcessor.from_pretrained(name, trust_remote_code=False)
+        _require_processor(processor, name)
+        made = VisionLanguageProcessor(processor, prompt, split_images=split_images)
+        return _load_model(name, config), made
+
+
+def pretrained_config(name: str) -> "PreTrainedConfig":
+    """Return the config of a checkpoint; raises ConfigError where there is none or it brings code of its own."""
+    transformers = require_extra("transformers", EXTRA)
+    with _loading(name, "model and tokenizer"):
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         _require_plain(config.to_dict(), f"token.model={name}")
-        model = transformers.AutoModel.from_pretrained(
-            name, config=config, dtype=torch.float32, trust_remote_code=False
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, CheckpointError) as error:
+    return config
+
+
+def sees(config: "PreTrainedConfig") -> bool:
+    """Return whether a config is that of a vision-language model."""
+    return type(config) in require_extra("transformers", EXTRA).MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def require_transformers(what: str) -> None:
+    """Raise ConfigError, naming `what`, unless a version of transformers is installed with which it was tried."""
+    require_extra("transformers", EXTRA)
+    installed = version("transformers")
+    if not OLDEST_TRANSFORMERS <= tuple(map(int, installed.split(".")[:2])) < NEWEST_TRANSFORMERS:
+        first, last = (".".join(map(str, each)) for each in (OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS))
         raise ConfigError(
-            f"token.model={name} could not be loaded: {str(error).splitlines()[0]} Give a folder written by "
-            "save_pretrained (model and tokenizer), or a name on the hub and a network connection. Models that bring "
-            "code of their own are not run."
+            f"{what} was tried with transformers from {first} to before {last}, and {installed} is installed: pip "
+            f"install 'transformers>={first},<{last}'."
+        )
+
+
+@contextmanager
+def _loading(name: str, parts: str) -> Iterator[None]:
+    """Let what fails while a checkpoint is read be a ConfigError that says what is needed."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, ImportError, CheckpointError) as error:
+        said = " ".join(next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).split())
+        gated = " Accept its licence on its page, then hf auth login." if "gated" in str(error).lower() else ""
+        raise ConfigError(
+            f"token.model={name} could not be loaded: {said}{gated} Give a folder written by save_pretrained "
+            f"({parts}), or a name on the hub and a network connection. Code that a model brings is not run."
         ) from error
-    return model.get_decoder(), PretrainedTokenizer(tokenizer)
+
+
+def _load_model(name: str, config: "PreTrainedConfig") -> "PreTrainedModel":
+    """Return the model without its head, in fp32; raises ConfigError where weights are missing or memory is."""
+    transformers = require_extra("transformers", EXTRA)
+    with torch.device("meta"):
+        needed = sum(4 * weight.numel() for weight in transformers.AutoModel.from_config(config).parameters())
+    free = free_memory(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"token.model={name} takes {in_bytes(needed)} of memory in fp32, and {in_bytes(free)} are free: choose a "
+            "smaller checkpoint or a larger machine."
+        )
+    model, found = transformers.AutoModel.from_pretrained(
+        name, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(
+            f"token.model={name} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them: "
+            "they would be random. Fetch the whole checkpoint."
+        )
+    return model
+
+
+def _require_processor(processor: Any, name: str) -> None:
+    """Raise ConfigError unless a processor has an image processor and a tokenizer that can pad."""
+    if not isinstance(processor, require_extra("transformers", EXTRA).ProcessorMixin):
+        raise ConfigError(
+            f"token.model={name} has no image processor, only a {type(processor).__name__}: give its folder a "
+            "preprocessor_config.json or processor_config.json (processor.save_pretrained), or set "
+            "token.vision=patches."
+        )
+    PretrainedTokenizer(cast(Any, processor).tokenizer)
 
 
 def described_backbone(description: Mapping[str, Any]) -> "PreTrainedModel":
@@ -71,15 +164,28 @@ def load_pretrained_tokenizer(folder: Path) -> PretrainedTokenizer:
 
     Raises CheckpointError where the folder is missing or asks for code of its own, ConfigError without the extra.
     """
-    transformers = require_extra("transformers", EXTRA)
+    return PretrainedTokenizer(_load_saved(require_extra("transformers", EXTRA).AutoTokenizer, folder, "tokenizer"))
+
+
+def load_processor(folder: Path, prompt: str, *, split_images: bool) -> VisionLanguageProcessor:
+    """Read what `VisionLanguageProcessor.save` wrote, as `load_pretrained_tokenizer` reads a tokenizer.
+
+    Raises CheckpointError and ConfigError as that does, and ConfigError with a version of transformers never tried.
+    """
+    require_transformers("A policy with a checkpoint's own vision")
+    processor = _load_saved(require_extra("transformers", EXTRA).AutoProcessor, folder, "image processor")
+    return VisionLanguageProcessor(processor, prompt, split_images=split_images)
+
+
+def _load_saved(loader: Any, folder: Path, what: str) -> Any:
+    """Return what an Auto class of transformers reads in a folder of ours."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist: the policy's tokenizer is missing.")
+        raise CheckpointError(f"{folder} does not exist: the policy's {what} is missing.")
     for path in sorted(folder.glob("*config.json")):
         known = json.loads(path.read_text())
         _require_plain(known if is_mapping(known) else {}, str(path))
     with offline():
-        found = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    return PretrainedTokenizer(found)
+        return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 @contextmanager

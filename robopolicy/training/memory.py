@@ -7,18 +7,15 @@ libraries take is not in it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import Trainable
 from robopolicy.core.policy_conformance import example_observation
-
-GIGABYTE = 1e9
-MEMORY = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -48,9 +45,9 @@ class MemoryBudget:
     def text(self) -> str:
         """Return it as one line."""
         return (
-            f"Memory, about: weights {_said(self.weights)} held {self.copies} times (tuned, base, best), gradients and "
-            f"optimiser {_said(self.learning)}, {self.decisions} decisions {_said(self.kept)}, activations of "
-            f"{self.minibatch} decisions {_said(self.activations)}."
+            f"Memory, about: weights {in_bytes(self.weights)} held {self.copies} times (tuned, base, best), gradients "
+            f"and optimiser {in_bytes(self.learning)}, {self.decisions} decisions {in_bytes(self.kept)}, activations "
+            f"of {self.minibatch} decisions {in_bytes(self.activations)}."
         )
 
     def whole(self) -> str:
@@ -59,16 +56,16 @@ class MemoryBudget:
         return (
             f"{_count(self.parameters)} parameters, {_count(self.tuned)} of them learn; a decision is "
             f"{_count(self.deciding)} operations, its score {_count(self.scoring)}, with its gradient thrice that. "
-            f"In all about {_said(total)} of memory, beside what the world, the critic and the libraries take."
+            f"In all about {in_bytes(total)} of memory, beside what the world, the critic and the libraries take."
         )
 
     def require(self, available: int | None) -> None:
         """Raise ConfigError where more is needed than there is; None: not known."""
         if available is not None and self.ahead > available:
             raise ConfigError(
-                f"Fine-tuning needs about {_said(self.ahead)} more of memory, and {_said(available)} are free: lower "
-                f"minibatch={self.minibatch} (activations: {_said(self.activations)}) or the {self.decisions} "
-                f"decisions of an iteration ({_said(self.kept)}), num_envs times rollout_length, or set "
+                f"Fine-tuning needs about {in_bytes(self.ahead)} more of memory, and {in_bytes(available)} are free: "
+                f"lower minibatch={self.minibatch} (activations: {in_bytes(self.activations)}) or the {self.decisions} "
+                f"decisions of an iteration ({in_bytes(self.kept)}), num_envs times rollout_length, or set "
                 "lerobot.checkpointing=true, lerobot.keep_prefix=false or lora_rank=8."
             )
 
@@ -113,16 +110,6 @@ def plan_memory(
     )
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Return the free bytes of a device, None where the system does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if not MEMORY.is_file():
-        return None
-    lines = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines() if ":" in line)
-    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
-
-
 def _saved(policy: Trainable, score: Callable[[], Tensor]) -> int:
     """Return the bytes that the gradient of a score keeps, weights apart; what is kept twice counts once."""
     # By the storage's own address: where there are no numbers (`nn.shapes`) that of its data is 0.
@@ -144,12 +131,6 @@ def _saved(policy: Trainable, score: Callable[[], Tensor]) -> int:
 
 def _bytes(value: Tensor) -> int:
     return value.numel() * value.element_size()
-
-
-def _said(count: int) -> str:
-    if count < GIGABYTE:
-        return f"{count / 1e6:.3g} MB"
-    return f"{count / GIGABYTE:.2g} GB" if count < 10 * GIGABYTE else f"{count / GIGABYTE:.0f} GB"
 
 
 def _count(number: int) -> str:

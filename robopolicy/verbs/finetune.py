@@ -27,6 +27,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.memory import free_memory
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy, TakesAdapters, Trainable, require_trainable
 from robopolicy.core.randomness import episode_seeds
@@ -50,7 +51,7 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations, demonstrate
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
-from robopolicy.training.memory import MemoryBudget, free_memory, plan_memory
+from robopolicy.training.memory import MemoryBudget, plan_memory
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import EncodedPolicy

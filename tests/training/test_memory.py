@@ -5,7 +5,8 @@ import torch
 from seeing_toys import SeeingWorld, denoising_policy
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.training.memory import MemoryBudget, free_memory, plan_memory
+from robopolicy.core.memory import free_memory
+from robopolicy.training.memory import MemoryBudget, plan_memory
 
 
 def prepared(**changes):

@@ -12,10 +12,23 @@ LONGEST = 10_000
 
 
 class TokenDecoding(Enum):
-    """causal: token by token from left to right; masked: discrete diffusion, several tokens at a time in any order."""
+    """causal: token by token from left to right; masked: discrete diffusion, several tokens at a time in any order;
+    parallel: all at once, none knowing of the others (OpenVLA-OFT).
+    """
 
     CAUSAL = "causal"
     MASKED = "masked"
+    PARALLEL = "parallel"
+
+
+class TokenVision(Enum):
+    """Who reads images. checkpoint: the image processor, vision tower and connector of a vision-language checkpoint;
+    patches: layers of our own, learned from nothing; auto: the checkpoint, where it sees.
+    """
+
+    AUTO = "auto"
+    CHECKPOINT = "checkpoint"
+    PATCHES = "patches"
 
 
 class DecodeSchedule(Enum):
@@ -42,7 +55,7 @@ class TokenConfig:
     temperature: float = 1.0
     """Of sampling, and of log-probabilities."""
     decoding: TokenDecoding = TokenDecoding.CAUSAL
-    """causal: token by token; masked: discrete diffusion, several at a time in any order."""
+    """causal: token by token; masked: discrete diffusion, several at a time in any order; parallel: all at once."""
     decode_steps: int = 4
     """Passes in which masked decoding says a chunk evenly."""
     decode_schedule: DecodeSchedule = DecodeSchedule.EVEN
@@ -58,8 +71,14 @@ class TokenConfig:
     """Its attention heads."""
     feed_forward: int = 384
     """Width of its feed-forward layers."""
+    vision: TokenVision = TokenVision.AUTO
+    """Who reads images: checkpoint (its own image processor and vision tower), patches of our own, or auto."""
+    prompt: str = "What action should the robot take to {instruction}?"
+    """What a checkpoint that sees is asked, in its own chat format and after the images."""
+    split_images: bool = False
+    """Whether its image processor may cut an image into tiles, with many more tokens (SmolVLM)."""
     patch: int = 16
-    """Pixels of an image patch's side."""
+    """Pixels of an image patch's side, with vision=patches."""
     lora_rank: int = 0
     """A checkpoint's weights stay frozen and adapters of this rank learn instead, 0 trains all."""
     lora_alpha: float = 16.0
@@ -72,6 +91,10 @@ class TokenConfig:
             raise ConfigError(f"decode_steps is {self.decode_steps}: it is at least 1.")
         if min(self.width, self.depth, self.heads, self.feed_forward, self.patch) < 1 or self.lora_rank < 0:
             raise ConfigError("token.width, depth, heads, feed_forward and patch are at least 1, lora_rank at least 0.")
+        if "{instruction}" not in self.prompt:
+            raise ConfigError(f"token.prompt is '{self.prompt}': write {{instruction}} where the instruction belongs.")
+        if self.vision is TokenVision.CHECKPOINT and not self.model:
+            raise ConfigError("token.vision=checkpoint needs one that sees: set token.model, or token.vision=patches.")
         if self.lora_rank and not self.model:
             raise ConfigError(
                 "token.lora_rank adapts a checkpoint, but a model from scratch has random weights: set token.model, or "
@@ -83,7 +106,7 @@ class TokenConfig:
 class TokenPolicyConfig:
     """A language-conditioned policy over action tokens.
 
-    Images are cut into patches (token.patch); of `image` only random_shift is used.
+    Images are read as token.vision says; of `image` only random_shift is used.
     """
 
     builds: ClassVar[str] = "robopolicy.policies.token.policy:TokenPolicy"

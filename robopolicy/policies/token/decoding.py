@@ -1,4 +1,5 @@
-"""Two ways of saying the K action tokens of a chunk: one after the other, or several at a time out of masks.
+"""Three ways of saying the K action tokens of a chunk: one after the other, several at a time out of masks, or all at
+once.
 
 Each has `sample`, `score` and `loss`, and each scores exactly what it samples: the log-probability of a token is that
 of the state in which it was drawn.
@@ -41,6 +42,10 @@ class Prompt:
     observation: Tensor
 
 
+Kept = tuple[Tensor, Tensor]
+"""Tokens [N, K] and how many of them, the first ones, each row goes on from [N] int64."""
+
+
 class Decoding(Protocol):
     """How action tokens are said; a `Prompt` serves for one call."""
 
@@ -81,12 +86,9 @@ class CausalDecoding(nn.Module):
         generator: torch.Generator,
         *,
         deterministic: bool,
-        kept: tuple[Tensor, Tensor] | None = None,
+        kept: Kept | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Say K tokens with cached keys and values; see `Decoding`.
-
-        kept: tokens [N, K] and how many of them each row goes on from [N].
-        """
+        """Say K tokens with cached keys and values; see `Decoding`."""
         hidden = language.model.extend(prompt.reading, prompt.observation)
         draws = torch.rand((len(hidden), self.length), generator=generator, device=generator.device).to(hidden.device)
         tokens, scores = [], []
@@ -120,6 +122,60 @@ class CausalDecoding(nn.Module):
         """Return the hidden states [N, K, width] from which the tokens [N, K] are said."""
         said = language.embedding(tokens[:, :-1])
         return language.model.extend(prompt.reading, torch.cat([prompt.observation, said], 1))[:, -self.length :]
+
+
+class ParallelDecoding(nn.Module):
+    """All at once, in one pass over K learned empty embeddings (OpenVLA-OFT, Kim et al. 2025, arXiv:2502.19645).
+
+    Each position starts from an embedding that says nothing but its place; positions see the prompt and one another in
+    both directions. Given the observation the tokens are independent, so their log-probabilities add up to that of the
+    chunk; what depends on each other is only what all can work out of the observation. Deviations from the paper: the
+    prompt keeps the attention that its checkpoint learned with (there all of the sequence becomes bidirectional), and
+    the empty embeddings are learned, one a position (there they are zeros and positions are told apart by the rotary
+    embedding alone).
+    """
+
+    def __init__(self, length: int, width: int):
+        super().__init__()
+        self.empty = nn.Parameter(0.02 * torch.randn(length, width))
+
+    def sample(
+        self,
+        language: ActionLanguage,
+        prompt: Prompt,
+        generator: torch.Generator,
+        *,
+        deterministic: bool,
+        kept: Kept | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Say K tokens in one pass; see `Decoding`."""
+        every = self.score(language, prompt, {})
+        check_finite("log-probabilities of action tokens", every)
+        draws = torch.rand(every.shape[:2], generator=generator, device=generator.device).to(every.device)
+        tokens = every.argmax(-1) if deterministic else _draw(every, draws)
+        if kept is not None:
+            place = torch.arange(tokens.shape[1], device=tokens.device)
+            tokens = torch.where(place < kept[1][:, None], kept[0], tokens)
+        return {"tokens": tokens}, _of_tokens(every, tokens)
+
+    def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the tokens [N, K], which have no order."""
+        return {"tokens": tokens}
+
+    def score(self, language: ActionLanguage, prompt: Prompt, latents: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probabilities [N, K, V], which depend on no token [N, K]."""
+        return language.log_probabilities(self._hidden(language, prompt))
+
+    def loss(
+        self, language: ActionLanguage, prompt: Prompt, tokens: Tensor, valid: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return the mean over the valid tokens [N]; see `Decoding`."""
+        return _mean_error(language.head(self._hidden(language, prompt)), tokens, valid)
+
+    def _hidden(self, language: ActionLanguage, prompt: Prompt) -> Tensor:
+        """Return the hidden states [N, K, width] of the K positions."""
+        empty = self.empty.expand(len(prompt.observation), -1, -1)
+        return language.model.attend(_read(language, prompt), empty)
 
 
 class MaskedDecoding(nn.Module):
@@ -242,12 +298,16 @@ def commit_schedule(length: int, steps: int, schedule: DecodeSchedule) -> tuple[
     return tuple((step + 1) * length // steps - step * length // steps for step in range(steps))
 
 
-def make_decoding(config: TokenConfig, length: int, model: LanguageModel) -> CausalDecoding | MaskedDecoding:
+def make_decoding(
+    config: TokenConfig, length: int, model: LanguageModel
+) -> CausalDecoding | MaskedDecoding | ParallelDecoding:
     """Return what config.decoding names for K = `length` tokens; raises ConfigError where `model` cannot do that."""
     if config.decoding is TokenDecoding.CAUSAL:
         return CausalDecoding(length)
     if config.model:
-        model.require_attend("decoding=masked")
+        model.require_attend(f"decoding={config.decoding.value}")
+    if config.decoding is TokenDecoding.PARALLEL:
+        return ParallelDecoding(length, model.width)
     return MaskedDecoding(length, model.width, config.decode_steps, config.decode_schedule)
 
 

@@ -1,5 +1,9 @@
-"""A small vision-language-action model: a transformer reads the instruction and the observation, then says the action
+"""A vision-language-action model: a transformer reads the instruction and the observation, then says the action
 chunk in tokens, one after the other or several at a time (`decoding`).
+
+A vision-language checkpoint reads images and instruction as one prompt in its own format; all others read the
+instruction, then patches of the images. Vectors (the robot's state) come after that, an embedding each through a
+learned projection: exact, one position however many numbers, no digits to be spelled (OpenVLA-OFT, arXiv:2502.19645).
 
 Every token is a categorical choice with an exact log-probability at the sampling temperature: `log_prob` scores what
 `act` sampled, in the state in which it was sampled. The vocabulary is extended by the action tokens alone: they have
@@ -28,12 +32,13 @@ from robopolicy.nn.language import (
 )
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.nn.observation_tokens import ObservationTokens
-from robopolicy.nn.pretrained import pretrained_backbone
+from robopolicy.nn.pretrained import pretrained_backbone, pretrained_config, pretrained_vision_language, sees
+from robopolicy.nn.vision_language import VisionLanguageProcessor, describe_prompt, images_of_rows
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.fields import select_fields
 from robopolicy.policies.instructions import given_instructions
-from robopolicy.policies.token.configuration import TokenPolicyConfig
-from robopolicy.policies.token.decoding import ActionLanguage, CausalDecoding, Prompt, make_decoding
+from robopolicy.policies.token.configuration import TokenPolicyConfig, TokenVision
+from robopolicy.policies.token.decoding import ActionLanguage, MaskedDecoding, Prompt, make_decoding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,9 +48,10 @@ class TokenPolicy(nn.Module):
     """A `core.policy.Policy` that says action tokens.
 
     config, observation, action, fps, values, seed: as in `DenoisingPolicy`; instructions: those it may be given (a
-    model from scratch knows their words and no others); language: a backbone and its tokenizer, None for what
-    config.token names. Raises ConfigError when config.observation_keys names a field that does not exist, an action is
-    no vector, the decoding does not fit the tokens or the model, or `values` lack a field that is normalised.
+    model from scratch knows their words and no others); language: a backbone and its tokenizer or,
+    where it reads images itself, its processor, None for what config.token names. Raises ConfigError when
+    config.observation_keys names a field that does not exist, an action is no vector, the decoding does not fit the
+    tokens or the model, or `values` lack a field that is normalised.
     """
 
     action_low: Tensor
@@ -61,7 +67,7 @@ class TokenPolicy(nn.Module):
         instructions: tuple[str, ...] = ("",),
         values: Mapping[str, Tensor] | None = None,
         seed: int = 0,
-        language: "tuple[PreTrainedModel, TextTokenizer] | None" = None,
+        language: "tuple[PreTrainedModel, TextTokenizer | VisionLanguageProcessor] | None" = None,
     ):
         super().__init__()
         if len(action.shape) != 1:
@@ -83,7 +89,7 @@ class TokenPolicy(nn.Module):
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            backbone, self.text_tokens = language or _language(config, self.instructions)
+            backbone, self.text_tokens = language or _language(config, self.fields, self.instructions)
             self.language = LanguageModel(backbone)
             width = self.language.width
             self.observation_tokens = ObservationTokens(
@@ -91,7 +97,7 @@ class TokenPolicy(nn.Module):
                 config.history,
                 width,
                 config.state_normalization,
-                token.patch,
+                0 if self.reads_prompts_with_images else token.patch,
                 config.image.random_shift,
             )
             self.action_embedding = nn.Embedding(self.action_tokens.vocabulary, width)
@@ -100,8 +106,11 @@ class TokenPolicy(nn.Module):
             self.decoding = make_decoding(token, self.action_tokens.length, self.language)
             if token.lora_rank:
                 self.language.add_lora(token.lora_rank, token.lora_alpha)
+        self.described = ""
         self.adapters: dict[str, float] | None = None
         self.finetuning: dict[str, Any] | None = None
+        if language is None and isinstance(self.text_tokens, VisionLanguageProcessor):
+            self.described = self._describe(self.text_tokens)
         register_range(self, action)
         if values is not None:
             self.fit_normalizers(values)
@@ -110,6 +119,11 @@ class TokenPolicy(nn.Module):
     def reads_instructions(self) -> bool:
         """Whether decisions follow the instruction."""
         return True
+
+    @property
+    def reads_prompts_with_images(self) -> bool:
+        """Whether images are read by the vision of a checkpoint, as part of the prompt."""
+        return isinstance(self.text_tokens, VisionLanguageProcessor)
 
     @property
     def spec(self) -> PolicySpec:
@@ -153,7 +167,7 @@ class TokenPolicy(nn.Module):
 
         count: [B] int64. Raises ConfigError in masked decoding, which has no first tokens, else what `act` raises.
         """
-        if not isinstance(self.decoding, CausalDecoding):
+        if isinstance(self.decoding, MaskedDecoding):
             raise ConfigError("Masked decoding has no first tokens to go on from: set branch_sampling_step to null.")
         found, logp = self.decoding.sample(
             self._action_language,
@@ -237,7 +251,8 @@ class TokenPolicy(nn.Module):
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
         """Get ready for policy gradients, which train all K tokens; train_encoder False freezes the observation's part.
 
-        Raises ConfigError for another number of steps.
+        Of a checkpoint that sees, its vision tower and connector are part of that. Raises ConfigError for another
+        number of steps.
         """
         if steps not in (None, self.action_tokens.length):
             raise ConfigError(
@@ -246,6 +261,7 @@ class TokenPolicy(nn.Module):
         self.finetuning = {"train_encoder": train_encoder}
         if not train_encoder:
             self.observation_tokens.requires_grad_(False)
+            self.language.freeze_vision()
 
     def add_lora(self, rank: int, alpha: float | None = None) -> None:
         """Freeze everything and train low-rank adapters of the language model alone; alpha: scale x rank, 2 x rank.
@@ -259,6 +275,8 @@ class TokenPolicy(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(rank)
             self.language.add_lora(rank, self.adapters["alpha"])
+        if self.finetuning is not None and not self.finetuning["train_encoder"]:
+            self.language.freeze_vision()
 
     def merge_lora(self) -> None:
         """Add the adapters of `add_lora` to the weights; what it decides stays the same up to rounding.
@@ -296,8 +314,12 @@ class TokenPolicy(nn.Module):
         return ActionLanguage(self.language, self.action_embedding, self.head, self.config.token.temperature)
 
     def _prompt(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Prompt:
-        """Read the instruction and embed the observation."""
+        """Read the instruction, with the images where the checkpoint sees, and embed the rest of the observation."""
         embedded, texts = self.embed(observation, generator), self.texts(observation)
+        if isinstance(self.text_tokens, VisionLanguageProcessor):
+            seen = self.observation_tokens.cameras(observation, generator)
+            inputs = self.text_tokens(texts, images_of_rows(seen, len(texts)))
+            return Prompt(self.language.see({key: each.to(embedded.device) for key, each in inputs.items()}), embedded)
         distinct = sorted(set(texts))
         number = {text: index for index, text in enumerate(distinct)}
         index = torch.tensor([number[text] for text in texts], dtype=torch.int64)
@@ -317,14 +339,26 @@ class TokenPolicy(nn.Module):
         return given_instructions(observation, rows, self.instructions)
 
     def read(self, texts: Sequence[str], rows: Tensor) -> Reading:
-        """Return what rows [N] have read, each of them one of `texts`."""
+        """Return what rows [N] have read, each of them one of `texts`; raises ConfigError where prompts have images."""
+        if isinstance(self.text_tokens, VisionLanguageProcessor):
+            raise ConfigError("The checkpoint reads images before the instruction: there is no reading of that alone.")
         tokens, text = self.text_tokens(texts)
         return self.language.read(tokens.to(rows.device), text.to(rows.device), rows)
 
+    def _describe(self, processor: VisionLanguageProcessor) -> str:
+        said = self.action_tokens.length + len(self.fields) + 1
+        return describe_prompt(self.language, processor, self.fields, self.config.history, self.instructions, said)
 
-def _language(config: TokenPolicyConfig, instructions: tuple[str, ...]) -> "tuple[PreTrainedModel, TextTokenizer]":
+
+def _language(
+    config: TokenPolicyConfig, fields: Mapping[str, Field], instructions: tuple[str, ...]
+) -> "tuple[PreTrainedModel, TextTokenizer | VisionLanguageProcessor]":
     token = config.token
     if token.model:
+        images = any(key.startswith(IMAGE_PREFIX) for key in fields)
+        wanted = token.vision is TokenVision.CHECKPOINT
+        if images and (wanted or (token.vision is TokenVision.AUTO and sees(pretrained_config(token.model)))):
+            return pretrained_vision_language(token.model, token.prompt, split_images=token.split_images)
         return pretrained_backbone(token.model)
     words = WordTokenizer(instructions)
     return small_backbone(words.size, token.width, token.depth, token.heads, token.feed_forward), words

@@ -1,0 +1,144 @@
+"""Vision-language checkpoints of transformers: prompts of images and text, in the format that the checkpoint learned.
+
+Everything about a prompt is the checkpoint's own: how large an image is and how many tokens it becomes (its image
+processor), how a user's words are marked (its chat template, where it has one), and what makes tokens of pixels (its
+vision tower and connector, in `LanguageModel.see`).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import IMAGE_PREFIX, Field
+from robopolicy.nn.language import LanguageModel
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+INSTRUCTION = "{instruction}"
+SPLITTING = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
+"""What image processors of transformers call the cutting of one image into several (SmolVLM, InternVL, Gemma 3)."""
+
+
+@runtime_checkable
+class MarksImages(Protocol):
+    """A processor that says which token stands for an image in a text."""
+
+    image_token: str
+    image_token_id: int
+
+
+class VisionLanguageProcessor:
+    """What a vision-language checkpoint makes of instructions and images before its model reads them.
+
+    processor: as AutoProcessor returns it; prompt: the user's words, with "{instruction}" in them; split_images:
+    whether an image processor that can cut images into tiles, each with its own tokens, does so. Raises ConfigError
+    where the checkpoint has neither a chat template nor a token that stands for an image.
+    """
+
+    def __init__(self, processor: "ProcessorMixin", prompt: str, *, split_images: bool):
+        self.processor: Any = processor
+        self.prompt = prompt
+        known = self.processor.image_processor.to_dict()
+        self.options = {} if split_images else {name: False for name in SPLITTING if name in known}
+        if not self.processor.chat_template and not isinstance(processor, MarksImages):
+            raise ConfigError(
+                f"The checkpoint's {type(processor).__name__} has neither a chat template nor an image token, so no "
+                "prompt with images can be written: set token.vision=patches, or take a checkpoint that has one."
+            )
+
+    def __call__(self, texts: Sequence[str], images: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+        """Return what the model reads of N instructions and, for each, I images [height, width, 3] uint8.
+
+        "input_ids" and "attention_mask" [N, L], padded on the left, and images in the form the model wants. Everything
+        is computed on the CPU: the images of some checkpoints are resized by PIL.
+        """
+        count = len(images[0])
+        prompts = {text: self.written(text, count) for text in set(texts)}
+        found = self.processor(
+            text=[prompts[text] for text in texts],
+            images=[[rearrange(image.cpu(), "h w c -> c h w") for image in row] for row in images],
+            input_data_format="channels_first",
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+            **self.options,
+        )
+        return {name: value for name, value in found.items() if name != "labels"}
+
+    def written(self, instruction: str, images: int) -> str:
+        """Return the prompt of an instruction that comes after so many images."""
+        text = self.prompt.replace(INSTRUCTION, instruction)
+        if not self.processor.chat_template:
+            return self.processor.image_token * images + text
+        content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]
+        # processor_kwargs concern tokens, which are not made here: without any, SmolVLM's warns of its own defaults
+        return self.processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            tokenize=False,
+            processor_kwargs={"padding": True},
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the processor's own files, the tokenizer's and the chat template among them."""
+        self.processor.save_pretrained(folder)
+
+
+def images_of_rows(frames: Mapping[str, Tensor], rows: int) -> list[list[Tensor]]:
+    """Return the images [height, width, 3] of each row, camera by camera and oldest first, of frames [N * H, ...]."""
+    parts = [rearrange(value, "(n t) h w c -> n t h w c", n=rows) for value in frames.values()]
+    return [[image for part in parts for image in part[row]] for row in range(rows)]
+
+
+@torch.no_grad()
+def describe_prompt(
+    model: LanguageModel,
+    processor: VisionLanguageProcessor,
+    fields: Mapping[str, Field],
+    history: int,
+    instructions: Sequence[str],
+    said: int,
+) -> str:
+    """Read a prompt of grey images, as large as the world's, and say in one line how long it is.
+
+    said: tokens that follow a prompt. Raises ConfigError where the model cannot read it, or has too few positions.
+    """
+    cameras = {key: field for key, field in fields.items() if key.startswith(IMAGE_PREFIX)}
+    images = [torch.full(field.shape, 100, dtype=torch.uint8) for field in cameras.values() for _ in range(history)]
+    name = type(model.backbone).__name__
+    try:
+        inputs = processor([max(instructions, key=len)], [images])
+        model.see(inputs)
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        raise ConfigError(
+            f"A {name} could not read {len(images)} images and an instruction as its processor writes them: "
+            f"{' '.join(str(error).split())[:300]} Set token.vision=patches, or choose another token.model."
+        ) from error
+    length, limit = inputs["input_ids"].shape[1], _positions(model)
+    marked = processor.processor.image_token_id if isinstance(processor.processor, MarksImages) else -1
+    seen = int((inputs["input_ids"] == marked).sum())
+    if limit is not None and length + said > limit:
+        raise ConfigError(
+            f"A prompt has {length} tokens, {seen} of them of its {len(images)} images, and {said} follow, but a "
+            f"{name} has {limit} positions: read fewer cameras (observation_keys) or frames (history), set "
+            "token.split_images=false, or a smaller size in the checkpoint's preprocessor_config.json."
+        )
+    sizes = ", ".join(
+        f"{key.removeprefix(IMAGE_PREFIX)} {' x '.join(map(str, f.shape[:2]))}" for key, f in cameras.items()
+    )
+    return (
+        f"Images ({sizes}) are resized and read as {name}'s own processor does: a prompt of {len(images)} images has "
+        f"{length} tokens, {seen} of them of images."
+    )
+
+
+def _positions(model: LanguageModel) -> int | None:
+    """Return how many positions the language model knows, None where its config does not say."""
+    known = model.decoder.config.to_dict()
+    return known.get("max_position_embeddings")
