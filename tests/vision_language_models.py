@@ -28,7 +28,7 @@ VISION = {
 }  # fmt: skip
 CHAT = (
     "{% for message in messages %}{{ message['role'] }} : {% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
+    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}assistant :{% endif %}"
 )
 

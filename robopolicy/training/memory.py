@@ -1,4 +1,4 @@
-"""What fine-tuning a large policy will take of memory, measured on one decision before anything starts.
+"""What training a large policy will take of memory, measured on one decision before anything starts.
 
 A vision-language policy that does not fit ends a run after minutes of loading and collecting; here one row is decided
 and scored, what it keeps is counted, and multiplied by the rows of an iteration. What the world, the critic and the
@@ -66,7 +66,7 @@ class MemoryBudget:
                 f"Fine-tuning needs about {in_bytes(self.ahead)} more of memory, and {in_bytes(available)} are free: "
                 f"lower minibatch={self.minibatch} (activations: {in_bytes(self.activations)}) or the {self.decisions} "
                 f"decisions of an iteration ({in_bytes(self.kept)}), num_envs times rollout_length, or set "
-                "lerobot.checkpointing=true, lerobot.keep_prefix=false or lora_rank=8."
+                "lora_rank=8 (of LeRobot's policies lerobot.checkpointing=true and lerobot.keep_prefix=false too)."
             )
 
 
@@ -107,6 +107,30 @@ def plan_memory(
         tuned=sum(weight.numel() for weight in policy.trainable_parameters()),
         deciding=deciding.get_total_flops(),
         scoring=scoring.get_total_flops(),
+    )
+
+
+def plan_pretraining(policy: Trainable, batch_size: int, available: int | None) -> str:
+    """Return in one line what imitation by batches of so many decisions will take beside the weights.
+
+    Raises ConfigError where that is more than is available, in bytes; None: not known.
+    """
+    device = next(policy.parameters()).device
+    seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
+    decision = policy.act(seen, torch.Generator(device).manual_seed(0))
+    activations = batch_size * _saved(policy, lambda: policy.log_prob(seen, decision.latents).logp)
+    # The gradient, Adam's two averages, and the average of the weights themselves
+    learning = 4 * sum(_bytes(weight) for weight in policy.trainable_parameters())
+    if available is not None and learning + activations > available:
+        raise ConfigError(
+            f"Training needs about {in_bytes(learning + activations)} more of memory, and {in_bytes(available)} are "
+            f"free: lower train.batch_size={batch_size} (activations: {in_bytes(activations)}), or let adapters "
+            "learn alone (policy.token.lora_rank=8)."
+        )
+    weights = sum(_bytes(weight) for weight in policy.parameters())
+    return (
+        f"Memory, about: weights {in_bytes(weights)}, gradients, optimiser and moving average {in_bytes(learning)}, "
+        f"activations of {batch_size} decisions {in_bytes(activations)}."
     )
 
 

@@ -42,6 +42,7 @@ from robopolicy.nn.shapes import shapes_only
 from robopolicy.origins import origin_of_section
 from robopolicy.policies.checkpoint import is_lerobot
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
+from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.preferences import read_pairs
 from robopolicy.rl.registry import Need
@@ -169,11 +170,11 @@ def confirming_seeds(config: Config, iteration: int, episodes: int) -> Array:
 
 
 def say_memory(config: Config, policy: Trainable, base: Policy, world: World) -> None:
-    """Print what tuning a policy of LeRobot's will take of memory; raises ConfigError where that is more than there is.
+    """Print what tuning a policy with a language model will take of memory; raises ConfigError where there is less.
 
-    Of others nothing is said: they are small, and those of LeRobot's that denoise can be language models.
+    That is one of LeRobot's, or a token policy of a checkpoint. Of others nothing is said: they are small.
     """
-    if not isinstance(base, LeRobotPolicy):
+    if not (isinstance(base, LeRobotPolicy) or (isinstance(base, TokenPolicy) and base.config.token.model)):
         return
     device = next(policy.parameters()).device
     budget = memory_of(config, policy, base, world, device)

@@ -20,6 +20,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.finite_values import require_finite_columns
 from robopolicy.core.interventions import imitated_in_words, interventions_in_words
+from robopolicy.core.memory import free_memory
 from robopolicy.core.origin import remember_origin
 from robopolicy.core.policy import PlansInternally, Policy, Trainable
 from robopolicy.core.randomness import Generators, derive
@@ -33,9 +34,11 @@ from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.origins import origin_of_section
 from robopolicy.policies.checkpoint import build_policy
 from robopolicy.policies.configuration import TextEncoder
+from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.fit import FitResult
+from robopolicy.training.memory import plan_pretraining
 from robopolicy.training.pretrain import pretrain
 from robopolicy.training.reading import describe_reading
 from robopolicy.training.stages import Staged, fit_stages
@@ -70,6 +73,7 @@ def run(config: Config) -> int:
         encoder = load_encoder(place, device)
         episodes = encoded(encoder, episodes)
     policy = new_policy(config, episodes, device)
+    say_model(policy, config.train.batch_size)
     seen = behind(encoder, policy) if encoder is not None else policy
     features, reads_text = read_information(data)["features"], getattr(policy, "reads_instructions", None)
     reading = describe_reading(data, features, recorded_episodes, seen.spec.observation, reads_text)
@@ -115,6 +119,18 @@ def run(config: Config) -> int:
     finish(config, folder, result)
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
+
+
+def say_model(policy: Trainable, batch_size: int) -> None:
+    """Print how a checkpoint reads images, and what training takes of memory; raises ConfigError where less is free.
+
+    Of policies without a checkpoint's language model nothing is said.
+    """
+    if isinstance(policy, TokenPolicy) and policy.config.token.model:
+        if policy.described:
+            output.print(policy.described, soft_wrap=True, highlight=False)
+        free = free_memory(next(policy.parameters()).device)
+        output.print(plan_pretraining(policy, batch_size, free), soft_wrap=True, highlight=False)
 
 
 def say_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:
