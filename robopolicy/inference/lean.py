@@ -50,7 +50,7 @@ def lean(policy: Policy, config: InferenceConfig, caching: Caching | None = None
             raise ConfigError(
                 f"Other samplers, bf16 and block caching are for denoising policies, not for a {type(policy).__name__}."
             )
-        if isinstance(policy, TokenPolicy) and policy.reads_prompts_with_images:
+        if isinstance(policy, TokenPolicy) and policy.processor is not None:
             raise ConfigError(
                 "engine=lean keeps what was read of an instruction, and this policy reads images before it, "
                 "so every prompt is new, and read once a decision already. Use engine=reference."

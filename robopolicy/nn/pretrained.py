@@ -6,12 +6,13 @@ What a user names may come from the hub; what lies in a checkpoint of ours is re
 import importlib
 import importlib.util
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -99,7 +100,10 @@ def require_transformers(what: str) -> None:
 
 @contextmanager
 def _loading(name: str, parts: str) -> Iterator[None]:
-    """Let what fails while a checkpoint is read be a ConfigError that says what is needed."""
+    """Let what fails while a checkpoint is read be a ConfigError that says what is needed, and all else be quiet."""
+    chatter = logging.getLogger("transformers")
+    level = chatter.level
+    chatter.setLevel(logging.ERROR)
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, ImportError, CheckpointError) as error:
@@ -109,6 +113,8 @@ def _loading(name: str, parts: str) -> Iterator[None]:
             f"token.model={name} could not be loaded: {said}{gated} Give a folder written by save_pretrained "
             f"({parts}), or a name on the hub and a network connection. Code that a model brings is not run."
         ) from error
+    finally:
+        chatter.setLevel(level)
 
 
 def _load_model(name: str, config: "PreTrainedConfig") -> "PreTrainedModel":
@@ -134,14 +140,13 @@ def _load_model(name: str, config: "PreTrainedConfig") -> "PreTrainedModel":
 
 
 def _require_processor(processor: Any, name: str) -> None:
-    """Raise ConfigError unless a processor has an image processor and a tokenizer that can pad."""
+    """Raise ConfigError unless a processor has an image processor."""
     if not isinstance(processor, require_extra("transformers", EXTRA).ProcessorMixin):
         raise ConfigError(
             f"token.model={name} has no image processor, only a {type(processor).__name__}: give its folder a "
             "preprocessor_config.json or processor_config.json (processor.save_pretrained), or set "
             "token.vision=patches."
         )
-    PretrainedTokenizer(cast(Any, processor).tokenizer)
 
 
 def described_backbone(description: Mapping[str, Any]) -> "PreTrainedModel":

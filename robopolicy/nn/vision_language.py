@@ -15,7 +15,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import IMAGE_PREFIX, Field
-from robopolicy.nn.language import LanguageModel
+from robopolicy.nn.language import LanguageModel, PretrainedTokenizer
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -38,12 +38,12 @@ class VisionLanguageProcessor:
 
     processor: as AutoProcessor returns it; prompt: the user's words, with "{instruction}" in them; split_images:
     whether an image processor that can cut images into tiles, each with its own tokens, does so. Raises ConfigError
-    where the checkpoint has neither a chat template nor a token that stands for an image.
+    where the checkpoint has neither a chat template nor a token that stands for an image, or its tokenizer cannot pad.
     """
 
     def __init__(self, processor: "ProcessorMixin", prompt: str, *, split_images: bool):
         self.processor: Any = processor
-        self.prompt = prompt
+        self.tokenizer, self.prompt = PretrainedTokenizer(self.processor.tokenizer), prompt
         known = self.processor.image_processor.to_dict()
         self.options = {} if split_images else {name: False for name in SPLITTING if name in known}
         if not self.processor.chat_template and not isinstance(processor, MarksImages):

@@ -24,6 +24,7 @@ from robopolicy.nn.language import Reading
 from robopolicy.nn.vision_language import VisionLanguageProcessor, images_of_rows
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, load_policy
 from robopolicy.policies.token.configuration import TokenDecoding, TokenVision
+from robopolicy.policies.token.decoding import MaskedDecoding, ParallelDecoding
 
 STATE, CAMERA, WRIST = "observation.state", "observation.images.front", "observation.images.wrist"
 FIELDS = {STATE: Field((3,)), CAMERA: Field((24, 40, 3), "uint8", 0, 255)}
@@ -79,11 +80,11 @@ def disturb(policy: TokenPolicy) -> TokenPolicy:
 
 
 def processor(policy: TokenPolicy) -> VisionLanguageProcessor:
-    assert isinstance(policy.text_tokens, VisionLanguageProcessor)
-    return policy.text_tokens
+    assert policy.processor is not None
+    return policy.processor
 
 
-@pytest.mark.parametrize(("name", "decoding"), zip(FAMILIES, TokenDecoding, strict=True))
+@pytest.mark.parametrize(("name", "decoding"), list(zip(FAMILIES, TokenDecoding, strict=True)))
 def test_they_keep_the_promises_of_policies(checkpoints, name: str, decoding: TokenDecoding):
     check_policy(build(checkpoints[name], history=2, decoding=decoding), load_policy)
 
@@ -128,10 +129,11 @@ def test_scores_are_those_of_whole_passes_without_a_cache(checkpoints, name: str
         tokens = decision.latents["tokens"][row]
         causal = decoding is TokenDecoding.CAUSAL
         states = policy.action_embedding(tokens)
-        if decoding is TokenDecoding.PARALLEL:
+        scored = torch.ones(len(tokens), dtype=torch.bool)
+        if isinstance(policy.decoding, ParallelDecoding):
             states = policy.decoding.empty
-        if decoding is TokenDecoding.MASKED:
-            first = decision.latents["order"][row] == 0
+        if isinstance(policy.decoding, MaskedDecoding):
+            scored = decision.latents["order"][row] == 0
             states = policy.decoding.mask + policy.decoding.position.weight
         whole = torch.cat([found["inputs_embeds"], embedded[row : row + 1], states[None]], 1)
         prompt, before = inputs["input_ids"].shape[1], inputs["input_ids"].shape[1] + embedded.shape[1]
@@ -147,7 +149,6 @@ def test_scores_are_those_of_whole_passes_without_a_cache(checkpoints, name: str
         hidden = decoder(inputs_embeds=whole, attention_mask=mask, position_ids=positions).last_hidden_state[0]
         hidden = hidden[before - 1 : -1] if causal else hidden[before:]
         expected = policy.head(hidden).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
-        scored = first if decoding is TokenDecoding.MASKED else slice(None)
         assert torch.allclose(decision.logp[row][scored], expected[scored], atol=1e-4)
 
 
@@ -254,10 +255,10 @@ def test_fine_tuning_can_leave_the_vision_as_it_is(checkpoints, rank: int, tmp_p
 def test_who_reads_images_is_a_choice(checkpoints):
     folder = checkpoints["smolvlm"]
     own = build(folder, vision=TokenVision.PATCHES, patch=8)
-    assert not own.reads_prompts_with_images and "LlamaModel" in str(type(own.language.backbone))
-    assert build(folder).reads_prompts_with_images
+    assert own.processor is None and "LlamaModel" in str(type(own.language.backbone))
+    assert build(folder).processor is not None
     blind = build(folder, {STATE: FIELDS[STATE]})
-    assert not blind.reads_prompts_with_images and blind.described == ""
+    assert blind.processor is None and blind.described == ""
     check_policy(own, load_policy)
 
 
@@ -339,7 +340,7 @@ def test_a_model_that_sees_nothing_is_not_given_images(tmp_path: Path):
     words.save_pretrained(written(transformers.LlamaForCausalLM, config, tmp_path / "blind"))
     with pytest.raises(ConfigError, match=r"llama checkpoint, which sees no images: set token\.vision=patches"):
         build(tmp_path / "blind", vision=TokenVision.CHECKPOINT)
-    assert not build(tmp_path / "blind", patch=8).reads_prompts_with_images
+    assert build(tmp_path / "blind", patch=8).processor is None
     with pytest.raises(ConfigError, match=r"token\.vision=checkpoint needs one that sees"):
         TokenConfig(vision=TokenVision.CHECKPOINT)
     with pytest.raises(ConfigError, match=r"write \{instruction\}"):
@@ -372,8 +373,6 @@ def test_gated_checkpoints_are_explained(monkeypatch: pytest.MonkeyPatch):
 def test_the_lean_engine_has_nothing_to_keep(checkpoints):
     with pytest.raises(ConfigError, match="reads images before it"):
         with_engine(build(checkpoints["smolvlm"]), InferenceConfig("lean"))
-    with pytest.raises(ConfigError, match="reads images before"):
-        build(checkpoints["smolvlm"]).read(["stop"], torch.zeros(1, dtype=torch.int64))
 
 
 def test_images_are_bytes(checkpoints):

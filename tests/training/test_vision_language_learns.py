@@ -31,7 +31,7 @@ def test_reinforcement_learning_tunes_the_adapters_alone(checkpoints, name: str,
     token = TokenConfig(model=str(checkpoints[name]), bins=5, decoding=TokenDecoding(decoding), decode_steps=2)
     config = TokenPolicyConfig(chunk=1, token=token)
     policy = TokenPolicy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions)
-    assert CAMERA in policy.fields and policy.reads_prompts_with_images
+    assert CAMERA in policy.fields and policy.processor is not None
     policy.prepare_finetuning()
     policy.add_lora(2)
     before = {key: value.clone() for key, value in policy.state_dict().items()}

@@ -22,18 +22,18 @@ TOKENIZER, PROCESSOR = "tokenizer", "processor"
 def save_token_policy(policy: TokenPolicy, folder: Path) -> None:
     """Write `policy` to `folder`, atomically."""
 
-    sees = policy.reads_prompts_with_images
-
     def reader(temporary: Path) -> None:
-        if policy.config.token.model:
-            policy.text_tokens.save(temporary / (PROCESSOR if sees else TOKENIZER))
+        if policy.processor is not None:
+            policy.processor.save(temporary / PROCESSOR)
+        elif policy.config.token.model:
+            policy.text_tokens.save(temporary / TOKENIZER)
 
     save_policy(
         policy,
         folder,
         reader,
         kind=TOKEN_POLICY,
-        sees=sees,
+        sees=policy.processor is not None,
         backbone=policy.language.backbone.config.to_dict(),
         adapters=policy.adapters,
         finetuning=policy.finetuning,

@@ -89,7 +89,9 @@ class TokenPolicy(nn.Module):
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            backbone, self.text_tokens = language or _language(config, self.fields, self.instructions)
+            backbone, reader = language or _language(config, self.fields, self.instructions)
+            self.processor = reader if isinstance(reader, VisionLanguageProcessor) else None
+            self.text_tokens = reader.tokenizer if isinstance(reader, VisionLanguageProcessor) else reader
             self.language = LanguageModel(backbone)
             width = self.language.width
             self.observation_tokens = ObservationTokens(
@@ -97,7 +99,7 @@ class TokenPolicy(nn.Module):
                 config.history,
                 width,
                 config.state_normalization,
-                0 if self.reads_prompts_with_images else token.patch,
+                token.patch if self.processor is None else 0,
                 config.image.random_shift,
             )
             self.action_embedding = nn.Embedding(self.action_tokens.vocabulary, width)
@@ -109,8 +111,8 @@ class TokenPolicy(nn.Module):
         self.described = ""
         self.adapters: dict[str, float] | None = None
         self.finetuning: dict[str, Any] | None = None
-        if language is None and isinstance(self.text_tokens, VisionLanguageProcessor):
-            self.described = self._describe(self.text_tokens)
+        if language is None and self.processor is not None:
+            self.described = self._describe(self.processor)
         register_range(self, action)
         if values is not None:
             self.fit_normalizers(values)
@@ -119,11 +121,6 @@ class TokenPolicy(nn.Module):
     def reads_instructions(self) -> bool:
         """Whether decisions follow the instruction."""
         return True
-
-    @property
-    def reads_prompts_with_images(self) -> bool:
-        """Whether images are read by the vision of a checkpoint, as part of the prompt."""
-        return isinstance(self.text_tokens, VisionLanguageProcessor)
 
     @property
     def spec(self) -> PolicySpec:
@@ -316,9 +313,9 @@ class TokenPolicy(nn.Module):
     def _prompt(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Prompt:
         """Read the instruction, with the images where the checkpoint sees, and embed the rest of the observation."""
         embedded, texts = self.embed(observation, generator), self.texts(observation)
-        if isinstance(self.text_tokens, VisionLanguageProcessor):
+        if self.processor is not None:
             seen = self.observation_tokens.cameras(observation, generator)
-            inputs = self.text_tokens(texts, images_of_rows(seen, len(texts)))
+            inputs = self.processor(texts, images_of_rows(seen, len(texts)))
             return Prompt(self.language.see({key: each.to(embedded.device) for key, each in inputs.items()}), embedded)
         distinct = sorted(set(texts))
         number = {text: index for index, text in enumerate(distinct)}
@@ -339,9 +336,7 @@ class TokenPolicy(nn.Module):
         return given_instructions(observation, rows, self.instructions)
 
     def read(self, texts: Sequence[str], rows: Tensor) -> Reading:
-        """Return what rows [N] have read, each of them one of `texts`; raises ConfigError where prompts have images."""
-        if isinstance(self.text_tokens, VisionLanguageProcessor):
-            raise ConfigError("The checkpoint reads images before the instruction: there is no reading of that alone.")
+        """Return what rows [N] have read, each of them one of `texts`, without images."""
         tokens, text = self.text_tokens(texts)
         return self.language.read(tokens.to(rows.device), text.to(rows.device), rows)
 
