@@ -133,7 +133,7 @@ def describe_prompt(
         f"{key.removeprefix(IMAGE_PREFIX)} {' x '.join(map(str, f.shape[:2]))}" for key, f in cameras.items()
     )
     return (
-        f"Images ({sizes}) are resized and read as {name}'s own processor does: a prompt of {len(images)} images has "
+        f"Images ({sizes}) are resized and read as {name}'s own processor does: a prompt has "
         f"{length} tokens, {seen} of them of images."
     )
 

@@ -88,7 +88,7 @@ class CausalDecoding(nn.Module):
         deterministic: bool,
         kept: Kept | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Say K tokens with cached keys and values; see `Decoding`."""
+        """Say tokens [N, K] with cached keys and values; see `Decoding`."""
         hidden = language.model.extend(prompt.reading, prompt.observation)
         draws = torch.rand((len(hidden), self.length), generator=generator, device=generator.device).to(hidden.device)
         tokens, scores = [], []
@@ -148,7 +148,7 @@ class ParallelDecoding(nn.Module):
         deterministic: bool,
         kept: Kept | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Say K tokens in one pass; see `Decoding`."""
+        """Say tokens [N, K] in one pass; see `Decoding`."""
         every = self.score(language, prompt, {})
         check_finite("log-probabilities of action tokens", every)
         draws = torch.rand(every.shape[:2], generator=generator, device=generator.device).to(every.device)
