@@ -124,7 +124,7 @@ def plan_pretraining(policy: Trainable, batch_size: int, available: int | None) 
     if available is not None and learning + activations > available:
         raise ConfigError(
             f"Training needs about {in_bytes(learning + activations)} more of memory, and {in_bytes(available)} are "
-            f"free: lower train.batch_size={batch_size} (activations: {in_bytes(activations)}), or let adapters "
+            f"free: lower batch_size={batch_size} (activations: {in_bytes(activations)}), or let adapters "
             "learn alone (policy.token.lora_rank=8)."
         )
     weights = sum(_bytes(weight) for weight in policy.parameters())
