@@ -176,13 +176,11 @@ class MujocoWorld:
             unknown = next(iter(options))
             raise ConfigError(f"Unknown reset option '{unknown}'.{did_you_mean(unknown, ['uniforms', 'task'])}")
         index, seeds = self._episodes.reset_rows(rows, seeds)
-        if numbers is None:
-            numbers = uniforms(seeds, self.task.uniforms)
-        numbers = np.asarray(numbers, dtype=np.float64)
+        # Two numbers behind the task's own, so that those stay what they are without instructions.
+        drawn, spoken = np.split(uniforms(seeds, self.task.uniforms + 2), [self.task.uniforms], axis=1)
+        numbers = np.asarray(drawn if numbers is None else numbers, dtype=np.float64)
         if numbers.shape != (len(index), self.task.uniforms):
             raise SpecError(f"uniforms have shape {numbers.shape}, expected [{len(index)}, {self.task.uniforms}].")
-        # Two numbers behind the task's own, so that those stay what they are without instructions.
-        spoken = uniforms(seeds, self.task.uniforms + 2)[:, -2:]
         self._start(index, numbers, spoken, instruction)
         return self._episodes.observation()
 

@@ -31,7 +31,7 @@ LARGEST = 2**24
 """Of the whole numbers that describe a backbone."""
 MOST_LAYERS = 1000
 OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = (5, 4), (5, 6)
-"""Versions between which vision-language models were tried; the second is out."""
+"""Versions between which vision-language models were tried, LeRobot's too; with the second these break."""
 
 
 def pretrained_backbone(name: str) -> "tuple[PreTrainedModel, PretrainedTokenizer]":
@@ -99,13 +99,23 @@ def require_transformers(what: str) -> None:
 
 
 @contextmanager
-def _loading(name: str, parts: str) -> Iterator[None]:
-    """Let what fails while a checkpoint is read be a ConfigError that says what is needed, and all else be quiet."""
+def quiet() -> Iterator[None]:
+    """Let transformers say nothing but errors."""
     chatter = logging.getLogger("transformers")
     level = chatter.level
     chatter.setLevel(logging.ERROR)
     try:
         yield
+    finally:
+        chatter.setLevel(level)
+
+
+@contextmanager
+def _loading(name: str, parts: str) -> Iterator[None]:
+    """Let what fails while a checkpoint is read be a ConfigError that says what is needed, and all else be quiet."""
+    try:
+        with quiet():
+            yield
     except (OSError, ValueError, KeyError, TypeError, ImportError, CheckpointError) as error:
         said = " ".join(next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).split())
         gated = " Accept its licence on its page, then hf auth login." if "gated" in str(error).lower() else ""
@@ -113,8 +123,6 @@ def _loading(name: str, parts: str) -> Iterator[None]:
             f"token.model={name} could not be loaded: {said}{gated} Give a folder written by save_pretrained "
             f"({parts}), or a name on the hub and a network connection. Code that a model brings is not run."
         ) from error
-    finally:
-        chatter.setLevel(level)
 
 
 def _load_model(name: str, config: "PreTrainedConfig") -> "PreTrainedModel":

@@ -1,13 +1,14 @@
 """Networks without numbers: what a large one takes is known from the shapes of its tensors alone."""
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 META = torch.device("meta")
 LARGE = 1 << 14
@@ -34,7 +35,7 @@ class _Numberless(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = [leaf for leaf in _leaves((*args, *kwargs.values())) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(tensor.device == META for tensor in tensors):
             return _made(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
@@ -43,9 +44,7 @@ class _Numberless(TorchDispatchMode):
             kwargs["device"] = META
         if "generator" in kwargs:
             kwargs["generator"] = None
-        found = func(
-            *_mapped(args, _numberless), **{name: _mapped(value, _numberless) for name, value in kwargs.items()}
-        )
+        found = func(*tree_map(_numberless, args), **tree_map(_numberless, kwargs))
         # Written in place, a tensor with numbers stays what it is: only the shape of what it would hold is asked for.
         return args[0] if func._schema.is_mutable and isinstance(args[0], Tensor) else found
 
@@ -59,20 +58,6 @@ def _made(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     large = torch.Size(shape).numel() >= LARGE
     return torch.empty(tuple(shape), dtype=dtype, device=META) if large else func(*args, **kwargs)
-
-
-def _leaves(items: Any) -> Iterator[Any]:
-    for item in items:
-        if isinstance(item, (list, tuple)):
-            yield from _leaves(item)
-        else:
-            yield item
-
-
-def _mapped(items: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(items, (list, tuple)):
-        return type(items)(_mapped(item, change) for item in items)
-    return change(items)
 
 
 def _numberless(item: Any) -> Any:

@@ -11,7 +11,6 @@ Nothing is ever downloaded. A file `robopolicy.json` beside config.json says wha
 import importlib
 import io
 import json
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
@@ -39,7 +38,7 @@ from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
 from robopolicy.core.tensors import load_tensors
 from robopolicy.core.world import Rows
-from robopolicy.nn.pretrained import offline
+from robopolicy.nn.pretrained import NEWEST_TRANSFORMERS, offline, quiet
 from robopolicy.policies.checkpoint import SETTINGS_FILE
 from robopolicy.policies.lerobot_configuration import LeRobotSettings, LeRobotTuning
 from robopolicy.policies.lerobot_processors import PROCESSORS, check_processor
@@ -55,8 +54,6 @@ CHUNK_KEYS["vqbet"] = "action_chunk_size"
 """LeRobot's `type` -> the setting that says how many steps are executed between two predictions."""
 
 LANGUAGE_MODELS = ("smolvla", "pi0", "pi05")
-NEWEST_TRANSFORMERS = (5, 6)
-"""The first version with which LeRobot's language models break."""
 EMPTY_CAMERA = ".empty_camera_"
 """In the names of features that LeRobot adds for cameras that nobody has: it fills in what they would show."""
 
@@ -286,11 +283,8 @@ def _checked_type(folder: Path, weights: bool) -> str:
 @contextmanager
 def _nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
     """Keep the Hugging Face hub offline and quiet, and turn what LeRobot raises into one line."""
-    chatter = logging.getLogger("transformers")
-    level = chatter.level
-    chatter.setLevel(logging.ERROR)
     try:
-        with offline(), redirect_stdout(io.StringIO()):
+        with quiet(), offline(), redirect_stdout(io.StringIO()):
             yield
     except RobopolicyError:
         raise
@@ -302,8 +296,6 @@ def _nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
     except Exception as error:
         reason = _first_line(error.__cause__ or error) + _needed_models(folder, error)
         raise CheckpointError(f"{folder} cannot be loaded as LeRobot's '{kind}': {reason}") from error
-    finally:
-        chatter.setLevel(level)
 
 
 def _needed_models(folder: Path, error: Exception) -> str:

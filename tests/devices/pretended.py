@@ -14,7 +14,7 @@ streams, graphs, pinned memory and torch.compile, and libraries that ask the dev
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA = torch.device("cuda", 0)
 HIDDEN = torch.device("meta")
@@ -142,20 +143,6 @@ SCALARS = {
 """Where a number on the CPU may stand among tensors of the GPU, beside element by element operations on two tensors."""
 
 
-def _leaves(items: Any) -> Iterator[Any]:
-    for item in items:
-        if isinstance(item, (list, tuple)):
-            yield from _leaves(item)
-        else:
-            yield item
-
-
-def _mapped(items: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(items, (list, tuple)):
-        return type(items)([_mapped(item, change) for item in items])
-    return change(items)
-
-
 def _require_one_device(func: Any, args: Sequence[Any], tensors: list[Tensor]) -> None:
     """Raise WrongDevice where CUDA would not compute with tensors of both devices."""
     others = [tensor for tensor in tensors if not isinstance(tensor, Pretended)]
@@ -186,7 +173,7 @@ class _Computing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in _leaves((*args, *kwargs.values())) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = {id(tensor.numbers): tensor for tensor in tensors if isinstance(tensor, Pretended)}
         _require_one_device(func, args, tensors)
         asked = kwargs.get("device")
@@ -194,10 +181,10 @@ class _Computing(TorchDispatchMode):
         self._note(func, args, tensors, bool(known), on_gpu)
         if not known and not on_gpu:
             return func(*args, **kwargs)
-        inner = {name: _mapped(value, _numbers) for name, value in kwargs.items()}
+        inner = tree_map(_numbers, kwargs)
         if asked is not None:
             inner["device"] = torch.device("cpu")
-        found = func(*_mapped(tuple(args), _numbers), **inner)
+        found = func(*tree_map(_numbers, tuple(args)), **inner)
         if torch.Tag.inplace_view in func.tags:
             with no_dispatch():  # what it pretends to be gets the new shape as well
                 func(*args, **kwargs)
@@ -209,7 +196,7 @@ class _Computing(TorchDispatchMode):
                 return item
             return known[id(item)] if id(item) in known else Pretended(item)
 
-        return _mapped(found, pretend)
+        return tree_map(pretend, found)
 
     def _note(self, func: Any, args: Any, tensors: list[Tensor], from_gpu: bool, on_gpu: bool) -> None:
         if func in TRANSFERS:
@@ -289,7 +276,7 @@ class _Speaking(TorchFunctionMode):
 
 
 def _require_own_device(func: Any, generator: torch.Generator, args: Any, kwargs: Any) -> None:
-    drawn_on = next((item for item in _leaves(args) if isinstance(item, Tensor)), None)
+    drawn_on = next((item for item in tree_leaves(args) if isinstance(item, Tensor)), None)
     asked = kwargs.get("device")
     on_gpu = isinstance(drawn_on, Pretended) if asked is None else torch.device(asked).type == HIDDEN.type
     if on_gpu != (generator.device.type == "cuda"):

@@ -7,44 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from token_toys import STATE, TOKEN, disturb, generator, make_tokens, observe
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError, SpecError
-from robopolicy.core.spec import Field
 from robopolicy.nn.configuration import ActionTokens
 from robopolicy.nn.language import LanguageModel
-from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, load_policy
+from robopolicy.policies import TokenPolicy, load_policy
 from robopolicy.policies.token.configuration import DecodeSchedule, TokenDecoding
 from robopolicy.policies.token.decoding import MaskedDecoding, commit_schedule
 
-STATE = "observation.state"
-FIELDS = {STATE: Field((3,))}
-ACTION = Field((2,), low=-1.0, high=1.0)
-TEXTS = ("push the red cube", "push the blue cube to the left", "stop")
-TOKEN = TokenConfig(width=32, depth=2, heads=2, feed_forward=64, bins=5, decoding=TokenDecoding.MASKED, decode_steps=3)
+MASKED = replace(TOKEN, decoding=TokenDecoding.MASKED, decode_steps=3)
 CAUSAL = {"decoding": TokenDecoding.CAUSAL}
 
 
 def make(chunk: int = 3, **changes: Any) -> TokenPolicy:
-    config = TokenPolicyConfig(chunk=chunk, token=replace(TOKEN, **changes))
-    values = {STATE: torch.tensor([[-1.0] * 3, [1.0] * 3]), "action": torch.tensor([[-1.0] * 2, [1.0] * 2])}
-    return TokenPolicy(config, FIELDS, ACTION, fps=10, instructions=TEXTS, values=values)
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def observe(rows: int = 7) -> dict[str, Any]:
-    return {STATE: torch.randn(rows, 1, 3, generator=generator(3)), "task": [TEXTS[row % 3] for row in range(rows)]}
-
-
-def disturb(policy: TokenPolicy) -> TokenPolicy:
-    """Make the distributions uneven and dependent on everything."""
-    with torch.no_grad():
-        for weight in policy.trainable_parameters():
-            weight.add_(0.08 * torch.randn(weight.shape, generator=generator(5)))
-    return policy
+    return make_tokens(replace(MASKED, **changes), chunk)
 
 
 def demonstrations(policy: TokenPolicy, tokens: Tensor) -> dict[str, Any]:

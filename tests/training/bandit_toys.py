@@ -1,5 +1,9 @@
 """A Gaussian bandit over several steps and the smallest policy with a denoising chain, for tests of the trainer."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +62,26 @@ class BanditWorld:
 
     def close(self) -> None:
         pass
+
+
+class MortalWorld(BanditWorld):
+    """A bandit whose process is killed at call number `kill_at` of `step`, 0 for never."""
+
+    kill_at = 0
+
+    def step(self, actions):
+        if self.calls + 1 == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(actions)
+
+
+def run_apart(script: str, folder: Path, kill_at: int = 0) -> int:
+    """Run a script in a process of its own, its arguments folder and kill_at; return its exit status."""
+    tests = Path(__file__).parents[1]
+    paths = [str(Path(__file__).parent), str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", script, str(folder), str(kill_at)]
+    return subprocess.run(command, env=environment, timeout=120, check=False).returncode
 
 
 class ChainPolicy(nn.Module):

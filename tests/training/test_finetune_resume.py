@@ -1,29 +1,22 @@
 """A run killed with SIGKILL and started again ends byte for byte where an unbroken run ends."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from bandit_toys import run_apart
 
 from robopolicy.core.run import RunFolder
 
 SCRIPT = """
-import os, signal, sys
+import sys
 import torch
 from pathlib import Path
-from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
+from bandit_toys import FIELDS, ChainPolicy, MortalWorld, mean_reward
 from robopolicy.core.run import RunFolder
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.finetune import FinetuneConfig, finetune
 
 torch.set_num_threads(1)
-folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-
-class MortalWorld(BanditWorld):
-    def step(self, actions):
-        if self.calls + 1 == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(actions)
+folder, MortalWorld.kill_at = Path(sys.argv[1]), int(sys.argv[2])
 
 torch.manual_seed(0)
 critic = state_critic(FIELDS, 1, width=8)
@@ -33,18 +26,11 @@ finetune(ChainPolicy(), critic, MortalWorld(16, horizon=5), config, RunFolder(fo
 """
 
 
-def _run(folder: Path, kill_at: int = 0) -> int:
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(kill_at)]
-    return subprocess.run(command, env=environment, timeout=120, check=False).returncode
-
-
 def test_kill_and_resume_end_in_the_same_place(tmp_path: Path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert _run(whole) == 0
-    assert _run(broken, kill_at=11) == -9  # in iteration 4, after the checkpoint of iteration 2
-    assert _run(broken) == 0
+    assert run_apart(SCRIPT, whole) == 0
+    assert run_apart(SCRIPT, broken, kill_at=11) == -9  # in iteration 4, after the checkpoint of iteration 2
+    assert run_apart(SCRIPT, broken) == 0
     files = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
     assert files == [path.relative_to(broken) for path in sorted(broken.rglob("*")) if path.is_file()]
     for file in files:

@@ -1,15 +1,12 @@
 """GRAPE in the trainer: a reference that is frozen for a round, pairs that outlive a kill, learning from disk alone."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
+from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward, run_apart
 from learning.lock_world import ChoicePolicy, LockWorld, success_of
 
 from robopolicy.configuration import compose
@@ -76,21 +73,15 @@ def test_the_reference_is_the_policy_as_its_round_began(
 
 
 SCRIPT = """
-import os, signal, sys
+import sys
 from pathlib import Path
 import torch
-from bandit_toys import BanditWorld, ChainPolicy
+from bandit_toys import ChainPolicy, MortalWorld
 from robopolicy.core.run import RunFolder
 from robopolicy.training.finetune import FinetuneConfig, finetune
 
 torch.set_num_threads(1)
-folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-
-class MortalWorld(BanditWorld):
-    def step(self, actions):
-        if self.calls + 1 == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(actions)
+folder, MortalWorld.kill_at = Path(sys.argv[1]), int(sys.argv[2])
 
 config = FinetuneConfig(algorithm="grape", iterations=5, groups=6, group_size=4, epochs=2, minibatch_episodes=8,
                         checkpoint_every=2, evaluate_every=0, target_kl=None,
@@ -99,27 +90,19 @@ finetune(ChainPolicy(), None, MortalWorld(24), config, RunFolder(folder), seed=4
 """
 
 
-def started(folder: Path, kill_at: int = 0) -> int:
-    tests = Path(__file__).parents[1]
-    paths = [str(Path(__file__).parent), str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(kill_at)]
-    return subprocess.run(command, env=environment, timeout=120, check=False).returncode
-
-
 @pytest.mark.checks("GRAPE", "replay/preferences")
 def test_pairs_and_reference_survive_a_kill_byte_for_byte(tmp_path: Path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert started(whole) == 0
+    assert run_apart(SCRIPT, whole) == 0
     assert (
-        started(broken, kill_at=15) == -9
+        run_apart(SCRIPT, broken, kill_at=15) == -9
     )  # four calls an iteration: in the fourth, after the checkpoint of the second
     assert (
         0
         < len(read_pairs(broken / "preferences").rollouts.group)
         < len(read_pairs(whole / "preferences").rollouts.group)
     )
-    assert started(broken) == 0
+    assert run_apart(SCRIPT, broken) == 0
     files = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
     assert {Path("preferences/preferences.json"), Path("preferences/preferences.safetensors")} <= set(files)
     assert files == [path.relative_to(broken) for path in sorted(broken.rglob("*")) if path.is_file()]
