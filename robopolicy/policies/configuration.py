@@ -127,6 +127,10 @@ class DenoisingPolicyConfig:
     """So many random steps of each decision are noisy and scored, the others follow the noise-free sampler (pi_RL's
     flow-SDE has 1); null for all.
     """
+    levels_per_sample: int = 1
+    """Noise levels at which each sample is denoised in training, with its observation encoded once: where encoding is
+    the dear part, as of images, several learn more in the same time.
+    """
     likelihood: Likelihood = Likelihood.CHAIN
     """What scores a decision: chain, its denoising steps, or matching, minus the denoising loss at random noise levels
     (FPO).
@@ -157,7 +161,9 @@ class DenoisingPolicyConfig:
             raise ConfigError(f"noisy_steps is {self.noisy_steps}: choose 1 to sampling_steps, {self.sampling_steps}.")
         if self.matching_samples < 1:
             raise ConfigError(f"matching_samples is {self.matching_samples}; at least 1 noise level scores a decision.")
-        for name in ("denoising_steps", "sampling_steps", "matching_samples"):
+        if self.levels_per_sample < 1:
+            raise ConfigError(f"levels_per_sample is {self.levels_per_sample}: a sample is denoised at least once.")
+        for name in ("denoising_steps", "sampling_steps", "matching_samples", "levels_per_sample"):
             if getattr(self, name) > MOST_STEPS:
                 raise ConfigError(f"{name} is {getattr(self, name)}: choose at most {MOST_STEPS}.")
         if not 0 <= self.hidden_words < 1:

@@ -37,6 +37,7 @@ from robopolicy.policies.network import (
     check_network,
     frozen_base,
     learns_noise,
+    repeat_rows,
     rows_in,
     steps_of,
 )
@@ -76,10 +77,7 @@ class DenoisingPolicy(nn.Module):
         if len(action.shape) != 1:
             raise ConfigError(f"A denoising policy needs a vector of actions per control step, not {action.shape}.")
         if config.kind not in (PolicyKind.DIFFUSION, PolicyKind.FLOW):
-            raise ConfigError(
-                f"kind={config.kind.value} is no denoising policy: it is a robopolicy.policies.TokenPolicy or a "
-                "robopolicy.policies.joint.JointModel."
-            )
+            raise ConfigError(f"kind={config.kind.value} is no denoising policy: make a TokenPolicy or a JointModel.")
         self.config = config
         self.fields = select_fields(config.observation_keys, observation)
         self.action = action
@@ -257,7 +255,7 @@ class DenoisingPolicy(nn.Module):
         return check_condition(self.network.encode(observation), len(observation[next(iter(self.fields))]))
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"denoising": [N]}: the squared error of the prediction at one random noise level per sample.
+        """Return {"denoising": [N]}: the squared error of the prediction at a sample's random noise levels, their mean.
 
         batch: "observation" (key -> [N, H, ...]), "actions" [N, P, A] in the world's units, "action_valid" [N, P] bool
         (padding is not learned, nor is what prefix_steps has given). Raises SpecError on wrong shapes.
@@ -266,9 +264,11 @@ class DenoisingPolicy(nn.Module):
         self._validate(observation)
         actions, valid = check_chunks(batch, self.config.prediction_steps - self.part.first, self.action.size)
         clean = self._own[0].to_latents(actions.float()) if self._own else self.action_normalizer(actions.float())
+        levels = self.config.levels_per_sample
+        clean, valid = clean.repeat_interleave(levels, 0), valid.repeat_interleave(levels, 0)
         level = (self._own or (self.schedule,))[0].levels(len(clean), generator).to(clean.device)
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean.device)
-        condition = self.network.encode(observation, generator)
+        condition = repeat_rows(self.network.encode(observation, generator), levels)
         noisy = self.schedule.corrupt(clean, noise, level)
         if most := self.config.prefix_steps:
             count = torch.randint(most + 1, (len(clean),), generator=generator, device=generator.device)
@@ -279,7 +279,7 @@ class DenoisingPolicy(nn.Module):
         wrong = (prediction - self.schedule.target(clean, noise, level))[:, self.part.first :, : self.part.size]
         error = wrong.square().mean(-1)
         weight = valid.to(error.dtype)
-        return {"denoising": (error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)}
+        return {"denoising": ((error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)).view(-1, levels).mean(-1)}
 
     def normalizers(self) -> dict[str, Normalizer]:
         """Return the normalisers by observation key, and the action's under "action"."""

@@ -60,6 +60,8 @@ class LeRobotStart:
     """Its folder, with config.json, model.safetensors and processors."""
     tuned: Tuned = Tuned.LEROBOT
     """What learns: lerobot (what its own config leaves free), expert, or all."""
+    levels_per_sample: int = 1
+    """Noise levels at which each sample is denoised, with its observation read once."""
 
 
 @dataclass(frozen=True)

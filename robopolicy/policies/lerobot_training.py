@@ -41,8 +41,10 @@ BASE_FILE = "robopolicy_base.safetensors"
 EXTRA = "vla"
 
 
-def trainable_lerobot(policy: LeRobotPolicy) -> DenoisingPolicy:
+def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> DenoisingPolicy:
     """Return a `DenoisingPolicy` over the weights of `policy`, explored and tuned as its settings' `tuning` says.
+
+    levels_per_sample: noise levels of a sample in its loss, see `DenoisingPolicyConfig`.
 
     Its noise-free decisions are LeRobot's own from the same noise, to rounding. Raises ConfigError where policies of
     its type, or with its configuration, cannot be trained here, CheckpointError where its frozen base is missing.
@@ -59,6 +61,7 @@ def trainable_lerobot(policy: LeRobotPolicy) -> DenoisingPolicy:
             "noisy_steps": tuning.noisy_steps,
             "min_sampling_std": tuning.least_noise,
             "min_logprob_std": tuning.least_noise,
+            "levels_per_sample": levels_per_sample,
             **chain,
         }
     )
@@ -91,7 +94,7 @@ class FromLeRobot:
         known = read_settings(folder)
         tuning = replace(known.tuning, tuned=config.tuned)
         settings = replace(known, fps=spec.fps, instructions=spec.instructions, tuning=tuning)
-        return trainable_lerobot(load_lerobot_policy(folder, settings=settings))
+        return trainable_lerobot(load_lerobot_policy(folder, settings=settings), config.levels_per_sample)
 
 
 class LeRobotNetwork(nn.Module):

@@ -351,3 +351,30 @@ def test_imitation_learns_both_modes(kind: PolicyKind):
     actions = policy.act(_observation(256), generator, deterministic=True).actions
     assert ((actions.abs() - 0.7).abs() < 0.15).float().mean() > 0.9
     assert 0.3 < (actions[:, 0, 0] > 0).float().mean() < 0.7
+
+
+def test_a_sample_at_several_noise_levels_is_the_mean_of_as_many_samples(monkeypatch):
+    """Of the same draws, in value and gradient; and what is seen is encoded once a sample."""
+    single, several = _policy(), _policy(replace(CONFIG, levels_per_sample=3))
+    actions = torch.rand(6, 4, 2, generator=_generator(2)) * 2 - 1
+    valid = torch.rand(6, 4, generator=_generator(3)) < 0.7
+    batch = {"observation": _observation(), "actions": actions, "action_valid": valid}
+    repeated = {
+        "observation": {STATE: batch["observation"][STATE].repeat_interleave(3, 0)},
+        "actions": actions.repeat_interleave(3, 0),
+        "action_valid": valid.repeat_interleave(3, 0),
+    }
+    rows, encode = [], several.network.encode
+    monkeypatch.setattr(
+        several.network, "encode", lambda seen, *rest: (rows.append(len(seen[STATE])), encode(seen, *rest))[1]
+    )
+    expected = single.loss(repeated, _generator(4))["denoising"].view(6, 3).mean(1)
+    found = several.loss(batch, _generator(4))["denoising"]
+    torch.testing.assert_close(found, expected)
+    assert rows == [6]
+    expected.sum().backward()
+    found.sum().backward()
+    for one, other in zip(single.network.parameters(), several.network.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ConfigError, match="denoised at least once"):
+        replace(CONFIG, levels_per_sample=0)
