@@ -59,7 +59,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Scores:
-    """Differentiable log-probabilities and entropies [N, K] of recorded decisions; extras, e.g. mean [N, K, P, A]."""
+    """Differentiable log-probabilities and entropies [N, K] of recorded decisions.
+
+    extras: what else there is to say of them, by name, [N, ...] each or, where all rows share it, [1, ...]: the mean
+    [N, K, P, A] of Gaussian steps, say.
+    """
 
     logp: Tensor
     entropy: Tensor

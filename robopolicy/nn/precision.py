@@ -29,6 +29,7 @@ ROUNDING = 2**-5
 """How far log-probabilities, means over elements, may be apart because of bfloat16."""
 
 _lowered: ContextVar[bool] = ContextVar("lowered", default=False)
+_again: ContextVar[bool] = ContextVar("again", default=False)
 
 
 def autocast(precision: Precision, device: torch.device) -> torch.autocast:
@@ -104,6 +105,21 @@ def backward_in(precision: LearningPrecision) -> AbstractContextManager[object]:
     return _BackwardProducts() if precision == "bf16_backward" else nullcontext()
 
 
+@contextmanager
+def computing_again(lowered: bool) -> Iterator[None]:
+    """Let a forward pass that is computed again on the way back be as it was: lowered or not, whatever its thread.
+
+    CUDA goes backward on a thread of its own, where nothing is lowered; and what `backward_in` lowers is the products
+    of the gradient, not these.
+    """
+    tokens = _lowered.set(lowered), _again.set(True)
+    try:
+        yield
+    finally:
+        _lowered.reset(tokens[0])
+        _again.reset(tokens[1])
+
+
 class _BackwardProducts(TorchDispatchMode):
     """Multiplies fp32 matrices in bfloat16; everything else, sums included, is left as it is."""
 
@@ -112,7 +128,7 @@ class _BackwardProducts(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in self.PRODUCTS and args[0].dtype == args[1].dtype == torch.float32:
+        if func in self.PRODUCTS and not _again.get() and args[0].dtype == args[1].dtype == torch.float32:
             return func(args[0].bfloat16(), args[1].bfloat16()).float()
         return func(*args, **(kwargs or {}))
 

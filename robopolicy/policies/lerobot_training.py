@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, require_extra
@@ -27,6 +26,7 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import recover_folder, write_folder_atomic, write_json
 from robopolicy.core.structured import to_plain
 from robopolicy.core.tensors import load_tensors
+from robopolicy.nn.pieces import recomputed
 from robopolicy.nn.schedules import Schedule
 from robopolicy.policies.checkpoint import SETTINGS_FILE
 from robopolicy.policies.configuration import DenoisingPolicyConfig
@@ -267,10 +267,7 @@ class Recomputed:
         rows, count = x.shape[:2]
         times = (self.every.times if chosen is None else self.every.times[chosen]).expand(rows, count)
         network, condition = self.every.network, self.every.condition
-        found: list[Any] = [
-            checkpoint(network.denoise, x[:, step], times[:, step], condition, use_reentrant=False)
-            for step in range(count)
-        ]
+        found: list[Any] = [recomputed(network.denoise, x[:, step], times[:, step], condition) for step in range(count)]
         return torch.stack(found, 1)
 
 

@@ -54,6 +54,7 @@ def chain_scores(
     entropy = normal.entropy(config.min_logprob_std).mean((-2, -1)).expand(logp.shape)
     if config.logp_reduction is LogpReduction.SUM:
         entropy = entropy * part.count * part.size
+    std = normal.std.expand(len(x), *normal.std.shape[-3:])  # all rows' where the schedule's one table says it
     with torch.no_grad():
         clipped = torch.zeros_like(clamped)
         if schedule.clip is not None:
@@ -62,7 +63,7 @@ def chain_scores(
     return Scores(
         logp,
         entropy,
-        {"mean": normal.mean, "std": normal.std, "logp_clamped": clamped, "clean_clipped": clipped},
+        {"mean": normal.mean, "std": std, "logp_clamped": clamped, "clean_clipped": clipped},
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.policy import ScoredPolicy, TensorObservation, Trainable
+from robopolicy.nn.pieces import scores_of
 
 
 class PolicyAverage:
@@ -35,7 +36,7 @@ class PolicyAverage:
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probabilities [N, K] of recorded decisions under the average, without gradient."""
         with torch.no_grad():
-            return self._mean.log_prob(observation, latents).logp
+            return scores_of(self._mean, observation, latents).logp
 
     @torch.no_grad()
     def update(self, policy: Trainable) -> None:

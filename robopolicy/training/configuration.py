@@ -49,10 +49,15 @@ class PretrainConfig:
     fit: FitConfig = field(default_factory=FitConfig)
     precision: LearningPrecision = "fp32"
     """fp32; bf16 (faster where processors have it); bf16_backward (for gradients)."""
+    micro_batch: int = 0
+    """Samples of a step whose activations are held at once, 0 for all: their gradients add up; what is random in the
+    loss is drawn for each piece.
+    """
 
     def __post_init__(self):
         if self.batch_size < 1:
             raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1.")
+        _require_micro_batch(self.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,10 @@ class FinetuneConfig(AlgorithmConfig):
     """Passes over what was collected."""
     minibatch: int = 2048
     """Decisions in a minibatch."""
+    micro_batch: int = 0
+    """Decisions of a minibatch whose activations are held at once, 0 for all: less memory, and a second forward pass;
+    the step is the whole minibatch's, to rounding.
+    """
     minibatch_episodes: int = 0
     """Whole episodes in a minibatch instead, for group algorithms with episode ratios, 0 for decisions."""
     scored_steps: int = 0
@@ -225,6 +234,7 @@ class FinetuneConfig(AlgorithmConfig):
         for name in ("iterations", "rollout_length", "groups", "group_size", "epochs", "minibatch", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        _require_micro_batch(self.micro_batch)
         if not 0 < self.discount <= 1 or not 0 <= self.gae_lambda <= 1:
             raise ConfigError(f"discount {self.discount} must be in (0, 1], gae_lambda {self.gae_lambda} in [0, 1].")
         if min(self.overprovision, self.staleness, self.delay) < 0:
@@ -260,6 +270,11 @@ class FinetuneConfig(AlgorithmConfig):
             raise ConfigError(f"actor_warmup is {self.actor_warmup}; 1 means none.")
         if min(self.clip, self.clip_base or self.clip, self.clip_high or self.clip, self.log_ratio_clamp) <= 0:
             raise ConfigError("clip, clip_base, clip_high and log_ratio_clamp must be positive.")
+
+
+def _require_micro_batch(size: int) -> None:
+    if size < 0:
+        raise ConfigError(f"micro_batch is {size}; it must be at least 1, or 0 for none.")
 
 
 NEARNESS = "bc"

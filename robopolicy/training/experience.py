@@ -23,6 +23,7 @@ from robopolicy.core.rollouts import Rollouts, picker, visible
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
 from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.nn.optimisers import require_finite
+from robopolicy.nn.pieces import scores_of
 from robopolicy.nn.precision import require_precision
 from robopolicy.rl.advantages.gae import chunk_rewards, gae, next_values
 from robopolicy.rl.advantages.learned import finished_returns
@@ -51,7 +52,7 @@ def with_executed(
         return marked
     with torch.no_grad():
         observation, chosen = decisions_at(marked, cut, instructions, images=reads_images(policy, marked))
-        marked.logp_behaviour[cut] = policy.log_prob(observation, chosen).logp
+        marked.logp_behaviour[cut] = scores_of(policy, observation, chosen).logp
     return marked
 
 
@@ -125,7 +126,7 @@ def rescored(
     logp, entropy = [], []
     for rows in torch.arange(int(alive.sum()), device=alive.device).split(4096):
         part = {key: _at(value, rows) for key, value in observation.items()}
-        scores = policy.log_prob(part, {key: value[rows] for key, value in latents.items()})
+        scores = scores_of(policy, part, {key: value[rows] for key, value in latents.items()})
         logp.append(scores.logp)
         entropy.append(scores.entropy)
     empty = torch.zeros_like(rollouts.logp_behaviour, dtype=torch.float32)
@@ -228,7 +229,7 @@ def require_same_scores(
     chosen = chosen[torch.arange(count, device=chosen.device) * (len(chosen) // count)]
     some = torch.zeros_like(fresh).flatten().index_fill(0, chosen, True).reshape(fresh.shape)
     images = reads_images(policy, rollouts)
-    logp = policy.log_prob(*decisions_at(rollouts, some, instructions, images=images)).logp
+    logp = scores_of(policy, *decisions_at(rollouts, some, instructions, images=images)).logp
     difference = torch.where(rollouts.mask[some], logp - rollouts.logp_behaviour[some], 0.0).abs().max()
     require_finite("the log-probability", difference, where)
     if float(difference) > tolerance:

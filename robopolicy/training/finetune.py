@@ -29,6 +29,7 @@ from robopolicy.core.stages import HasStages
 from robopolicy.core.structured import to_plain
 from robopolicy.core.world import World
 from robopolicy.nn.optimisers import require_finite
+from robopolicy.nn.pieces import in_pieces, scores_of
 from robopolicy.nn.precision import learning_in, tolerance_in
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context, SideModel, Tools
@@ -220,7 +221,8 @@ class _Finetuning:
 
     def _iterate(self) -> dict[str, float]:
         started = time.perf_counter()
-        with learning_in(self.config.precision):  # evaluations are fp32, as whoever plays the checkpoint is
+        # evaluations are fp32, as whoever plays the checkpoint is
+        with learning_in(self.config.precision), in_pieces(self.config.micro_batch):
             if self.turns is not None:
                 self.turns.begin(self._context.share)
             collected_rollouts = self.collector.collect(self.iteration)
@@ -312,7 +314,7 @@ class _Finetuning:
             return {name: build(tools) for name, build in self.algorithm.models.items()}
 
     def _score(self, policy: ScoredPolicy, rollouts: Rollouts, where: Tensor) -> Scores:
-        return policy.log_prob(*decisions_at(rollouts, where, self.world.spec.instructions))
+        return scores_of(policy, *decisions_at(rollouts, where, self.world.spec.instructions))
 
     @property
     def _context(self) -> Context:

@@ -23,6 +23,7 @@ from robopolicy.nn.optimisers import (
     restore_optimiser,
     set_learning_rate,
 )
+from robopolicy.nn.pieces import pieces, take
 from robopolicy.nn.precision import backward_in, learning_in
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.state import load_trainer, require_same_config, save_trainer
@@ -64,16 +65,18 @@ def fit(
     label: str = "train",
     evaluate: Callable[[], Mapping[str, float]] | None = None,
     precision: LearningPrecision = "fp32",
+    micro_batch: int = 0,
 ) -> FitResult:
     """Minimise `model.loss` over `batches`; at the end the model holds the moving average of its weights.
 
     model: on its final device. batches: drawn from generators of `generators` and
     without any other state, so that a run killed at any point and started again ends bit for bit in the same place.
     run: where metrics and the resume point go; None keeps nothing. evaluate: called at every log step with the averaged
-    weights in place; its figures are logged. precision: of the losses' products; evaluations have fp32. Raises
-    NonFiniteError naming the step of a bad loss or gradient.
+    weights in place; its figures are logged. precision: of the losses' products; evaluations have fp32. micro_batch:
+    rows of a batch, which then holds them [N, ...] by name, `actions` among them, whose gradients are computed at once,
+    0 for all. Raises NonFiniteError naming the step of a bad loss or gradient.
     """
-    return _Fit(model, config, generators, run, precision).run(batches, label, evaluate)
+    return _Fit(model, config, generators, run, precision, micro_batch).run(batches, label, evaluate)
 
 
 class _Fit:
@@ -86,9 +89,11 @@ class _Fit:
         generators: Generators,
         run: RunFolder | None,
         precision: LearningPrecision,
+        micro_batch: int,
     ):
         self.model, self.config, self.generators, self.run_folder = model, config, generators, run
         self.precision: LearningPrecision = precision
+        self.micro_batch = micro_batch
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimiser = adamw(self.parameters, config.learning_rate, config.weight_decay)
         self.average = [parameter.detach().clone() for parameter in self.parameters]
@@ -116,14 +121,17 @@ class _Fit:
 
     def _update(self, batch: Any) -> dict[str, Tensor]:
         where = f"training step {self.step}"
-        with learning_in(self.precision):
-            losses = self.model.loss(batch, self.generators["loss"])
-        means = {name: value.mean() for name, value in losses.items()}
-        total = torch.stack(list(means.values())).sum()
-        require_finite("the loss", total.detach(), where)
         self.optimiser.zero_grad(set_to_none=True)
-        with backward_in(self.precision):
-            total.backward()
+        means: dict[str, Tensor] = {}
+        for piece, share in self._pieces(batch):
+            with learning_in(self.precision):
+                losses = self.model.loss(piece, self.generators["loss"])
+            parts = {name: share * value.mean() for name, value in losses.items()}
+            total = torch.stack(list(parts.values())).sum()
+            require_finite("the loss", total.detach(), where)
+            with backward_in(self.precision):
+                total.backward()
+            means = {name: means.get(name, 0.0) + value.detach() for name, value in parts.items()}
         clip_gradients(self.parameters, self.config.gradient_clip, where)
         set_learning_rate(self.optimiser, learning_rate_at(self.step, self.config))
         self.optimiser.step()
@@ -134,7 +142,15 @@ class _Fit:
             for average, parameter in zip(self.average, self.parameters, strict=True):
                 average.lerp_(parameter, weight)
         self.step += 1
-        return {name: value.detach() for name, value in means.items()}
+        return means
+
+    def _pieces(self, batch: Any) -> list[tuple[Any, float]]:
+        """Return what is computed at once, and its share of the batch."""
+        if not self.micro_batch:
+            return [(batch, 1.0)]
+        rows = len(batch["actions"])
+        parts = [take(batch, part) for part in pieces(rows, self.micro_batch)]
+        return [(part, len(part["actions"]) / rows) for part in parts]
 
     def _log(self, evaluate: Callable[[], Mapping[str, float]] | None) -> None:
         """Log the mean losses of the steps since the last line."""

@@ -33,8 +33,8 @@ def pretrain(
     generators = Generators(seed, next(policy.parameters()).device)
     require_lowering(policy, config.precision)
     batches = regression_batches(policy, episodes, config.batch_size, generators["batches"])
-    label = "Behaviour cloning"
-    result = fit(policy, batches, config.fit, generators, run=run, label=label, precision=config.precision)
+    chosen = {"precision": config.precision, "micro_batch": config.micro_batch}
+    result = fit(policy, batches, config.fit, generators, run=run, label="Behaviour cloning", **chosen)
     if run is not None:
         policy.save(run.checkpoint)
     return result

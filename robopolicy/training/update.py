@@ -23,6 +23,7 @@ from robopolicy.nn.optimisers import (
     restore_optimiser,
     set_learning_rate,
 )
+from robopolicy.nn.pieces import scores_of, values_of
 from robopolicy.nn.precision import backward_in
 from robopolicy.rl import diagnostics
 from robopolicy.rl.algorithm import Algorithm
@@ -152,7 +153,7 @@ class Learner:
         alive = batch.alive
         known = batch.extras["target_known"][alive] if "target_known" in batch.extras else None
         loss = value_loss(
-            self.critic(visible(batch, alive, images=self.critic.reads_images)),
+            values_of(self.critic, visible(batch, alive, images=self.critic.reads_images)),
             batch.extras["value_target"][alive],
             known,
         )
@@ -173,7 +174,7 @@ class Learner:
         observation, latents = decisions_at(batch, alive, self.instructions)
         if chosen:
             latents["chosen"] = step[alive]
-        scores = self.policy.log_prob(observation, latents)
+        scores = scores_of(self.policy, observation, latents)
         if scores.logp.shape != (int(alive.sum()), step.shape[-1]):
             raise ConfigError(
                 f"The policy scored {scores.logp.shape[1]} steps where {step.shape[-1]} were asked for: it cannot "

@@ -18,6 +18,7 @@ from rich.markup import escape
 from robopolicy.build import behind, build_world, choose_device, load_encoder, save_encoder
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.finite_values import require_finite_columns
 from robopolicy.core.interventions import imitated_in_words, interventions_in_words
 from robopolicy.core.memory import free_memory
@@ -150,6 +151,11 @@ def learn(config: Config, policy: Trainable, episodes: Episodes, folder: RunFold
     """Fit the policy, save it, and return what came of it."""
     if not isinstance(policy, Staged):
         return pretrain(policy, episodes, narrowed(PretrainConfig, config.train), folder, seed=config.run.seed)
+    if config.train.micro_batch:
+        raise ConfigError(
+            f"train.micro_batch={config.train.micro_batch}: {type(policy).__name__} learns in stages, from whole "
+            "batches. Leave it 0."
+        )
     require_finite_columns(episodes, rewards=True)
     generators = Generators(config.run.seed, next(policy.parameters()).device)
     *_, fitted = fit_stages(policy, episodes, config.train.fit, generators, folder)

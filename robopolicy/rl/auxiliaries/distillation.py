@@ -9,6 +9,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import ScoredPolicy
+from robopolicy.nn.pieces import loss_of, scores_of
 from robopolicy.rl.context import AuxiliaryInputs, for_another_policy, given
 from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.weights import step_mean
@@ -34,7 +35,7 @@ def dagger(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
         "actions": actions,
         "action_valid": valid.expand(len(actions), -1),
     }
-    losses = inputs.policy.loss(batch, inputs.context.generator)
+    losses = loss_of(inputs.policy, batch, inputs.context.generator)
     return weight * torch.stack([item.mean() for item in losses.values()]).sum()
 
 
@@ -58,7 +59,7 @@ def distill(
     policy = given(inputs.teacher, "teacher")
     assert isinstance(policy, ScoredPolicy)  # which Need.SAME_STEPS asks for
     with torch.no_grad():
-        theirs = policy.log_prob(inputs.observation, for_another_policy(inputs.latents)).extras
+        theirs = scores_of(policy, inputs.observation, for_another_policy(inputs.latents)).extras
     own = inputs.scores.extras
     if "log_probabilities" in own and "log_probabilities" in theirs:
         student, teacher = own["log_probabilities"], theirs["log_probabilities"]

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from robopolicy.nn.pieces import loss_of, scores_of
 from robopolicy.rl.context import AuxiliaryInputs, given
 from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.weights import step_mean
@@ -16,7 +17,7 @@ def imitate_base(inputs: AuxiliaryInputs, *, weight: float = 0.05) -> Tensor:
     ConfigError without a base policy.
     """
     decision = given(inputs.base, "base").act(inputs.observation, inputs.context.generator)
-    scores = inputs.policy.log_prob(inputs.observation, decision.latents)
+    scores = scores_of(inputs.policy, inputs.observation, decision.latents)
     likelihood = (step_mean(decision.mask) * torch.where(decision.mask, scores.logp, 0.0)).sum()
     return -weight * likelihood
 
@@ -34,5 +35,5 @@ def imitate_experts(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tensor:
     action is not known, so policies learn from experts as in pre-training. The sum of the means of the loss's parts
     [N], a scalar. Raises ConfigError without experts.
     """
-    losses = inputs.policy.loss(next(given(inputs.experts, "experts")), inputs.context.generator)
+    losses = loss_of(inputs.policy, next(given(inputs.experts, "experts")), inputs.context.generator)
     return weight * torch.stack([value.mean() for value in losses.values()]).sum()

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.nn.pieces import scores_of
 from robopolicy.rl.context import AuxiliaryInputs, given, score_extra
 from robopolicy.rl.options import unknown_option
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -24,7 +25,7 @@ def stay_near_velocity(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tenso
     [n, k, P, A]. Returns a scalar. Raises ConfigError without a base policy, or where scores have no means.
     """
     with torch.no_grad():
-        base = score_extra(given(inputs.base, "base").log_prob(inputs.observation, inputs.latents), "mean")
+        base = score_extra(scores_of(given(inputs.base, "base"), inputs.observation, inputs.latents), "mean")
     mean, std = score_extra(inputs.scores, "mean"), score_extra(inputs.scores, "std")
     distance = (mean - base).square() / std.detach().square().clamp(min=1e-4)
     return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, distance.mean((-2, -1)), 0.0)).sum()
@@ -54,7 +55,7 @@ def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: 
     scalar. Raises ConfigError for another estimator, and without a base policy.
     """
     with torch.no_grad():
-        base = given(inputs.base, "base").log_prob(inputs.observation, inputs.latents).logp
+        base = scores_of(given(inputs.base, "base"), inputs.observation, inputs.latents).logp
     x = (inputs.scores.logp - base).clamp(-10, 10)
     forms = {"k1": x, "k2": 0.5 * x.square(), "k3": torch.expm1(-x) + x}
     if estimator not in forms:
@@ -72,7 +73,7 @@ def stay_between(inputs: AuxiliaryInputs, *, weight: float = 0.01, base: float =
     Returns a scalar. Raises ConfigError without a base policy.
     """
     with torch.no_grad():
-        first = given(inputs.base, "base").log_prob(inputs.observation, inputs.latents).logp
+        first = scores_of(given(inputs.base, "base"), inputs.observation, inputs.latents).logp
     own = inputs.scores.logp
     apart = [(own - other).clamp(-10, 10) for other in (first, given(inputs.proximal, "proximal"))]
     penalty = sum(part * (torch.expm1(-x) + x) for part, x in zip((base, 1 - base), apart, strict=True))

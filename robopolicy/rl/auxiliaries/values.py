@@ -8,6 +8,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import integers
 from robopolicy.core.policy import FinishesChain
+from robopolicy.nn.pieces import scores_of
 from robopolicy.rl.context import AuxiliaryInputs, given, score_extra
 from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.weights import step_mean
@@ -39,7 +40,7 @@ def best_of_n(
     rows = winner * len(chosen) + torch.arange(len(chosen), device=winner.device)
     latents = {key: item[rows] for key, item in decision.latents.items()}
     mask = decision.mask[rows]
-    logp = policy.log_prob(here, latents).logp
+    logp = scores_of(policy, here, latents).logp
     # the mean over all states, as in the authors' code: the fewer are improved on, the weaker the push
     return -weight * (step_mean(mask) * torch.where(mask & better[:, None], logp, 0.0)).sum()
 
@@ -89,11 +90,11 @@ def step_preferences(
     here = {key: _at(value, rows) for key, value in inputs.observation.items()}
     chain = inputs.latents["chain"][rows]
     one = {"chain": chain, "chosen": step[:, None]}
-    normal = policy.log_prob(here, one)
+    normal = scores_of(policy, here, one)
     mean, spread = score_extra(normal, "mean")[:, 0], score_extra(normal, "std").detach()
     std = spread.expand(len(rows), *spread.shape[-3:])[:, 0].expand_as(mean)
     with torch.no_grad():
-        reference = score_extra(given(inputs.base, "base").log_prob(here, one), "mean")[:, 0]
+        reference = score_extra(scores_of(given(inputs.base, "base"), here, one), "mean")[:, 0]
     noise = torch.randn((children, *mean.shape), generator=draws, device=draws.device)
     latents = mean.detach() + std * noise
     repeated = {key: _at(value, torch.arange(len(rows)).repeat(children)) for key, value in here.items()}

@@ -20,6 +20,7 @@ from torch import Tensor
 from robopolicy.core.policy import Trainable
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.nn.optimisers import clip_gradients
+from robopolicy.nn.pieces import scores_of
 from robopolicy.rl.weights import step_mean
 from robopolicy.training.collection.copies import CopyCollector
 from robopolicy.training.collection.protocol import BatchCollector
@@ -123,7 +124,7 @@ class PropsCollector(CopyCollector):
     def _step(self, batch: Rollouts, optimiser: torch.optim.Optimizer) -> bool:
         """Take one step of the adjustment; False, and no step, where the actor is too far from the policy already."""
         everywhere = torch.ones_like(batch.alive)
-        logp = self.actor.log_prob(*decisions_at(batch, everywhere, self.instructions)).logp
+        logp = scores_of(self.actor, *decisions_at(batch, everywhere, self.instructions)).logp
         mask, log_ratio = batch.mask[:, 0], (logp - batch.logp_behaviour[:, 0]).clamp(-3, 3)
         divergence = torch.where(mask, log_ratio.detach().expm1() - log_ratio.detach(), 0.0)  # k3 of the whole decision
         if float(divergence.sum(-1).mean()) > self.kl_stop:
