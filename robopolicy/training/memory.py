@@ -16,22 +16,26 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import Trainable
 from robopolicy.core.policy_conformance import example_observation
+from robopolicy.rl.registry import Need
+from robopolicy.training.configuration import FinetuneConfig
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes: weights, the policy's and how many times they are held; learning, gradients and optimiser; kept, what an
-    iteration's decisions keep; activations, of a minibatch's scores. And parameters, how many there are, tuned, how
-    many of them learn; deciding, scoring: floating-point operations of one decision, and of its score without gradient.
+    """Bytes: weights, the policy's, and by whom else they are held; learning, gradients, optimiser, and the weights
+    before a step; kept, what an iteration's decisions and the copy of a minibatch keep; activations, of the scores of
+    at_once decisions. And parameters, how many there are, tuned, how many of them learn; deciding, scoring: operations
+    with floating-point numbers of one decision, and of its score without gradient.
     """
 
     weights: int
-    copies: int
+    copies: tuple[str, ...]
     learning: int
     kept: int
     decisions: int
     activations: int
     minibatch: int
+    at_once: int
     parameters: int
     tuned: int
     deciding: int
@@ -40,14 +44,15 @@ class MemoryBudget:
     @property
     def ahead(self) -> int:
         """What is still to be taken when the weights are loaded."""
-        return self.learning + self.kept + self.activations + (self.copies - 2) * self.weights
+        return self.learning + self.kept + self.activations + (len(self.copies) - 2) * self.weights
 
     def text(self) -> str:
         """Return it as one line."""
         return (
-            f"Memory, about: weights {in_bytes(self.weights)} held {self.copies} times (tuned, base, best), gradients "
-            f"and optimiser {in_bytes(self.learning)}, {self.decisions} decisions {in_bytes(self.kept)}, activations "
-            f"of {self.minibatch} decisions {in_bytes(self.activations)}."
+            f"Memory, about: weights {in_bytes(self.weights)} held {len(self.copies)} times "
+            f"({', '.join(self.copies)}), gradients and optimiser {in_bytes(self.learning)}, {self.decisions} "
+            f"decisions and a copy of {self.minibatch} {in_bytes(self.kept)}, activations of {self.at_once} decisions "
+            f"{in_bytes(self.activations)}."
         )
 
     def whole(self) -> str:
@@ -63,11 +68,35 @@ class MemoryBudget:
         """Raise ConfigError where more is needed than there is; None: not known."""
         if available is not None and self.ahead > available:
             raise ConfigError(
-                f"Fine-tuning needs about {in_bytes(self.ahead)} more of memory, and {in_bytes(available)} are free: "
-                f"lower minibatch={self.minibatch} (activations: {in_bytes(self.activations)}) or the {self.decisions} "
-                f"decisions of an iteration ({in_bytes(self.kept)}), num_envs times rollout_length, or set "
-                "lora_rank=8 (of LeRobot's policies lerobot.checkpointing=true and lerobot.keep_prefix=false too)."
+                f"Fine-tuning needs about {in_bytes(self.ahead)} more of memory, and {in_bytes(available)} are free. "
+                f"{fitting(self.activations, self.at_once, available - self.ahead)} Or lower minibatch="
+                f"{self.minibatch} or the {self.decisions} decisions of an iteration ({in_bytes(self.kept)}), num_envs "
+                "times rollout_length, or set lora_rank=8 (of LeRobot's policies lerobot.checkpointing=true and "
+                "lerobot.keep_prefix=false too)."
             )
+
+
+def fitting(activations: int, at_once: int, spare: int) -> str:
+    """Return what micro-batches do about activations, in bytes, of at_once decisions that leave `spare` bytes free.
+
+    spare: less than nothing where they do not fit.
+    """
+    fits = (activations + spare) * at_once // activations if activations else 0
+    said = f"activations of {at_once} decisions at once are {in_bytes(activations)}"
+    return f"micro_batch={fits} fits: {said}." if fits >= 1 else f"No micro_batch is small enough: {said}."
+
+
+def held_by(needs: frozenset[Need], config: FinetuneConfig) -> tuple[str, ...]:
+    """Return who holds the policy's weights in a run of fine-tuning, the two that are there before it begins first."""
+    holders = ["tuned", "base", "best"]
+    if Need.BASE in needs:
+        holders.append("reference")
+    if config.props or config.staleness or config.delay:
+        holders.append("acting")
+    holders += ["earlier"] * (config.delay + 1 if config.delay else min(config.staleness, 1))
+    if config.proximal == "average":
+        holders += ["average", "average before"]
+    return tuple(holders)
 
 
 def plan_memory(
@@ -75,16 +104,19 @@ def plan_memory(
     decisions: int,
     minibatch: int,
     scored_steps: int = 0,
-    copies: int = 3,
+    copies: tuple[str, ...] = ("tuned", "base", "best"),
     device: torch.device | None = None,
+    *,
+    micro_batch: int = 0,
 ) -> MemoryBudget:
     """Let `policy`, prepared for fine-tuning, decide and score one row, and return what `decisions` of them will take.
 
-    minibatch: decisions that are scored at once; scored_steps: how many steps of each, 0 for all; copies: how often the
-    weights are held: by the tuned policy, by the one it is judged beside, and by the best so far; device: where the
-    policy is, None for that of its weights.
+    minibatch: decisions of a step; micro_batch: how many of them are scored at once, 0 for all; scored_steps: how many
+    steps of each, 0 for all; copies: who holds the weights, the two that are there before a run begins first; device:
+    where the policy is, None for that of its weights.
     """
     device, rows = device or next(policy.parameters()).device, min(minibatch, decisions)
+    at_once = min(micro_batch or rows, rows)
     seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
     with FlopCounterMode(display=False) as deciding:
         decision = policy.act(seen, torch.Generator(device).manual_seed(0))
@@ -98,11 +130,12 @@ def plan_memory(
     return MemoryBudget(
         weights=sum(_bytes(weight) for weight in policy.parameters()),
         copies=copies,
-        learning=3 * learning,  # the gradient and Adam's two averages
-        kept=decisions * sum(map(_bytes, held)),
+        learning=4 * learning,  # the gradient, Adam's two averages, and the weights before a step
+        kept=(decisions + rows) * sum(map(_bytes, held)),
         decisions=decisions,
-        activations=rows * active,
+        activations=at_once * active,
         minibatch=rows,
+        at_once=at_once,
         parameters=sum(weight.numel() for weight in policy.parameters()),
         tuned=sum(weight.numel() for weight in policy.trainable_parameters()),
         deciding=deciding.get_total_flops(),
@@ -110,27 +143,30 @@ def plan_memory(
     )
 
 
-def plan_pretraining(policy: Trainable, batch_size: int, available: int | None) -> str:
+def plan_pretraining(policy: Trainable, batch_size: int, available: int | None, micro_batch: int = 0) -> str:
     """Return in one line what imitation by batches of so many decisions will take beside the weights.
 
-    Raises ConfigError where that is more than is available, in bytes; None: not known.
+    micro_batch: how many of them are computed at once, 0 for all. Raises ConfigError where that is more than is
+    available, in bytes; None: not known.
     """
     device = next(policy.parameters()).device
     seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
     decision = policy.act(seen, torch.Generator(device).manual_seed(0))
-    activations = batch_size * _saved(policy, lambda: policy.log_prob(seen, decision.latents).logp)
+    at_once = min(micro_batch or batch_size, batch_size)
+    activations = at_once * _saved(policy, lambda: policy.log_prob(seen, decision.latents).logp)
     # The gradient, Adam's two averages, and the average of the weights themselves
     learning = 4 * sum(_bytes(weight) for weight in policy.trainable_parameters())
-    if available is not None and learning + activations > available:
+    needed = learning + activations
+    if available is not None and needed > available:
         raise ConfigError(
-            f"Training needs about {in_bytes(learning + activations)} more of memory, and {in_bytes(available)} are "
-            f"free: lower batch_size={batch_size} (activations: {in_bytes(activations)}), or let adapters "
+            f"Training needs about {in_bytes(needed)} more of memory, and {in_bytes(available)} are free. "
+            f"{fitting(activations, at_once, available - needed)} Or lower batch_size={batch_size}, or let adapters "
             "learn alone (policy.token.lora_rank=8)."
         )
     weights = sum(_bytes(weight) for weight in policy.parameters())
     return (
         f"Memory, about: weights {in_bytes(weights)}, gradients, optimiser and moving average {in_bytes(learning)}, "
-        f"activations of {batch_size} decisions {in_bytes(activations)}."
+        f"activations of {at_once} decisions {in_bytes(activations)}."
     )
 
 

@@ -40,6 +40,18 @@ from robopolicy.training.experience import decisions_at, reads_images
 WHOLE = frozenset({Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
 
 
+def by_episode(algorithm: Algorithm, config: FinetuneConfig) -> bool:
+    """Whether minibatches are of whole episodes, not of single decisions."""
+    return bool(algorithm.needs & WHOLE) or config.minibatch_episodes > 0
+
+
+def minibatch_rows(algorithm: Algorithm, config: FinetuneConfig, rows: int) -> int:
+    """Return how many of so many rows, episodes or decisions, a minibatch has."""
+    if by_episode(algorithm, config):
+        return config.minibatch_episodes or max(1, rows // 4)
+    return config.minibatch
+
+
 class Learner:
     """Policy, critic (or None) and their optimisers."""
 
@@ -76,7 +88,7 @@ class Learner:
         self.reborn = False
         self.before_step: list[Tensor] = []
         self.live: Tensor | None = None
-        self.by_episode = bool(algorithm.needs & WHOLE) or config.minibatch_episodes > 0
+        self.by_episode = by_episode(algorithm, config)
         self.average = PolicyAverage(policy, config.proximal_decay) if config.proximal == "average" else None
 
     def update(
@@ -138,8 +150,8 @@ class Learner:
 
     def _minibatches(self, source: Rollouts, draws: torch.Generator) -> list[Tensor]:
         """Return the rows of each minibatch of an epoch: some rows of every size, or the episodes of some groups."""
-        rows, config = len(source.group), self.config
-        size = (config.minibatch_episodes or max(1, rows // 4)) if self.by_episode else config.minibatch
+        rows = len(source.group)
+        size = minibatch_rows(self.algorithm, self.config, rows)
         if Need.WHOLE_GROUPS not in self.algorithm.needs:
             return list(torch.randperm(rows, generator=draws, device=draws.device).split(size))
         groups = Segments.of(source.group)
@@ -214,7 +226,8 @@ class Learner:
         with backward_in(config.precision):
             loss.backward()
         norm = clip_gradients(self.parameters, config.gradient_clip, where)
-        self.before_step = [parameter.detach().clone() for parameter in self.parameters]
+        if config.target_kl is not None:
+            self.before_step = [parameter.detach().clone() for parameter in self.parameters]
         self.steps += 1
         rate = config.learning_rate * min(1.0, self.steps / config.actor_warmup) * self.knobs.get("lr_scale", 1.0)
         set_learning_rate(self.optimiser, rate)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations, demonstrate
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
-from robopolicy.training.memory import MemoryBudget, plan_memory
+from robopolicy.training.memory import MemoryBudget, held_by, plan_memory
+from robopolicy.training.update import by_episode, minibatch_rows
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import EncodedPolicy
@@ -185,16 +187,21 @@ def say_memory(config: Config, policy: Trainable, base: Policy, world: World) ->
 def memory_of(config: Config, policy: Trainable, base: Policy, world: World, device: torch.device) -> MemoryBudget:
     """Return what an iteration in `world` takes, on the device where the policy and its base are."""
     learning = narrowed(FinetuneConfig, config.finetune)
-    decisions = world.batch_size * learning.rollout_length
-    if Need.CRITIC not in build_algorithm(learning).needs:
-        decisions = learning.groups * learning.group_size * -(-world.spec.horizon // policy.spec.chunk)
-    budget = plan_memory(policy, decisions, learning.minibatch, learning.scored_steps, device=device)
+    algorithm = build_algorithm(learning)
+    rows, length = world.batch_size, learning.rollout_length
+    if Need.CRITIC not in algorithm.needs:
+        rows, length = learning.groups * learning.group_size, -(-world.spec.horizon // policy.spec.chunk)
+    whole = by_episode(algorithm, learning)
+    minibatch = minibatch_rows(algorithm, learning, rows) * (length if whole else 1)
+    planned = partial(plan_memory, device=device, micro_batch=learning.micro_batch)
+    holders = held_by(algorithm.needs, learning)
+    budget = planned(policy, rows * length, minibatch, learning.scored_steps, holders)
     if not (isinstance(base, LeRobotPolicy) and config.lerobot.checkpointing):
         return budget
     # On the way back the activations of one step at a time are there again, as they are without checkpointing.
     plain = base.tuned_by(replace(config.lerobot, checkpointing=False)).to_trainable()
     plain.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
-    step = plan_memory(plain, decisions, learning.minibatch, 1, device=device)
+    step = planned(plain, rows * length, minibatch, 1)
     return replace(budget, activations=budget.activations + step.activations)
 
 

@@ -74,7 +74,7 @@ def run(config: Config) -> int:
         encoder = load_encoder(place, device)
         episodes = encoded(encoder, episodes)
     policy = new_policy(config, episodes, device)
-    say_model(policy, config.train.batch_size)
+    say_model(policy, config.train.batch_size, config.train.micro_batch)
     seen = behind(encoder, policy) if encoder is not None else policy
     features, reads_text = read_information(data)["features"], getattr(policy, "reads_instructions", None)
     reading = describe_reading(data, features, recorded_episodes, seen.spec.observation, reads_text)
@@ -122,7 +122,7 @@ def run(config: Config) -> int:
     return 0
 
 
-def say_model(policy: Trainable, batch_size: int) -> None:
+def say_model(policy: Trainable, batch_size: int, micro_batch: int) -> None:
     """Print how a checkpoint reads images, and what training takes of memory; raises ConfigError where less is free.
 
     Of policies without a checkpoint's language model nothing is said.
@@ -131,7 +131,7 @@ def say_model(policy: Trainable, batch_size: int) -> None:
         if policy.described:
             output.print(policy.described, soft_wrap=True, highlight=False)
         free = free_memory(next(policy.parameters()).device)
-        output.print(plan_pretraining(policy, batch_size, free), soft_wrap=True, highlight=False)
+        output.print(plan_pretraining(policy, batch_size, free, micro_batch), soft_wrap=True, highlight=False)
 
 
 def say_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:

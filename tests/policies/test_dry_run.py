@@ -1,5 +1,6 @@
 """What fine-tuning would take, known before any weights are there: as much as with them, and nothing is left behind."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def test_without_numbers_nothing_is_taken(folder, monkeypatch):
     assert torch.randn(100, 100).device == CPU
 
 
-def test_a_policy_at_its_own_size_is_planned_from_its_configuration_alone(large, tmp_path, capsys):
+def test_a_policy_at_its_own_size_is_planned_from_its_configuration_alone(large, tmp_path, capsys, monkeypatch):
     command = [
         "finetune",
         f"finetune.policy={large}",
@@ -98,9 +99,15 @@ def test_a_policy_at_its_own_size_is_planned_from_its_configuration_alone(large,
     fits = ["finetune.rollout_length=2", "finetune.minibatch=1", "lerobot.checkpointing=true"]
     assert main([*command, *fits]) == 0
     said = capsys.readouterr().out
-    assert "450 million parameters, 99.8 million of them learn" in said and "8 decisions 37" in said
+    assert "450 million parameters, 99.8 million of them learn" in said and "8 decisions and a copy of 1 42" in said
     assert not (tmp_path / "runs").exists()
     assert main([*command, "finetune.rollout_length=2000", "finetune.minibatch=8000"]) == 2
-    assert "lower minibatch=8000" in capsys.readouterr().err
+    said = " ".join(capsys.readouterr().err.split())
+    assert "lower minibatch=8000" in said
+    monkeypatch.setattr("robopolicy.verbs.finetune.free_memory", lambda device: 30 * 10**9)
+    assert main([*command, "finetune.rollout_length=8", "finetune.minibatch=32"]) == 2
+    size = re.search(r"micro_batch=(\d+) fits", " ".join(capsys.readouterr().err.split())).group(1)
+    assert main([*command, "finetune.rollout_length=8", "finetune.minibatch=32", f"finetune.micro_batch={size}"]) == 0
+    assert f"activations of {size} decisions" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="model"):
         load_lerobot_policy(large)

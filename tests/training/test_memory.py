@@ -1,12 +1,16 @@
 """The budget of memory is what one decision and its scores really keep, times how many there are."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from seeing_toys import SeeingWorld, denoising_policy
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.memory import free_memory
-from robopolicy.training.memory import MemoryBudget, plan_memory
+from robopolicy.rl.registry import Need
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.memory import MemoryBudget, held_by, plan_memory, plan_pretraining
 
 
 def prepared(**changes):
@@ -19,12 +23,15 @@ def test_what_is_kept_is_counted():
     policy = prepared()
     budget = plan_memory(policy, 10, 4)
     # A row: an image of 20 x 20 x 3 bytes, a state of 2 floats, and 2 + 1 latents [1, 2] of floats.
-    assert budget.kept == 10 * (1200 + 8 + 4 * 3 * 2)
+    assert budget.kept == (10 + 4) * (1200 + 8 + 4 * 3 * 2)  # with a minibatch's copy
     tuned = sum(weight.numel() for weight in policy.trainable_parameters())
-    assert budget.learning == 3 * 4 * tuned
+    assert budget.learning == 4 * 4 * tuned
     assert budget.weights == 4 * sum(weight.numel() for weight in policy.parameters())
-    assert budget.minibatch == 4 and budget.activations % 4 == 0
+    assert budget.minibatch == budget.at_once == 4 and budget.activations % 4 == 0
     assert plan_memory(policy, 2, 4).minibatch == 2
+    pieces = plan_memory(policy, 10, 4, micro_batch=3)
+    assert (pieces.minibatch, pieces.at_once, pieces.activations) == (4, 3, budget.activations // 4 * 3)
+    assert plan_memory(policy, 10, 4, micro_batch=5) == budget
 
 
 def test_activations_are_those_of_what_is_scored():
@@ -43,14 +50,45 @@ def test_activations_are_those_of_what_is_scored():
 
 
 def test_too_little_is_an_error_with_ways_out():
-    budget = MemoryBudget(10**9, 3, 3 * 10**9, 4 * 10**9, 512, 20 * 10**9, 64, 10**8, 10**7, 2 * 10**9, 3 * 10**12)
+    three, counts = ("tuned", "base", "best"), (10**8, 10**7, 2 * 10**9, 3 * 10**12)
+    budget = MemoryBudget(10**9, three, 3 * 10**9, 4 * 10**9, 512, 20 * 10**9, 64, 64, *counts)
     assert budget.ahead == 28 * 10**9
     budget.require(30 * 10**9)
     budget.require(None)
-    with pytest.raises(ConfigError, match=r"needs about 28 GB more of memory, and 16 GB are free: lower minibatch=64"):
+    with pytest.raises(ConfigError, match=r"needs about 28 GB more of memory, and 16 GB are free. micro_batch=25 fits"):
         budget.require(16 * 10**9)
-    assert "512 decisions 4 GB, activations of 64 decisions 20 GB" in budget.text()
+    fits = replace(budget, at_once=25, activations=20 * 10**9 // 64 * 25)
+    fits.require(16 * 10**9)
+    with pytest.raises(ConfigError, match="micro_batch=24 fits"):
+        fits.require(fits.ahead - 1)
+    with pytest.raises(
+        ConfigError, match=r"No micro_batch is small enough.* Or lower minibatch=64 or the 512"
+    ):
+        budget.require(8 * 10**9)
+    assert "512 decisions and a copy of 64 4 GB, activations of 64 decisions 20 GB" in budget.text()
+    assert "weights 1 GB held 3 times (tuned, base, best)" in budget.text()
     assert "100 million parameters, 10 million of them learn; a decision is 2 billion operations" in budget.whole()
     assert "score 3 trillion" in budget.whole() and "about 30 GB of memory" in budget.whole()
     free = free_memory(torch.device("cpu"))
     assert free is None or free > 10**6
+
+
+def test_everybody_who_holds_the_weights_is_counted():
+    def extra(needs=(), **changes):
+        return held_by(frozenset(needs), FinetuneConfig(**changes))[3:]
+
+    assert extra() == ()
+    assert extra((Need.BASE,), props=2) == ("reference", "acting")
+    assert extra(staleness=2) == ("acting", "earlier")
+    assert extra(delay=1) == ("acting", "earlier", "earlier")
+    assert extra(proximal="average") == ("average", "average before")
+
+
+def test_pretraining_that_does_not_fit_is_told_the_micro_batch_that_does():
+    policy = denoising_policy(SeeingWorld(1), cameras=True)
+    learning = 4 * 4 * sum(weight.numel() for weight in policy.trainable_parameters())
+    one = plan_memory(policy, 1, 1).activations
+    with pytest.raises(ConfigError, match=r"micro_batch=3 fits: activations of 8 decisions .* lower batch_size=8"):
+        plan_pretraining(policy, 8, learning + 3 * one)
+    assert "activations of 3 decisions" in plan_pretraining(policy, 8, learning + 3 * one, 3)
+    plan_pretraining(policy, 8, None)
