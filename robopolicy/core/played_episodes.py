@@ -11,6 +11,7 @@ from torch import Tensor
 from robopolicy.core.arrays import integers
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
+from robopolicy.core.images import Images, cameras_in
 from robopolicy.core.rollouts import Rollouts, tensor_of
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.vectors import StateVector
@@ -29,21 +30,29 @@ def played_episodes(rollouts: Rollouts, spec: WorldSpec) -> Episodes:
     _require_whole(rollouts, [key for key in spec.observation if key not in traced])
     valid, duration = rollouts.valid, rollouts.duration
     row, decision, step = valid.nonzero(as_tuple=True)  # every control step, in order of time
-    after = {key: _frames_after(rollouts, key, duration) for key in spec.observation if key not in traced}
     lengths = duration.sum(1)
     first = torch.zeros(len(row) + len(lengths), dtype=torch.bool, device=row.device)
     first[lengths.cumsum(0) - lengths + torch.arange(len(lengths), device=row.device)] = True
 
-    def frames(key: str) -> Tensor:
-        shown = tensor_of(rollouts.observation, key)
-        found = shown.new_zeros((len(first), *shown.shape[3:]))
-        found[first] = shown[:, 0, -1]
-        if key in traced:
-            found[~first] = traced[key][row, decision, step]
-        else:
-            found[~first] = after[key][row, decision, shown.shape[2] - duration[row, decision] + step]
+    def path(seen: Tensor, after: Tensor) -> Tensor:
+        """Return the frames of histories [B, T, H, ...] before and after decisions one behind the other, [N, ...]."""
+        found = seen.new_zeros((len(first), *seen.shape[3:]))
+        found[first] = seen[:, 0, -1]
+        found[~first] = after[row, decision, seen.shape[2] - duration[row, decision] + step]
         return found
 
+    def frames(key: str) -> Tensor:
+        seen = tensor_of(rollouts.observation, key)
+        if key not in traced:
+            return path(seen, tensor_of(rollouts.next_observation, key))
+        found = seen.new_zeros((len(first), *seen.shape[3:]))
+        found[first], found[~first] = seen[:, 0, -1], traced[key][row, decision, step]
+        return found
+
+    shown: dict[str, Tensor] = {}
+    if cameras := cameras_in(spec.observation):
+        images, after = _numbers(rollouts, next(iter(cameras)))
+        shown = images.read(path(images.seen, after))
     last = step == duration[row, decision] - 1
     before = torch.where(decision > 0, rollouts.success[row, (decision - 1).clamp(min=0)], False)
     low, high = (torch.as_tensor(bound, device=row.device).double() for bound in (spec.action.low, spec.action.high))
@@ -52,7 +61,7 @@ def played_episodes(rollouts: Rollouts, spec: WorldSpec) -> Episodes:
         observation_fields=dict(spec.observation),
         action_field=spec.action,
         fps=spec.fps,
-        observation={key: frames(key) for key in spec.observation},
+        observation={key: shown[key] if key in shown else frames(key) for key in spec.observation},
         actions=torch.minimum(torch.maximum(rollouts.actions[row, decision, step].double(), low), high).float(),
         lengths=lengths,
         tasks=tuple(spec.instructions[task] for task in integers(rollouts.task[:, 0])),
@@ -81,15 +90,13 @@ def _require_whole(rollouts: Rollouts, keys: Sequence[str]) -> None:
         )
 
 
-def _frames_after(rollouts: Rollouts, key: str, duration: Tensor) -> Tensor:
-    """Return the history [B, T, H, *shape] after every decision; images are taken from where the next one begins."""
-    if key in rollouts.next_observation:
-        return tensor_of(rollouts.next_observation, key)
-    shown = tensor_of(rollouts.observation, key)
-    after = torch.cat([shown[:, 1:], shown[:, -1:]], 1)
-    alive = duration > 0
-    last = alive & ~torch.cat([alive[:, 1:], torch.zeros_like(alive[:, :1])], 1)
-    if rollouts.final_images is None:
+def _numbers(rollouts: Rollouts, key: str) -> tuple[Images, Tensor]:
+    """Return the images, and the numbers [B, T, H] of the frames after every decision; DataError where none are kept.
+
+    What follows a decision stands where the next one begins.
+    """
+    images = rollouts.images
+    if images is None or images.after is None:
         raise DataError(f"These rollouts were kept without the '{key}' that episodes end with.")
-    after[last] = rollouts.final_images.at(last)[key]
-    return after
+    then = torch.cat([images.seen[:, 1:], images.seen[:, -1:]], 1)
+    return images, torch.where(images.after > 0, images.after - 1, then)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.extras import Extras
+from robopolicy.core.images import Images
 from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
@@ -22,43 +23,16 @@ ROW_FIELDS = ("episode", "group", "parent", "branch_decision", "branch_sampling_
 
 
 @dataclass(frozen=True)
-class FinalImages:
-    """Camera images after decisions that nothing follows; elsewhere the next column's observation shows the same.
-
-    images: key -> [n, H, height, width, 3] uint8; place: [B, T] int64, 1 + index into them, 0 where none is kept.
-    """
-
-    images: Mapping[str, Tensor]
-    place: Tensor
-
-    @staticmethod
-    def of(columns: list[tuple[Tensor, dict[str, Tensor]]]) -> "FinalImages | None":
-        """Return what T columns keep: rows [B] bool of each, and key -> images of those rows; None without images."""
-        if not columns or not columns[0][1]:
-            return None
-        kept = torch.stack([rows for rows, _ in columns], 1)
-        images = {key: torch.cat([column[key] for _, column in columns]) for key in columns[0][1]}
-        order = kept.T.flatten().long().cumsum(0).reshape(kept.T.shape).T  # columns lie one after the other
-        return FinalImages(images, order * kept)
-
-    def at(self, where: Tensor) -> dict[str, Tensor]:
-        """Return key -> [n, H, ...] after the n decisions `where` [B, T] bool; LookupError where none is kept."""
-        index = self.place[where]
-        if bool((index == 0).any()):
-            raise LookupError("Images after a decision are kept only where an episode or its rollout ends.")
-        return {key: value[index - 1] for key, value in self.images.items()}
-
-
-@dataclass(frozen=True)
 class Rollouts:
     """Decisions in order of time.
 
-    observation, next_observation: key -> [B, T, H, ...], next is taken BEFORE any reset and has no images;
-    final_images: the next images where nothing follows; latents: name -> [B, T, ...]; actions: [B, T, C, A];
-    logp_behaviour: [B, T, K] fp32 under the policy that acted; mask: [B, T, K] bool, False on padding and on prefixes
-    copied from a parent; rewards: name -> [B, T, C]; valid: [B, T, C]; terminated, truncated, horizon_end, success: [B,
-    T] bool; task, policy_version: [B, T] int64, index of the instruction and number of updates of the policy that
-    acted; extras: what else is known of them (see `Extras`). episode, group, parent, branch_decision: [B] int64.
+    observation, next_observation: key -> [B, T, H, ...], next is taken BEFORE any reset; images: what cameras showed,
+    which is in neither of them, None without cameras and where nobody reads it; latents: name -> [B, T, ...]; actions:
+    [B, T, C, A]; logp_behaviour: [B, T, K] fp32 under the policy that acted; mask: [B, T, K] bool, False on padding and
+    on prefixes copied from a parent; rewards: name -> [B, T, C]; valid: [B, T, C]; terminated, truncated, horizon_end,
+    success: [B, T] bool; task, policy_version: [B, T] int64, index of the instruction and number of updates of the
+    policy that acted; extras: what else is known of them (see `Extras`). episode, group, parent, branch_decision: [B]
+    int64.
     episode: identity of the row; group: episodes with the same start and task, whose outcomes are compared; parent: the
     episode that this one branched off at decision branch_decision (both -1: none), keeping the first
     branch_sampling_step of its steps there (None: 0 everywhere). logp_proximal: [B, T, K] under the policy to clip
@@ -87,7 +61,7 @@ class Rollouts:
     logp_proximal: Tensor | None = None
     extras: Extras = field(default_factory=Extras)
     whole: bool = False
-    final_images: FinalImages | None = None
+    images: Images | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "extras", Extras.of(self.extras))  # checkpoints and columns hold them as a mapping
@@ -96,6 +70,12 @@ class Rollouts:
     def shape(self) -> tuple[int, int]:
         """(B, T)."""
         return self.actions.shape[0], self.actions.shape[1]
+
+    @property
+    def shown(self) -> dict[str, tuple[int, ...]]:
+        """The shape of what a decision was shown, by key, cameras included: (H, *field.shape)."""
+        vectors = {key: tuple(tensor_of(self.observation, key).shape[2:]) for key in self.observation}
+        return vectors if self.images is None else {**vectors, **self.images.shapes}
 
     @property
     def ended(self) -> Tensor:
@@ -147,16 +127,17 @@ class Rollouts:
     def tree(self) -> dict[str, Any]:
         """Return what `of` needs, as nested tensors for a checkpoint."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}
-        final = self.final_images
-        images = None if final is None else {"images": final.images, "place": final.place}
-        return {**found, "extras": dict(self.extras.items()), "final_images": images}
+        images = None if self.images is None else vars(self.images.compact())
+        return {**found, "extras": dict(self.extras.items()), "images": images}
 
     @staticmethod
     def of(tree: Mapping[str, Any]) -> "Rollouts":
-        """Return the rollouts that `tree` is of."""
-        found: dict[str, Any] = {**tree}
-        images = found.pop("final_images")
-        return Rollouts(**found, final_images=None if images is None else FinalImages(**images))
+        """Return the rollouts that `tree` is of; earlier versions kept images among the observations."""
+        found: dict[str, Any] = {name: value for name, value in tree.items() if name != "final_images"}
+        images, seen = found.get("images"), found["observation"]
+        found["images"] = Images.of(seen) if images is None else Images(**images)
+        found["observation"] = {key: value for key, value in seen.items() if not key.startswith(IMAGE_PREFIX)}
+        return Rollouts(**found)
 
     def flat(self) -> "Rollouts":
         """Merge rows and time: every [B, T, ...] becomes [B * T, 1, ...], so decisions can be drawn as minibatches."""
@@ -171,22 +152,21 @@ class Rollouts:
     def to(self, device: torch.device | str) -> "Rollouts":
         """Move every tensor."""
         moved = self._map(lambda tensor: tensor.to(device), rows=lambda tensor: tensor.to(device))
-        if moved.final_images is None:
-            return moved
-        images = {key: value.to(device) for key, value in moved.final_images.images.items()}
-        return replace(moved, final_images=replace(moved.final_images, images=images))
+        return replace(moved, images=None if self.images is None else self.images.to(device))
+
+    def compact(self) -> "Rollouts":
+        """Drop the images that only rows which are not here any more have seen: for rows that are kept for long."""
+        return replace(self, images=None if self.images is None else self.images.compact())
 
     def without(self, *, following: bool = False, images: bool = False) -> "Rollouts":
         """Leave out what is not read any more, so that selecting rows does not copy it.
 
-        following: the next observations; images: the camera images of the observations.
+        following: the next observations, with what cameras showed then; images: all that cameras showed.
         """
-        kept = self.observation
-        if images:
-            kept = {key: value for key, value in kept.items() if not key.startswith(IMAGE_PREFIX)}
+        kept = None if images else self.images
         if not following:
-            return replace(self, observation=kept)
-        return replace(self, observation=kept, next_observation={}, final_images=None)
+            return replace(self, images=kept)
+        return replace(self, next_observation={}, images=None if kept is None else replace(kept, after=None))
 
     def with_extras(self, **extras: Tensor) -> "Rollouts":
         """Add extras [B, T, ...] by name; raises KeyError for a name that `Extras` does not have."""
@@ -198,8 +178,8 @@ class Rollouts:
                 return function(value)
             if isinstance(value, Extras):
                 return value.map(function)
-            if isinstance(value, FinalImages):
-                return replace(value, place=function(value.place))
+            if isinstance(value, Images):
+                return value.map(function)
             if is_mapping(value):
                 return {key: apply(item) for key, item in value.items()}
             if value is None or isinstance(value, bool):
@@ -219,14 +199,14 @@ def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False, image
     """Return what a critic sees at the n decisions `where` [B, T], or after them: key -> [n, ...]; `task` as index.
 
     images: camera images too, which cost more to gather than all the rest. Raises LookupError where images after a
-    decision are asked for that are not kept (see `FinalImages`).
+    decision are asked for that are not kept (see `Images`).
     """
     source = rollouts.next_observation if following else rollouts.observation
-    wanted = [key for key in source if key != TASK and (images or not key.startswith(IMAGE_PREFIX))]
     pick = picker(where)
-    found = {key: pick(tensor_of(source, key)) for key in wanted}
-    if following and images and rollouts.final_images is not None:
-        found |= rollouts.final_images.at(where)
+    found = {key: pick(tensor_of(source, key)) for key in source if key != TASK}
+    if images and rollouts.images is not None:
+        shown = rollouts.images
+        found |= shown.following(where) if following else shown.read(pick(shown.seen))
     return {**found, TASK: pick(rollouts.task)}
 
 
@@ -255,8 +235,10 @@ def sum_of_rewards(rewards: Mapping[str, Tensor], valid: Tensor) -> Tensor:
 def concatenate(parts: list[Rollouts]) -> Rollouts:
     """Join rows of rollouts of whole episodes, padding time with decisions that are not valid; rows get new numbers.
 
-    Raises ValueError when one has observations, latents, rewards or extras that another lacks.
+    Raises ValueError when one has observations, latents, rewards, extras or images that another lacks.
     """
+    if len({part.images is None for part in parts}) > 1:
+        raise ValueError("Rollouts that are to be joined differ in whether they keep images.")
     offsets = [sum(len(part.episode) for part in parts[:index]) for index in range(len(parts))]
     parts = [
         replace(
@@ -282,19 +264,12 @@ def concatenate(parts: list[Rollouts]) -> Rollouts:
             return {key: join([value[key] for value in values], per_row) for key in first}
         if first is None or isinstance(first, bool):
             return first
-        if isinstance(first, FinalImages):
-            return _join_finals(values, length)
+        if isinstance(first, Images):
+            return Images.join(values, lambda numbers: _pad(numbers, length))
         return torch.cat(values if per_row else [_pad(value, length) for value in values])
 
     names = [item.name for item in fields(Rollouts)]
     return Rollouts(**{name: join([getattr(part, name) for part in parts], name in ROW_FIELDS) for name in names})
-
-
-def _join_finals(parts: list[FinalImages], length: int) -> FinalImages:
-    counts = [len(next(iter(part.images.values()))) for part in parts]
-    places = [torch.where(part.place > 0, part.place + sum(counts[:number]), 0) for number, part in enumerate(parts)]
-    images = {key: torch.cat([part.images[key] for part in parts]) for key in parts[0].images}
-    return FinalImages(images, torch.cat([_pad(place, length) for place in places]))
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError
+from robopolicy.core.images import FrameStore, Images, cameras_in
 from robopolicy.core.player import Decided, PlayedStep, Player, PolicyActor
-from robopolicy.core.policy import Policy, to_tensors
+from robopolicy.core.policy import Policy, TensorObservation, to_tensors
 from robopolicy.core.randomness import episode_seeds
-from robopolicy.core.rollouts import FinalImages, Rollouts
+from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation, check_finite, require_fit
 from robopolicy.core.world import World
 
@@ -55,10 +56,12 @@ def play(
     *,
     deterministic: bool = False,
     version: int = 0,
+    images: bool = True,
 ) -> Rollouts:
     """Let `policy` decide `decisions` times in every row and return [B, T] of it; `streams` is moved on in place.
 
     Ended rows are reset with fresh seeds; `next_observation` is taken before that reset. Every row is its own group.
+    images: whether what cameras show is kept.
     extras: `episode_return` [B, T], rewards since the episode's start; `uncertainty` [B, T, C] where the world gives
     one. Raises NonFiniteError, before anything reaches the world, when an observation, action or log-probability is
     not finite.
@@ -66,23 +69,21 @@ def play(
     actor = PolicyActor(policy, generator, deterministic=deterministic, scored=True)
     player = Player(world, actor, streams.observation)
     columns: list[dict[str, Any]] = []
-    finals: list[tuple[Tensor, dict[str, Tensor]]] = []
+    frames = FrameStore() if images else None
     for played in islice(player, decisions):
         found = column(played, world.spec.instructions, generator.device, version)
         streams.returns = streams.returns + played.step.reward.sum(-1)
         found["extras"]["episode_return"] = torch.tensor(streams.returns, dtype=torch.float32).to(generator.device)
-        after, kept = found.pop("images_after"), torch.as_tensor(played.ended, device=generator.device).clone()
-        kept |= len(columns) + 1 == decisions  # nothing follows the last column either
-        finals.append((kept, {key: value[kept] for key, value in after.items()}))
+        # nothing follows the last column either
+        store_images(found, frames, played.ended | (len(columns) + 1 == decisions))
         columns.append(found)
         _restart(player, streams, np.flatnonzero(played.ended))
         streams.observation = player.observation
     rows = torch.arange(world.batch_size, device=generator.device)
     alone = torch.full_like(rows, -1)
-    final = FinalImages.of(finals)
-    return Rollouts(
-        **_stack(columns), episode=rows, group=rows, parent=alone, branch_decision=alone, final_images=final
-    )
+    stacked = _stack(columns)
+    shown = stored_images(stacked, frames)
+    return Rollouts(**stacked, episode=rows, group=rows, parent=alone, branch_decision=alone, images=shown)
 
 
 def _restart(player: Player[Decided], streams: Streams, rows: Array) -> None:
@@ -100,17 +101,17 @@ def column(
 ) -> dict[str, Any]:
     """Return a decision as one column of `Rollouts`: its fields by name, each [B, ...], apart from those of rows.
 
-    "images_after" holds the next images, of which only those are to be kept that the next column does not show.
-    version: number of updates of the policy. Raises NonFiniteError on a reward, SpecError on an instruction that is
-    none of `instructions`.
+    "images" holds what cameras showed and "images_after" what they showed then, for `store_images`. version: number of
+    updates of the policy. Raises NonFiniteError on a reward, SpecError on an instruction that is none of
+    `instructions`.
     """
     before, decision, step = played.info.seen, played.info.decision, played.step
     for name, reward in step.rewards.items():
         check_finite(f"reward '{name}'", reward)
     after = to_tensors(step.observation, device)
 
-    def is_image(key: str) -> bool:
-        return key.startswith(IMAGE_PREFIX)
+    def vectors(observation: TensorObservation) -> TensorObservation:
+        return {key: value for key, value in observation.items() if key != TASK and not key.startswith(IMAGE_PREFIX)}
 
     def tensor(array: Array, dtype: torch.dtype | None = None) -> Tensor:
         return torch.as_tensor(np.asarray(array), dtype=dtype).to(device).clone()
@@ -124,9 +125,10 @@ def column(
     if step.uncertainty is not None:
         extras["uncertainty"] = tensor(step.uncertainty, torch.float32)
     return {
-        "observation": {key: value for key, value in before.items() if key != TASK},
-        "next_observation": {key: value for key, value in after.items() if key != TASK and not is_image(key)},
-        "images_after": {key: value for key, value in after.items() if is_image(key)},
+        "observation": vectors(before),
+        "next_observation": vectors(after),
+        "images": cameras_in(before),
+        "images_after": cameras_in(after),
         "latents": latents,
         "actions": decision.actions,
         "logp_behaviour": decision.logp,
@@ -141,6 +143,27 @@ def column(
         "policy_version": torch.full_like(task, version),
         "extras": extras,
     }
+
+
+def store_images(column: dict[str, Any], frames: FrameStore | None, ended: Array) -> None:
+    """Put in the place of a column's images the numbers by which `frames` keeps them: "seen" and "after", [B, H].
+
+    What follows is kept where a row `ended` [B] bool, see `Images.after`. None keeps no images.
+    """
+    before, after = column.pop("images"), column.pop("images_after")
+    if frames is None or not before:
+        return
+    column["seen"] = frames.add(before)
+    column["after"] = torch.zeros_like(column["seen"])
+    rows = np.flatnonzero(ended)
+    column["after"][rows] = 1 + frames.add({key: value[rows] for key, value in after.items()})
+
+
+def stored_images(columns: dict[str, Any], frames: FrameStore | None) -> Images | None:
+    """Take the numbers "seen" and "after", [B, T, H], out of columns; return what they stand for, None without any."""
+    if frames is None or "seen" not in columns:
+        return None
+    return Images(frames.frames, columns.pop("seen"), columns.pop("after")).compact()
 
 
 def _instruction(text: str, instructions: tuple[str, ...]) -> int:

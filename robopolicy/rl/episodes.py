@@ -20,15 +20,16 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.images import FrameStore
 from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.policy import Policy, Resumes
 from robopolicy.core.progress import progress
-from robopolicy.core.rollouts import FinalImages, Rollouts
+from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import require_fit
 from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Snapshot, Snapshots, World
-from robopolicy.rl.collect import column
+from robopolicy.rl.collect import column, store_images, stored_images
 from robopolicy.rl.growing import moved, shared_in_groups, surprise
 from robopolicy.rl.requests import Branching, Request
 
@@ -82,9 +83,10 @@ class EpisodePlayer:
 
     branching: where episodes split, None for nowhere; trace: keep what every control step led to, so that
     `played_episodes` can be made of what a policy with chunks played; stop_still: decisions in a row that move nothing
-    after which an episode is stopped, as by a time limit, 0 for never. Raises SpecError where the policy does not fit
-    the world, and ConfigError where rows are to split in a world that cannot save and restore them, or inside decisions
-    of a policy that cannot go on from there, or at a step that a decision does not have.
+    after which an episode is stopped, as by a time limit, 0 for never; images: whether what cameras show is kept.
+    Raises SpecError where the policy does not fit the world, and ConfigError where rows are to split in a world that
+    cannot save and restore them, or inside decisions of a policy that cannot go on from there, or at a step that a
+    decision does not have.
     """
 
     def __init__(
@@ -95,13 +97,14 @@ class EpisodePlayer:
         *,
         trace: bool = False,
         stop_still: int = 0,
+        images: bool = True,
     ):
         require_fit(policy.spec, world.spec)
         if branching is not None and branching.at and not isinstance(world, Snapshots):
             raise ConfigError(f"The world '{world.spec.name}' cannot save its rows, so episodes cannot branch in it.")
         self.world, self.policy = world, policy
         self.branching, self.stop_still = branching or Branching(), stop_still
-        self.traced = StateVector.of(world.spec) if trace else None
+        self.traced, self.images = StateVector.of(world.spec) if trace else None, images
         step, steps = self.branching.step, self.branching.steps
         if step is not None and not isinstance(policy, Resumes):
             raise ConfigError(
@@ -122,7 +125,7 @@ class EpisodePlayer:
         self.finished: dict[int, int] = {}
         self.lineage: dict[int, tuple[int, int, int]] = {}
         self.shared: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self.after: dict[int, dict[str, Tensor]] = {}
+        self.frames = FrameStore() if self.images else None
         self.count = 0
 
     def _vacate(self) -> None:
@@ -177,13 +180,13 @@ class EpisodePlayer:
                 if self.traced is not None:
                     found["extras"]["trace"] = torch.as_tensor(self.traced.pack(played.step.trace)).to(generator.device)
                 ended = played.ended | self._stopped(found) if self.stop_still else played.ended
-                done, after = np.flatnonzero(ended), found.pop("images_after")
+                store_images(found, self.frames, ended)
+                done = np.flatnonzero(ended)
                 self._keep(found, generator.device)
                 for index in map(int, done):
                     running = self.rows[index]
                     assert running is not None
                     self.finished[running.number] = running.request.group
-                    self.after[running.number] = {key: value[index].clone() for key, value in after.items()}
                     self.rows[index] = None
                 advance(len(done))
         return self._assemble(self._complete()[:groups])
@@ -213,7 +216,7 @@ class EpisodePlayer:
             "lineage": [[number, *self.lineage[number]] for number in self.lineage],
             "shared": {str(place): found for place, found in enumerate(self.shared.values())},
             "shared_at": [list(key) for key in self.shared],
-            "after": {str(number): images for number, images in self.after.items()},
+            "frames": {} if self.frames is None else self.frames.frames,
             "count": self.count,
         }
 
@@ -225,7 +228,7 @@ class EpisodePlayer:
         self.finished = dict(tree["finished"])
         self.lineage = {number: (parent, step, shared) for number, parent, step, shared in tree["lineage"]}
         self.shared = {(key[0], key[1]): tree["shared"][str(place)] for place, key in enumerate(tree["shared_at"])}
-        self.after = {int(number): images for number, images in tree["after"].items()}
+        self.frames = FrameStore(tree["frames"]) if self.images else None
         self.count = tree["count"]
 
     def rescore(self, score: Callable[[Rollouts], Tensor]) -> None:
@@ -240,7 +243,8 @@ class EpisodePlayer:
         columns = _tree(lambda tensor: tensor[:, None], {key: value for key, value in flat.items() if key != "place"})
         number = torch.arange(len(flat["place"]), device=flat["place"].device)
         alone = torch.full_like(number, -1)
-        decisions = Rollouts(**columns, episode=number, group=number, parent=alone, branch_decision=alone)
+        shown = stored_images(columns, self.frames)
+        decisions = Rollouts(**columns, episode=number, group=number, parent=alone, branch_decision=alone, images=shown)
         self.parts = [{**flat, "logp_behaviour": score(decisions)[:, 0]}]
 
     def _fill(self) -> None:
@@ -379,7 +383,9 @@ class EpisodePlayer:
         padded = _tree(gather, flat)
         padded["mask"] = padded["mask"] & own[..., None]
         group = [self.finished[number] for number in numbers]
-        final_images = self._final_images(numbers, there)
+        if "after" in padded:  # a value after padding counts nowhere, but is asked for
+            padded["after"][:, -1] = padded["after"][torch.arange(len(numbers)), there.sum(1) - 1]
+        images = stored_images(padded, self.frames)
         self._drop(torch.tensor(groups), 1)
         return Rollouts(
             **padded,
@@ -389,19 +395,8 @@ class EpisodePlayer:
             branch_decision=torch.tensor(steps, device=device),
             branch_sampling_step=None if self.branching.step is None else torch.tensor(shared, device=device),
             whole=True,
-            final_images=final_images,
+            images=images,
         )
-
-    def _final_images(self, numbers: list[int], there: Tensor) -> FinalImages | None:
-        """Return the images that the episodes `numbers` end with; there: [B, T] bool, which decisions they have."""
-        after = [self.after.pop(number) for number in numbers]
-        if not after or not after[0]:
-            return None
-        place = torch.zeros(there.shape, dtype=torch.int64, device=there.device)
-        row = torch.arange(len(numbers), device=there.device)
-        place[row, there.sum(1) - 1] = row + 1
-        place[:, -1] = row + 1  # a value after padding counts nowhere, but is asked for
-        return FinalImages({key: torch.stack([each[key] for each in after]) for key in after[0]}, place)
 
     def _drop(self, which: Tensor, by: int) -> None:
         """Forget episodes of these numbers (by 0) or groups (by 1), and their decisions."""
@@ -409,11 +404,21 @@ class EpisodePlayer:
         gone = torch.isin(flat["place"][:, by], which.to(flat["place"].device))
         dropped = set(flat["place"][gone, 0].unique().tolist())
         self.parts = [] if bool(gone.all()) else [_tree(lambda tensor: tensor[~gone], flat)]
+        self._forget_frames()
         self.finished = {number: group for number, group in self.finished.items() if number not in dropped}
         self.lineage = {number: origin for number, origin in self.lineage.items() if number not in dropped}
         self.shared = {key: found for key, found in self.shared.items() if key[0] not in dropped}
         if not self.lineage:
             self.count = 0
+
+    def _forget_frames(self) -> None:
+        """Keep only the frames that decisions which are held have seen."""
+        held = dict(self.parts[0]) if self.parts else {}
+        left = stored_images(held, self.frames)
+        if left is not None and left.after is not None:
+            self.parts, self.frames = [{**held, "seen": left.seen, "after": left.after}], FrameStore(left.frames)
+        elif self.images:
+            self.frames = FrameStore()
 
 
 def _nothing(steps: int = 1, note: str = "") -> None:

@@ -139,7 +139,7 @@ class Preferences(Buffer):
             rows_from_here = groups.size().flip(0).cumsum(0).flip(0)
             stays = rows_from_here <= fits
             stays[-1] = True
-            self.kept[0] = (iteration, part.take(stays[groups.index].nonzero().squeeze(1)))
+            self.kept[0] = (iteration, part.take(stays[groups.index].nonzero().squeeze(1)).compact())
 
 
 def _judged(rollouts: Rollouts) -> Rollouts:
@@ -150,7 +150,7 @@ def _judged(rollouts: Rollouts) -> Rollouts:
     side = sides(advantage, rollouts.mask & (advantage != 0), rollouts.group)
     both = (groups.maximum(side) > 0) & (groups.minimum(side) < 0)
     judged = rollouts.with_extras(preferred=side.long()[:, None].expand(rollouts.shape).contiguous())
-    return _bare(judged.take((both[groups.index] & (side != 0)).nonzero().squeeze(1)))
+    return _bare(judged.take((both[groups.index] & (side != 0)).nonzero().squeeze(1)).compact())
 
 
 def _drawn(parts: list[Rollouts], wanted: int, context: Context) -> list[Rollouts]:
@@ -209,6 +209,7 @@ def _as_rows_of(part: Rollouts, rollouts: Rollouts) -> Rollouts:
         rewards={first: part.rewards["reward"], **dict.fromkeys(others, nothing)},
         extras=Extras.of(extras),
         observation={key: part.observation[key] for key in rollouts.observation},
+        images=None if rollouts.images is None or part.images is None else part.images.only(rollouts.images.frames),
         latents={name: part.latents[name] for name in part.latents if name in (*rollouts.latents, "executed")},
         branch_sampling_step=None if rollouts.branch_sampling_step is None else torch.zeros_like(part.group),
     )
@@ -216,17 +217,23 @@ def _as_rows_of(part: Rollouts, rollouts: Rollouts) -> Rollouts:
 
 def _require_same(part: Rollouts, rollouts: Rollouts) -> None:
     """Raise DataError where stored episodes lack what today's have, or have it in another shape, naming it."""
-    for name in ("observation", "latents"):
-        stored, played = getattr(part, name), getattr(rollouts, name)
+    for name, stored, played in (
+        ("observation", part.shown, rollouts.shown),
+        ("latents", _shapes(part.latents), _shapes(rollouts.latents)),
+    ):
         for key in sorted(set(played) - {"executed"}):
-            own = list(stored[key].shape[2:]) if key in stored else None
-            if own != list(played[key].shape[2:]):
+            own = list(stored[key]) if key in stored else None
+            if own != list(played[key]):
                 raise DataError(
                     f"Stored pairs do not fit this policy and world: their {name} '{key}' is {own or 'missing'}, here "
-                    f"it is {list(played[key].shape[2:])}. Pairs are of one policy's decisions: store them anew."
+                    f"it is {list(played[key])}. Pairs are of one policy's decisions: store them anew."
                 )
     if part.mask.shape[2] != rollouts.mask.shape[2]:
         raise DataError(f"Stored decisions have {part.mask.shape[2]} scored steps, here {rollouts.mask.shape[2]}.")
+
+
+def _shapes(latents: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape[2:]) for name, value in latents.items()}
 
 
 def _require_verdicts(rollouts: Rollouts, where: str) -> None:

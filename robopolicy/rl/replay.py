@@ -130,12 +130,12 @@ class Spear(Buffer):
         total = torch.where(played, rollouts.extras["advantage"].mean(-1), 0.0).sum(1)
         good = (total > 0).nonzero().squeeze(-1)
         self.kept = [(iteration, part) for iteration, part in self.kept if today - iteration < self.age]
-        self.kept.append((today, rollouts.take(good)))
+        self.kept.append((today, rollouts.take(good).compact()))
         while len(self.kept) > 1 and sum(len(part.group) for _, part in self.kept) > self.capacity:
             oldest, part = self.kept[0]
             excess = sum(len(item.group) for _, item in self.kept) - self.capacity
             best = part.row_return.argsort(descending=True)[: max(0, len(part.group) - excess)]
-            self.kept[0] = (oldest, part.take(best.sort().values))
+            self.kept[0] = (oldest, part.take(best.sort().values).compact())
             if not len(best):
                 self.kept.pop(0)
 
@@ -212,7 +212,7 @@ class Aggregate(Buffer):
         least = every.topk(self.capacity).values[-1]
         stays = [(keys >= least).nonzero().squeeze(1) for keys in self.keys]
         rest = [(place, index) for place, index in enumerate(stays) if len(index)]
-        self.kept = [(self.kept[place][0], self.kept[place][1].take(index)) for place, index in rest]
+        self.kept = [(self.kept[place][0], self.kept[place][1].take(index).compact()) for place, index in rest]
         self.keys = [self.keys[place][index] for place, index in rest]
 
     def tree(self) -> dict[str, Any]:

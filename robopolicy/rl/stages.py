@@ -18,7 +18,7 @@ from robopolicy.core.narrowing import is_sequence
 from robopolicy.core.registry import load_dotted
 from robopolicy.core.rollouts import Rollouts, tensor_of
 from robopolicy.core.segments import Segments
-from robopolicy.core.spec import IMAGE_PREFIX, TASK
+from robopolicy.core.spec import TASK
 from robopolicy.core.stages import Frames, Stage
 
 
@@ -44,7 +44,7 @@ def frames_of(rollouts: Rollouts, instructions: Sequence[str]) -> tuple[dict[str
     rows = torch.arange(len(alive), device=alive.device)
     frames: dict[str, Array] = {}
     for key in rollouts.observation:
-        if key == TASK or key.startswith(IMAGE_PREFIX):
+        if key == TASK:
             continue
         before = tensor_of(rollouts.observation, key)[:, :, -1]
         after = tensor_of(rollouts.next_observation, key)[:, :, -1]

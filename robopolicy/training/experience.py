@@ -165,8 +165,9 @@ def decisions_at(
     observation: TensorObservation = {}
     for key, value in rollouts.observation.items():
         assert isinstance(value, Tensor)
-        if images or not key.startswith(IMAGE_PREFIX):
-            observation[key] = pick(value)
+        observation[key] = pick(value)
+    if images and rollouts.images is not None:
+        observation |= rollouts.images.read(pick(rollouts.images.seen))
     # Also where the world has but one: the policy may know more
     observation[TASK] = [instructions[index] for index in pick(rollouts.task).tolist()]
     return observation, {key: pick(value) for key, value in rollouts.latents.items()}

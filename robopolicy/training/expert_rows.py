@@ -15,6 +15,7 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.extras import Extras
+from robopolicy.core.images import Images, cameras_in
 from robopolicy.core.policy import ScoredPolicy, Trainable
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.spec import TASK
@@ -120,8 +121,9 @@ def expert_rollouts(
     latents = {name: rows(value) for name, value in policy.steps_of(found["actions"], generator).items()}
     mask = alive[..., None].expand(*shape, spec.scored_steps).clone()
     alone = torch.full_like(chosen, -1)
+    shown = {key: rows(value) for key, value in found["observation"].items() if key != TASK}
     return Rollouts(
-        observation={key: rows(value) for key, value in found["observation"].items() if key != TASK},
+        observation={key: value for key, value in shown.items() if key not in cameras_in(shown)},
         next_observation={},
         latents=latents if bool(valid[alive].all()) else {**latents, "executed": valid},
         actions=rows(found["actions"]),
@@ -140,12 +142,13 @@ def expert_rollouts(
         parent=alone,
         branch_decision=alone,
         whole=True,
+        images=Images.of(shown),
     )
 
 
 def _like(rows: Rollouts, prepared: Rollouts, advantage: Tensor) -> Rollouts:
     """Give experts' rows what the policy's own have beside them; advantage: [B]. Raises DataError naming what lacks."""
-    missing = sorted(set(prepared.observation) - set(rows.observation))
+    missing = sorted(set(prepared.shown) - set(rows.shown))
     if missing:
         raise DataError(f"The experts' episodes lack what the world shows: {', '.join(missing)}.")
     extras = {name: value.new_zeros((*rows.shape, *value.shape[2:])) for name, value in prepared.extras.items()}
@@ -160,6 +163,7 @@ def _like(rows: Rollouts, prepared: Rollouts, advantage: Tensor) -> Rollouts:
     return replace(
         rows,
         observation={key: rows.observation[key] for key in prepared.observation},
+        images=None if rows.images is None or prepared.images is None else rows.images.only(prepared.images.frames),
         rewards={name: paid.get(name, nothing) for name in names},
         extras=Extras.of(extras),
         logp_proximal=None if prepared.logp_proximal is None else torch.zeros_like(rows.logp_behaviour),

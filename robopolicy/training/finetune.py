@@ -51,7 +51,7 @@ from robopolicy.training.experience import (
     with_values,
 )
 from robopolicy.training.guidance import Guidance
-from robopolicy.training.needs import counted_on
+from robopolicy.training.needs import counted_on, keeps_images
 from robopolicy.training.providers import Sources, provide, with_reference
 from robopolicy.training.state import (
     load_trainer,
@@ -173,7 +173,8 @@ class _Finetuning:
         self.turns = guidance.turns(config.teacher_acts, config.teacher_until)
         draws, acting = self.generators["act"], guidance.who_acts(self.turns)
         given = guidance.demonstrations, acting, guidance.pairs
-        self.collector = make_collector(world, policy, self.algorithm, config, seed, draws, *given)
+        images = keeps_images(policy, self.critic, self.algorithm, guidance, self.replay)
+        self.collector = make_collector(world, policy, self.algorithm, config, seed, draws, *given, images=images)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
         self.history: tuple[float, ...] = ()

@@ -1,32 +1,47 @@
 """Rollouts through selection: extras stay, and images after a decision are those that the world showed."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from robopolicy.core.extras import Extras
-from robopolicy.core.rollouts import FinalImages, Rollouts, concatenate, visible
-from robopolicy.core.spec import IMAGE_PREFIX, STATE
+from robopolicy.core.images import FrameStore, Images
+from robopolicy.core.rollouts import Rollouts, concatenate, visible
+from robopolicy.core.spec import IMAGE_PREFIX, STATE, TASK
 
 CAMERA = IMAGE_PREFIX + "front"
 
 
-def pictured(count: int = 3, length: int = 4, seed: int = 0) -> Rollouts:
-    """Streams whose episodes end here and there; after a decision the next column's image shows, or another at ends."""
+def pictured(count: int = 3, length: int = 4, seed: int = 0, history: int = 2) -> Rollouts:
+    """Streams whose episodes end here and there, and among their latents what images there are to be, copied out.
+
+    A window moves on by one frame with every decision; one that ends shows other frames, and the next one begins anew.
+    """
     draws = torch.Generator().manual_seed(seed)
-    images = torch.randint(0, 255, (count, length + 1, 1, 2, 2, 3), generator=draws, dtype=torch.uint8)
     ended = torch.rand((count, length), generator=draws) < 0.4
-    last = torch.randint(0, 255, (count, length, 1, 2, 2, 3), generator=draws, dtype=torch.uint8)
-    after = torch.where(ended[..., None, None, None, None], last, images[:, 1:])
-    no = torch.zeros_like(ended)
-    row = torch.arange(count)
+    store, seen, after = FrameStore(), [], []
+
+    def fresh() -> torch.Tensor:
+        return torch.randint(0, 255, (count, 1, 2, 2, 3), generator=draws, dtype=torch.uint8)
+
+    window = fresh().repeat_interleave(history, 1)
+    for column in range(length):
+        seen.append(window)
+        then = torch.cat([window[:, 1:], fresh()], 1)
+        after.append(then)
+        start = fresh().expand_as(then)
+        window = torch.where(ended[:, column, None, None, None, None], start, then)
+    last = ended.clone()
+    last[:, -1] = True
+    numbers = torch.stack([store.add({CAMERA: window}) for window in seen], 1)
+    then = torch.stack([store.add({CAMERA: window}) for window in after], 1)
+    kept = torch.where(last[..., None], 1 + then, 0)
+    no, row = torch.zeros_like(ended), torch.arange(count)
     alone = torch.full_like(row, -1)
     state = torch.randn((count, length, 1, 2), generator=draws)
     return Rollouts(
-        observation={STATE: state, CAMERA: images[:, :-1]},
-        next_observation={STATE: state + 1, CAMERA: after},
-        latents={},
+        observation={STATE: state},
+        next_observation={STATE: state + 1},
+        latents={"seen": torch.stack(seen, 1), "after": torch.stack(after, 1), "kept": last},
         actions=state[:, :, :, :1],
         logp_behaviour=state[:, :, 0],
         mask=torch.ones(count, length, 2, dtype=torch.bool),
@@ -43,48 +58,77 @@ def pictured(count: int = 3, length: int = 4, seed: int = 0) -> Rollouts:
         parent=alone,
         branch_decision=alone,
         extras=Extras(value=state[..., 0, 0], entropy=state[:, :, 0]),
+        images=Images(store.frames, numbers, kept).compact(),
     )
 
 
-def ends(rollouts: Rollouts) -> torch.Tensor:
-    found = rollouts.ended.clone()
-    found[:, -1] = True
-    return found
+def count_of(rollouts: Rollouts) -> int:
+    assert rollouts.images is not None
+    return len(rollouts.images.frames[CAMERA])
 
 
-def thinned(rollouts: Rollouts) -> Rollouts:
-    """The same with next images only where nothing follows, as collecting makes them."""
-    after, kept = rollouts.next_observation[CAMERA], ends(rollouts)
-    columns = [(kept[:, t], {CAMERA: after[:, t][kept[:, t]]}) for t in range(kept.shape[1])]
-    rest = {STATE: rollouts.next_observation[STATE]}
-    return replace(rollouts, next_observation=rest, final_images=FinalImages.of(columns))
-
-
-def test_images_where_nothing_follows_are_kept_through_selection_and_joining():
-    whole = pictured()
-    thin = thinned(whole)
+def test_images_are_those_that_were_shown_through_selection_and_joining():
+    rollouts = pictured()
     order = torch.tensor([2, 0])
-    for full, lean in (
-        (whole, thin),
-        (whole.take(order), thin.take(order)),
-        (whole.flat().take(torch.arange(0, 12, 2)), thin.flat().take(torch.arange(0, 12, 2))),
-        (concatenate([whole, pictured(2, 6, seed=1)]), concatenate([thin, thinned(pictured(2, 6, seed=1))])),
+    for part in (
+        rollouts,
+        rollouts.take(order),
+        rollouts.take(order).compact(),
+        rollouts.flat().take(torch.arange(0, 12, 2)),
+        concatenate([rollouts, pictured(2, 6, seed=1).take(torch.tensor([1]))]),
+        Rollouts.of(rollouts.take(order).tree()),
+        rollouts.to("cpu"),
     ):
-        where = full.ended | (ends(full) & (full.shape[1] == 4))
-        expected = visible(full, where, following=True, images=True)
-        found = visible(lean, where, following=True, images=True)
-        assert expected.keys() == found.keys() >= {STATE, CAMERA}
-        assert all(torch.equal(expected[key], found[key]) for key in expected)
+        alive, kept = part.alive, part.latents["kept"]
+        for where, following in ((alive, False), (kept & alive, True)):
+            expected = part.latents["after" if following else "seen"][where]
+            found = visible(part, where, following=following, images=True)
+            assert torch.equal(found[CAMERA], expected)
+            assert set(found) == {STATE, CAMERA, TASK}
+        assert part.shown == {STATE: (1, 2), CAMERA: (2, 2, 2, 3)}
+
+
+def test_every_frame_is_kept_once():
+    rollouts = pictured()
+    ended = int(rollouts.ended[:, :-1].sum())
+    windows = torch.cat([rollouts.latents["seen"].flatten(0, 1), rollouts.latents["after"].flatten(0, 1)])
+    assert count_of(rollouts) == len(windows.flatten(0, 1).unique(dim=0)) == 3 * 5 + ended
+    part = rollouts.take(torch.tensor([1]))
+    assert count_of(part) == count_of(rollouts) > count_of(part.compact())
+    assert count_of(concatenate([part, part])) == 2 * count_of(part.compact())
+    assert count_of(Rollouts.of(part.tree())) == count_of(part.compact())
+
+
+def test_what_cameras_show_together_is_one_frame():
+    store, other = FrameStore(), IMAGE_PREFIX + "wrist"
+    plain = torch.zeros(2, 1, 1, 1, 3, dtype=torch.uint8)
+    assert store.add({CAMERA: plain, other: plain}).tolist() == [[0], [0]]
+    assert store.add({CAMERA: plain, other: plain + 1}).tolist() == [[1], [1]]
+    assert FrameStore(store.frames).add({CAMERA: plain, other: plain + 1}).tolist() == [[1], [1]]
+    assert store.frames[other].flatten().tolist() == [0] * 3 + [1] * 3
+    one = Images(store.frames, torch.tensor([[[1, 0]]])).only([other])
+    assert one.read(one.seen)[other].flatten().tolist() == [1] * 3 + [0] * 3 and one.shapes == {other: (2, 1, 1, 3)}
 
 
 def test_what_follows_in_the_middle_stands_in_the_next_column_and_not_here():
-    thin = thinned(pictured())
-    assert thin.final_images is not None
-    kept = sum(value.numel() for value in thin.final_images.images.values())
-    assert kept == int(ends(thin).sum()) * 12 < thin.observation[CAMERA].numel()
+    rollouts = pictured()
+    middle = ~rollouts.latents["kept"]
     with pytest.raises(LookupError, match="where an episode or its rollout ends"):
-        visible(thin, ~ends(thin), following=True, images=True)
-    assert CAMERA not in visible(thin, ~ends(thin), following=True)
+        visible(rollouts, middle, following=True, images=True)
+    assert CAMERA not in visible(rollouts, middle, following=True)
+    with pytest.raises(LookupError):
+        visible(rollouts.without(following=True), ~middle, following=True, images=True)
+    assert CAMERA not in visible(rollouts.without(images=True), middle, images=True)
+
+
+def test_images_as_earlier_versions_stored_them_are_read():
+    rollouts = pictured()
+    tree = rollouts.tree()
+    tree = {**tree, "observation": {**tree["observation"], CAMERA: rollouts.latents["seen"]}, "final_images": None}
+    del tree["images"]
+    again = Rollouts.of(tree)
+    assert set(again.observation) == {STATE}
+    assert torch.equal(visible(again, again.alive, images=True)[CAMERA], rollouts.latents["seen"].flatten(0, 1))
 
 
 def test_extras_stay_through_selection_and_are_required_of_all_that_is_joined():
@@ -94,3 +138,5 @@ def test_extras_stay_through_selection_and_are_required_of_all_that_is_joined():
     assert torch.equal(rollouts.flat().extras["value"][:, 0], rollouts.extras["value"].flatten())
     with pytest.raises(ValueError, match="differ in q"):
         concatenate([rollouts, rollouts.with_extras(q=rollouts.extras["value"])])
+    with pytest.raises(ValueError, match="whether they keep images"):
+        concatenate([rollouts, rollouts.without(images=True)])

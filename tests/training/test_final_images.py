@@ -1,16 +1,26 @@
-"""Images after decisions that nothing follows are those that the world showed before any reset."""
+"""Images that rollouts keep are those that the world showed, every one once, and none where nobody looks at them."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from seeing_toys import CAMERA, SeeingWorld, denoising_policy
+from seeing_toys import CAMERA, SIZE, SeeingWorld, denoising_policy
 
 from robopolicy.core.rollouts import visible
+from robopolicy.core.spec import STATE
 from robopolicy.rl.algorithm import build_algorithm
-from robopolicy.rl.critic import state_critic
+from robopolicy.rl.critic import Critic, state_critic
+from robopolicy.rl.episodes import EpisodePlayer
+from robopolicy.rl.preferences import Preferences
+from robopolicy.rl.replay import ReMix
+from robopolicy.rl.requests import groups_of
+from robopolicy.training import finetune as finetuning
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.finetune import finetune
+from robopolicy.training.finetune import NO_GUIDANCE, finetune
+from robopolicy.training.guidance import Guidance
+from robopolicy.training.needs import keeps_images
 from robopolicy.training.update import Learner
 
 
@@ -59,25 +69,83 @@ def test_episodes_keep_what_they_ended_with():
     assert torch.equal(visible(rollouts, where, following=True, images=True)[CAMERA], shown[:, -1])
 
 
-@pytest.mark.parametrize(
-    ("train_encoder", "auxiliaries", "seen"), [(False, (), False), (True, (), True), (False, ("bc",), True)]
-)
-def test_minibatches_hold_images_only_where_somebody_looks(train_encoder, auxiliaries, seen, monkeypatch):
+def shown_at(rollouts) -> torch.Tensor:
+    """What `Remembering` shows of contexts and times, [n, 1, SIZE, SIZE, 3] of the n decisions that were taken."""
+    row, time = rollouts.alive.nonzero(as_tuple=True)
+    brightness = (127 + 300 * rollouts.observation[STATE][row, time, 0, 0]).clamp(0, 255).byte()
+    image = brightness[:, None, None, None, None].expand(-1, 1, SIZE, SIZE, 3).clone()
+    image[:, :, : SIZE // 2] //= 2
+    return image // 2 + (time % 50).byte()[:, None, None, None, None]
+
+
+def test_episodes_that_wait_keep_their_frames_and_those_handed_over_take_theirs_along():
+    world = Remembering(2)
+    policy = denoising_policy(world, cameras=True)
+    policy.prepare_finetuning()
+    player, generator = EpisodePlayer(world, policy), torch.Generator().manual_seed(0)
+    requests, counts = groups_of(np.arange(5), 1), []
+    for turn in range(4):
+        found = player.play(requests if not turn else [], generator, groups=1)
+        assert torch.equal(visible(found, found.alive, images=True)[CAMERA], shown_at(found))
+        assert found.images is not None and len(found.images.frames[CAMERA]) == 3 + 1  # three decisions, and the end
+        counts.append(len(player.frames.frames.get(CAMERA, ())))
+        player.suspend()
+        again = EpisodePlayer(world, policy)
+        again.restore(player.tree())
+        player = again
+    assert max(counts) <= 2 * 4 + 4
+
+
+def finetuned(config: FinetuneConfig, train_encoder: bool, monkeypatch) -> tuple[torch.Tensor, list[bool]]:
+    """Return the weights after fine-tuning, and whether minibatches hold images."""
     world = SeeingWorld(4)
     policy = denoising_policy(world, cameras=True)
     policy.prepare_finetuning(train_encoder=train_encoder)
-    looked = []
-    plain = Learner._actor_step
+    looked, plain = [], Learner._actor_step
 
     def spy(self, batch, *rest):
-        looked.append(CAMERA in batch.observation)
+        looked.append(batch.images is not None)
         return plain(self, batch, *rest)
 
-    monkeypatch.setattr(Learner, "_actor_step", spy)
+    torch.manual_seed(0)
     critic = state_critic(world.spec.observation, 1, width=8, instructions=world.spec.instructions)
-    config = FinetuneConfig(
-        algorithm="dppo", auxiliaries=auxiliaries, iterations=1, rollout_length=2, epochs=1, critic_warmup=0,
-        ratio_tolerance=1e-4, evaluate_every=0,
-    )  # fmt: skip
+    monkeypatch.setattr(Learner, "_actor_step", spy)
     finetune(policy, critic, world, config)
-    assert looked and set(looked) == {seen}
+    monkeypatch.setattr(Learner, "_actor_step", plain)
+    return torch.cat([weight.detach().flatten() for weight in policy.parameters()]), looked
+
+
+CONFIG = FinetuneConfig(
+    iterations=1, rollout_length=2, groups=2, group_size=2, epochs=1, critic_warmup=0, ratio_tolerance=1e-4,
+    evaluate_every=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("train_encoder", "auxiliaries", "seen"), [(False, (), False), (True, (), True), (False, ("bc",), True)]
+)
+@pytest.mark.parametrize("algorithm", ["dppo", "grpo"])
+def test_rollouts_hold_images_only_where_somebody_looks(train_encoder, auxiliaries, seen, algorithm, monkeypatch):
+    config = replace(CONFIG, algorithm=algorithm, auxiliaries=auxiliaries)
+    kept, asked = [], finetuning.keeps_images
+    monkeypatch.setattr(finetuning, "keeps_images", lambda *given: kept.append(asked(*given)) or kept[-1])
+    weights, looked = finetuned(config, train_encoder, monkeypatch)
+    assert kept == [seen] and set(looked) == {seen}
+    monkeypatch.setattr(finetuning, "keeps_images", lambda *given: True)
+    assert torch.equal(finetuned(config, train_encoder, monkeypatch)[0], weights)
+
+
+def test_who_reads_images_is_known_before_anything_is_played():
+    world = SeeingWorld(1)
+    policy, blind = denoising_policy(world, cameras=True), denoising_policy(world)
+    policy.prepare_finetuning(train_encoder=False)
+    critic = state_critic(world.spec.observation, 1, width=8)
+
+    def kept(policy, critic=critic, guidance=NO_GUIDANCE, replay=None, **changes):
+        return keeps_images(policy, critic, build_algorithm(replace(CONFIG, **changes)), guidance, replay)
+
+    assert not kept(policy) and not kept(blind) and not kept(policy, replay=ReMix())
+    assert kept(policy, guidance=Guidance(teacher=blind)) and kept(policy, replay=Preferences())
+    assert kept(policy, Critic(torch.nn.Identity(), 1)) and kept(policy, algorithm="grpo", credit=("vppo",))
+    assert kept(blind, auxiliaries=("bc",)) and kept(blind, models=("q_ensemble",))
+    assert kept(denoising_policy(world, cameras=True))

@@ -61,9 +61,7 @@ def test_too_little_is_an_error_with_ways_out():
     fits.require(16 * 10**9)
     with pytest.raises(ConfigError, match="micro_batch=24 fits"):
         fits.require(fits.ahead - 1)
-    with pytest.raises(
-        ConfigError, match=r"No micro_batch is small enough.* Or lower minibatch=64 or the 512"
-    ):
+    with pytest.raises(ConfigError, match=r"No micro_batch is small enough.* Or lower minibatch=64 or the 512"):
         budget.require(8 * 10**9)
     assert "512 decisions and a copy of 64 4 GB, activations of 64 decisions 20 GB" in budget.text()
     assert "weights 1 GB held 3 times (tuned, base, best)" in budget.text()

@@ -35,13 +35,15 @@ def make_collector(
     demonstrations: Demonstrations | None = None,
     acting: Acting | None = None,
     pairs: Pairs | None = None,
+    *,
+    images: bool = True,
 ) -> Collector:
     """Return what collects for `policy`: in turns with learning, in a thread beside it, with old weights, or in parts.
 
     seed: root of the episodes' seeds; generator: what the policy draws from; demonstrations: states that hints begin
     in; acting: who acts for the policy, None for itself. All but the first way act with a copy of the policy. pairs:
-    stored episodes in the place of all that, None to play. Raises ConfigError where the algorithm cannot learn from
-    them.
+    stored episodes in the place of all that, None to play. images: whether what cameras show is kept with decisions.
+    Raises ConfigError where the algorithm cannot learn from them.
     """
     if pairs is not None:
         return StoredPairs(pairs, world.spec, policy.spec, algorithm, config, seed, generator.device)
@@ -49,8 +51,9 @@ def make_collector(
     def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
         acts = None if acting is None else acting(actor)
         if algorithm.needs & WHOLE:
-            return EpisodeCollector(world, actor, algorithm, section, seed, generator, demonstrations, acts)
-        return StreamCollector(world, actor, section.rollout_length, seed, generator, acts)
+            given = demonstrations, acts
+            return EpisodeCollector(world, actor, algorithm, section, seed, generator, *given, images=images)
+        return StreamCollector(world, actor, section.rollout_length, seed, generator, acts, images=images)
 
     if not (config.props or config.staleness or config.delay):
         return in_turns(policy, config)

@@ -34,7 +34,7 @@ class EpisodeCollector:
     """Plays the groups that the algorithm's sampler and allocator ask for, from where its hint lets them begin.
 
     seed: root of the starts' seeds; generator: what the policy draws from; demonstrations: states that hints begin in;
-    acts: who plays, None for the policy.
+    acts: who plays, None for the policy; images: whether what cameras show is kept.
     """
 
     def __init__(
@@ -47,6 +47,8 @@ class EpisodeCollector:
         generator: torch.Generator,
         demonstrations: Demonstrations | None = None,
         acts: Policy | None = None,
+        *,
+        images: bool = True,
     ):
         self.world, self.policy, self.config, self.seed = world, policy, config, seed
         self.generator, self.demonstrations = generator, demonstrations
@@ -56,7 +58,7 @@ class EpisodeCollector:
         uncertain = config.branch_by == "uncertainty"
         branching = Branching(config.branch_at, config.branch_width, config.branch_sampling_step, uncertain)
         actor = policy if acts is None else acts
-        self.player = EpisodePlayer(world, actor, branching, stop_still=config.stop_still)
+        self.player = EpisodePlayer(world, actor, branching, stop_still=config.stop_still, images=images)
         self.provision = math.ceil((1 + config.overprovision) * config.groups)
         self.begun: dict[int, tuple[int, float]] = {}
 

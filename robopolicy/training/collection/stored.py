@@ -9,7 +9,7 @@ import torch
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import is_condition
 from robopolicy.core.randomness import derive
-from robopolicy.core.rollouts import Rollouts, tensor_of
+from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.core.spec import IMAGE_PREFIX, PolicySpec, WorldSpec
 from robopolicy.rl.algorithm import Algorithm
@@ -99,6 +99,6 @@ def _require_scorable(rollouts: Rollouts, policy: PolicySpec) -> None:
         if encoded and key.startswith(IMAGE_PREFIX):
             continue
         shape = (policy.history, *field.shape)
-        own = tuple(tensor_of(rollouts.observation, key).shape[2:]) if key in rollouts.observation else None
+        own = rollouts.shown.get(key)
         if own != shape:
             raise DataError(f"Stored pairs show '{key}' as {own or 'nothing'}, the policy reads {shape}.")

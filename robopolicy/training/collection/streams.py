@@ -16,7 +16,8 @@ from robopolicy.training.experience import with_executed
 class StreamCollector:
     """Plays every row of `world` on from where the last iteration left it, `rollout_length` decisions at a time.
 
-    seed: root of the episodes' seeds; generator: what the policy draws from; acts: who plays, None for the policy.
+    seed: root of the episodes' seeds; generator: what the policy draws from; acts: who plays, None for the policy;
+    images: whether what cameras show is kept.
     """
 
     def __init__(
@@ -27,10 +28,12 @@ class StreamCollector:
         seed: int,
         generator: torch.Generator,
         acts: Policy | None = None,
+        *,
+        images: bool = True,
     ):
         self.world, self.policy, self.rollout_length, self.seed = world, policy, rollout_length, seed
         self.acts: Policy = policy if acts is None else acts
-        self.generator = generator
+        self.generator, self.images = generator, images
         self.streams: Streams | None = None
 
     def collect(self, iteration: int) -> Rollouts:
@@ -42,7 +45,8 @@ class StreamCollector:
         with while_collecting(number):
             if self.streams is None:
                 self.streams = start_streams(self.world, self.acts, self.seed, f"collect/{number}")
-            found = play(self.world, self.acts, self.rollout_length, self.generator, self.streams, version=version)
+            kept = {"version": version, "images": self.images}
+            found = play(self.world, self.acts, self.rollout_length, self.generator, self.streams, **kept)
             return with_executed(found, self.policy, self.world.spec.instructions)
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from robopolicy.core.candidates import best_of
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.images import Images, cameras_in
 from robopolicy.core.policy import Policy, TensorObservation, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import Rollouts
@@ -144,9 +145,9 @@ def decided_anew(policy: Trainable, lesson: Lesson, count: int, generators: Gene
     advantage = (raw - raw.mean()) / (raw.std(unbiased=False) + 1e-6)
     rows = torch.arange(count, device=raw.device)
     nothing = torch.zeros(count, 1, dtype=torch.bool, device=raw.device)
-    mask = decision.mask[:, None]
+    mask, shown = decision.mask[:, None], _in_rows(seen)
     return Rollouts(
-        observation=_in_rows(seen),
+        observation={key: value for key, value in shown.items() if key not in cameras_in(shown)},
         next_observation={},
         latents={name: value[:, None] for name, value in decision.latents.items()},
         actions=decision.actions[:, None],
@@ -164,6 +165,7 @@ def decided_anew(policy: Trainable, lesson: Lesson, count: int, generators: Gene
         group=rows,
         parent=torch.full_like(rows, -1),
         branch_decision=torch.full_like(rows, -1),
+        images=Images.of(shown),
     ).with_extras(
         advantage=torch.where(mask, advantage[:, None, None], 0.0),
         episode_steps=mask.sum(-1),
