@@ -173,7 +173,8 @@ class _Finetuning:
         self.turns = guidance.turns(config.teacher_acts, config.teacher_until)
         draws, acting = self.generators["act"], guidance.who_acts(self.turns)
         given = guidance.demonstrations, acting, guidance.pairs
-        images = keeps_images(policy, self.critic, self.algorithm, guidance, self.replay)
+        others = isinstance(self.replay, StoresPairs) or guidance.teacher is not None or guidance.acting is not None
+        images = keeps_images(policy, self.critic, self.algorithm, others=others)
         self.collector = make_collector(world, policy, self.algorithm, config, seed, draws, *given, images=images)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0

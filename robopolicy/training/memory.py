@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.images import cameras_in
 from robopolicy.core.memory import in_bytes
-from robopolicy.core.policy import Trainable
+from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.policy_conformance import example_observation
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
@@ -108,19 +109,21 @@ def plan_memory(
     device: torch.device | None = None,
     *,
     micro_batch: int = 0,
+    images: bool = True,
 ) -> MemoryBudget:
     """Let `policy`, prepared for fine-tuning, decide and score one row, and return what `decisions` of them will take.
 
     minibatch: decisions of a step; micro_batch: how many of them are scored at once, 0 for all; scored_steps: how many
     steps of each, 0 for all; copies: who holds the weights, the two that are there before a run begins first; device:
-    where the policy is, None for that of its weights.
+    where the policy is, None for that of its weights; images: whether decisions keep what cameras showed.
     """
     device, rows = device or next(policy.parameters()).device, min(minibatch, decisions)
     at_once = min(micro_batch or rows, rows)
     seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
     with FlopCounterMode(display=False) as deciding:
         decision = policy.act(seen, torch.Generator(device).manual_seed(0))
-    held = [value for value in (*seen.values(), *decision.latents.values()) if isinstance(value, Tensor)]
+    once, copied = _held(policy, seen, images)
+    told = sum(map(_bytes, decision.latents.values()))
     latents = dict(decision.latents)
     if 0 < scored_steps < policy.spec.scored_steps:
         latents["chosen"] = torch.arange(scored_steps, device=device)[None]
@@ -131,7 +134,7 @@ def plan_memory(
         weights=sum(_bytes(weight) for weight in policy.parameters()),
         copies=copies,
         learning=4 * learning,  # the gradient, Adam's two averages, and the weights before a step
-        kept=(decisions + rows) * sum(map(_bytes, held)),
+        kept=decisions * (once + told) + rows * (copied + told),
         decisions=decisions,
         activations=at_once * active,
         minibatch=rows,
@@ -168,6 +171,18 @@ def plan_pretraining(policy: Trainable, batch_size: int, available: int | None, 
         f"Memory, about: weights {in_bytes(weights)}, gradients, optimiser and moving average {in_bytes(learning)}, "
         f"activations of {at_once} decisions {in_bytes(activations)}."
     )
+
+
+def _held(policy: Trainable, seen: TensorObservation, images: bool) -> tuple[int, int]:
+    """Return the bytes that a decision keeps of an observation of one row, and those of a copy.
+
+    Of H frames of camera images a decision has as many of its own as it takes control steps; a copy has all of them.
+    """
+    fields = {key: value for key, value in seen.items() if isinstance(value, Tensor)}
+    cameras = sum(_bytes(value) for value in cameras_in(fields).values()) if images else 0
+    vectors = sum(_bytes(value) for key, value in fields.items() if key not in cameras_in(fields))
+    own, history = min(policy.spec.chunk, policy.spec.history), policy.spec.history
+    return vectors + cameras * own // history, vectors + cameras
 
 
 def _saved(policy: Trainable, score: Callable[[], Tensor]) -> int:

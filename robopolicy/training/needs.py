@@ -4,9 +4,7 @@ from robopolicy.core.policy import CachesCondition, FinishesChain, MatchesNoise,
 from robopolicy.core.world import World
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.critic import Critic
-from robopolicy.rl.preferences import StoresPairs
 from robopolicy.rl.registry import Need
-from robopolicy.rl.replay import Replay
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.providers import provided
@@ -18,22 +16,19 @@ READS_IMAGES = frozenset({Need.IMAGES, Need.BLACKOUT_SCORES})
 """Needs of what looks at camera images again."""
 
 
-def keeps_images(
-    policy: Trainable, critic: Critic | None, algorithm: Algorithm, guidance: Guidance, replay: Replay | None
-) -> bool:
+def keeps_images(policy: Trainable, critic: Critic | None, algorithm: Algorithm, *, others: bool) -> bool:
     """Whether anybody may look at camera images once decisions are taken, so that rollouts have to keep them.
 
-    The policy does not where it reads none, or where its frozen encoder is asked once a decision. Who asks policies for
-    decisions of their own does, and who stores episodes for others; other mechanisms declare it among their needs.
+    The policy does not where it reads none, or where its frozen encoder is asked once a decision. Losses that ask
+    policies for decisions of their own do, and so may side models; other mechanisms declare it among their needs.
+    others: whether somebody else is there who does, such as a teacher.
     """
     encoded = isinstance(policy, CachesCondition) and policy.caches_condition
     return (
-        (bool(policy.spec.cameras) and not encoded)
+        others
+        or (bool(policy.spec.cameras) and not encoded)
         or (critic is not None and critic.reads_images)
         or bool(algorithm.auxiliaries or algorithm.models or algorithm.needs & READS_IMAGES)
-        or guidance.teacher is not None
-        or guidance.acting is not None
-        or isinstance(replay, StoresPairs)
     )
 
 

@@ -45,7 +45,7 @@ from robopolicy.policies.checkpoint import is_lerobot
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
 from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.rl.algorithm import build_algorithm
-from robopolicy.rl.preferences import read_pairs
+from robopolicy.rl.preferences import StoresPairs, read_pairs
 from robopolicy.rl.registry import Need
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.collection import start_pool
@@ -54,6 +54,7 @@ from robopolicy.training.demonstrations import Demonstrations, demonstrate
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.memory import MemoryBudget, held_by, plan_memory
+from robopolicy.training.needs import keeps_images
 from robopolicy.training.update import by_episode, minibatch_rows
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.verb import Verb
@@ -193,7 +194,10 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
         rows, length = learning.groups * learning.group_size, -(-world.spec.horizon // policy.spec.chunk)
     whole = by_episode(algorithm, learning)
     minibatch = minibatch_rows(algorithm, learning, rows) * (length if whole else 1)
-    planned = partial(plan_memory, device=device, micro_batch=learning.micro_batch)
+    stores = algorithm.replay is not None and isinstance(algorithm.replay(), StoresPairs)
+    others = stores or config.finetune.teacher is not None or config.plan.model is not None
+    images = keeps_images(policy, None, algorithm, others=others)
+    planned = partial(plan_memory, device=device, micro_batch=learning.micro_batch, images=images)
     holders = held_by(algorithm.needs, learning)
     budget = planned(policy, rows * length, minibatch, learning.scored_steps, holders)
     if not (isinstance(base, LeRobotPolicy) and config.lerobot.checkpointing):

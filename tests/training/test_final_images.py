@@ -12,14 +12,11 @@ from robopolicy.core.spec import STATE
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.rl.episodes import EpisodePlayer
-from robopolicy.rl.preferences import Preferences
-from robopolicy.rl.replay import ReMix
 from robopolicy.rl.requests import groups_of
 from robopolicy.training import finetune as finetuning
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.finetune import NO_GUIDANCE, finetune
-from robopolicy.training.guidance import Guidance
+from robopolicy.training.finetune import finetune
 from robopolicy.training.needs import keeps_images
 from robopolicy.training.update import Learner
 
@@ -128,10 +125,12 @@ CONFIG = FinetuneConfig(
 def test_rollouts_hold_images_only_where_somebody_looks(train_encoder, auxiliaries, seen, algorithm, monkeypatch):
     config = replace(CONFIG, algorithm=algorithm, auxiliaries=auxiliaries)
     kept, asked = [], finetuning.keeps_images
-    monkeypatch.setattr(finetuning, "keeps_images", lambda *given: kept.append(asked(*given)) or kept[-1])
+    monkeypatch.setattr(
+        finetuning, "keeps_images", lambda *given, **told: kept.append(asked(*given, **told)) or kept[-1]
+    )
     weights, looked = finetuned(config, train_encoder, monkeypatch)
     assert kept == [seen] and set(looked) == {seen}
-    monkeypatch.setattr(finetuning, "keeps_images", lambda *given: True)
+    monkeypatch.setattr(finetuning, "keeps_images", lambda *given, **told: True)
     assert torch.equal(finetuned(config, train_encoder, monkeypatch)[0], weights)
 
 
@@ -141,11 +140,11 @@ def test_who_reads_images_is_known_before_anything_is_played():
     policy.prepare_finetuning(train_encoder=False)
     critic = state_critic(world.spec.observation, 1, width=8)
 
-    def kept(policy, critic=critic, guidance=NO_GUIDANCE, replay=None, **changes):
-        return keeps_images(policy, critic, build_algorithm(replace(CONFIG, **changes)), guidance, replay)
+    def kept(policy, critic=critic, others=False, **changes):
+        return keeps_images(policy, critic, build_algorithm(replace(CONFIG, **changes)), others=others)
 
-    assert not kept(policy) and not kept(blind) and not kept(policy, replay=ReMix())
-    assert kept(policy, guidance=Guidance(teacher=blind)) and kept(policy, replay=Preferences())
+    assert not kept(policy) and not kept(blind) and not kept(policy, None, replay="remix")
+    assert kept(policy, others=True)
     assert kept(policy, Critic(torch.nn.Identity(), 1)) and kept(policy, algorithm="grpo", credit=("vppo",))
     assert kept(blind, auxiliaries=("bc",)) and kept(blind, models=("q_ensemble",))
     assert kept(denoising_policy(world, cameras=True))

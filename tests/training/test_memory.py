@@ -24,6 +24,7 @@ def test_what_is_kept_is_counted():
     budget = plan_memory(policy, 10, 4)
     # A row: an image of 20 x 20 x 3 bytes, a state of 2 floats, and 2 + 1 latents [1, 2] of floats.
     assert budget.kept == (10 + 4) * (1200 + 8 + 4 * 3 * 2)  # with a minibatch's copy
+    assert plan_memory(policy, 10, 4, images=False).kept == (10 + 4) * (8 + 4 * 3 * 2)
     tuned = sum(weight.numel() for weight in policy.trainable_parameters())
     assert budget.learning == 4 * 4 * tuned
     assert budget.weights == 4 * sum(weight.numel() for weight in policy.parameters())
@@ -32,6 +33,12 @@ def test_what_is_kept_is_counted():
     pieces = plan_memory(policy, 10, 4, micro_batch=3)
     assert (pieces.minibatch, pieces.at_once, pieces.activations) == (4, 3, budget.activations // 4 * 3)
     assert plan_memory(policy, 10, 4, micro_batch=5) == budget
+
+
+def test_frames_of_a_history_are_counted_once_but_in_copies():
+    policy = prepared(history=3)
+    frame, vectors = 1200, 3 * 8 + 4 * 3 * 2
+    assert plan_memory(policy, 10, 4).kept == 10 * (frame + vectors) + 4 * (3 * frame + vectors)
 
 
 def test_activations_are_those_of_what_is_scored():
