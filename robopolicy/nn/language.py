@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, require_extra
 from robopolicy.core.finite_values import listed
+from robopolicy.nn.precision import lowering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -165,12 +166,12 @@ class LanguageModel(nn.Module):
     def read(self, tokens: Tensor, text: Tensor, rows: Tensor) -> Reading:
         """Read distinct texts, tokens [U, L] with text [U, L] bool, and copy what was read to rows [N] (each < U)."""
         cache = self._cache()
-        self.decoder(
+        self._run(
+            self.decoder,
             inputs_embeds=self._embedding(tokens),
             attention_mask=text.long(),
             position_ids=_counted(text),
             past_key_values=cache,
-            use_cache=True,
         )
         cache.batch_select_indices(rows)
         return Reading(cache, text[rows], text[rows].sum(-1))
@@ -183,7 +184,7 @@ class LanguageModel(nn.Module):
         """
         cache, text = self._cache(), inputs["attention_mask"].bool()
         places = {} if isinstance(self.backbone, PlacesImages) else {"position_ids": _counted(text)}
-        found = self.backbone(**inputs, **places, past_key_values=cache, use_cache=True)
+        found = self._run(self.backbone, **inputs, **places, past_key_values=cache)
         position = text.sum(-1)
         if "rope_deltas" in found:
             position = position + found["rope_deltas"].flatten()
@@ -193,14 +194,14 @@ class LanguageModel(nn.Module):
         """Read on, [N, S, width] -> hidden states of the last layer [N, S, width]; `reading` grows in place."""
         position, reading.seen = _next_positions(reading, embeddings)
         reading.position = position[:, -1] + 1
-        found = self.decoder(
+        found = self._run(
+            self.decoder,
             inputs_embeds=embeddings,
             attention_mask=reading.seen.long(),
             position_ids=position,
             past_key_values=reading.cache,
-            use_cache=True,
         )
-        return found.last_hidden_state
+        return found.last_hidden_state.to(embeddings.dtype)
 
     def attend(self, reading: Reading, embeddings: Tensor) -> Tensor:
         """Like `extend`, but the S embeddings see one another in both directions, and `reading` stays as it is.
@@ -212,15 +213,15 @@ class LanguageModel(nn.Module):
         # Four axes [N, head, query, key]: transformers takes such a mask as it is and adds nothing causal to it
         unseen = torch.zeros_like(seen, dtype=embeddings.dtype)
         unseen = unseen.masked_fill(~seen, torch.finfo(embeddings.dtype).min)
-        found = self.decoder(
+        found = self._run(
+            self.decoder,
             inputs_embeds=embeddings,
             attention_mask=unseen[:, None, None].expand(-1, -1, steps, -1),
             position_ids=position,
             past_key_values=reading.cache,
-            use_cache=True,
         )
         reading.cache.crop(-steps)
-        return found.last_hidden_state
+        return found.last_hidden_state.to(embeddings.dtype)
 
     @torch.no_grad()
     def require_attend(self, what: str) -> None:
@@ -265,6 +266,11 @@ class LanguageModel(nn.Module):
                 module.merge()
                 self.backbone.set_submodule(name, module.get_base_layer())
         self.backbone.requires_grad_(True)
+
+    def _run(self, network: "PreTrainedModel", **inputs: Any) -> Any:
+        """Return the outputs of a network that fills a cache, in the precision that the run learns in."""
+        with lowering(self._embedding.weight.device):
+            return network(**inputs, use_cache=True)
 
     def _cache(self) -> "Cache":
         return require_extra("transformers", EXTRA).DynamicCache(config=self.decoder.config)

@@ -6,9 +6,11 @@ fp32 in all of them, and what differs is in which numbers matrices are multiplie
 
 - fp32: nothing differs.
 - bf16: networks that go through `multiplied` run in bfloat16 (denoisers between noisy actions and prediction, the
-  hidden layers of critics; encoders of observations do not), backward passes follow. A policy acts and is scored
-  through the same calls, so ratios still begin at 1: exactly on an x86 CPU, where a row's products do not depend on how
-  many rows there are, elsewhere up to their rounding (`tolerance_in`).
+  hidden layers of critics; our encoders of observations do not), and so do the transformers of `lowering`: language
+  models with what they see, LeRobot's encoders, whose keys and values are then kept in bfloat16. Heads of tokens are
+  fp32, backward passes follow. A policy acts and is scored through the same calls, so ratios still begin at 1: exactly
+  on an x86 CPU where a row's products do not depend on how many rows there are, elsewhere up to their rounding
+  (`tolerance_in`).
 - bf16_backward: forward passes are those of fp32, to the last bit; the products of the backward pass are bfloat16.
 """
 
@@ -96,8 +98,27 @@ def multiplied(network: Callable[[], Tensor], device: torch.device) -> Tensor:
     """
     if not _lowered.get():
         return network()
-    with torch.autocast(device.type, torch.bfloat16):
+    with lowering(device):
         return network().float()
+
+
+def lowering(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which networks on `device` multiply in the precision that the run learns in."""
+    return torch.autocast(device.type, torch.bfloat16) if _lowered.get() else nullcontext()
+
+
+def to_keep(made: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return what a network made within `lowering` as it is kept, by name: in bfloat16 there, which takes half."""
+    if not _lowered.get():
+        return made
+    return {name: value.bfloat16() if value.is_floating_point() else value for name, value in made.items()}
+
+
+def as_kept(made: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return what `to_keep` kept, by name, for networks that run now: in fp32 where nothing is lowered any more."""
+    if _lowered.get():
+        return made
+    return {name: value.float() if value.dtype is torch.bfloat16 else value for name, value in made.items()}
 
 
 def backward_in(precision: LearningPrecision) -> AbstractContextManager[object]:

@@ -18,7 +18,7 @@ from robopolicy.core.policy import Decision, Scores, TakesAdapters, TensorObserv
 from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
-from robopolicy.nn.precision import multiplied
+from robopolicy.nn.precision import as_kept, multiplied
 from robopolicy.nn.prefix import given_steps, with_prefix
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
@@ -446,5 +446,5 @@ class DenoisingPolicy(nn.Module):
         if self.caches_condition:
             kept = {name: value for name, value in latents.items() if is_condition(name)}
             if kept:
-                return kept
+                return as_kept(kept)
         return self.encode(observation)

@@ -27,6 +27,7 @@ from robopolicy.core.storage import recover_folder, write_folder_atomic, write_j
 from robopolicy.core.structured import to_plain
 from robopolicy.core.tensors import load_tensors
 from robopolicy.nn.pieces import recomputed
+from robopolicy.nn.precision import lowering, to_keep
 from robopolicy.nn.schedules import Schedule
 from robopolicy.policies.checkpoint import SETTINGS_FILE
 from robopolicy.policies.configuration import DenoisingPolicyConfig
@@ -127,7 +128,9 @@ class LeRobotNetwork(nn.Module):
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
         """Return what LeRobot's processors and encoders make of an observation; nothing is augmented."""
-        return self.family.read(self.reader.frames(observation))
+        frames = self.reader.frames(observation)
+        with lowering(self.reader.device):
+            return to_keep(self.family.read(frames))
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Predict [N, P, L]; see `DenoisingNetwork`."""

@@ -39,6 +39,7 @@ from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare, evaluate_policy
 from robopolicy.evaluation.video import beside, record_grid, write_video
+from robopolicy.nn.precision import learning_in
 from robopolicy.nn.shapes import shapes_only
 from robopolicy.origins import origin_of_section
 from robopolicy.policies.checkpoint import is_lerobot
@@ -199,13 +200,15 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     images = keeps_images(policy, None, algorithm, others=others)
     planned = partial(plan_memory, device=device, micro_batch=learning.micro_batch, images=images)
     holders = held_by(algorithm.needs, learning)
-    budget = planned(policy, rows * length, minibatch, learning.scored_steps, holders)
+    with learning_in(learning.precision):
+        budget = planned(policy, rows * length, minibatch, learning.scored_steps, holders)
     if not (isinstance(base, LeRobotPolicy) and config.lerobot.checkpointing):
         return budget
     # On the way back the activations of one step at a time are there again, as they are without checkpointing.
     plain = base.tuned_by(replace(config.lerobot, checkpointing=False)).to_trainable()
     plain.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
-    step = planned(plain, rows * length, minibatch, 1)
+    with learning_in(learning.precision):
+        step = planned(plain, rows * length, minibatch, 1)
     return replace(budget, activations=budget.activations + step.activations)
 
 

@@ -56,6 +56,7 @@ class TokenPolicy(nn.Module):
 
     action_low: Tensor
     action_high: Tensor
+    lowers_precision = True
 
     def __init__(
         self,
