@@ -118,5 +118,8 @@ Precision = Literal["auto", "float32", "bfloat16"]
 LearningPrecision = Literal["fp32", "bf16", "bf16_backward"]
 """In which numbers policies and critics multiply while they learn, see `robopolicy.nn.precision`."""
 
+Optimiser = Literal["adamw", "adamw8bit"]
+"""What takes the steps, see `robopolicy.nn.optimisers.make_optimiser`."""
+
 AGGREGATES = ("mean", "lower_bound", "median", "majority")
 """How the scores of several imagined futures become one."""

@@ -1,11 +1,14 @@
 """Optimisers as everything here uses them: made, bounded, guarded against non-finite numbers, saved and restored."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError
+from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError, require_extra
+from robopolicy.nn.configuration import Optimiser
+
+NOTHING_TO_TRAIN = "There are no parameters to train: every parameter is frozen."
 
 
 def optimiser_tree(optimiser: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
@@ -36,10 +39,12 @@ def restore_optimiser(optimiser: torch.optim.Optimizer, tree: Mapping[str, Mappi
         for parameter in group["params"]:
             for name, value in tree[str(number)].items():
                 if name != "step":
-                    kept = value.to(parameter.device)
+                    optimiser.state[parameter][name] = value.to(parameter.device).clone()
+                elif not value.is_floating_point():  # counted in Python, as bitsandbytes does
+                    optimiser.state[parameter][name] = int(value)
                 else:
                     kept = value.to(parameter.device, torch.float32) if beside else value.to("cpu")
-                optimiser.state[parameter][name] = kept.clone()
+                    optimiser.state[parameter][name] = kept.clone()
             number += 1
 
 
@@ -49,10 +54,47 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
+def make_optimiser(
+    kind: Optimiser, parameters: Sequence[nn.Parameter], rate: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """Return an AdamW whose two averages have 32 bits a number, or 8 with a scale for every 256 of them (adamw8bit).
+
+    Source of the latter: 8-bit optimizers via block-wise quantization, Dettmers et al. 2021, arXiv:2110.02861, by the
+    authors' package bitsandbytes. Raises ConfigError when there is nothing to train, and for adamw8bit where weights
+    are not on CUDA or the package is missing.
+    """
+    if kind == "adamw":
+        return adamw(parameters, rate, weight_decay)
+    places = sorted({parameter.device.type for parameter in parameters} - {"cuda"})
+    if places:
+        raise ConfigError(
+            f"optimiser={kind} keeps its averages in 8 bits on CUDA, and these weights are on {places[0]}: set "
+            "optimiser=adamw."
+        )
+    if not parameters:
+        raise ConfigError(NOTHING_TO_TRAIN)
+    return require_extra("bitsandbytes", "cuda").optim.AdamW8bit(list(parameters), lr=rate, weight_decay=weight_decay)
+
+
+def optimiser_bytes(kind: Optimiser, parameters: Iterable[nn.Parameter]) -> int:
+    """Return what the two averages of an optimiser over the parameters take.
+
+    adamw8bit: bytes, with a float of scale for every block of 256; parameters of fewer than 4096 numbers have 32 bits.
+    """
+    total = 0
+    for parameter in parameters:
+        count = parameter.numel()
+        if kind == "adamw" or count < 4096:
+            total += 2 * count * (parameter.element_size() if kind == "adamw" else 4)
+        else:
+            total += 2 * (count + 4 * -(-count // 256))
+    return total
+
+
 def adamw(parameters: Sequence[nn.Parameter], rate: float, weight_decay: float) -> torch.optim.AdamW:
     """Return a fused AdamW over `parameters`; raises ConfigError when there is nothing to train."""
     if not parameters:
-        raise ConfigError("There are no parameters to train: every parameter is frozen.")
+        raise ConfigError(NOTHING_TO_TRAIN)
     return torch.optim.AdamW(parameters, lr=rate, weight_decay=weight_decay, fused=True)
 
 

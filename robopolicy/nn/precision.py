@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.nn.configuration import LearningPrecision, Precision
+from robopolicy.nn.shapes import META, NumberlessAutocast
 
 ROUNDING = 2**-5
 """How far log-probabilities, means over elements, may be apart because of bfloat16."""
@@ -104,7 +105,9 @@ def multiplied(network: Callable[[], Tensor], device: torch.device) -> Tensor:
 
 def lowering(device: torch.device) -> AbstractContextManager[object]:
     """Return the context in which networks on `device` multiply in the precision that the run learns in."""
-    return torch.autocast(device.type, torch.bfloat16) if _lowered.get() else nullcontext()
+    if not _lowered.get():
+        return nullcontext()
+    return NumberlessAutocast() if device == META else torch.autocast(device.type, torch.bfloat16)
 
 
 def to_keep(made: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -47,6 +49,27 @@ class _Numberless(TorchDispatchMode):
         found = func(*tree_map(_numberless, args), **tree_map(_numberless, kwargs))
         # Written in place, a tensor with numbers stays what it is: only the shape of what it would hold is asked for.
         return args[0] if func._schema.is_mutable and isinstance(args[0], Tensor) else found
+
+
+class NumberlessAutocast(TorchFunctionMode):
+    """torch.autocast to bfloat16 for tensors without numbers, whose device has none: what multiplies gets bfloat16."""
+
+    PRODUCTS = frozenset(
+        {
+            torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, torch.addmm,
+            functional.linear, functional.conv1d, functional.conv2d, functional.scaled_dot_product_attention,
+        }
+    )  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.PRODUCTS:
+            args, kwargs = tree_map(_halved, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _halved(value: Any) -> Any:
+    """Return a tensor of fp32 in bfloat16, anything else as it is."""
+    return value.bfloat16() if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
 
 def _made(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -16,8 +16,8 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import to_plain
 from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.nn.optimisers import (
-    adamw,
     clip_gradients,
+    make_optimiser,
     optimiser_tree,
     require_finite,
     restore_optimiser,
@@ -95,7 +95,8 @@ class _Fit:
         self.precision: LearningPrecision = precision
         self.micro_batch = micro_batch
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimiser = adamw(self.parameters, config.learning_rate, config.weight_decay)
+        rate, decay = config.learning_rate, config.weight_decay
+        self.optimiser = make_optimiser(config.optimiser, self.parameters, rate, decay)
         self.average = [parameter.detach().clone() for parameter in self.parameters]
         self.step = 0
         self.losses: dict[str, float] = {}

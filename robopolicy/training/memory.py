@@ -5,8 +5,9 @@ and scored, what it keeps is counted, and multiplied by the rows of an iteration
 libraries take is not in it.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from robopolicy.core.images import cameras_in
 from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.policy_conformance import example_observation
+from robopolicy.nn.configuration import Optimiser
+from robopolicy.nn.optimisers import optimiser_bytes
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
 
@@ -25,8 +28,8 @@ from robopolicy.training.configuration import FinetuneConfig
 class MemoryBudget:
     """Bytes: weights, the policy's, and by whom else they are held; learning, gradients, optimiser, and the weights
     before a step; kept, what an iteration's decisions and the copy of a minibatch keep; activations, of the scores of
-    at_once decisions. And parameters, how many there are, tuned, how many of them learn; deciding, scoring: operations
-    with floating-point numbers of one decision, and of its score without gradient.
+    at_once decisions, and what each of these adds. And parameters, how many there are, tuned, how many of them learn;
+    deciding, scoring: operations with floating-point numbers of one decision, and of its score without gradient.
     """
 
     weights: int
@@ -35,6 +38,7 @@ class MemoryBudget:
     kept: int
     decisions: int
     activations: int
+    each: int
     minibatch: int
     at_once: int
     parameters: int
@@ -70,19 +74,19 @@ class MemoryBudget:
         if available is not None and self.ahead > available:
             raise ConfigError(
                 f"Fine-tuning needs about {in_bytes(self.ahead)} more of memory, and {in_bytes(available)} are free. "
-                f"{fitting(self.activations, self.at_once, available - self.ahead)} Or lower minibatch="
+                f"{fitting(self.activations, self.each, self.at_once, available - self.ahead)} Or lower minibatch="
                 f"{self.minibatch} or the {self.decisions} decisions of an iteration ({in_bytes(self.kept)}), num_envs "
                 "times rollout_length, or set lora_rank=8 (of LeRobot's policies lerobot.checkpointing=true and "
                 "lerobot.keep_prefix=false too)."
             )
 
 
-def fitting(activations: int, at_once: int, spare: int) -> str:
-    """Return what micro-batches do about activations, in bytes, of at_once decisions that leave `spare` bytes free.
+def fitting(activations: int, each: int, at_once: int, spare: int) -> str:
+    """Return what micro-batches do about the activations, in bytes, of at_once decisions, each of which adds some.
 
-    spare: less than nothing where they do not fit.
+    spare: bytes that are then left, less than nothing where they do not fit.
     """
-    fits = (activations + spare) * at_once // activations if activations else 0
+    fits = at_once + spare // each if each else 0
     said = f"activations of {at_once} decisions at once are {in_bytes(activations)}"
     return f"micro_batch={fits} fits: {said}." if fits >= 1 else f"No micro_batch is small enough: {said}."
 
@@ -110,12 +114,14 @@ def plan_memory(
     *,
     micro_batch: int = 0,
     images: bool = True,
+    optimiser: Optimiser = "adamw",
 ) -> MemoryBudget:
     """Let `policy`, prepared for fine-tuning, decide and score one row, and return what `decisions` of them will take.
 
     minibatch: decisions of a step; micro_batch: how many of them are scored at once, 0 for all; scored_steps: how many
     steps of each, 0 for all; copies: who holds the weights, the two that are there before a run begins first; device:
-    where the policy is, None for that of its weights; images: whether decisions keep what cameras showed.
+    where the policy is, None for that of its weights; images: whether decisions keep what cameras showed;
+    optimiser: what takes the steps.
     """
     device, rows = device or next(policy.parameters()).device, min(minibatch, decisions)
     at_once = min(micro_batch or rows, rows)
@@ -128,25 +134,33 @@ def plan_memory(
     if 0 < scored_steps < policy.spec.scored_steps:
         latents["chosen"] = torch.arange(scored_steps, device=device)[None]
     with FlopCounterMode(display=False) as scoring:
-        active = _saved(policy, lambda: policy.log_prob(seen, latents).logp)
-    learning = sum(_bytes(weight) for weight in policy.trainable_parameters())
+        one = _saved(policy, seen, latents)
+    each = _saved(policy, *(_twice(given) for given in (seen, latents))) - one
+    learns = list(policy.trainable_parameters())
     return MemoryBudget(
         weights=sum(_bytes(weight) for weight in policy.parameters()),
         copies=copies,
-        learning=4 * learning,  # the gradient, Adam's two averages, and the weights before a step
+        learning=2 * sum(map(_bytes, learns)) + optimiser_bytes(optimiser, learns),  # gradient, weights before a step
         kept=decisions * (once + told) + rows * (copied + told),
         decisions=decisions,
-        activations=at_once * active,
+        activations=one + (at_once - 1) * each,
+        each=each,
         minibatch=rows,
         at_once=at_once,
         parameters=sum(weight.numel() for weight in policy.parameters()),
-        tuned=sum(weight.numel() for weight in policy.trainable_parameters()),
+        tuned=sum(weight.numel() for weight in learns),
         deciding=deciding.get_total_flops(),
         scoring=scoring.get_total_flops(),
     )
 
 
-def plan_pretraining(policy: Trainable, batch_size: int, available: int | None, micro_batch: int = 0) -> str:
+def plan_pretraining(
+    policy: Trainable,
+    batch_size: int,
+    available: int | None,
+    micro_batch: int = 0,
+    optimiser: Optimiser = "adamw",
+) -> str:
     """Return in one line what imitation by batches of so many decisions will take beside the weights.
 
     micro_batch: how many of them are computed at once, 0 for all. Raises ConfigError where that is more than is
@@ -156,15 +170,17 @@ def plan_pretraining(policy: Trainable, batch_size: int, available: int | None, 
     seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
     decision = policy.act(seen, torch.Generator(device).manual_seed(0))
     at_once = min(micro_batch or batch_size, batch_size)
-    activations = at_once * _saved(policy, lambda: policy.log_prob(seen, decision.latents).logp)
-    # The gradient, Adam's two averages, and the average of the weights themselves
-    learning = 4 * sum(_bytes(weight) for weight in policy.trainable_parameters())
+    one, two = _saved(policy, seen, decision.latents), _saved(policy, _twice(seen), _twice(decision.latents))
+    activations = one + (at_once - 1) * (two - one)
+    learns = list(policy.trainable_parameters())
+    # The gradient, and the average of the weights themselves
+    learning = 2 * sum(map(_bytes, learns)) + optimiser_bytes(optimiser, learns)
     needed = learning + activations
     if available is not None and needed > available:
+        advice = fitting(activations, two - one, at_once, available - needed)
         raise ConfigError(
-            f"Training needs about {in_bytes(needed)} more of memory, and {in_bytes(available)} are free. "
-            f"{fitting(activations, at_once, available - needed)} Or lower batch_size={batch_size}, or let adapters "
-            "learn alone (policy.token.lora_rank=8)."
+            f"Training needs about {in_bytes(needed)} more of memory, and {in_bytes(available)} are free. {advice} Or "
+            f"lower batch_size={batch_size}, or let adapters learn alone (policy.token.lora_rank=8)."
         )
     weights = sum(_bytes(weight) for weight in policy.parameters())
     return (
@@ -185,8 +201,16 @@ def _held(policy: Trainable, seen: TensorObservation, images: bool) -> tuple[int
     return vectors + cameras * own // history, vectors + cameras
 
 
-def _saved(policy: Trainable, score: Callable[[], Tensor]) -> int:
-    """Return the bytes that the gradient of a score keeps, weights apart; what is kept twice counts once."""
+def _twice(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one row, tensors [1, ...] and lists of one, as two."""
+    return {
+        name: torch.cat([value, value]) if isinstance(value, Tensor) else [*value, *value]
+        for name, value in given.items()
+    }
+
+
+def _saved(policy: Trainable, observation: TensorObservation, latents: Mapping[str, Tensor]) -> int:
+    """Return the bytes that the gradient of scores keeps, weights apart; what is kept twice counts once."""
     # By the storage's own address: where there are no numbers (`nn.shapes`) that of its data is 0.
     own = {weight.untyped_storage()._cdata for weight in policy.parameters()}
     kept: dict[int, int] = {}
@@ -198,7 +222,7 @@ def _saved(policy: Trainable, score: Callable[[], Tensor]) -> int:
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        held = score()  # while it is, no storage is given away again
+        held = policy.log_prob(observation, latents).logp  # while it is, no storage is given away again
     found = sum(kept.values())
     del held
     return found

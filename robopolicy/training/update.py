@@ -18,6 +18,7 @@ from robopolicy.core.segments import Segments
 from robopolicy.nn.optimisers import (
     adamw,
     clip_gradients,
+    make_optimiser,
     optimiser_tree,
     require_finite,
     restore_optimiser,
@@ -71,11 +72,12 @@ class Learner:
         self.models, self.experts = models or {}, experts
         self.algorithm, self.config, self.instructions = algorithm, config, instructions
         self.parameters = list(policy.trainable_parameters())
-        self.optimiser = adamw(self.parameters, config.learning_rate, config.weight_decay)
+        rate, decay = config.learning_rate, config.weight_decay
+        self.optimiser = make_optimiser(config.optimiser, self.parameters, rate, decay)
         self.critic_parameters = [] if critic is None else [item for item in critic.parameters() if item.requires_grad]
         self.critic_optimiser = None
         if critic is not None:
-            self.critic_optimiser = adamw(self.critic_parameters, config.critic_learning_rate, config.weight_decay)
+            self.critic_optimiser = adamw(self.critic_parameters, config.critic_learning_rate, decay)
         self.sampling_steps = policy.spec.scored_steps
         device = self.parameters[0].device
         base_width = config.clip if config.clip_base is None else config.clip_base

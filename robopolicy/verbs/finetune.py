@@ -198,7 +198,8 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     stores = algorithm.replay is not None and isinstance(algorithm.replay(), StoresPairs)
     others = stores or config.finetune.teacher is not None or config.plan.model is not None
     images = keeps_images(policy, None, algorithm, others=others)
-    planned = partial(plan_memory, device=device, micro_batch=learning.micro_batch, images=images)
+    chosen = {"micro_batch": learning.micro_batch, "optimiser": learning.optimiser, "images": images}
+    planned = partial(plan_memory, device=device, **chosen)
     holders = held_by(algorithm.needs, learning)
     with learning_in(learning.precision):
         budget = planned(policy, rows * length, minibatch, learning.scored_steps, holders)
@@ -209,7 +210,7 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     plain.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
     with learning_in(learning.precision):
         step = planned(plain, rows * length, minibatch, 1)
-    return replace(budget, activations=budget.activations + step.activations)
+    return replace(budget, activations=budget.activations + step.activations, each=budget.each + step.each)
 
 
 def require_target(target: float | None, world: World) -> None:

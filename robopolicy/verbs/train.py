@@ -32,6 +32,7 @@ from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, recorded_origin
 from robopolicy.data.lerobot_reading import read_information
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
+from robopolicy.nn.precision import learning_in
 from robopolicy.origins import origin_of_section
 from robopolicy.policies.checkpoint import build_policy
 from robopolicy.policies.configuration import TextEncoder
@@ -74,7 +75,7 @@ def run(config: Config) -> int:
         encoder = load_encoder(place, device)
         episodes = encoded(encoder, episodes)
     policy = new_policy(config, episodes, device)
-    say_model(policy, config.train.batch_size, config.train.micro_batch)
+    say_model(policy, config.train)
     seen = behind(encoder, policy) if encoder is not None else policy
     features, reads_text = read_information(data)["features"], getattr(policy, "reads_instructions", None)
     reading = describe_reading(data, features, recorded_episodes, seen.spec.observation, reads_text)
@@ -122,7 +123,7 @@ def run(config: Config) -> int:
     return 0
 
 
-def say_model(policy: Trainable, batch_size: int, micro_batch: int) -> None:
+def say_model(policy: Trainable, section: PretrainConfig) -> None:
     """Print how a checkpoint reads images, and what training takes of memory; raises ConfigError where less is free.
 
     Of policies without a checkpoint's language model nothing is said.
@@ -131,7 +132,9 @@ def say_model(policy: Trainable, batch_size: int, micro_batch: int) -> None:
         if policy.described:
             output.print(policy.described, soft_wrap=True, highlight=False)
         free = free_memory(next(policy.parameters()).device)
-        output.print(plan_pretraining(policy, batch_size, free, micro_batch), soft_wrap=True, highlight=False)
+        with learning_in(section.precision):
+            said = plan_pretraining(policy, section.batch_size, free, section.micro_batch, section.fit.optimiser)
+        output.print(said, soft_wrap=True, highlight=False)
 
 
 def say_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:

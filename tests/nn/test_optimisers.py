@@ -1,13 +1,18 @@
 """Optimisers come back as they were: the same next update, and every state where the kernels want it."""
 
 import copy
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from robopolicy.core.errors import CheckpointError
-from robopolicy.nn.optimisers import optimiser_tree, restore_optimiser
+from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.randomness import Generators
+from robopolicy.nn.optimisers import make_optimiser, optimiser_tree, restore_optimiser
+from robopolicy.training.configuration import FitConfig
+from robopolicy.training.fit import fit
 
 
 def updated(network: nn.Module, optimiser: torch.optim.Optimizer, times: int) -> None:
@@ -95,3 +100,62 @@ def test_another_number_of_parameters_is_refused():
     optimiser = torch.optim.AdamW(network.parameters(), lr=0.1)
     with pytest.raises(CheckpointError, match="3 parameters, this one has 2"):
         restore_optimiser(optimiser, {str(number): {} for number in range(3)})
+
+
+class Averages(torch.optim.Optimizer):
+    """Stands for bitsandbytes' AdamW8bit, which has states of its own and counts in Python; not its arithmetic."""
+
+    def __init__(self, params, lr, weight_decay):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("step", 0)
+                state.setdefault("state1", torch.zeros(parameter.shape, dtype=torch.uint8))
+                state["step"] += 1
+                state["state1"] += 1
+                parameter -= group["lr"] * parameter.grad / state["step"]
+
+
+class OnCuda(nn.Parameter):
+    """A parameter that says it is on CUDA."""
+
+    device = torch.device("cuda")
+
+
+def test_averages_of_eight_bits_are_bitsandbytes_on_cuda(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(optim=SimpleNamespace(AdamW8bit=Averages)))
+    made = make_optimiser("adamw8bit", [OnCuda(torch.ones(2))], 0.1, 0.01)
+    assert isinstance(made, Averages)
+    assert (made.param_groups[0]["lr"], made.param_groups[0]["weight_decay"]) == (0.1, 0.01)
+    with pytest.raises(ConfigError, match="no parameters to train"):
+        make_optimiser("adamw8bit", [], 0.1, 0.0)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"'bitsandbytes' is not installed.*robopolicy\[cuda\]"):
+        make_optimiser("adamw8bit", [OnCuda(torch.ones(2))], 0.1, 0.0)
+    assert isinstance(make_optimiser("adamw", [nn.Parameter(torch.ones(2))], 0.1, 0.0), torch.optim.AdamW)
+
+
+def test_without_cuda_they_are_refused():
+    with pytest.raises(ConfigError, match=r"optimiser=adamw8bit keeps its averages in 8 bits on CUDA.* are on cpu"):
+        make_optimiser("adamw8bit", [nn.Parameter(torch.ones(2)), OnCuda(torch.ones(2))], 0.1, 0.0)
+    with pytest.raises(ConfigError, match="set optimiser=adamw"):
+        fit(nn.Linear(3, 2), iter(()), FitConfig(optimiser="adamw8bit"), Generators(0))
+
+
+def test_states_of_any_kind_come_back_and_counts_in_python_as_numbers():
+    network = nn.Linear(3, 2)
+    optimiser = Averages(network.parameters(), 0.1, 0.0)
+    updated(network, optimiser, 3)
+    twin = copy.deepcopy(network)
+    restored = Averages(twin.parameters(), 0.1, 0.0)
+    restore_optimiser(restored, optimiser_tree(optimiser))
+    state = restored.state[twin.weight]
+    assert (state["step"], type(state["step"]), state["state1"].dtype) == (3, int, torch.uint8)
+    updated(network, optimiser, 2)
+    updated(twin, restored, 2)
+    assert torch.equal(network.weight, twin.weight)
+    assert torch.equal(optimiser.state[network.weight]["state1"], state["state1"])
