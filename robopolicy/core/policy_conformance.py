@@ -198,6 +198,9 @@ def _check_scores(policy: ScoredPolicy, observation: TensorObservation) -> None:
     scores = policy.log_prob(observation, decision.latents)
     assert scores.logp.shape == decision.logp.shape, f"log_prob: logp is {list(scores.logp.shape)}, not [N, K]"
     assert scores.entropy.shape == decision.logp.shape, "log_prob: entropy is not [N, K]"
+    for name, value in scores.extras.items():
+        rows = list(value.shape[:1])
+        assert rows in ([1], [len(scores.logp)]), f"log_prob: extra '{name}' has {rows} rows, not N, nor 1 for all"
     error = (scores.logp - decision.logp)[decision.mask].abs().max().item()
     assert error <= TOLERANCE, f"log_prob: logp differs from act's by {error:.2e}, more than {TOLERANCE:.0e}"
     order = torch.arange(len(decision.logp) - 1, -1, -1, device=decision.logp.device)

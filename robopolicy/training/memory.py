@@ -62,10 +62,10 @@ class MemoryBudget:
 
     def whole(self) -> str:
         """Return what else there is to say before anything is loaded, in one line."""
-        total = self.ahead + 2 * self.weights
+        total, times = self.ahead + 2 * self.weights, "thrice" if self.at_once == self.minibatch else "four times"
         return (
             f"{_count(self.parameters)} parameters, {_count(self.tuned)} of them learn; a decision is "
-            f"{_count(self.deciding)} operations, its score {_count(self.scoring)}, with its gradient thrice that. "
+            f"{_count(self.deciding)} operations, its score {_count(self.scoring)}, with its gradient {times} that. "
             f"In all about {in_bytes(total)} of memory, beside what the world, the critic and the libraries take."
         )
 

@@ -80,6 +80,7 @@ def test_too_little_is_an_error_with_ways_out():
     assert "512 decisions and a copy of 64 4 GB, activations of 64 decisions 20 GB" in budget.text()
     assert "weights 1 GB held 3 times (tuned, base, best)" in budget.text()
     assert "100 million parameters, 10 million of them learn; a decision is 2 billion operations" in budget.whole()
+    assert "gradient thrice that" in budget.whole() and "gradient four times that" in fits.whole()
     assert "score 3 trillion" in budget.whole() and "about 30 GB of memory" in budget.whole()
     free = free_memory(torch.device("cpu"))
     assert free is None or free > 10**6
