@@ -59,7 +59,7 @@ def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def scores_of(policy: ScoredPolicy, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-    """Return policy.log_prob(observation, latents) of N decisions, in pieces."""
+    """Return policy.log_prob(observation, latents), in pieces: scores [N, K] of observations and latents [N, ...]."""
     parts = pieces(len(next(iter(observation.values()))), _at_once.get())
     if len(parts) < 2:
         return policy.log_prob(observation, latents)
@@ -74,7 +74,10 @@ def scores_of(policy: ScoredPolicy, observation: TensorObservation, latents: Map
 
 
 def loss_of(policy: Trainable, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-    """Return policy.loss(batch, generator) of N samples, in pieces; what is random in them is drawn for each piece."""
+    """Return policy.loss(batch, generator), terms [N], in pieces; what is random is drawn for each of them.
+
+    batch: as `Trainable.loss` takes it, "actions" [N, P, A] among others.
+    """
     parts = pieces(len(batch["actions"]), _at_once.get())
     if len(parts) < 2:
         return policy.loss(batch, generator)

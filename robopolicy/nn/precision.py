@@ -111,14 +111,14 @@ def lowering(device: torch.device) -> AbstractContextManager[object]:
 
 
 def to_keep(made: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return what a network made within `lowering` as it is kept, by name: in bfloat16 there, which takes half."""
+    """Return what a network made within `lowering`, name -> [N, ...], as it is kept: in bfloat16, which takes half."""
     if not _lowered.get():
         return made
     return {name: value.bfloat16() if value.is_floating_point() else value for name, value in made.items()}
 
 
 def as_kept(made: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return what `to_keep` kept, by name, for networks that run now: in fp32 where nothing is lowered any more."""
+    """Return what `to_keep` kept, name -> [N, ...], for networks that run now: in fp32 where nothing is lowered."""
     if _lowered.get():
         return made
     return {name: value.float() if value.dtype is torch.bfloat16 else value for name, value in made.items()}
