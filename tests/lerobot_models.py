@@ -116,3 +116,25 @@ def pi_processors(config: Any, statistics: dict, tokenizer: Path):
     make = make_pi0_pre_post_processors if config.type == "pi0" else make_pi05_pre_post_processors
     with patch(f"lerobot.policies.{config.type}.processor_{config.type}.TokenizerProcessorStep", step):
         return make(config, statistics)
+
+
+def xvla_config(words: Path, inputs: dict, outputs: dict, **changes: Any):
+    """Return the config of an X-VLA of a few thousand weights, with the tokenizer in the folder `words`."""
+    from lerobot.policies.xvla.configuration_xvla import XVLAConfig
+
+    four = {"depths": [1] * 4, "embed_dim": [8, 8, 16, 16], "num_heads": [1, 1, 2, 2], "num_groups": [1, 1, 2, 2]}
+    vision = {"window_size": 4, "projection_dim": 32, "max_position_embeddings": 8, "max_temporal_embeddings": 4}
+    text = {
+        "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 64,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    florence = {"vision_config": {**four, **vision}, "text_config": {**text, **special}, "image_token_id": 3, **special}
+    known = {
+        "florence_config": florence, "tokenizer_name": str(words), "tokenizer_max_length": 8, "hidden_size": 32,
+        "depth": 2, "num_heads": 2, "num_domains": 4, "len_soft_prompts": 2, "dim_time": 8, "max_len_seq": 64,
+        "chunk_size": 6, "n_action_steps": 4, "action_mode": "auto", "max_action_dim": 5, "max_state_dim": 8,
+        "num_denoising_steps": 4, "device": "cpu", "push_to_hub": False,
+    }  # fmt: skip
+    return XVLAConfig(input_features=inputs, output_features=outputs, **(known | changes))

@@ -96,6 +96,14 @@ class NoiseSchedule(nn.Module):
         a, b = self.table[step][..., None, None].unbind(-3)[:2]
         return a * x + b * prediction
 
+    def levels(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw training noise levels [count]: times uniform in [0, 1)."""
+        return torch.rand(count, generator=generator, device=generator.device)
+
+    def level_times(self, level: Tensor) -> Tensor:
+        """Return the denoiser's time input [count]: the level itself."""
+        return level
+
 
 class DiffusionSchedule(NoiseSchedule):
     """DDPM (Ho 2020) and DDIM (Song 2021) with alphas and timesteps from diffusers' DDIMScheduler.
@@ -218,14 +226,6 @@ class FlowSchedule(NoiseSchedule):
             table[:, 4] = max(min(max(level, bounds[0]), bounds[1]), min_std)
         super().__init__(time, table, ode, clip)
 
-    def levels(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw training noise levels [count]: times uniform in [0, 1)."""
-        return torch.rand(count, generator=generator, device=generator.device)
-
-    def level_times(self, level: Tensor) -> Tensor:
-        """Return the denoiser's time input [count]: the level itself."""
-        return level
-
     def corrupt(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
         """Return (1 - t) clean + t noise, [N, P, A]."""
         time = level[:, None, None]
@@ -236,7 +236,45 @@ class FlowSchedule(NoiseSchedule):
         return noise - clean
 
 
-Schedule = DiffusionSchedule | FlowSchedule
+class EstimateSchedule(NoiseSchedule):
+    """X-VLA's sampler (arXiv:2510.10274) as LeRobot 0.6.1 has it: every step estimates the data anew.
+
+    Data and noise mix as in a flow, x_t = (1 - t) data + t noise, on K equal steps from t = 1 to 0, but a step goes on
+    from the noise of the beginning, where Euler's would take the noise that x_t and the estimate imply:
+
+        estimate = network(x_t, t),   x_s = (1 - s) estimate + s noise,   s = t - 1/K
+
+    x_t alone does not say what comes next, so a latent holds both, [estimate, noise], and is twice as wide as the data;
+    the network mixes them (`mixed`) and hands the noise on as it was. Its half of estimates in the first latent has no
+    weight. Exploration adds noise of std `level` to every x_s, that is of level / (1 - s) to the estimate.
+    """
+
+    def __init__(self, sampling_steps: int = 10, level: float = 0.0):
+        if sampling_steps < 1:
+            raise ConfigError(f"A chain needs at least one sampling step, got {sampling_steps}.")
+        time = torch.arange(sampling_steps, 0, -1, dtype=torch.float64) / sampling_steps
+        none, one = torch.zeros_like(time), torch.ones_like(time)
+        std = level / (1 - time + 1 / sampling_steps)
+        tables = [torch.stack([none, one, one, none, noise], -1) for noise in (std, none)]
+        super().__init__(time, tables[0], tables[1], None)
+
+    @staticmethod
+    def mixed(latents: Tensor, time: Tensor) -> Tensor:
+        """Return x_t [N, P, L] of latents [N, P, 2L] at times [N]."""
+        estimate, noise = latents.chunk(2, -1)
+        t = time[:, None, None]
+        return noise * t + estimate * (1 - t)
+
+    def corrupt(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """Return the latents [N, P, 2L] of clean and noise [N, P, 2L], the first and the second half of which count."""
+        return torch.cat([clean.chunk(2, -1)[0], noise.chunk(2, -1)[1]], -1)
+
+    def target(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """Return what the estimate should be, [N, P, 2L], in its first half."""
+        return clean
+
+
+Schedule = DiffusionSchedule | FlowSchedule | EstimateSchedule
 """A schedule with training levels."""
 
 

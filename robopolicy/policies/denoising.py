@@ -23,7 +23,7 @@ from robopolicy.nn.prefix import given_steps, with_prefix
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.fields import select_fields
-from robopolicy.policies.latents import OwnLatents, OwnSchedule, executed_part, size_of_latents
+from robopolicy.policies.latents import OwnLatents, OwnSchedule, executed_part, size_of_latents, step_errors
 from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, noisy_actions, reduce_logp
 from robopolicy.policies.network import (
     ChunkNetwork,
@@ -255,7 +255,7 @@ class DenoisingPolicy(nn.Module):
         return check_condition(self.network.encode(observation), len(observation[next(iter(self.fields))]))
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"denoising": [N]}: the squared error of the prediction at a sample's random noise levels, their mean.
+        """Return {"denoising": [N]}: the (squared) error of the prediction at a sample's random noise levels, their mean.
 
         batch: "observation" (key -> [N, H, ...]), "actions" [N, P, A] in the world's units, "action_valid" [N, P] bool
         (padding is not learned, nor is what prefix_steps has given). Raises SpecError on wrong shapes.
@@ -276,8 +276,7 @@ class DenoisingPolicy(nn.Module):
             valid = valid & ~given_steps(count.to(valid.device), valid.shape[1])
         times = self.schedule.level_times(level)
         prediction = multiplied(lambda: self.network.denoise(noisy, times, condition), noisy.device)
-        wrong = (prediction - self.schedule.target(clean, noise, level))[:, self.part.first :, : self.part.size]
-        error = wrong.square().mean(-1)
+        error = step_errors(self.network, self.part, prediction, self.schedule.target(clean, noise, level))
         weight = valid.to(error.dtype)
         return {"denoising": ((error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)).view(-1, levels).mean(-1)}
 

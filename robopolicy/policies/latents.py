@@ -80,6 +80,15 @@ class OwnSchedule(Protocol):
         ...
 
 
+@runtime_checkable
+class OwnError(Protocol):
+    """Optional: a network that was trained by another error than the mean square over the elements of an action."""
+
+    def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Return how wrong each predicted step is, [N, P], of predictions and targets [N, P, L]."""
+        ...
+
+
 def executed_part(network: object, config: DenoisingPolicyConfig, action_size: int) -> Executed:
     """Return which part of the latents is executed."""
     return Executed(network.first_step if isinstance(network, OwnLatents) else 0, config.chunk, action_size)
@@ -88,3 +97,11 @@ def executed_part(network: object, config: DenoisingPolicyConfig, action_size: i
 def size_of_latents(network: object, action_size: int) -> int:
     """Return L, the size of one latent."""
     return network.latent_size if isinstance(network, OwnLatents) else action_size
+
+
+def step_errors(network: object, part: Executed, prediction: Tensor, target: Tensor) -> Tensor:
+    """Return the error of each predicted step from the first executed one on, [N, P - first], of [N, P, L]."""
+    prediction, target = prediction[:, part.first :], target[:, part.first :]
+    if isinstance(network, OwnError):
+        return network.errors(prediction, target)
+    return (prediction - target)[..., : part.size].square().mean(-1)

@@ -11,12 +11,12 @@ Nothing is ever downloaded. A file `robopolicy.json` beside config.json says wha
 import importlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,11 +49,13 @@ if TYPE_CHECKING:
     from lerobot.processor import PolicyProcessorPipeline
 
 CHUNK_KEYS = {"act": "n_action_steps", "diffusion": "n_action_steps", "multi_task_dit": "n_action_steps"}
-CHUNK_KEYS |= {"smolvla": "n_action_steps", "pi0": "n_action_steps", "pi05": "n_action_steps"}
+CHUNK_KEYS |= {"smolvla": "n_action_steps", "pi0": "n_action_steps", "pi05": "n_action_steps", "xvla": "n_action_steps"}
 CHUNK_KEYS["vqbet"] = "action_chunk_size"
 """LeRobot's `type` -> the setting that says how many steps are executed between two predictions."""
 
 LANGUAGE_MODELS = ("smolvla", "pi0", "pi05")
+EMBODIMENT = "domain_id"
+"""What a processor says beside the observation: the robot or data set of a policy that was trained on many."""
 EMPTY_CAMERA = ".empty_camera_"
 """In the names of features that LeRobot adds for cameras that nobody has: it fills in what they would show."""
 
@@ -226,7 +228,8 @@ class LeRobotPolicy:
             value = _tensor(observation, self._keys[name])[:, index].to(self.device)
             raw[source] = self._image(name, value) if value.ndim == 4 else value
         processed = self.preprocess(raw)
-        batch = {key: value.to(self.device) for key, value in processed.items() if key.startswith("observation.")}
+        read = {key: each for key, each in processed.items() if key.startswith("observation.") or key == EMBODIMENT}
+        batch = {key: value.to(self.device) for key, value in read.items()}
         policy: Any = self.policy
         if policy.config.image_features:
             images = [batch[key] for key in policy.config.image_features if key in batch]
@@ -355,10 +358,12 @@ def _read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "Pr
     from safetensors.torch import load_model
 
     policy: Any = get_policy_class(config.type)(config)
+    if config.type == "xvla":
+        _check_action_mode(policy, folder)
     if not weights:
         return policy
-    if config.type in ("pi0", "pi05"):
-        _load_pi(policy, folder / "model.safetensors")
+    if config.type in RENAMED:
+        _load_renamed(policy, folder / "model.safetensors")
     else:
         load_model(policy, folder / "model.safetensors", strict=True)
     if config.type == "vqbet" and not policy.vqbet.action_head.vqvae_model.discretized.item():
@@ -369,21 +374,52 @@ def _read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "Pr
     return policy.to(config.device)
 
 
-def _load_pi(policy: "PreTrainedPolicy", path: Path) -> None:
-    """Load the weights of a pi0 or pi05; those that came from openpi have names that LeRobot brings into its own.
+def _check_action_mode(policy: Any, folder: Path) -> None:
+    """Raise CheckpointError where an X-VLA's action mode makes another number of elements than its action has."""
+    space, size = policy.model.action_space, policy.config.action_feature.shape[0]
+    made = space.postprocess(torch.zeros(1, 1, space.dim_action)).shape[-1]
+    if made != size:
+        raise CheckpointError(
+            f"{folder} makes actions of {made} elements (action_mode={policy.config.action_mode}), and its config.json "
+            f"says {size} (output_features): LeRobot's action_mode=auto takes any number."
+        )
+
+
+def _load_renamed(policy: "PreTrainedPolicy", path: Path) -> None:
+    """Load weights, those too that other projects saved under names which LeRobot brings into its own.
 
     Raises CheckpointError unless every weight is there, but for those that are another one under a second name.
     """
-    tensors, inner = load_tensors(path), cast(Any, policy)
-    if not any(name.startswith("model.") for name in tensors):
-        fixed = inner._fix_pytorch_state_dict_keys(tensors, inner.config)
-        tensors = {f"model.{name}".replace("model.model.", "model.", 1): value for name, value in fixed.items()}
+    inner: Any = policy
+    tensors = RENAMED[inner.config.type](inner, load_tensors(path))
     missing, unknown = inner.load_state_dict(tensors, strict=False)
     state = inner.state_dict()
     there = {state[name].data_ptr() for name in tensors if name in state}
     absent = [name for name in missing if state[name].data_ptr() not in there]
     if absent or unknown:
         raise CheckpointError(f"{path} lacks {absent[:3]} or has {unknown[:3]}, which the policy has not.")
+
+
+def _from_openpi(policy: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if any(name.startswith("model.") for name in tensors):
+        return tensors
+    fixed = policy._fix_pytorch_state_dict_keys(tensors, policy.config)
+    return {f"model.{name}".replace("model.model.", "model.", 1): value for name, value in fixed.items()}
+
+
+def _from_florence(policy: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    from lerobot.policies.xvla import modeling_xvla as xvla
+
+    old = xvla._is_vendored_florence_state_dict(tensors)
+    return xvla._remap_vendored_florence_state_dict(tensors) if old else tensors
+
+
+RENAMED: Mapping[str, Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]] = {
+    "pi0": _from_openpi,
+    "pi05": _from_openpi,
+    "xvla": _from_florence,
+}
+"""LeRobot's `type` -> (policy, weights by name) -> weights by LeRobot's names."""
 
 
 def _read_processors(

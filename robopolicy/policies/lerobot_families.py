@@ -6,7 +6,7 @@ without it. Axes: N row, P predicted step, L latent element, S prefix token, D s
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from robopolicy.nn.configuration import Prediction, Spacing
 from robopolicy.nn.schedules import Schedule
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
+from robopolicy.policies.lerobot_family import TOKEN_MASK, TOKENS, Batch, Family, Squared, flow_chain
+from robopolicy.policies.lerobot_xvla import ACTION_MODES, XVLA
 from robopolicy.policies.network import Condition
 from robopolicy.policies.schedule import make_schedule
 
@@ -25,49 +27,9 @@ if TYPE_CHECKING:
 KEYS, VALUES, MASK, STATE = (f"condition.{name}" for name in ("keys", "values", "mask", "state"))
 BETAS = (0.0001, 0.02)
 """beta_start and beta_end of diffusers' schedules and of LeRobot's, which a linear beta_schedule goes between."""
-TOKENS, TOKEN_MASK = "observation.language.tokens", "observation.language.attention_mask"
-
-Batch = Mapping[str, Any]
-"""One frame of a history as LeRobot's preprocessor hands it over: key -> [N, ...]."""
 
 
-class Family(Protocol):
-    """A LeRobot policy taken apart.
-
-    latent_size: L; first_step: predicted steps before the one that is executed first; reads_instructions: whether the
-    condition depends on the instruction.
-    """
-
-    latent_size: int
-    first_step: int
-    reads_instructions: bool
-
-    def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
-        """Return what a `DenoisingPolicyConfig` says of its chunks and its chain."""
-        ...
-
-    def read(self, frames: Sequence[Batch]) -> Condition:
-        """Return what the history's frames, oldest first, come to."""
-        ...
-
-    def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
-        """Predict [N, P, L] of latents x [N, P, L] at times [N] in (0, 1], 1 is noise."""
-        ...
-
-    def denoising_modules(self) -> list[nn.Module]:
-        """Return the modules that `denoise` uses and `read` does not."""
-        ...
-
-    def draw_levels(self, count: int) -> Tensor:
-        """Draw the levels [count] of the schedule at which LeRobot trains, from torch's global generator."""
-        ...
-
-    def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
-        """Return the schedule of LeRobot's sampler, with the exploration noise of config."""
-        ...
-
-
-class Prefixed:
+class Prefixed(Squared):
     """What families share that read the observation into keys and values, and whose expert is a flow."""
 
     reads_instructions = True
@@ -75,7 +37,8 @@ class Prefixed:
 
     def __init__(self, policy: "PreTrainedPolicy"):
         inner: Any = policy
-        self.policy, self.model, self.config = inner, inner.model, inner.config
+        super().__init__(inner.config)
+        self.policy, self.model = inner, inner.model
         self.latent_size: int = self.config.max_action_dim
 
     def draw_levels(self, count: int) -> Tensor:
@@ -92,7 +55,7 @@ class SmolVLA(Prefixed):
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
         """See `Family`."""
-        return _flow_chain(self.config, self.config.num_steps, tuning)
+        return flow_chain(self.config, self.config.num_steps, tuning)
 
     def read(self, frames: Sequence[Batch]) -> Condition:
         """See `Family`. Texts are padded to one length, so that conditions of all decisions can be stacked."""
@@ -132,7 +95,7 @@ class Pi(Prefixed):
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
         """See `Family`."""
-        return _flow_chain(self.config, self.config.num_inference_steps, tuning)
+        return flow_chain(self.config, self.config.num_inference_steps, tuning)
 
     def read(self, frames: Sequence[Batch]) -> Condition:
         """See `Family`."""
@@ -160,17 +123,17 @@ class Pi(Prefixed):
         return [*modules, model.time_mlp_in, model.time_mlp_out]
 
 
-class Diffusion:
+class Diffusion(Squared):
     """The U-Net of `diffusion`, under one vector of features of the whole history; chunks begin at its first frame."""
 
     reads_instructions = False
 
     def __init__(self, policy: "PreTrainedPolicy"):
         inner: Any = policy
-        self.config = inner.config
+        super().__init__(inner.config)
         self.model = inner.diffusion
         self.scheduler = self.model.noise_scheduler
-        self.latent_size: int = self.config.action_feature.shape[0]
+        self.latent_size: int = self.action_size
         self.first_step: int = self.config.n_obs_steps - 1
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
@@ -198,7 +161,7 @@ class Diffusion:
         return _diffusion_schedule(self.config, config)
 
 
-class MultiTaskDiT:
+class MultiTaskDiT(Squared):
     """The transformer of `multi_task_dit`, under one vector of features of history and instruction.
 
     Its flow counts time the other way, from noise at 0 to data at 1, and predicts data - noise.
@@ -208,15 +171,16 @@ class MultiTaskDiT:
 
     def __init__(self, policy: "PreTrainedPolicy"):
         inner: Any = policy
-        self.policy, self.config = inner, inner.config
-        self.latent_size: int = self.config.action_feature.shape[0]
+        super().__init__(inner.config)
+        self.policy = inner
+        self.latent_size: int = self.action_size
         self.first_step: int = self.config.n_obs_steps - 1
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
         """See `Family`."""
         if self.config.is_diffusion:
             return _diffusion_chain(self.config, self.policy.objective.num_inference_steps)
-        return _flow_chain(self.config, self.config.num_integration_steps, tuning)
+        return flow_chain(self.config, self.config.num_integration_steps, tuning)
 
     def read(self, frames: Sequence[Batch]) -> Condition:
         """See `Family`."""
@@ -247,6 +211,7 @@ FAMILIES: Mapping[str, Callable[["PreTrainedPolicy"], Family]] = {
     "smolvla": SmolVLA,
     "pi0": Pi,
     "pi05": Pi,
+    "xvla": XVLA,
     "multi_task_dit": MultiTaskDiT,
     "diffusion": Diffusion,
 }
@@ -267,6 +232,11 @@ def why_not_trainable(policy: "PreTrainedPolicy") -> str:
         return "with use_relative_actions its processors remember the last state, of one robot: set it to false."
     if not getattr(config, "use_cache", True):
         return "use_cache=false reads the observation again in every step: set it to true in config.json."
+    if getattr(config, "action_mode", "auto") not in ACTION_MODES:
+        return (
+            f"what action_mode={config.action_mode} makes of the network's output is not known here, so that it has no "
+            f"probability. Those of LeRobot's are known: {', '.join(ACTION_MODES)}."
+        )
     flows = getattr(config, "objective", "") == "flow_matching"
     if flows and config.integration_method != "euler":
         return f"a step of integration_method={config.integration_method} has no density: set it to euler."
@@ -312,22 +282,6 @@ def _history(frames: Sequence[Batch]) -> dict[str, Tensor]:
     return {
         key: value if key in (TOKENS, TOKEN_MASK) else torch.stack([frame[key] for frame in frames], 1)
         for key, value in last.items()
-    }
-
-
-def _flow_chain(config: Any, steps: int, tuning: LeRobotTuning) -> dict[str, Any]:
-    level = tuning.flow_noise_level
-    return {
-        "kind": PolicyKind.FLOW,
-        "history": config.n_obs_steps,
-        "chunk": config.n_action_steps,
-        "prediction_steps": getattr(config, "chunk_size", None) or config.horizon,
-        "sampling_steps": steps,
-        "finetuned_steps": steps,
-        "flow_noise": tuning.flow_noise,
-        "flow_noise_level": level,
-        "flow_noise_bounds": (level, level),
-        "clip": None,
     }
 
 

@@ -25,6 +25,10 @@ STEPS = (
     "to_batch_processor",
     "tokenizer_processor",
     "unnormalizer_processor",
+    "xvla_add_domain_id",
+    "xvla_image_scale",
+    "xvla_image_to_float",
+    "xvla_imagenet_normalize",
 )
 """LeRobot's processing steps that a checkpoint may ask for. Others of LeRobot's load further models, may run code that
 lies beside those, or open devices.

@@ -160,13 +160,16 @@ class LeRobotNetwork(nn.Module):
 
     def to_actions(self, latents: Tensor) -> Tensor:
         """Return what LeRobot's postprocessor makes of latents [N, S, L], [N, S, A] in the world's units."""
-        size = self.reader.spec.action.size
-        executed: Tensor = self.reader.postprocess(latents[..., :size].flatten(0, 1))
+        executed: Tensor = self.reader.postprocess(self.family.finished(latents).flatten(0, 1))
         return executed.unflatten(0, latents.shape[:2]).to(latents.device, torch.float32)
 
     def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
         """Return the schedule that LeRobot samples by; see `OwnSchedule`."""
         return self.family.schedule(config)
+
+    def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Return what LeRobot's training loss says of each step, [N, P]; see `OwnError`."""
+        return self.family.errors(prediction, target)
 
     def levels(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw levels [count] as LeRobot does in training, from its own law under a seed drawn from `generator`."""

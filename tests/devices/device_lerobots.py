@@ -18,6 +18,7 @@ from lerobot_models import (
     tiny_pi,
     tiny_smolvlm,
     word_tokenizer,
+    xvla_config,
 )
 
 from robopolicy.core.policy import require_trainable
@@ -69,6 +70,9 @@ def _config(kind: str, folder: Path) -> Any:
     language = {STATE: shared["input_features"][STATE], **camera}, shared["output_features"]
     if kind == "smolvla":
         return smolvla_config(tiny_smolvlm(folder / "vlm"), *language, n_action_steps=2)
+    if kind == "xvla":
+        word_tokenizer().save_pretrained(folder / "words")
+        return xvla_config(folder / "words", *language, n_action_steps=2)
     if kind == "pi0":
         return pi_config(kind, *language, n_action_steps=2)
     raise AssertionError(f"Say here how a small policy of LeRobot's '{kind}' is made, or in UNTRIED why it is not.")

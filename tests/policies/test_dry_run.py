@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lerobot_models import FRONT, smolvla_config, tiny_smolvlm, word_tokenizer
+from lerobot_models import FRONT, smolvla_config, tiny_smolvlm, word_tokenizer, xvla_config
 from test_lerobot_policies import features, save, statistics
 
 from robopolicy.cli import main
@@ -21,11 +21,16 @@ from robopolicy.training.memory import plan_memory
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+@pytest.fixture(scope="module", params=["smolvla", "xvla"])
+def folder(tmp_path_factory, request) -> Path:
     root = tmp_path_factory.mktemp("dry")
     inputs, outputs = features(state=6, environment=None, cameras=(FRONT,))
-    return save(smolvla_config(tiny_smolvlm(root / "vlm"), inputs, outputs), root / "smolvla")
+    word_tokenizer().save_pretrained(root / "words")
+    if request.param == "smolvla":
+        config = smolvla_config(tiny_smolvlm(root / "vlm"), inputs, outputs)
+    else:
+        config = xvla_config(root / "words", inputs, outputs, num_image_views=2)
+    return save(config, root / "policy")
 
 
 @pytest.fixture(scope="module")

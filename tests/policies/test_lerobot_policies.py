@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lerobot_models import word_tokenizer, xvla_config
 
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
 from robopolicy.core.policy_conformance import Level, check_policy, example_observation
@@ -126,12 +127,15 @@ def dit_config(clip: Path):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("lerobot")
+    words = root / "words"
+    word_tokenizer().save_pretrained(words)
     return {
         "act": save(act_config(cameras=(FRONT,)), root / "act"),
         "state": save(act_config(), root / "state"),
         "diffusion": save(diffusion_config(cameras=(FRONT, "observation.images.wrist")), root / "diffusion"),
         "vqbet": save(vqbet_config(), root / "vqbet"),
         "multi_task_dit": save(dit_config(tiny_clip(root / "clip")), root / "dit"),
+        "xvla": save(xvla_config(words, *features(environment=None, cameras=(FRONT,))), root / "xvla"),
     }
 
 
@@ -175,7 +179,7 @@ def lerobots_chunk(folder: Path, observation: dict, steps: int, noise: torch.Ten
     return torch.stack([postprocess(policy.select_action(dict(last), **options)) for _ in range(steps)], dim=1)
 
 
-@pytest.mark.parametrize("kind", ["act", "diffusion", "vqbet", "multi_task_dit"])
+@pytest.mark.parametrize("kind", ["act", "diffusion", "vqbet", "multi_task_dit", "xvla"])
 def test_chunks_equal_lerobots_own(folders, kind):
     policy = load_policy(folders[kind])
     observation = observed(policy)
@@ -184,12 +188,12 @@ def test_chunks_equal_lerobots_own(folders, kind):
     noise = torch.randn(ROWS, 8, 2, generator=generator) if kind == "diffusion" else None
     seed = int(torch.randint(2**62, (1,), generator=generator))
     theirs = lerobots_chunk(folders[kind], observation, policy.spec.chunk, noise, seed)
-    assert ours.shape == (ROWS, {"act": 4, "diffusion": 3, "vqbet": 4, "multi_task_dit": 4}[kind], 2)
+    assert ours.shape == (ROWS, 3 if kind == "diffusion" else 4, 2)
     assert torch.equal(ours, theirs)
     assert ours.std() > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["act", "diffusion", "vqbet", "multi_task_dit"])
+@pytest.mark.parametrize("kind", ["act", "diffusion", "vqbet", "multi_task_dit", "xvla"])
 def test_keeps_the_promises_of_a_policy(folders, kind):
     report = check_policy(load_policy(folders[kind]))
     assert report.level is Level.ACTS
