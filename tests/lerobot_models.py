@@ -138,3 +138,15 @@ def xvla_config(words: Path, inputs: dict, outputs: dict, **changes: Any):
         "num_denoising_steps": 4, "device": "cpu", "push_to_hub": False,
     }  # fmt: skip
     return XVLAConfig(input_features=inputs, output_features=outputs, **(known | changes))
+
+
+def tiny_act(inputs: dict, outputs: dict, **changes: Any):
+    """Return the config of an ACT of a few thousand weights, beside its resnet18 where there is a camera."""
+    from lerobot.policies.act.configuration_act import ACTConfig
+
+    known = {
+        "chunk_size": 6, "n_action_steps": 4, "dim_model": 32, "n_heads": 2, "dim_feedforward": 32,
+        "n_encoder_layers": 1, "n_vae_encoder_layers": 1, "latent_dim": 4, "device": "cpu",
+        "pretrained_backbone_weights": None, "push_to_hub": False,
+    }  # fmt: skip
+    return ACTConfig(input_features=inputs, output_features=outputs, **(known | changes))

@@ -1,7 +1,8 @@
 """One seed, named generators: no global randomness, and every generator's state can be saved and restored."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -40,6 +41,19 @@ class Generators:
         """Continue exactly where `state`, name -> [n] uint8, was taken; generators it does not name are left alone."""
         for name, value in state.items():
             self[name].set_state(value.to("cpu", torch.uint8))
+
+
+@contextmanager
+def drawing_from(generator: torch.Generator, device: torch.device) -> Generator[None]:
+    """Let code that draws from torch's global generators, on the CPU or `device`, depend on `generator` alone.
+
+    Within they are seeded by one number drawn from it, and afterwards they are as they were.
+    """
+    seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):  # pyright: ignore[reportUnknownMemberType]
+        torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+        yield
 
 
 def numpy_generator(seed: int, name: str) -> np.random.Generator:

@@ -33,6 +33,7 @@ from robopolicy.core.errors import (
 )
 from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
 from robopolicy.core.policy import Decision, TensorObservation, Trainable
+from robopolicy.core.randomness import drawing_from
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, validate_observation
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
@@ -161,11 +162,8 @@ class LeRobotPolicy:
             # LeRobot stacks the queues of the last observations; for this one call they hold the world's history.
             shown = {key: [frame[key] for frame in frames] for key in policy._queues if key in batch}
             policy._queues = {**policy._queues, **shown}
-        seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
-        devices = [self.device] if self.device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=devices):
-                torch.manual_seed(seed)
+            with drawing_from(generator, self.device):
                 actions: Tensor = policy.predict_action_chunk(batch, **options)[:, : self.spec.chunk]
         finally:
             policy.reset()
@@ -181,7 +179,7 @@ class LeRobotPolicy:
         return [self._prepared(observation, index) for index in range(self.spec.history)]
 
     def to_trainable(self) -> Trainable:
-        """Return a `DenoisingPolicy` over the same weights; raises ConfigError where there is none of its type."""
+        """Return a policy over the same weights that learns; raises ConfigError where there is none of its type."""
         from robopolicy.policies.lerobot_training import trainable_lerobot
 
         return trainable_lerobot(self)

@@ -22,7 +22,7 @@ class Tuned(Enum):
 
 @dataclass(frozen=True)
 class LeRobotTuning:
-    """How a denoising policy of LeRobot's explores and learns; the numbers are in its normalised actions."""
+    """How a policy of LeRobot's explores and learns; the numbers are in its normalised actions."""
 
     tuned: Tuned = Tuned.EXPERT
     """expert (what reads the observation is frozen and computed once a decision), all, or lerobot (what the
@@ -38,6 +38,10 @@ class LeRobotTuning:
     """Floor of each step's standard deviation, in exploring and in log-probabilities."""
     noisy_steps: int | None = None
     """So many random steps of each decision are noisy and scored, null for all."""
+    std: float = 0.1
+    """Of act, which has no noise of its own: the standard deviation that each action element begins to explore with."""
+    learn_std: bool = True
+    """Whether it learns; what it has come to is kept beside the checkpoint, and goes on from there."""
     keep_prefix: bool = True
     """Whether decisions keep what a frozen encoder made of their observation; otherwise it is read again for scores."""
     checkpointing: bool = False
@@ -48,6 +52,8 @@ class LeRobotTuning:
             raise ConfigError("flow_noise=learned needs a network with a noise head, and LeRobot's have none.")
         if min(self.flow_noise_level, self.least_noise) < 0:
             raise ConfigError("flow_noise_level and least_noise cannot be negative.")
+        if self.std <= 0:
+            raise ConfigError(f"std is {self.std:g}: without noise no decision has a probability, so it is positive.")
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ class LeRobotSettings:
     then resized to what the policy was trained on; fps: control rate it was trained at, 0 for unknown; instructions:
     texts it was trained with; world: {name: push_t, options: {}}, the world that it is meant for, where none is named;
     tuning: how it explores and learns; base: {steps, train_encoder} where its first denoising steps are those of a
-    frozen base that lies beside it.
+    frozen base that lies beside it; log_std: logarithms of the standard deviations [A] that act explores with, where
+    they were learned.
     """
 
     features: Mapping[str, str] = field(default_factory=dict)
@@ -83,3 +90,4 @@ class LeRobotSettings:
     world: Mapping[str, Any] | None = None
     tuning: LeRobotTuning = field(default_factory=LeRobotTuning)
     base: Mapping[str, Any] | None = None
+    log_std: tuple[float, ...] | None = None

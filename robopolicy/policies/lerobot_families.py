@@ -216,14 +216,17 @@ FAMILIES: Mapping[str, Callable[["PreTrainedPolicy"], Family]] = {
     "diffusion": Diffusion,
 }
 """LeRobot's `type` -> what takes its policy apart."""
+GAUSSIAN = ("act",)
+"""Those that decide at once, and are explored by a Gaussian around what they say: see `lerobot_act`."""
 
 
 def why_not_trainable(policy: "PreTrainedPolicy") -> str:
     """Return why a LeRobot policy cannot be fine-tuned here, nothing where it can."""
     config: Any = policy.config
-    if config.type not in FAMILIES:
+    known = (*FAMILIES, *GAUSSIAN)
+    if config.type not in known:
         return (
-            f"its steps have no probabilities here. Those that can be: {', '.join(FAMILIES)}. What it does can be "
+            f"its decisions have no probabilities here. Those that can be: {', '.join(known)}. What it does can be "
             "recorded (collect.policy) and imitated by another policy."
         )
     if getattr(config, "adapt_to_pi_aloha", False):

@@ -1,4 +1,4 @@
-"""LeRobot's denoising policies as `Trainable`: their networks in our chain, and their checkpoints written again.
+"""LeRobot's policies as `Trainable`: the networks of those that denoise in our chain, `act` as a Gaussian.
 
 A `DenoisingPolicy` has schedules, scores, fine-tuning; here is the network that it needs, made of a LeRobot policy and
 its processors. Nothing of LeRobot's is written anew: what `FAMILIES` names are its own modules. All K steps are tuned
@@ -19,31 +19,31 @@ from torch.func import functional_call
 from torch.nn.functional import pad
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, require_extra
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.origin import described_origin, origin_of, remember_origin
 from robopolicy.core.policy import TensorObservation
+from robopolicy.core.randomness import drawing_from
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.storage import recover_folder, write_folder_atomic, write_json
-from robopolicy.core.structured import to_plain
+from robopolicy.core.storage import recover_folder
 from robopolicy.core.tensors import load_tensors
 from robopolicy.nn.pieces import recomputed
 from robopolicy.nn.precision import lowering, to_keep
 from robopolicy.nn.schedules import Schedule
-from robopolicy.policies.checkpoint import SETTINGS_FILE
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read_settings
-from robopolicy.policies.lerobot_configuration import LeRobotStart, Tuned
-from robopolicy.policies.lerobot_families import FAMILIES, why_not_trainable
+from robopolicy.policies.lerobot_act import GaussianACT
+from robopolicy.policies.lerobot_configuration import LeRobotStart
+from robopolicy.policies.lerobot_families import FAMILIES, GAUSSIAN, why_not_trainable
+from robopolicy.policies.lerobot_module import LeRobotModule
 from robopolicy.policies.network import Condition, EveryStep, Steps
 
 BASE_FILE = "robopolicy_base.safetensors"
 """Beside the weights, where the first denoising steps are those of a frozen base."""
-EXTRA = "vla"
 
 
-def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> DenoisingPolicy:
-    """Return a `DenoisingPolicy` over the weights of `policy`, explored and tuned as its settings' `tuning` says.
+def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> DenoisingPolicy | GaussianACT:
+    """Return a policy that learns over the weights of `policy`, explored and tuned as its settings' `tuning` says.
 
     levels_per_sample: noise levels of a sample in its loss, see `DenoisingPolicyConfig`.
 
@@ -54,6 +54,10 @@ def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> Deno
     reason = why_not_trainable(inner)
     if reason:
         raise ConfigError(f"LeRobot's '{inner.config.type}' acts but cannot be trained here: {reason}")
+    if inner.config.type in GAUSSIAN:
+        gaussian = GaussianACT(policy).to(policy.device)
+        remember_origin(gaussian, origin_of(policy))
+        return gaussian.eval()
     tuning, network = policy.settings.tuning, LeRobotNetwork(policy)
     chain = network.family.chain(tuning)
     config = DenoisingPolicyConfig(
@@ -84,7 +88,7 @@ class FromLeRobot:
     """Makes policies of kind lerobot; see `POLICIES`."""
 
     @staticmethod
-    def build(config: LeRobotStart, spec: WorldSpec, episodes: Episodes, seed: int) -> DenoisingPolicy:
+    def build(config: LeRobotStart, spec: WorldSpec, episodes: Episodes, seed: int) -> DenoisingPolicy | GaussianACT:
         """Return the policy in config.path, which shall learn from data of `spec`; nothing is drawn or fitted.
 
         Raises ConfigError without a path, and as `load_lerobot_policy` and `trainable_lerobot` do.
@@ -98,29 +102,17 @@ class FromLeRobot:
         return trainable_lerobot(load_lerobot_policy(folder, settings=settings), config.levels_per_sample)
 
 
-class LeRobotNetwork(nn.Module):
-    """A LeRobot policy as the network of a `DenoisingPolicy`; see `network.DenoisingNetwork` and `latents.OwnLatents`.
-
-    It shares the policy's weights, and freezes those that its settings do not tune.
-    """
+class LeRobotNetwork(LeRobotModule):
+    """A LeRobot policy as the network of a `DenoisingPolicy`: a `DenoisingNetwork` with `latents.OwnLatents`."""
 
     def __init__(self, policy: LeRobotPolicy):
-        super().__init__()
         inner: Any = policy.policy
-        self.policy: nn.Module = inner.eval()
-        self.reader, self.tuning = policy, policy.settings.tuning
-        self.family = FAMILIES[inner.config.type](inner)
+        family = FAMILIES[inner.config.type](inner)
+        super().__init__(policy, family.denoising_modules())
+        self.family = family
         self.latent_size, self.first_step = self.family.latent_size, self.family.first_step
         self.reads_instructions = self.family.reads_instructions
         self.keeps_condition = self.tuning.keep_prefix
-        self.adapter_rank = 0
-        _free(self.policy, self.family.denoising_modules(), self.tuning.tuned)
-
-    def train(self, mode: bool = True) -> "LeRobotNetwork":
-        """Note the mode; what is inside stays in evaluation mode, so that scores are those of what acted."""
-        super().train(mode)
-        self.policy.eval()
-        return self
 
     def forward(self, method: str, *arguments: Any) -> Any:
         """Call a method by its name, so that `functional_call` can call it under other weights."""
@@ -141,27 +133,15 @@ class LeRobotNetwork(nn.Module):
         every = EveryStep(self, times, condition)
         return Recomputed(every) if self.tuning.checkpointing else every
 
-    def encoder_parameters(self) -> Iterable[nn.Parameter]:
-        """All weights but those of the modules that denoise."""
-        own = {id(weight) for module in self.family.denoising_modules() for weight in module.parameters()}
-        return [weight for weight in self.policy.parameters() if id(weight) not in own]
-
     def to_latents(self, actions: Tensor) -> Tensor:
         """Return normalised actions [N, P, L], of actions [N, P - first_step, A], padded in front and at the end."""
-        from lerobot.processor import NormalizerProcessorStep
-        from lerobot.processor.converters import create_transition
-
-        for step in self.reader.preprocess.steps:
-            if isinstance(step, NormalizerProcessorStep):
-                normalised: Any = step(create_transition(action=actions))
-                actions = normalised["action"]
+        actions = self.normalised(actions)
         before = actions[:, :1].expand(-1, self.first_step, -1)
         return pad(torch.cat([before, actions], 1), (0, self.latent_size - actions.shape[-1]))
 
     def to_actions(self, latents: Tensor) -> Tensor:
         """Return what LeRobot's postprocessor makes of latents [N, S, L], [N, S, A] in the world's units."""
-        executed: Tensor = self.reader.postprocess(self.family.finished(latents).flatten(0, 1))
-        return executed.unflatten(0, latents.shape[:2]).to(latents.device, torch.float32)
+        return self.executed(self.family.finished(latents))
 
     def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
         """Return the schedule that LeRobot samples by; see `OwnSchedule`."""
@@ -173,9 +153,7 @@ class LeRobotNetwork(nn.Module):
 
     def levels(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw levels [count] as LeRobot does in training, from its own law under a seed drawn from `generator`."""
-        seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with drawing_from(generator, torch.device("cpu")):
             return self.family.draw_levels(count)
 
     def frozen_twin(self) -> "FrozenTwin":
@@ -190,46 +168,18 @@ class LeRobotNetwork(nn.Module):
         )
         return FrozenTwin(self)
 
-    def add_lora(self, rank: int) -> None:
-        """Freeze the weights and put adapters beside every linear layer that is tuned (LoRA, arXiv:2106.09685).
-
-        Nothing changes at first: the second factor is zero. Raises ConfigError where there are adapters already.
-        """
-        if self.adapter_rank:
-            raise ConfigError("The policy has adapters already: they go on learning, or saving takes them in.")
-        peft = require_extra("peft", EXTRA)
-        names = [
-            name
-            for name, module in self.policy.named_modules()
-            if isinstance(module, nn.Linear) and module.weight.requires_grad
-        ]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(rank)
-            settings = peft.LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=names)
-            peft.inject_adapter_in_model(settings, self.policy)
-        for name, weight in self.policy.named_parameters():
-            weight.requires_grad_("lora_" in name)
-        self.adapter_rank = rank
-        self.train(self.training)
-
     def write_checkpoint(self, policy: DenoisingPolicy, folder: Path) -> None:
         """Write what LeRobot's `from_pretrained` reads, processors and robopolicy.json included, atomically.
 
         Adapters are added to the weights beside them.
         """
         base = policy.finetuning if policy.base is not None else None
-        settings = replace(self.reader.settings, base=base, **described_origin(policy))
-        inner: Any = self.policy
 
-        def fill(inside: Path) -> None:
-            inner.save_pretrained(inside, state_dict=merged_weights(inner) if self.adapter_rank else None)
-            for part in (self.reader.preprocess, self.reader.postprocess):
-                part.save_pretrained(inside)
+        def beside(inside: Path) -> None:
             if isinstance(policy.base, FrozenTwin):
                 save_file(policy.base.state_dict(), inside / BASE_FILE)
-            write_json(inside / SETTINGS_FILE, to_plain(settings))
 
-        write_folder_atomic(Path(folder), fill)
+        self.write(folder, replace(self.reader.settings, base=base, **described_origin(policy)), beside)
 
 
 class FrozenTwin(nn.Module):
@@ -275,30 +225,6 @@ class Recomputed:
         network, condition = self.every.network, self.every.condition
         found: list[Any] = [recomputed(network.denoise, x[:, step], times[:, step], condition) for step in range(count)]
         return torch.stack(found, 1)
-
-
-def merged_weights(policy: nn.Module) -> dict[str, Tensor]:
-    """Return what a policy with adapters is without them, name -> [...]: each is added to the weight beside it."""
-    layer = require_extra("peft.tuners.lora", EXTRA).LoraLayer
-    adapted: dict[str, Any] = {name: module for name, module in policy.named_modules() if isinstance(module, layer)}
-    found = {}
-    for name, value in policy.state_dict().items():
-        if "lora_" in name:
-            continue
-        owner, _, leaf = name.rpartition(".base_layer.")
-        if owner and leaf == "weight":
-            value = value + adapted[owner].get_delta_weight("default").to(value.dtype)
-        found[f"{owner}.{leaf}" if owner else name] = value.detach().contiguous()
-    return found
-
-
-def _free(policy: nn.Module, denoising: list[nn.Module], tuned: Tuned) -> None:
-    """Let the weights learn that `tuned` names, and no others."""
-    if tuned is Tuned.LEROBOT:
-        return
-    policy.requires_grad_(tuned is Tuned.ALL)
-    for module in denoising:
-        module.requires_grad_(True)
 
 
 def _read_base(policy: DenoisingPolicy, folder: Path | None) -> None:

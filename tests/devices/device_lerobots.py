@@ -15,6 +15,7 @@ from lerobot_models import (
     pi_config,
     pi_processors,
     smolvla_config,
+    tiny_act,
     tiny_pi,
     tiny_smolvlm,
     word_tokenizer,
@@ -25,7 +26,7 @@ from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import example_observation
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.policies.lerobot import CHUNK_KEYS, LeRobotPolicy, load_lerobot_policy
-from robopolicy.policies.lerobot_families import FAMILIES
+from robopolicy.policies.lerobot_families import FAMILIES, GAUSSIAN
 
 UNTRIED = {
     "pi05": "its network is pi0's, and its processors write the state into a text on the CPU",
@@ -40,13 +41,12 @@ def kinds() -> Iterator[tuple[str, Callable[[str], Any]]]:
     for kind in CHUNK_KEYS:
         if kind not in UNTRIED:
             yield f"lerobot, {kind}", lambda device, kind=kind: acted(kind, device)
-        if kind not in UNTRIED and kind in FAMILIES:
+        if kind not in UNTRIED and kind in (*FAMILIES, *GAUSSIAN):
             yield f"lerobot, {kind}, learning", lambda device, kind=kind: learning(kind, device)
 
 
 def _config(kind: str, folder: Path) -> Any:
     from lerobot.configs.types import FeatureType, PolicyFeature
-    from lerobot.policies.act.configuration_act import ACTConfig
     from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 
     shared = {
@@ -60,9 +60,7 @@ def _config(kind: str, folder: Path) -> Any:
         "push_to_hub": False,
     }
     if kind == "act":
-        sizes = {"dim_model": 32, "n_heads": 2, "dim_feedforward": 32, "n_encoder_layers": 1}
-        few = {"n_vae_encoder_layers": 1, "latent_dim": 4, "chunk_size": 6, "n_action_steps": 4}
-        return ACTConfig(**shared, **sizes, **few)
+        return tiny_act(shared["input_features"], shared["output_features"])
     if kind == "diffusion":
         sizes = {"horizon": 8, "n_action_steps": 2, "down_dims": (16, 32), "n_groups": 4, "crop_shape": None}
         return DiffusionConfig(**shared, **sizes, num_train_timesteps=10, num_inference_steps=4)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lerobot_models import word_tokenizer, xvla_config
+from lerobot_models import tiny_act, word_tokenizer, xvla_config
 
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
 from robopolicy.core.policy_conformance import Level, check_policy, example_observation
@@ -63,14 +63,8 @@ def save(config: Any, folder: Path, discretized: bool = True, processors: tuple[
 
 
 def act_config(**options: Any):
-    from lerobot.policies.act.configuration_act import ACTConfig
-
     inputs, outputs = features(**options)
-    return ACTConfig(
-        input_features=inputs, output_features=outputs, chunk_size=6, n_action_steps=4, dim_model=32, n_heads=2,
-        dim_feedforward=32, n_encoder_layers=1, n_vae_encoder_layers=1, latent_dim=4, device="cpu",
-        pretrained_backbone_weights=None, push_to_hub=False,
-    )  # fmt: skip
+    return tiny_act(inputs, outputs)
 
 
 def diffusion_config(**options: Any):
