@@ -71,11 +71,11 @@ class Squared:
         self.action_size: int = config.action_feature.shape[0]
 
     def finished(self, latents: Tensor) -> Tensor:
-        """Return the first A elements; see `Family`."""
+        """Return the first A elements of latents, [N, S, A]; see `Family`."""
         return latents[..., : self.action_size]
 
     def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Return the mean square over the first A elements; see `Family`."""
+        """Return the mean square over the first A elements, [N, P]; see `Family`."""
         return (prediction - target)[..., : self.action_size].square().mean(-1)
 
 

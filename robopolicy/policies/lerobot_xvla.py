@@ -89,11 +89,11 @@ class XVLA:
         return EstimateSchedule(config.sampling_steps, level)
 
     def finished(self, latents: Tensor) -> Tensor:
-        """See `Family`; grippers are probabilities of closing where the action mode says so."""
+        """Return actions [N, S, A], whose grippers are probabilities where the mode says so; see `Family`."""
         return self.space.postprocess(latents.chunk(2, -1)[0].clone())
 
     def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """See `Family`: the action mode's own loss, which is a mean over steps and rows, of one step at a time."""
+        """Return the action mode's own loss, a mean over steps and rows, of each step alone, [N, P]; see `Family`."""
 
         def of_step(estimate: Tensor, wanted: Tensor) -> Tensor:
             losses = self.space.compute_loss(estimate[None, None], wanted[None, None])

@@ -60,7 +60,7 @@ def _config(kind: str, folder: Path) -> Any:
         "push_to_hub": False,
     }
     if kind == "act":
-        return tiny_act(shared["input_features"], shared["output_features"])
+        return tiny_act(shared["input_features"], shared["output_features"], n_action_steps=2)
     if kind == "diffusion":
         sizes = {"horizon": 8, "n_action_steps": 2, "down_dims": (16, 32), "n_groups": 4, "crop_shape": None}
         return DiffusionConfig(**shared, **sizes, num_train_timesteps=10, num_inference_steps=4)
