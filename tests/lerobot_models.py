@@ -1,5 +1,6 @@
 """Tiny models of LeRobot's, written to disk as LeRobot writes them, with random weights and nothing downloaded."""
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,15 +12,16 @@ SIZE = 32
 WORDS = ("push", "the", "cube", "reach", "stack", "left", "right", "task", "state", "action")
 
 
-def word_tokenizer(**special: str) -> Any:
-    """Return a fast tokenizer of a few words, built in memory; special: further ones by their attribute."""
+def word_tokenizer(*more: str, **special: str) -> Any:
+    """Return a fast tokenizer of a few words, built in memory; more words at its end, special ones by attribute."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<pad>", "<unk>", "<eos>", *special.values(), "\n", *WORDS, *map(str, range(10))]
+    words = ["<pad>", "<unk>", "<eos>", *special.values(), "\n", *WORDS, *map(str, range(10)), *more]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     known = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<eos>"}
+    known |= {"bos_token": more[0]} if more else {}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known, extra_special_tokens=special)
 
 
@@ -63,12 +65,13 @@ def smolvla_config(vlm: Path, inputs: dict, outputs: dict, **changes: Any):
 
 @contextmanager
 def tiny_pi(vocabulary: int) -> Iterator[None]:
-    """Let LeRobot's pi0 and pi05, whose sizes are literals, be tiny in here."""
+    """Let LeRobot's pi0, pi05 and pi0_fast, whose sizes are literals, be tiny in here."""
     from lerobot.policies.pi0 import modeling_pi0
+    from lerobot.policies.pi0_fast import modeling_pi0_fast
     from lerobot.policies.pi05 import modeling_pi05
 
     with ExitStack() as stack:
-        for module in (modeling_pi0, modeling_pi05):
+        for module in (modeling_pi0, modeling_pi05, modeling_pi0_fast):
             gemma, mapping = module.GemmaConfig, module.CONFIG_MAPPING
             build = module.PaliGemmaForConditionalGenerationWithPiGemma
             sizes = gemma(width=32, depth=2, mlp_dim=32, num_heads=8, num_kv_heads=1, head_dim=8)
@@ -80,7 +83,7 @@ def tiny_pi(vocabulary: int) -> Iterator[None]:
                 config.text_config.vocab_size = vocabulary
                 config.image_token_id = vocabulary - 1
                 small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-                for name, value in {**small, "patch_size": 16, "projection_dim": 32}.items():
+                for name, value in {**small, "patch_size": 16, "projection_dim": 32, "image_size": SIZE}.items():
                     setattr(config.vision_config, name, value)
                 return make(config)
 
@@ -150,3 +153,51 @@ def tiny_act(inputs: dict, outputs: dict, **changes: Any):
         "pretrained_backbone_weights": None, "push_to_hub": False,
     }  # fmt: skip
     return ACTConfig(input_features=inputs, output_features=outputs, **(known | changes))
+
+
+def fast_folders(root: Path) -> tuple[Path, Path]:
+    """Write the tokenizers that a pi0_fast asks for: of texts, and FAST's, of 80 characters and two pairs of them."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words, fast = root / "words", root / "fast"
+    places = (f"place{index}" for index in range(82 + 128))  # LeRobot leaves the last 128 words free
+    word_tokenizer("<bos>", "Action", ":", "|", *places).save_pretrained(words)
+    zero, one = chr(40), chr(41)
+    letters = [*map(chr, range(80)), zero + zero, zero + one]
+    vocabulary = {letter: index for index, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [(zero, zero), (zero, one)]))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(fast)
+    code = {"AutoProcessor": "processing_action_tokenizer.UniversalActionProcessor"}
+    known = {"scale": 10, "min_token": -40, "vocab_size": len(letters), "auto_map": code}
+    (fast / "processor_config.json").write_text(json.dumps(known))
+    (fast / "processing_action_tokenizer.py").write_text("raise RuntimeError('code beside a tokenizer was run')")
+    return words, fast
+
+
+def pi0_fast_config(words: Path, fast: Path, inputs: dict, outputs: dict, **changes: Any):
+    """Return the config of a pi0_fast; `tiny_pi` makes it small."""
+    from lerobot.policies.pi0_fast.configuration_pi0_fast import PI0FastConfig
+
+    known = {
+        "chunk_size": 4, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 5, "max_action_tokens": 16,
+        "max_decoding_steps": 12, "text_tokenizer_name": str(words),
+        "action_tokenizer_name": str(fast), "image_resolution": (SIZE, SIZE), "tokenizer_max_length": 16,
+        "validate_action_token_prefix": False, "device": "cpu", "push_to_hub": False,
+    }  # fmt: skip
+    return PI0FastConfig(input_features=inputs, output_features=outputs, **(known | changes))
+
+
+@contextmanager
+def without_code() -> Iterator[None]:
+    """Let LeRobot itself make pi0_fast policies and processors, though nobody runs the code beside a tokenizer."""
+    from lerobot.policies.pi0_fast import modeling_pi0_fast
+    from lerobot.processor import tokenizer_processor
+
+    from robopolicy.policies.lerobot_tokenizer import FastTokenizer
+
+    with ExitStack() as stack:
+        for module in (modeling_pi0_fast, tokenizer_processor):
+            stack.enter_context(patch.object(module, "AutoProcessor", FastTokenizer))
+        yield

@@ -99,9 +99,9 @@ def require_transformers(what: str) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Let transformers say nothing but errors."""
-    chatter = logging.getLogger("transformers")
+def quiet(name: str = "transformers") -> Iterator[None]:
+    """Let a library say nothing but errors; name: of its logger, "" for those that log by no name."""
+    chatter = logging.getLogger(name)
     level = chatter.level
     chatter.setLevel(logging.ERROR)
     try:

@@ -8,10 +8,9 @@ Nothing is ever downloaded. A file `robopolicy.json` beside config.json says wha
 `LeRobotSettings`, by name. Axes: B row, H history frame, C chunk step, A action dimension.
 """
 
-import importlib
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from importlib.metadata import version
@@ -37,24 +36,22 @@ from robopolicy.core.randomness import drawing_from
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, validate_observation
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
-from robopolicy.core.tensors import load_tensors
 from robopolicy.core.world import Rows
 from robopolicy.nn.pretrained import NEWEST_TRANSFORMERS, offline, quiet
 from robopolicy.policies.checkpoint import SETTINGS_FILE
 from robopolicy.policies.lerobot_configuration import LeRobotSettings, LeRobotTuning
 from robopolicy.policies.lerobot_processors import PROCESSORS, check_processor
+from robopolicy.policies.lerobot_reading import read_config, read_policy, read_processors
 
 if TYPE_CHECKING:
-    from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.pretrained import PreTrainedPolicy
     from lerobot.processor import PolicyProcessorPipeline
 
-CHUNK_KEYS = {"act": "n_action_steps", "diffusion": "n_action_steps", "multi_task_dit": "n_action_steps"}
-CHUNK_KEYS |= {"smolvla": "n_action_steps", "pi0": "n_action_steps", "pi05": "n_action_steps", "xvla": "n_action_steps"}
-CHUNK_KEYS["vqbet"] = "action_chunk_size"
+ACTING = ("act", "diffusion", "multi_task_dit", "smolvla", "pi0", "pi05", "pi0_fast", "xvla")
+CHUNK_KEYS = {**dict.fromkeys(ACTING, "n_action_steps"), "vqbet": "action_chunk_size"}
 """LeRobot's `type` -> the setting that says how many steps are executed between two predictions."""
 
-LANGUAGE_MODELS = ("smolvla", "pi0", "pi05")
+LANGUAGE_MODELS = ("smolvla", "pi0", "pi05", "pi0_fast")
 EMBODIMENT = "domain_id"
 """What a processor says beside the observation: the robot or data set of a policy that was trained on many."""
 EMPTY_CAMERA = ".empty_camera_"
@@ -84,10 +81,10 @@ def load_lerobot_policy(
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with _nothing_downloaded(folder, kind), torch.random.fork_rng(devices=devices):
         for name in PROCESSORS:
-            check_processor(folder, name)
-        config = _read_config(folder, torch.device(device))
-        policy = _read_policy(folder, config, weights)
-        preprocess, postprocess = _read_processors(folder, config)
+            check_processor(folder, name, kind)
+        config = read_config(folder, torch.device(device))
+        policy = read_policy(folder, config, weights)
+        preprocess, postprocess = read_processors(folder, config, policy)
     made = LeRobotPolicy(policy.eval(), preprocess, postprocess, settings, folder)
     remember_origin(made, WorldOrigin.from_json(settings.world, folder / SETTINGS_FILE))
     return made
@@ -152,7 +149,8 @@ class LeRobotPolicy:
 
         Random numbers come from `generator`: a diffusion policy's initial noise directly, all others from torch's
         global generator, seeded from it for this call and put back. deterministic: changes nothing, because LeRobot's
-        policies have no exploration noise to leave out. Raises SpecError or NonFiniteError as `validate_observation`.
+        policies have no exploration noise to leave out. Raises SpecError or NonFiniteError as `validate_observation`,
+        CheckpointError where a pi0_fast says what is no action.
         """
         frames = self.frames(observation)
         batch, options = frames[-1], self._noise(_rows(observation), generator)
@@ -165,6 +163,13 @@ class LeRobotPolicy:
         try:
             with drawing_from(generator, self.device):
                 actions: Tensor = policy.predict_action_chunk(batch, **options)[:, : self.spec.chunk]
+        except AssertionError as error:
+            if policy.config.type != "pi0_fast":
+                raise
+            raise CheckpointError(
+                f"LeRobot's pi0_fast said what is no action ({_first_line(error)}): is it trained? With "
+                "validate_action_token_prefix=false in its config.json it is executed all the same."
+            ) from error
         finally:
             policy.reset()
         executed = self.postprocess(actions.flatten(0, 1))
@@ -222,8 +227,10 @@ class LeRobotPolicy:
     def _prepared(self, observation: TensorObservation, index: int) -> dict[str, Any]:
         """Return history frame `index` as LeRobot's processors hand it to the policy."""
         raw: dict[str, Any] = {TASK: list(observation.get(TASK, [""] * _rows(observation)))}
+        # Some of LeRobot's processors write numbers into texts, and weights without numbers have no device for them.
+        device = torch.device("cpu") if self.device.type == "meta" else self.device
         for name, source in self._sources.items():
-            value = _tensor(observation, self._keys[name])[:, index].to(self.device)
+            value = _tensor(observation, self._keys[name])[:, index].to(device)
             raw[source] = self._image(name, value) if value.ndim == 4 else value
         processed = self.preprocess(raw)
         read = {key: each for key, each in processed.items() if key.startswith("observation.") or key == EMBODIMENT}
@@ -336,95 +343,3 @@ def _require_transformers(kind: str) -> None:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-def _read_config(folder: Path, device: torch.device) -> "PreTrainedConfig":
-    importlib.import_module("lerobot.policies")  # registers the types
-    from lerobot.configs.policies import PreTrainedConfig
-
-    config: Any = PreTrainedConfig.from_pretrained(folder, cli_overrides=[f"--device={device}"])
-    if hasattr(config, "pretrained_backbone_weights"):
-        # The checkpoint holds the backbone's weights: what it started from would only be downloaded to be overwritten.
-        config.pretrained_backbone_weights = None
-    if hasattr(config, "load_vlm_weights"):
-        config.load_vlm_weights = False
-    return config
-
-
-def _read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "PreTrainedPolicy":
-    from lerobot.policies.factory import get_policy_class
-    from safetensors.torch import load_model
-
-    policy: Any = get_policy_class(config.type)(config)
-    if config.type == "xvla":
-        _check_action_mode(policy, folder)
-    if not weights:
-        return policy
-    if config.type in RENAMED:
-        _load_renamed(policy, folder / "model.safetensors")
-    else:
-        load_model(policy, folder / "model.safetensors", strict=True)
-    if config.type == "vqbet" and not policy.vqbet.action_head.vqvae_model.discretized.item():
-        raise CheckpointError(
-            f"{folder} holds a VQ-BeT whose action codes are not trained yet: train it for more than "
-            "n_vqvae_training_steps."
-        )
-    return policy.to(config.device)
-
-
-def _check_action_mode(policy: Any, folder: Path) -> None:
-    """Raise CheckpointError where an X-VLA's action mode makes another number of elements than its action has."""
-    space, size = policy.model.action_space, policy.config.action_feature.shape[0]
-    made = space.postprocess(torch.zeros(1, 1, space.dim_action)).shape[-1]
-    if made != size:
-        raise CheckpointError(
-            f"{folder} makes actions of {made} elements (action_mode={policy.config.action_mode}), and its config.json "
-            f"says {size} (output_features): LeRobot's action_mode=auto takes any number."
-        )
-
-
-def _load_renamed(policy: "PreTrainedPolicy", path: Path) -> None:
-    """Load weights, those too that other projects saved under names which LeRobot brings into its own.
-
-    Raises CheckpointError unless every weight is there, but for those that are another one under a second name.
-    """
-    inner: Any = policy
-    tensors = RENAMED[inner.config.type](inner, load_tensors(path))
-    missing, unknown = inner.load_state_dict(tensors, strict=False)
-    state = inner.state_dict()
-    there = {state[name].data_ptr() for name in tensors if name in state}
-    absent = [name for name in missing if state[name].data_ptr() not in there]
-    if absent or unknown:
-        raise CheckpointError(f"{path} lacks {absent[:3]} or has {unknown[:3]}, which the policy has not.")
-
-
-def _from_openpi(policy: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    if any(name.startswith("model.") for name in tensors):
-        return tensors
-    fixed = policy._fix_pytorch_state_dict_keys(tensors, policy.config)
-    return {f"model.{name}".replace("model.model.", "model.", 1): value for name, value in fixed.items()}
-
-
-def _from_florence(policy: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    from lerobot.policies.xvla import modeling_xvla as xvla
-
-    old = xvla._is_vendored_florence_state_dict(tensors)
-    return xvla._remap_vendored_florence_state_dict(tensors) if old else tensors
-
-
-RENAMED: Mapping[str, Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]] = {
-    "pi0": _from_openpi,
-    "pi05": _from_openpi,
-    "xvla": _from_florence,
-}
-"""LeRobot's `type` -> (policy, weights by name) -> weights by LeRobot's names."""
-
-
-def _read_processors(
-    folder: Path, config: "PreTrainedConfig"
-) -> tuple["PolicyProcessorPipeline", "PolicyProcessorPipeline"]:
-    from lerobot.policies.factory import make_pre_post_processors
-
-    steps = [step.get("registry_name") for step in read_json(folder / PROCESSORS[0])["steps"]]
-    overrides = {"device_processor": {"device": str(config.device)}} if "device_processor" in steps else {}
-    return make_pre_post_processors(config, str(folder), preprocessor_overrides=overrides)

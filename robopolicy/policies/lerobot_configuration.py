@@ -42,6 +42,8 @@ class LeRobotTuning:
     """Of act, which has no noise of its own: the standard deviation that each action element begins to explore with."""
     learn_std: bool = True
     """Whether it learns; what it has come to is kept beside the checkpoint, and goes on from there."""
+    temperature: float = 1.0
+    """Of pi0_fast, which says tokens: what its logits are divided by while exploring."""
     keep_prefix: bool = True
     """Whether decisions keep what a frozen encoder made of their observation; otherwise it is read again for scores."""
     checkpointing: bool = False
@@ -54,6 +56,8 @@ class LeRobotTuning:
             raise ConfigError("flow_noise_level and least_noise cannot be negative.")
         if self.std <= 0:
             raise ConfigError(f"std is {self.std:g}: without noise no decision has a probability, so it is positive.")
+        if self.temperature <= 0:
+            raise ConfigError(f"temperature is {self.temperature:g}: it is positive, and 1 is what was learned.")
 
 
 @dataclass(frozen=True)

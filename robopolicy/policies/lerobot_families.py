@@ -216,14 +216,14 @@ FAMILIES: Mapping[str, Callable[["PreTrainedPolicy"], Family]] = {
     "diffusion": Diffusion,
 }
 """LeRobot's `type` -> what takes its policy apart."""
-GAUSSIAN = ("act",)
-"""Those that decide at once, and are explored by a Gaussian around what they say: see `lerobot_act`."""
+WITHOUT_STEPS = ("act", "pi0_fast")
+"""Those that learn too but take no denoising steps: see `lerobot_act` and `lerobot_fast`."""
 
 
 def why_not_trainable(policy: "PreTrainedPolicy") -> str:
     """Return why a LeRobot policy cannot be fine-tuned here, nothing where it can."""
     config: Any = policy.config
-    known = (*FAMILIES, *GAUSSIAN)
+    known = (*FAMILIES, *WITHOUT_STEPS)
     if config.type not in known:
         return (
             f"its decisions have no probabilities here. Those that can be: {', '.join(known)}. What it does can be "
@@ -235,6 +235,11 @@ def why_not_trainable(policy: "PreTrainedPolicy") -> str:
         return "with use_relative_actions its processors remember the last state, of one robot: set it to false."
     if not getattr(config, "use_cache", True):
         return "use_cache=false reads the observation again in every step: set it to true in config.json."
+    if config.type == "pi0_fast" and config.n_action_steps != config.chunk_size:
+        return (
+            f"it learns to say chunks of {config.chunk_size} steps, and LeRobot hears {config.n_action_steps} in them: "
+            "set n_action_steps to chunk_size in its config.json."
+        )
     if getattr(config, "action_mode", "auto") not in ACTION_MODES:
         return (
             f"what action_mode={config.action_mode} makes of the network's output is not known here, so that it has no "

@@ -18,6 +18,7 @@ STEPS = (
     "normalizer_processor",
     "observation_processor",
     "pi05_prepare_state_tokenizer_processor_step",
+    "pi0_fast_prepare_state_tokenizer_processor_step",
     "pi0_new_line_processor",
     "relative_actions_processor",
     "rename_observations_processor",
@@ -33,10 +34,15 @@ STEPS = (
 """LeRobot's processing steps that a checkpoint may ask for. Others of LeRobot's load further models, may run code that
 lies beside those, or open devices.
 """
+ACTION_TOKENIZER = "action_tokenizer_processor"
+"""A step of pi0_fast alone: it is given the policy's own tokenizer, which was read as data."""
 
 
-def check_processor(folder: Path, name: str) -> None:
-    """Raise CheckpointError unless a processor and its tensors are there and import nothing but LeRobot."""
+def check_processor(folder: Path, name: str, kind: str) -> None:
+    """Raise CheckpointError unless a processor and its tensors are there and import nothing but LeRobot.
+
+    kind: LeRobot's type of the policy that it belongs to.
+    """
     path = folder / name
     if not path.is_file():
         raise CheckpointError(
@@ -47,8 +53,9 @@ def check_processor(folder: Path, name: str) -> None:
     steps = described.get("steps") if is_mapping(described) else None
     if not is_sequence(steps) or not all(is_mapping(step) for step in steps):
         raise CheckpointError(f"{path} is corrupt: it lists no steps. Restore it from a copy.")
+    known = (*STEPS, ACTION_TOKENIZER) if kind == "pi0_fast" else STEPS
     for step in steps:
-        _check_step(path, step)
+        _check_step(path, step, known)
         state = step.get("state_file")
         if state is not None and not (isinstance(state, str) and Path(state).name == state):
             raise CheckpointError(f"{path} names the file {state!r}, which is none beside it.")
@@ -56,14 +63,14 @@ def check_processor(folder: Path, name: str) -> None:
             raise CheckpointError(f"{folder / state} does not exist, which {name} needs.")
 
 
-def _check_step(path: Path, step: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless a processor's step is one of `STEPS`, or the user has imported or named it."""
+def _check_step(path: Path, step: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raise CheckpointError unless a processor's step is a known one, or the user has imported or named it."""
     if "registry_name" in step:  # LeRobot then ignores "class"
         name = str(step["registry_name"])
-        if name not in STEPS and not _registered_elsewhere(name):
+        if name not in known and not _registered_elsewhere(name):
             raise CheckpointError(
                 f"{path} asks for the step '{name}', which is not among those that a checkpoint may choose: "
-                f"{', '.join(STEPS)}. Your own is registered with LeRobot's ProcessorStepRegistry in a module that you "
+                f"{', '.join(known)}. Your own is registered with LeRobot's ProcessorStepRegistry in a module that you "
                 "name: run.plugins=[module]."
             )
         return

@@ -1,4 +1,4 @@
-"""LeRobot's policies as `Trainable`: the networks of those that denoise in our chain, `act` as a Gaussian.
+"""LeRobot's policies as `Trainable`: the networks of those that denoise in our chain, the others by themselves.
 
 A `DenoisingPolicy` has schedules, scores, fine-tuning; here is the network that it needs, made of a LeRobot policy and
 its processors. Nothing of LeRobot's is written anew: what `FAMILIES` names are its own modules. All K steps are tuned
@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.origin import described_origin, origin_of, remember_origin
-from robopolicy.core.policy import TensorObservation
+from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.randomness import drawing_from
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import recover_folder
@@ -34,7 +34,8 @@ from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read_settings
 from robopolicy.policies.lerobot_act import GaussianACT
 from robopolicy.policies.lerobot_configuration import LeRobotStart
-from robopolicy.policies.lerobot_families import FAMILIES, GAUSSIAN, why_not_trainable
+from robopolicy.policies.lerobot_families import FAMILIES, why_not_trainable
+from robopolicy.policies.lerobot_fast import FastTokens
 from robopolicy.policies.lerobot_module import LeRobotModule
 from robopolicy.policies.network import Condition, EveryStep, Steps
 
@@ -42,7 +43,7 @@ BASE_FILE = "robopolicy_base.safetensors"
 """Beside the weights, where the first denoising steps are those of a frozen base."""
 
 
-def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> DenoisingPolicy | GaussianACT:
+def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> Trainable:
     """Return a policy that learns over the weights of `policy`, explored and tuned as its settings' `tuning` says.
 
     levels_per_sample: noise levels of a sample in its loss, see `DenoisingPolicyConfig`.
@@ -54,10 +55,11 @@ def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> Deno
     reason = why_not_trainable(inner)
     if reason:
         raise ConfigError(f"LeRobot's '{inner.config.type}' acts but cannot be trained here: {reason}")
-    if inner.config.type in GAUSSIAN:
-        gaussian = GaussianACT(policy).to(policy.device)
-        remember_origin(gaussian, origin_of(policy))
-        return gaussian.eval()
+    whole = {"act": GaussianACT, "pi0_fast": FastTokens}.get(inner.config.type)
+    if whole is not None:
+        learner = whole(policy).to(policy.device)
+        remember_origin(learner, origin_of(policy))
+        return learner.eval()
     tuning, network = policy.settings.tuning, LeRobotNetwork(policy)
     chain = network.family.chain(tuning)
     config = DenoisingPolicyConfig(
@@ -88,7 +90,7 @@ class FromLeRobot:
     """Makes policies of kind lerobot; see `POLICIES`."""
 
     @staticmethod
-    def build(config: LeRobotStart, spec: WorldSpec, episodes: Episodes, seed: int) -> DenoisingPolicy | GaussianACT:
+    def build(config: LeRobotStart, spec: WorldSpec, episodes: Episodes, seed: int) -> Trainable:
         """Return the policy in config.path, which shall learn from data of `spec`; nothing is drawn or fitted.
 
         Raises ConfigError without a path, and as `load_lerobot_policy` and `trainable_lerobot` do.

@@ -12,12 +12,15 @@ from device_policies import at_work, generator
 from lerobot_models import (
     FRONT,
     SIZE,
+    fast_folders,
+    pi0_fast_config,
     pi_config,
     pi_processors,
     smolvla_config,
     tiny_act,
     tiny_pi,
     tiny_smolvlm,
+    without_code,
     word_tokenizer,
     xvla_config,
 )
@@ -26,8 +29,10 @@ from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import example_observation
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.policies.lerobot import CHUNK_KEYS, LeRobotPolicy, load_lerobot_policy
-from robopolicy.policies.lerobot_families import FAMILIES, GAUSSIAN
+from robopolicy.policies.lerobot_families import FAMILIES, WITHOUT_STEPS
 
+VOCABULARY = 240
+"""Of the tiny pi0 and pi0_fast: as many words as the latter's tokenizer has, and more than the former's."""
 UNTRIED = {
     "pi05": "its network is pi0's, and its processors write the state into a text on the CPU",
     "multi_task_dit": "its CLIP needs a tokenizer's files; what is ours of it is the same for every kind",
@@ -41,7 +46,7 @@ def kinds() -> Iterator[tuple[str, Callable[[str], Any]]]:
     for kind in CHUNK_KEYS:
         if kind not in UNTRIED:
             yield f"lerobot, {kind}", lambda device, kind=kind: acted(kind, device)
-        if kind not in UNTRIED and kind in (*FAMILIES, *GAUSSIAN):
+        if kind not in UNTRIED and kind in (*FAMILIES, *WITHOUT_STEPS):
             yield f"lerobot, {kind}, learning", lambda device, kind=kind: learning(kind, device)
 
 
@@ -73,6 +78,8 @@ def _config(kind: str, folder: Path) -> Any:
         return xvla_config(folder / "words", *language, n_action_steps=2)
     if kind == "pi0":
         return pi_config(kind, *language, n_action_steps=2)
+    if kind == "pi0_fast":
+        return pi0_fast_config(*fast_folders(folder), *language, chunk_size=2, n_action_steps=2)
     raise AssertionError(f"Say here how a small policy of LeRobot's '{kind}' is made, or in UNTRIED why it is not.")
 
 
@@ -80,7 +87,7 @@ def _saved(kind: str, folder: Path) -> None:
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
     config = _config(kind, folder)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), without_code():
         torch.manual_seed(0)
         policy: Any = get_policy_class(config.type)(config)
     known = {}
@@ -91,7 +98,8 @@ def _saved(kind: str, folder: Path) -> None:
         word_tokenizer().save_pretrained(folder / "words")
         parts = pi_processors(config, known, folder / "words")
     else:
-        parts = make_pre_post_processors(config, dataset_stats=known)
+        with without_code():
+            parts = make_pre_post_processors(config, dataset_stats=known)
     for part in (policy, *parts):
         part.save_pretrained(folder)
 
@@ -102,7 +110,7 @@ def _loaded(kind: str, device: str) -> Iterator[LeRobotPolicy]:
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(torch.cuda, "is_available", lambda: True),
-        tiny_pi(len(word_tokenizer())),
+        tiny_pi(VOCABULARY),
     ):
         with torch.device("cpu"):
             _saved(kind, Path(folder))

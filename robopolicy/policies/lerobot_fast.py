@@ -1,0 +1,270 @@
+"""LeRobot's pi0_fast as a policy that learns: every token that it says is a scored step.
+
+pi0_fast (FAST, arXiv:2501.09747) says an action chunk in words of its language model, "Action: ... |", one after the
+other. While it explores, LeRobot's own sampler draws them at a temperature; one pass over prompt and tokens then scores
+all of them, over the whole vocabulary, so that log-probabilities are exact. What comes after the first "|" is no part
+of a decision. LeRobot's sampler lets the prompt see the token that begins an answer, and its training does not: scores
+are the sampler's, the loss is the training's. Axes: N row, B row of an observation, K most tokens of an answer, V word
+of the vocabulary, C executed step, A action dimension, S token of the prompt, D width.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.origin import described_origin
+from robopolicy.core.policy import CONDITION, Decision, Scores, TensorObservation, is_condition
+from robopolicy.core.randomness import drawing_from
+from robopolicy.core.spec import PolicySpec
+from robopolicy.core.world import Rows
+from robopolicy.nn.pretrained import quiet
+from robopolicy.policies.chunks import check_chunks, in_range, register_range
+from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.lerobot_family import TOKEN_MASK, TOKENS
+from robopolicy.policies.lerobot_module import LeRobotModule
+from robopolicy.policies.network import Condition
+
+IMAGES, SEEN, TEXT, TEXT_MASK = (f"{CONDITION}.{name}" for name in ("images", "seen", "text", "text_mask"))
+
+
+class Reading(NamedTuple):
+    """What is before the tokens: of every camera images, embedded [N, S', D], and which are there; a text's tokens."""
+
+    images: list[Tensor]
+    seen: list[Tensor]
+    text: Tensor
+    mask: Tensor
+
+
+class FastTokens(LeRobotModule):
+    """A `core.policy.Trainable` over the weights of a LeRobot policy of type pi0_fast.
+
+    Its settings' `tuning` says which weights learn (expert: the language model, but not what sees) and at which
+    temperature it explores.
+    """
+
+    action_low: Tensor
+    action_high: Tensor
+    reads_instructions = True
+
+    def __init__(self, policy: LeRobotPolicy):
+        inner: Any = policy.policy
+        language = inner.model.paligemma_with_expert.paligemma
+        super().__init__(policy, [language.model.language_model, language.lm_head])
+        if self.tuning.checkpointing:
+            raise ConfigError("checkpointing computes denoising steps again, and pi0_fast has none: set it to false.")
+        self.end: int = inner._paligemma_tokenizer.convert_tokens_to_ids("|")
+        self.begin: int = inner._paligemma_tokenizer.bos_token_id
+        self.most: int = inner.config.max_decoding_steps
+        register_range(self, policy.spec.action)
+
+    @property
+    def spec(self) -> PolicySpec:
+        """What it reads and writes; the scored steps are the most tokens that it may say."""
+        return replace(self.reader.spec, scored_steps=self.most, categorical=True)
+
+    @property
+    def caches_condition(self) -> bool:
+        """Whether decisions keep the embedded images: what sees them does not learn."""
+        return self.tuning.keep_prefix and not any(weight.requires_grad for weight in self.encoder_parameters())
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Decide for every row; latents: "tokens" [B, K] int64, 0 behind the end.
+
+        deterministic: the likeliest token each time, as LeRobot decides at temperature 0; these are no choices, so mask
+        is False and logp zero. While what sees is frozen, latents also has the embedded images and the prompt. Raises
+        SpecError or NonFiniteError on a bad observation, NonFiniteError rather than returning a non-finite action, and
+        ConfigError where tensors have no numbers (a dry run): how much it says depends on them.
+        """
+        condition = self.encode(observation)
+        if condition[IMAGES].is_meta:
+            raise ConfigError("How much a pi0_fast says is known when it has said it: there is no dry run of it.")
+        model, reading = self._reader(), _reading(condition)
+        with drawing_from(generator, reading.text.device):
+            said: Tensor = model.sample_actions_fast_kv_cache(
+                *reading, max_decoding_steps=self.most, temperature=0.0 if deterministic else self.tuning.temperature
+            )
+        live = self._live(said)
+        tokens = torch.where(live, said, 0)
+        logp = torch.zeros(tokens.shape, device=tokens.device)
+        if not deterministic:
+            logp = self._scores(condition, tokens).logp
+        latents = {"tokens": tokens, **(condition if self.caches_condition else {})}
+        return Decision(self._actions(tokens), latents, logp, live & (not deterministic))
+
+    def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
+        """Score recorded tokens [N, K]: logp and entropy [N, K] at the temperature of exploration, 0 behind the end.
+
+        Optional latents: "chosen" [N, k] int64 selects k of the K tokens per row; "executed" changes nothing, because
+        every token is part of every step; what was made of images replaces these while what sees is frozen. Raises
+        SpecError where tokens or observation do not fit.
+        """
+        tokens = latents["tokens"]
+        if tuple(tokens.shape[1:]) != (self.most,):
+            raise SpecError(f"The tokens have shape {list(tokens.shape)}, this policy's are [N, {self.most}].")
+        kept = {name: value for name, value in latents.items() if is_condition(name)} if self.caches_condition else {}
+        scores = self._scores(kept or self.encode(observation), tokens)
+        if "chosen" in latents:
+            chosen = latents["chosen"]
+            return Scores(scores.logp.gather(1, chosen), scores.entropy.gather(1, chosen))
+        return scores
+
+    def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the latents [N, ...] with which `act` would have said chunks [N, C, A], in the world's units.
+
+        Raises SpecError where one takes more tokens than it may say.
+        """
+        del generator
+        tokens = self._told(actions)[0][:, 1 : self.most + 1]
+        tokens = pad(tokens, (0, self.most - tokens.shape[1]))
+        if not bool((tokens == self.end).any(1).all()):
+            raise SpecError(f"A chunk takes more than the {self.most} tokens of max_decoding_steps in its config.json.")
+        return {"tokens": torch.where(self._live(tokens), tokens, 0)}
+
+    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"tokens": [N]}, LeRobot's cross entropy of each row's tokens.
+
+        batch: "observation" (key -> [N, H, ...]), "actions" [N, C, A] in the world's units, "action_valid" [N, C]:
+        padding is learned, for every token says something of every step. LeRobot's mean counts tokens alike, this one
+        samples. Raises SpecError on wrong shapes, NonFiniteError on NaN or infinity.
+        """
+        del generator
+        actions, _ = check_chunks(batch, self.spec.chunk, self.spec.action.size)
+        tokens, counted = self._told(actions)
+        model, reading = self._reader(), _reading(self.encode(batch["observation"]))
+        embedded, there, sees, *_ = model.embed_prefix_fast(*reading, tokens, counted)
+        heard = self._heard(embedded, there, sees)[:, -tokens.shape[1] : -1]
+        wrong = cross_entropy(self._logits(heard).transpose(1, 2), tokens[:, 1:], reduction="none")
+        weight = counted[:, 1:].to(wrong.dtype)
+        return {"tokens": (wrong * weight).sum(1) / weight.sum(1).clamp_min(1)}
+
+    def encode(self, observation: TensorObservation) -> Condition:
+        """Return the embedded images [N, cameras, S', D], which cameras are there, and the prompt [N, S].
+
+        Raises SpecError or NonFiniteError as `validate_observation`.
+        """
+        inner: Any = self.policy
+        frame = self.reader.frames(observation)[-1]
+        images, seen = inner._preprocess_images(frame)
+        embedded = [inner.model.paligemma_with_expert.embed_image(image) for image in images]
+        return {
+            IMAGES: torch.stack(embedded, 1),
+            SEEN: torch.stack(seen, 1),
+            TEXT: frame[TOKENS],
+            TEXT_MASK: frame[TOKEN_MASK].bool(),
+        }
+
+    def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
+        """Get ready for policy gradients through all tokens; train_encoder False freezes what sees.
+
+        Raises ConfigError for another number of steps.
+        """
+        if steps not in (None, self.most):
+            raise ConfigError(f"pi0_fast is fine-tuned in all its {self.most} tokens, not {steps}.")
+        if not train_encoder:
+            for weight in self.encoder_parameters():
+                weight.requires_grad_(False)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The weights that an optimiser may change."""
+        return [weight for weight in self.parameters() if weight.requires_grad]
+
+    def reset(self, rows: Rows = None) -> None:
+        """Nothing is remembered between decisions, of whatever rows [R]."""
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of LeRobot's, atomically."""
+        self.write(folder, replace(self.reader.settings, **described_origin(self)))
+
+    def _scores(self, condition: Condition, tokens: Tensor) -> Scores:
+        """Return log-probabilities and entropies [N, K] of tokens [N, K], in one pass over prompt and tokens."""
+        live = self._live(tokens)
+        said = tokens[:, : int(live.sum(1).max())]
+        model, reading = self._reader(), _reading(condition)
+        rows = (len(said), 1)
+        begin = torch.full(rows, self.begin, dtype=torch.int64, device=said.device)
+        text, mask = torch.cat([reading.text, begin], 1), pad(reading.mask, (0, 1), value=True)
+        embedded, there, sees, *_ = model.embed_prefix_fast(reading.images, reading.seen, text, mask)
+        prompt, more = embedded.shape[1], said.shape[1] - 1
+        words = model.paligemma_with_expert.embed_language_tokens(said[:, :-1])
+        # The prompt does not see what is said; that sees the prompt, and what was said before it.
+        order = torch.ones((more, more), dtype=torch.bool, device=said.device).tril().expand(len(said), -1, -1)
+        behind = torch.cat([there[:, None].expand(-1, more, -1), order], 2)
+        heard = self._heard(
+            torch.cat([embedded, words.to(embedded.dtype)], 1),
+            pad(there, (0, more), value=True),
+            torch.cat([pad(sees, (0, more)), behind], 1),
+        )
+        every = (self._logits(heard[:, prompt - 1 :]) / self.tuning.temperature).log_softmax(-1)
+        logp = every.gather(-1, said[..., None]).squeeze(-1)
+        entropy = -(every.exp() * every).sum(-1)
+        logp, entropy = (pad(value, (0, self.most - said.shape[1])) for value in (logp, entropy))
+        return Scores(torch.where(live, logp, 0.0), torch.where(live, entropy, 0.0))
+
+    def _heard(self, embedded: Tensor, there: Tensor, sees: Tensor) -> Tensor:
+        """Return the last layer [N, S, D] of embedded tokens; there: no padding, [N, S]; sees: who whom, [N, S, S]."""
+        from lerobot.policies.common.vla_utils import prepare_attention_masks_4d
+
+        inner: Any = self.policy
+        joint = inner.model.paligemma_with_expert
+        given = embedded.to(joint.paligemma.model.language_model.layers[0].self_attn.q_proj.weight.dtype)
+        (found, _), _ = joint.forward(
+            attention_mask=prepare_attention_masks_4d(sees, dtype=given.dtype),
+            position_ids=there.cumsum(1) - 1,
+            inputs_embeds=[given, None],
+            use_cache=False,
+        )
+        return found
+
+    def _logits(self, heard: Tensor) -> Tensor:
+        """Return the logits [N, S, V] of hidden states [N, S, D]."""
+        inner: Any = self.policy
+        return inner.model.paligemma_with_expert.paligemma.lm_head(heard).float()
+
+    def _live(self, tokens: Tensor) -> Tensor:
+        """Return which of tokens [N, K] are part of the answer, [N, K] bool: all up to the first end, which is one."""
+        ended = (tokens == self.end).cumsum(1)
+        return (ended == 0) | ((ended == 1) & (tokens == self.end))
+
+    def _actions(self, tokens: Tensor) -> Tensor:
+        """Return what tokens [N, K] stand for, [N, C, A] in the world's units and bounds, whatever they begin with."""
+        inner: Any = self.policy
+        lenient = copy.copy(inner)
+        lenient.config = copy.copy(inner.config)
+        lenient.config.validate_action_token_prefix = False
+        with quiet(""):  # LeRobot makes zeros of what is no action, and a warning each time
+            found = lenient.detokenize_actions(tokens, self.spec.chunk, self.spec.action.size)
+        return in_range(self.executed(found), self.action_low, self.action_high)
+
+    def _told(self, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens that LeRobot learns of chunks [N, C, A] in the world's units, and which count, [N, M]."""
+        from lerobot.processor import ActionTokenizerProcessorStep
+
+        for step in self.reader.preprocess.steps:
+            tokenizer: Any = step
+            if isinstance(step, ActionTokenizerProcessorStep):
+                return tokenizer._tokenize_action(self.normalised(actions.float()))
+        raise ConfigError("The policy's preprocessor has no action tokenizer: without it nothing can be imitated.")
+
+    def _reader(self) -> Any:
+        """Return the model with images embedded already, a shallow copy: what sees is run once a decision."""
+        inner: Any = self.policy
+        model, joint = copy.copy(inner.model), copy.copy(inner.model.paligemma_with_expert)
+        joint.embed_image = lambda embedded: embedded
+        model._modules = {**inner.model._modules, "paligemma_with_expert": joint}
+        return model
+
+
+def _reading(condition: Condition) -> Reading:
+    images, seen = (list(condition[name].unbind(1)) for name in (IMAGES, SEEN))
+    return Reading(images, seen, condition[TEXT], condition[TEXT_MASK])

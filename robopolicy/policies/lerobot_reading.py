@@ -1,0 +1,140 @@
+"""How a folder that LeRobot saved is read: its configuration, its weights, its processors.
+
+Weights that other projects saved come under LeRobot's names, and tokenizers as data: code that lies beside one is never
+run. Nothing here checks what a folder may ask for: see `lerobot` and `lerobot_processors`.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import CheckpointError
+from robopolicy.core.storage import read_json
+from robopolicy.core.tensors import load_tensors
+from robopolicy.policies.lerobot_processors import ACTION_TOKENIZER, PROCESSORS
+from robopolicy.policies.lerobot_tokenizer import tokenizers_as_data
+
+if TYPE_CHECKING:
+    from lerobot.configs.policies import PreTrainedConfig
+    from lerobot.policies.pretrained import PreTrainedPolicy
+    from lerobot.processor import PolicyProcessorPipeline
+
+
+def read_config(folder: Path, device: torch.device) -> "PreTrainedConfig":
+    """Return config.json, for a policy on `device` whose weights all come from the checkpoint."""
+    importlib.import_module("lerobot.policies")  # registers the types
+    from lerobot.configs.policies import PreTrainedConfig
+
+    config: Any = PreTrainedConfig.from_pretrained(folder, cli_overrides=[f"--device={device}"])
+    if hasattr(config, "pretrained_backbone_weights"):
+        # The checkpoint holds the backbone's weights: what it started from would only be downloaded to be overwritten.
+        config.pretrained_backbone_weights = None
+    if hasattr(config, "load_vlm_weights"):
+        config.load_vlm_weights = False
+    return config
+
+
+def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "PreTrainedPolicy":
+    """Return the policy of a configuration, with the weights of `folder` or those of its constructor.
+
+    Raises CheckpointError where weights are missing, or where what the policy decides would be of no use.
+    """
+    from lerobot.policies.factory import get_policy_class
+    from safetensors.torch import load_model
+
+    with tokenizers_as_data(config):
+        policy: Any = get_policy_class(config.type)(config)
+    if config.type == "xvla":
+        _check_action_mode(policy, folder)
+    if not weights:
+        return policy
+    if config.type in RENAMED:
+        _load_renamed(policy, folder / "model.safetensors")
+    else:
+        load_model(policy, folder / "model.safetensors", strict=True)
+    if config.type == "vqbet" and not policy.vqbet.action_head.vqvae_model.discretized.item():
+        raise CheckpointError(
+            f"{folder} holds a VQ-BeT whose action codes are not trained yet: train it for more than "
+            "n_vqvae_training_steps."
+        )
+    return policy.to(config.device)
+
+
+def _check_action_mode(policy: Any, folder: Path) -> None:
+    """Raise CheckpointError where an X-VLA's action mode makes another number of elements than its action has."""
+    space, size = policy.model.action_space, policy.config.action_feature.shape[0]
+    made = space.postprocess(torch.zeros(1, 1, space.dim_action)).shape[-1]
+    if made != size:
+        raise CheckpointError(
+            f"{folder} makes actions of {made} elements (action_mode={policy.config.action_mode}), and its config.json "
+            f"says {size} (output_features): LeRobot's action_mode=auto takes any number."
+        )
+
+
+def _load_renamed(policy: "PreTrainedPolicy", path: Path) -> None:
+    """Load weights, those too that other projects saved under names which LeRobot brings into its own.
+
+    Raises CheckpointError unless every weight is there, but for those that are another one under a second name.
+    """
+    inner: Any = policy
+    tensors = RENAMED[inner.config.type](inner, load_tensors(path))
+    missing, unknown = inner.load_state_dict(tensors, strict=False)
+    state = inner.state_dict()
+    there = {state[name].data_ptr() for name in tensors if name in state}
+    absent = [name for name in missing if state[name].data_ptr() not in there]
+    if absent or unknown:
+        raise CheckpointError(f"{path} lacks {absent[:3]} or has {unknown[:3]}, which the policy has not.")
+
+
+def _from_openpi(policy: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if any(name.startswith("model.") for name in tensors):
+        return tensors
+    fixed = policy._fix_pytorch_state_dict_keys(tensors, policy.config)
+    return {f"model.{name}".replace("model.model.", "model.", 1): value for name, value in fixed.items()}
+
+
+def _from_florence(policy: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    from lerobot.policies.xvla import modeling_xvla as xvla
+
+    old = xvla._is_vendored_florence_state_dict(tensors)
+    return xvla._remap_vendored_florence_state_dict(tensors) if old else tensors
+
+
+RENAMED: Mapping[str, Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]] = {
+    "pi0": _from_openpi,
+    "pi05": _from_openpi,
+    "pi0_fast": _from_openpi,
+    "xvla": _from_florence,
+}
+"""LeRobot's `type` -> (policy, weights by name) -> weights by LeRobot's names."""
+
+
+def read_processors(
+    folder: Path, config: "PreTrainedConfig", policy: "PreTrainedPolicy"
+) -> tuple["PolicyProcessorPipeline", "PolicyProcessorPipeline"]:
+    """Return what comes before the policy and after it."""
+    from lerobot.policies.factory import make_pre_post_processors
+
+    steps = {step.get("registry_name"): step.get("config", {}) for step in read_json(folder / PROCESSORS[0])["steps"]}
+    overrides: dict[str, dict[str, Any]] = {}
+    if "device_processor" in steps:
+        overrides["device_processor"] = {"device": str(config.device)}
+    inner: Any = policy
+    if ACTION_TOKENIZER in steps:  # LeRobot's own file lacks two of its choices, which config.json has
+        overrides[ACTION_TOKENIZER] = {
+            "action_tokenizer_input_object": inner.action_tokenizer,
+            "paligemma_tokenizer_name": inner.config.text_tokenizer_name,
+            "fast_skip_tokens": inner.config.fast_skip_tokens,
+            "trust_remote_code": False,
+        }
+    before, after = make_pre_post_processors(config, str(folder), preprocessor_overrides=overrides)
+    for step in before.steps:
+        given: Any = step
+        if hasattr(step, "action_tokenizer_input_object"):  # saved again it is what it was
+            given.action_tokenizer_input_object = None
+            given.trust_remote_code = steps[ACTION_TOKENIZER].get("trust_remote_code", True)
+    return before, after
