@@ -255,7 +255,7 @@ class DenoisingPolicy(nn.Module):
         return check_condition(self.network.encode(observation), len(observation[next(iter(self.fields))]))
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"denoising": [N]}: the (squared) error of the prediction at a sample's random noise levels, their mean.
+        """Return {"denoising": [N]}: the (squared) error of the prediction, the mean over a sample's noise levels.
 
         batch: "observation" (key -> [N, H, ...]), "actions" [N, P, A] in the world's units, "action_valid" [N, P] bool
         (padding is not learned, nor is what prefix_steps has given). Raises SpecError on wrong shapes.

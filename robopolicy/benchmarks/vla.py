@@ -1,0 +1,164 @@
+"""Does PPO in the flow raise what a policy of LeRobot's own classes learned by imitation, and is it LeRobot's again?
+
+A SmolVLA and a pi0 with random weights (`tiny_vla`) learn by LeRobot's own loss from demonstrations that a camera
+filmed, then by PPO from the simulator's reward. They read the robot's joints, the picture and the instruction; the
+critic alone reads where things are. They are judged on the same starts before and after. The checkpoint that comes out
+is loaded by LeRobot's own classes, whose decisions from the same noise are compared with ours.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.rule import Rule
+from torch import Tensor
+
+from robopolicy.benchmarks.rates import mean_text, rate_text, short, spread_text
+from robopolicy.benchmarks.runs import chosen_from
+from robopolicy.benchmarks.tiny_vla import Sizes, pi0_of, write_tiny
+from robopolicy.build import build_world, load_trainable
+from robopolicy.configuration import Config, compose
+from robopolicy.core.policy import TensorObservation, to_tensors
+from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.spec import IMAGE_PREFIX, TASK
+from robopolicy.core.storage import read_json, write_json
+from robopolicy.nn.pretrained import quiet
+from robopolicy.runs import is_complete, output
+from robopolicy.verbs import collect, finetune, train
+from robopolicy.verbs.bench import Benchmark, Table
+
+KINDS = {"smolvla": "SmolVLA", "pi0": "pi0"}
+SIZES = Sizes()
+CAMERA = "top"
+COMPARED = 64
+"""Observations on which scores and decisions are compared."""
+
+SCENE = "recipe=reach_planar", f"world.cameras=[{CAMERA}]", f"world.image_size={SIZES.image}"
+DEMONSTRATIONS = "collect.episodes=1500", "collect.noise=[0.3]", "collect.label_policy=expert"
+IMITATION = (
+    "policy.kind=lerobot",
+    "policy.tuned=all",
+    "train.fit.steps=6000",
+    "train.fit.learning_rate=1e-3",
+    "train.batch_size=64",
+    "train.evaluate_episodes=0",
+)
+TUNING = (
+    "lerobot.flow_noise_level=0.2",
+    "lerobot.least_noise=0.2",
+    "finetune.evaluate_episodes=200",
+    "finetune.videos=0",
+)
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"kinds": {kind: {seed: row}}}, after measuring those that are asked for."""
+    for kind in chosen_from(config, KINDS):
+        for seed in config.bench.seeds:
+            path = root / "rows" / kind / f"{seed}.json"
+            if not path.exists():
+                with pi0_of(SIZES) if kind == "pi0" else nullcontext():
+                    write_json(path, measure(config, root, kind, seed))
+    rows = {
+        kind: {path.stem: read_json(path) for path in sorted((root / "rows" / kind).glob("*.json"))} for kind in KINDS
+    }
+    return {"kinds": {kind: found for kind, found in rows.items() if found}}
+
+
+def measure(config: Config, root: Path, kind: str, seed: int) -> dict[str, Any]:
+    """Run the missing stages of one policy, and return its row of results."""
+    shared, changed = [*SCENE, f"run.root={root}", f"run.seed={seed}"], config.bench.overrides
+    recorded = root / "collect" / "data" / str(seed)
+    base, tuned = (root / stage / kind / str(seed) for stage in ("train", "finetune"))
+    output.print(Rule(f"[bold]{KINDS[kind]}, seed {seed}", align="left"))
+    if not is_complete(recorded):
+        collect.run(compose([*shared, "run.name=data", *DEMONSTRATIONS, *changed]))
+    if not is_complete(base):
+        dataset, untrained = recorded / "dataset", root / "untrained" / kind / str(seed)
+        path = write_tiny(kind, untrained, dataset, IMAGE_PREFIX + CAMERA, SIZES, seed)
+        chosen = f"run.name={kind}", f"policy.path={path}", f"train.data={dataset}"
+        train.run(compose([*shared, *IMITATION, *chosen, *changed]))
+    if not is_complete(tuned):
+        start = f"run.name={kind}", f"finetune.policy={base / 'checkpoint'}"
+        finetune.run(compose([*shared, *TUNING, *start, *changed]))
+    result, made = read_json(tuned / "result.json"), read_json(tuned / "versions.json")
+    return {
+        **{who: short(result[who]["deterministic"]) for who in ("base", "tuned")},
+        **{f"{who}_with_noise": short(result[who]["stochastic"]) for who in ("base", "tuned")},
+        **{name: result[name] for name in ("difference", "iterations", "env_steps", "seconds")},
+        **compared(compose([*shared, *changed]), tuned / "checkpoint"),
+        **{key: made[key] for key in ("threads", "commit", "packages", "python", "platform", "processor_count")},
+    }
+
+
+@torch.no_grad()
+def compared(config: Config, checkpoint: Path) -> dict[str, float]:
+    """Return the largest differences: of scores computed again, and of LeRobot's decisions from ours.
+
+    score_difference: of the log-probability of one step of the flow; action_difference: in the world's units.
+    """
+    policy = load_trainable(checkpoint, config.lerobot)
+    world = build_world(config.world, policy, batch_size=COMPARED)
+    observation = to_tensors(world.reset(seeds=episode_seeds(config.run.seed, "compared", COMPARED)))
+    world.close()
+    decision = policy.act(observation, torch.Generator().manual_seed(0))
+    again = policy.log_prob(observation, decision.latents)
+    ours = policy.act(observation, torch.Generator().manual_seed(0), deterministic=True)
+    theirs = lerobots_chunk(checkpoint, observation, ours.latents["chain"][:, 0])
+    return {
+        "score_difference": float((again.logp - decision.logp).abs().max()),
+        "action_difference": float((theirs - ours.actions).abs().max()),
+    }
+
+
+def lerobots_chunk(checkpoint: Path, observation: TensorObservation, noise: Tensor) -> Tensor:
+    """Return what LeRobot's classes decide from `noise`, nothing of ours between: [N, C, A] in the world's units."""
+    from lerobot.configs.policies import PreTrainedConfig
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+    with quiet():
+        config: Any = PreTrainedConfig.from_pretrained(checkpoint)
+        policy: Any = get_policy_class(config.type).from_pretrained(checkpoint)
+        preprocess, postprocess = make_pre_post_processors(config, str(checkpoint))
+    frame: dict[str, Any] = {TASK: observation[TASK]}
+    for key in config.input_features:
+        value = cast(Tensor, observation[key])[:, -1]
+        frame[key] = value.permute(0, 3, 1, 2).float() / 255 if value.ndim == 4 else value
+    actions = policy.predict_action_chunk(preprocess(frame), noise=noise)
+    return postprocess(actions.flatten(0, 1)).unflatten(0, actions.shape[:2])
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return success before and after, with and without exploration noise, and what LeRobot makes of the checkpoint."""
+    success, same = [], []
+    for kind, found in figures["kinds"].items():
+        rows = list(found.values())
+        rates = [spread_text(row[who]["success_rate"] for row in rows) for who in ("base", "tuned")]
+        each = ", ".join(f"{rate_text(row['base'])} to {rate_text(row['tuned'])}" for row in rows)
+        noisy = [spread_text(row[f"{who}_with_noise"]["success_rate"] for row in rows) for who in ("base", "tuned")]
+        numbers = (
+            mean_text((row["env_steps"] / 1e3 for row in rows), 0),
+            mean_text((row["seconds"] / 60 for row in rows), 0),
+        )
+        success.append([KINDS[kind], *rates, each, *noisy, *numbers])
+        worst = [max(row[name] for row in rows) for name in ("score_difference", "action_difference")]
+        same.append([KINDS[kind], *(f"{value:.1e}" for value in worst)])
+    header = ["policy", "base", "fine-tuned", "each seed", "base, noise", "fine-tuned, noise", "steps / 1e3", "minutes"]
+    return [
+        Table("reach_planar seen by a camera: mean over seeds (range), each seed [Wilson 95 %]", header, success),
+        Table(
+            "Largest difference over all seeds",
+            ["policy", "scores computed again", "LeRobot's own actions from the checkpoint"],
+            same,
+        ),
+    ]
+
+
+BENCHMARK = Benchmark(
+    "Does PPO raise what a tiny SmolVLA and pi0 learned by imitation, and does LeRobot load what comes out?",
+    ("seeds", "only", "overrides"),
+    benchmark,
+    tables,
+)
