@@ -12,7 +12,7 @@ Sources: activation checkpointing, Chen et al. 2016, arXiv:1604.06174; in pieces
 GradCache, Gao et al. 2021, arXiv:2101.06983.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -39,8 +39,14 @@ def in_pieces(rows: int) -> Iterator[None]:
 
 
 def pieces(rows: int, at_once: int) -> list[slice]:
-    """Return the pieces of so many rows, each of at most `at_once`, 0 for all of them; none of no rows."""
-    return [slice(first, first + at_once) for first in range(0, rows, at_once)] if at_once else [slice(0, rows)]
+    """Return the pieces of so many rows, each of at most `at_once`."""
+    return [slice(first, first + at_once) for first in range(0, rows, at_once)]
+
+
+def _parts(rows: Sized) -> list[slice]:
+    """Return the pieces of what has N rows, none where they are computed together."""
+    at_once = _at_once.get()
+    return pieces(len(rows), at_once) if 0 < at_once < len(rows) else []
 
 
 def take(batch: Any, part: slice) -> Any:
@@ -60,8 +66,8 @@ def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def scores_of(policy: ScoredPolicy, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
     """Return policy.log_prob(observation, latents), in pieces: scores [N, K] of observations and latents [N, ...]."""
-    parts = pieces(len(next(iter(observation.values()))), _at_once.get())
-    if len(parts) < 2:
+    parts = _parts(next(iter(observation.values()), ()))
+    if not parts:
         return policy.log_prob(observation, latents)
     found: list[Scores] = [recomputed(policy.log_prob, take(observation, part), take(latents, part)) for part in parts]
 
@@ -78,8 +84,8 @@ def loss_of(policy: Trainable, batch: Mapping[str, Any], generator: torch.Genera
 
     batch: as `Trainable.loss` takes it, "actions" [N, P, A] among others.
     """
-    parts = pieces(len(batch["actions"]), _at_once.get())
-    if len(parts) < 2:
+    parts = _parts(batch.get("actions", ()))
+    if not parts:
         return policy.loss(batch, generator)
     device = generator.device
 
@@ -93,7 +99,7 @@ def loss_of(policy: Trainable, batch: Mapping[str, Any], generator: torch.Genera
 
 def values_of(critic: Callable[[Mapping[str, Any]], Tensor], observation: Mapping[str, Any]) -> Tensor:
     """Return the critic's values [N] of N observations, in pieces."""
-    parts = pieces(len(next(iter(observation.values()))), _at_once.get())
-    if len(parts) < 2:
+    parts = _parts(next(iter(observation.values()), ()))
+    if not parts:
         return critic(observation)
     return torch.cat([recomputed(critic, take(observation, part)) for part in parts])

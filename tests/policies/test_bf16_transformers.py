@@ -15,6 +15,7 @@ from token_toys import TOKEN, disturb, generator, make_tokens, observe
 from robopolicy.build import load_trainable
 from robopolicy.cli import main
 from robopolicy.core.policy import LowersPrecision, is_condition
+from robopolicy.nn.pieces import in_pieces, scores_of
 from robopolicy.nn.precision import ROUNDING, as_kept, backward_in, learning_in, to_keep, tolerance_in
 from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
 from robopolicy.policies.token.configuration import TokenDecoding
@@ -97,7 +98,7 @@ def test_transformers_multiply_in_bfloat16_and_heads_in_fp32():
 def gradient(policy: Any, observation: dict, latents: dict, precision: Any) -> torch.Tensor:
     policy.zero_grad(set_to_none=True)
     with learning_in(precision):
-        logp = policy.log_prob(observation, latents).logp
+        logp = scores_of(policy, observation, latents).logp
     with backward_in(precision):
         (logp * torch.linspace(-1, 1, logp.numel()).view_as(logp)).sum().backward()
     grads = [weight.grad for weight in policy.trainable_parameters() if weight.grad is not None]
@@ -114,6 +115,9 @@ def test_gradients_are_nearly_those_of_fp32_and_the_same_where_steps_are_compute
         latents = policy.act(observation, torch.Generator().manual_seed(3)).latents
         for precision in ("fp32", "bf16", "bf16_backward"):
             found[checkpointing, precision] = gradient(policy, observation, latents, precision)
+            with in_pieces(2):
+                pieces = gradient(policy, observation, latents, precision)
+            torch.testing.assert_close(pieces, found[checkpointing, precision], rtol=0.05, atol=0.02)
     exact = found[False, "fp32"]
     for precision in ("bf16", "bf16_backward"):
         assert not torch.equal(found[False, precision], exact)

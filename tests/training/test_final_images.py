@@ -7,18 +7,28 @@ import pytest
 import torch
 from seeing_toys import CAMERA, SIZE, SeeingWorld, denoising_policy
 
-from robopolicy.core.rollouts import visible
-from robopolicy.core.spec import STATE
+from robopolicy.core.errors import DataError
+from robopolicy.core.rollouts import Rollouts, visible
+from robopolicy.core.spec import IMAGE_PREFIX, STATE
+from robopolicy.data.record import record
+from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig
 from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.context import Context
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.rl.episodes import EpisodePlayer
+from robopolicy.rl.preferences import Preferences, read_pairs
 from robopolicy.rl.requests import groups_of
 from robopolicy.training import finetune as finetuning
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.expert_rows import ExpertRows, expert_rollouts
 from robopolicy.training.finetune import finetune
 from robopolicy.training.needs import keeps_images
 from robopolicy.training.update import Learner
+from sims.registry import make_world
+
+TOP = IMAGE_PREFIX + "top"
+CONTEXT = Context(torch.Generator())
 
 
 class Remembering(SeeingWorld):
@@ -148,3 +158,62 @@ def test_who_reads_images_is_known_before_anything_is_played():
     assert kept(policy, Critic(torch.nn.Identity(), 1)) and kept(policy, algorithm="grpo", credit=("vppo",))
     assert kept(blind, auxiliaries=("bc",)) and kept(blind, models=("q_ensemble",))
     assert kept(denoising_policy(world, cameras=True))
+
+
+def seen_by(rollouts: Rollouts) -> torch.Tensor:
+    return visible(rollouts, rollouts.alive, images=True)[TOP]
+
+
+@pytest.fixture(scope="module")
+def watched():
+    """A token policy that sees two frames of reach_planar, whole episodes of it in pairs, and recorded ones."""
+    world = make_world("reach_planar", 4, cameras=("top",), image_size=16, history=2)
+    token = TokenConfig(width=8, depth=1, heads=2, feed_forward=8, bins=5, patch=8)
+    config = TokenPolicyConfig(chunk=10, history=2, token=token)
+    spec = world.spec
+    policy = TokenPolicy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions)
+    draws = torch.Generator().manual_seed(0)
+    played = EpisodePlayer(world, policy).play(groups_of(np.arange(2), 2), draws)
+    recorded = record(world, policy, np.arange(5, 9), generator=draws)
+    world.close()
+    return policy, played, recorded
+
+
+def test_episodes_of_experts_bring_their_frames(watched):
+    policy, played, recorded = watched
+    draws = torch.Generator().manual_seed(1)
+    order = torch.randperm(4, generator=draws)[:2]
+    rows = expert_rollouts(policy, recorded, order, policy.instructions, draws)
+    steps = recorded.starts[order][:, None] + 10 * torch.arange(rows.shape[1])
+    shown = recorded.windows(steps[rows.alive], 2, 10, keys=[TOP])["observation"][TOP]
+    assert torch.equal(seen_by(rows), shown)
+    lengths = recorded.lengths[order]
+    assert len(rows.images.frames[TOP]) <= int(lengths.sum()) < 2 * int(lengths.sum())
+    prepared = played.with_extras(advantage=played.logp_behaviour, episode_steps=played.task).without(following=True)
+    experts = ExpertRows(policy, recorded, policy.instructions, 0.5, torch.Generator().manual_seed(1))
+    joined = experts.beside(prepared, CONTEXT)
+    assert len(joined.group) == 6
+    assert torch.equal(seen_by(joined.take(torch.arange(4))), seen_by(played))
+    assert torch.equal(seen_by(joined.take(torch.arange(4, 6))), shown)
+
+
+def test_pairs_bring_their_frames_and_no_others(watched, tmp_path):
+    _, played, _ = watched
+    side = torch.tensor([1.0, -1.0, 0.0, 0.0])[:, None, None].expand(played.mask.shape)
+    prepared = played.with_extras(advantage=side, episode_steps=played.task).without(following=True)
+    replay = Preferences(share=1.0)
+    replay.mix(prepared, CONTEXT)
+    ((_, kept),) = replay.kept
+    both = played.take(torch.tensor([0, 1]))
+    assert torch.equal(seen_by(kept), seen_by(both))
+    assert len(kept.images.frames[TOP]) == len(both.without(following=True).compact().images.frames[TOP])
+    assert len(kept.images.frames[TOP]) < len(played.images.frames[TOP])
+    mixed = replay.mix(prepared, CONTEXT)
+    assert torch.equal(seen_by(mixed.take(torch.arange(4, 6))), seen_by(both))
+    replay.store(tmp_path / "pairs", ("",))
+    again = read_pairs(tmp_path / "pairs").rollouts
+    assert torch.equal(seen_by(again.take(torch.arange(2))), seen_by(both))
+    other = replace(kept, images=replace(kept.images, frames={TOP: kept.images.frames[TOP][:, :8]}))
+    replay.kept = [(0, other)]
+    with pytest.raises(DataError, match=r"their observation 'observation.images.top' is \[2, 8, 16, 3\]"):
+        replay.mix(prepared, CONTEXT)
