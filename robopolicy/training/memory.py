@@ -160,17 +160,19 @@ def plan_pretraining(
     available: int | None,
     micro_batch: int = 0,
     optimiser: Optimiser = "adamw",
+    steps: int = 0,
 ) -> str:
     """Return in one line what imitation by batches of so many decisions will take beside the weights.
 
-    micro_batch: how many of them are computed at once, 0 for all. Raises ConfigError where that is more than is
-    available, in bytes; None: not known.
+    micro_batch: how many of them are computed at once, 0 for all; steps: how many of a decision's K steps a loss looks
+    at, 0 for all. Raises ConfigError where that is more than is available, in bytes; None: not known.
     """
     device = next(policy.parameters()).device
     seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
     decision = policy.act(seen, torch.Generator(device).manual_seed(0))
+    latents = {**decision.latents, **({"chosen": torch.arange(steps, device=device)[None]} if steps else {})}
     at_once = min(micro_batch or batch_size, batch_size)
-    one, two = _saved(policy, seen, decision.latents), _saved(policy, _twice(seen), _twice(decision.latents))
+    one, two = _saved(policy, seen, latents), _saved(policy, _twice(seen), _twice(latents))
     activations = one + (at_once - 1) * (two - one)
     learns = list(policy.trainable_parameters())
     # The gradient, and the average of the weights themselves
@@ -180,7 +182,7 @@ def plan_pretraining(
         advice = fitting(activations, two - one, at_once, available - needed)
         raise ConfigError(
             f"Training needs about {in_bytes(needed)} more of memory, and {in_bytes(available)} are free. {advice} Or "
-            f"lower batch_size={batch_size}, or let adapters learn alone (policy.token.lora_rank=8)."
+            f"lower batch_size={batch_size}, or let adapters of a token policy learn alone (policy.token.lora_rank=8)."
         )
     weights = sum(_bytes(weight) for weight in policy.parameters())
     return (

@@ -36,6 +36,8 @@ from robopolicy.nn.precision import learning_in
 from robopolicy.origins import origin_of_section
 from robopolicy.policies.checkpoint import build_policy
 from robopolicy.policies.configuration import TextEncoder
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.lerobot_training import LeRobotNetwork
 from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import PretrainConfig
@@ -126,15 +128,17 @@ def run(config: Config) -> int:
 def say_model(policy: Trainable, section: PretrainConfig) -> None:
     """Print how a checkpoint reads images, and what training takes of memory; raises ConfigError where less is free.
 
-    Of policies without a checkpoint's language model nothing is said.
+    That is a token policy of a checkpoint, or one of LeRobot's. Of others nothing is said: they are small.
     """
-    if isinstance(policy, TokenPolicy) and policy.config.token.model:
-        if policy.described:
-            output.print(policy.described, soft_wrap=True, highlight=False)
-        free = free_memory(next(policy.parameters()).device)
-        with learning_in(section.precision):
-            said = plan_pretraining(policy, section.batch_size, free, section.micro_batch, section.fit.optimiser)
-        output.print(said, soft_wrap=True, highlight=False)
+    lerobots = isinstance(policy, DenoisingPolicy) and isinstance(policy.network, LeRobotNetwork)
+    if isinstance(policy, TokenPolicy) and policy.described:
+        output.print(policy.described, soft_wrap=True, highlight=False)
+    if not (lerobots or (isinstance(policy, TokenPolicy) and policy.config.token.model)):
+        return
+    free, steps = free_memory(next(policy.parameters()).device), int(lerobots)  # its loss looks at one step's noise
+    with learning_in(section.precision):
+        said = plan_pretraining(policy, section.batch_size, free, section.micro_batch, section.fit.optimiser, steps)
+    output.print(said, soft_wrap=True, highlight=False)
 
 
 def say_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:

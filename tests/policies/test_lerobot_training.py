@@ -20,9 +20,10 @@ from robopolicy.nn.configuration import FlowNoise
 from robopolicy.policies.checkpoint import build_policy, load_policy
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
 from robopolicy.rl.critic import state_critic
-from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.configuration import FinetuneConfig, PretrainConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.memory import plan_memory
+from robopolicy.verbs.train import say_model
 from sims.registry import make_world
 
 KINDS = ("smolvla", "pi0", "pi05")
@@ -347,6 +348,19 @@ def test_memory_is_told_apart_by_what_is_kept_and_computed_again(folders):
     assert plain.kept - again.kept == 2 * 8 * (prefix + 13)  # and which of the tokens are there
     assert checkpointed.activations < 0.2 * plain.activations
     assert plain.learning == 4 * 4 * sum(weight.numel() for weight in policy.trainable_parameters())
+
+
+def test_training_says_what_it_takes_and_what_fits(folders, capsys, monkeypatch):
+    policy = trained(folders["smolvla"])
+    say_model(policy, PretrainConfig(batch_size=8))
+    said = capsys.readouterr().out
+    assert "activations of 8 decisions" in said and "gradients, optimiser and moving average" in said
+    learns = 4 * 4 * sum(weight.numel() for weight in policy.trainable_parameters())
+    each = plan_memory(policy, 8, 8, scored_steps=1).each
+    monkeypatch.setattr("robopolicy.verbs.train.free_memory", lambda device: learns + 4 * each)
+    with pytest.raises(ConfigError, match=r"micro_batch=[34] fits"):
+        say_model(policy, PretrainConfig(batch_size=8))
+    say_model(policy, PretrainConfig(batch_size=8, micro_batch=3))
 
 
 def test_images_of_another_size_are_refused(folders):
