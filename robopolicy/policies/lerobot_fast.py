@@ -60,8 +60,10 @@ class FastTokens(LeRobotModule):
         super().__init__(policy, [language.model.language_model, language.lm_head])
         if self.tuning.checkpointing:
             raise ConfigError("checkpointing computes denoising steps again, and pi0_fast has none: set it to false.")
-        self.end: int = inner._paligemma_tokenizer.convert_tokens_to_ids("|")
-        self.begin: int = inner._paligemma_tokenizer.bos_token_id
+        tokenizer = inner._paligemma_tokenizer
+        self.words = len(tokenizer)
+        self.begin: int = tokenizer.bos_token_id
+        self.end: int = tokenizer.convert_tokens_to_ids("|")
         self.most: int = inner.config.max_decoding_steps
         register_range(self, policy.spec.action)
 
@@ -243,7 +245,8 @@ class FastTokens(LeRobotModule):
         lenient.config = copy.copy(inner.config)
         lenient.config.validate_action_token_prefix = False
         with quiet(""):  # LeRobot makes zeros of what is no action, and a warning each time
-            found = lenient.detokenize_actions(tokens, self.spec.chunk, self.spec.action.size)
+            known = torch.where(tokens < self.words, tokens, 0)  # a model may have more words than its tokenizer
+            found = lenient.detokenize_actions(known, self.spec.chunk, self.spec.action.size)
         return in_range(self.executed(found), self.action_low, self.action_high)
 
     def _told(self, actions: Tensor) -> tuple[Tensor, Tensor]:
