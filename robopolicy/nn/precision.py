@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
@@ -117,9 +117,12 @@ def to_keep(made: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: value.bfloat16() if value.is_floating_point() else value for name, value in made.items()}
 
 
-def as_kept(made: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return what `to_keep` kept, name -> [N, ...], for networks that run now: in fp32 where nothing is lowered."""
-    if _lowered.get():
+def as_kept(made: Mapping[str, Tensor], network: nn.Module) -> Mapping[str, Tensor]:
+    """Return what `to_keep` kept, name -> [N, ...], for a network that runs now: in fp32 where nothing is lowered.
+
+    A network with weights in bfloat16 has made it so by itself, and gets it back as it was.
+    """
+    if _lowered.get() or any(weight.dtype is torch.bfloat16 for weight in network.parameters()):
         return made
     return {name: value.float() if value.dtype is torch.bfloat16 else value for name, value in made.items()}
 

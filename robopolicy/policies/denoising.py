@@ -8,7 +8,7 @@ averaged copy inside, so `act` and `log_prob` always run the same function.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -445,5 +445,5 @@ class DenoisingPolicy(nn.Module):
         if self.caches_condition:
             kept = {name: value for name, value in latents.items() if is_condition(name)}
             if kept:
-                return as_kept(kept)
+                return as_kept(kept, cast(nn.Module, self.network))
         return self.encode(observation)

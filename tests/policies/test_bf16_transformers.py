@@ -132,11 +132,13 @@ def test_what_was_kept_in_bfloat16_is_read_in_fp32_too(folders):  # noqa: F811
     with learning_in("bf16"):
         decision = policy.act(observation, torch.Generator().manual_seed(3))
         made = {"condition": torch.ones(2), "condition.mask": torch.ones(2, dtype=torch.bool)}
-        assert [value.dtype for value in to_keep(made).values()] == [torch.bfloat16, torch.bool]
+        kept = to_keep(made)
+        assert [value.dtype for value in kept.values()] == [torch.bfloat16, torch.bool]
     assert to_keep(made) is made
     again = policy.log_prob(observation, decision.latents).logp.detach()
     assert float((again - decision.logp)[decision.mask].abs().max()) < 2 * ROUNDING
-    assert as_kept(to_keep(made))["condition"].dtype is torch.float32
+    assert as_kept(kept, policy)["condition"].dtype is torch.float32
+    assert as_kept(kept, torch.nn.Linear(1, 1, dtype=torch.bfloat16)) is kept, "it was in bfloat16 by itself"
 
 
 def test_kept_prefixes_take_half_in_the_budget(folders):  # noqa: F811

@@ -307,7 +307,10 @@ def edited(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"type": "tdmpc"}, r"LeRobot's policy 'tdmpc'.*act, diffusion, multi_task_dit, pi0, pi05, smolvla, vqbet"),
+        (
+            {"type": "tdmpc"},
+            r"policy 'tdmpc'.*act, diffusion, multi_task_dit, pi0, .*pi0_fast, smolvla, vqbet, xvla",
+        ),
         ({"type": "difusion"}, "Did you mean 'diffusion'"),
         ({"temporal_ensemble_coeff": 0.01}, "averages overlapping chunks"),
         ({"use_peft": True}, "adapter"),
