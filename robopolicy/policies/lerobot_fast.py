@@ -24,6 +24,7 @@ from robopolicy.core.policy import CONDITION, Decision, Scores, TensorObservatio
 from robopolicy.core.randomness import drawing_from
 from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows
+from robopolicy.nn.precision import as_kept, lowering, to_keep
 from robopolicy.nn.pretrained import quiet
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.lerobot import LeRobotPolicy
@@ -52,6 +53,7 @@ class FastTokens(LeRobotModule):
 
     action_low: Tensor
     action_high: Tensor
+    lowers_precision = True
     reads_instructions = True
 
     def __init__(self, policy: LeRobotPolicy):
@@ -92,7 +94,7 @@ class FastTokens(LeRobotModule):
         if condition[IMAGES].is_meta:
             raise ConfigError("How much a pi0_fast says is known when it has said it: there is no dry run of it.")
         model, reading = self._reader(), _reading(condition)
-        with drawing_from(generator, reading.text.device):
+        with drawing_from(generator, reading.text.device), lowering(reading.text.device):
             said: Tensor = model.sample_actions_fast_kv_cache(
                 *reading, max_decoding_steps=self.most, temperature=0.0 if deterministic else self.tuning.temperature
             )
@@ -115,7 +117,7 @@ class FastTokens(LeRobotModule):
         if tuple(tokens.shape[1:]) != (self.most,):
             raise SpecError(f"The tokens have shape {list(tokens.shape)}, this policy's are [N, {self.most}].")
         kept = {name: value for name, value in latents.items() if is_condition(name)} if self.caches_condition else {}
-        scores = self._scores(kept or self.encode(observation), tokens)
+        scores = self._scores(as_kept(kept, self) or self.encode(observation), tokens)
         if "chosen" in latents:
             chosen = latents["chosen"]
             return Scores(scores.logp.gather(1, chosen), scores.entropy.gather(1, chosen))
@@ -158,13 +160,15 @@ class FastTokens(LeRobotModule):
         inner: Any = self.policy
         frame = self.reader.frames(observation)[-1]
         images, seen = inner._preprocess_images(frame)
-        embedded = [inner.model.paligemma_with_expert.embed_image(image) for image in images]
-        return {
+        with lowering(self.reader.device):
+            embedded = [inner.model.paligemma_with_expert.embed_image(image) for image in images]
+        made = {
             IMAGES: torch.stack(embedded, 1),
             SEEN: torch.stack(seen, 1),
             TEXT: frame[TOKENS],
             TEXT_MASK: frame[TOKEN_MASK].bool(),
         }
+        return to_keep(made)
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
         """Get ready for policy gradients through all tokens; train_encoder False freezes what sees.
@@ -220,18 +224,20 @@ class FastTokens(LeRobotModule):
         inner: Any = self.policy
         joint = inner.model.paligemma_with_expert
         given = embedded.to(joint.paligemma.model.language_model.layers[0].self_attn.q_proj.weight.dtype)
-        (found, _), _ = joint.forward(
-            attention_mask=prepare_attention_masks_4d(sees, dtype=given.dtype),
-            position_ids=there.cumsum(1) - 1,
-            inputs_embeds=[given, None],
-            use_cache=False,
-        )
+        with lowering(given.device):
+            (found, _), _ = joint.forward(
+                attention_mask=prepare_attention_masks_4d(sees, dtype=given.dtype),
+                position_ids=there.cumsum(1) - 1,
+                inputs_embeds=[given, None],
+                use_cache=False,
+            )
         return found
 
     def _logits(self, heard: Tensor) -> Tensor:
         """Return the logits [N, S, V] of hidden states [N, S, D]."""
         inner: Any = self.policy
-        return inner.model.paligemma_with_expert.paligemma.lm_head(heard).float()
+        head = inner.model.paligemma_with_expert.paligemma.lm_head
+        return head(heard.to(head.weight.dtype)).float()
 
     def _live(self, tokens: Tensor) -> Tensor:
         """Return which of tokens [N, K] are part of the answer, [N, K] bool: all up to the first end, which is one."""

@@ -62,15 +62,16 @@ class XVLA:
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Estimate clean actions, beside the noise: [N, P, 2L]; see `Family`."""
-        mixed = EstimateSchedule.mixed(x, time).to(self._dtype)
-        state, mixed = self.space.preprocess(condition[STATE].to(self._dtype), mixed)
+        vectors = EstimateSchedule.mixed(x, time), time, condition[STATE], condition[FEATURES], condition[VIEWS]
+        mixed, time, state, features, views = (vector.to(self._dtype) for vector in vectors)
+        state, mixed = self.space.preprocess(state, mixed)
         estimate = self.model.transformer(
             domain_id=condition[DOMAIN],
-            vlm_features=condition[FEATURES],
-            aux_visual_inputs=condition[VIEWS],
+            vlm_features=features,
+            aux_visual_inputs=views,
             action_with_noise=mixed,
             proprio=state,
-            t=time.to(self._dtype),
+            t=time,
         )
         return torch.cat([estimate.to(x.dtype), x.chunk(2, -1)[1]], -1)
 

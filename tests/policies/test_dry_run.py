@@ -82,7 +82,7 @@ def test_shapes_tell_what_weights_would(folder, monkeypatch, checkpointing):
     monkeypatch.setattr(shapes, "LARGE", 64)  # so that the tiny policy has tensors without numbers as well
     with shapes.shapes_only():
         dry = planned(folder, tuning, weights=False)
-    untold = {"activations": 0, "deciding": 0, "scoring": 0}
+    untold = {"activations": 0, "deciding": 0, "scoring": 0, "each": 0}
     assert replace(dry, **untold) == replace(real, **untold)
     assert real.deciding > 0 and real.scoring > 0
     # Kernels of attention keep other things with weights on a CPU, and their operations are not counted there.

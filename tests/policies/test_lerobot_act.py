@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from lerobot_models import FRONT
+from test_bf16_transformers import scored_again
 from test_lerobot_policies import act_config, lerobots_chunk, save
 from test_lerobot_training import ROWS, edited, learn_a_little, lerobots_own, noise_free, observed
 
 from robopolicy.build import load_trainable
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch
-from robopolicy.nn.precision import learning_in
+from robopolicy.nn.precision import learning_in, tolerance_in
 from robopolicy.policies.checkpoint import build_policy, load_policy
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
 from sims.registry import make_world
@@ -177,6 +178,7 @@ def test_a_frozen_backbone_is_run_once_a_decision(folders):
     assert (noise_free(policy, dark) - noise_free(policy, observation)).abs().max() > 1e-6
 
 
+@pytest.mark.skipif(not bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), reason="no bfloat16 on this CPU")
 def test_it_multiplies_in_the_precision_of_the_run(folders):
     policy = loaded(folders["state"])
     observation = observed(policy)
@@ -184,6 +186,8 @@ def test_it_multiplies_in_the_precision_of_the_run(folders):
     with learning_in("bf16"):
         lowered = noise_free(policy, observation)
     assert 0 < (lowered - plain).abs().max() < 0.1
+    _, apart, moved = scored_again(policy, observation)
+    assert float(apart) <= tolerance_in("bf16", 1e-5) and 0 < float(moved) < 0.1
 
 
 def test_training_begins_with_lerobots_weights(folders):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lerobot_models import FRONT, fast_folders, pi0_fast_config, tiny_pi, without_code
+from test_bf16_transformers import scored_again
 from test_lerobot_policies import features, save
 from test_lerobot_training import ROWS, edited, learn_a_little, lerobots_own, noise_free, observed
 from transformers import AutoTokenizer
@@ -21,6 +22,7 @@ from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch
 from robopolicy.core.spec import TASK
 from robopolicy.nn import shapes
+from robopolicy.nn.precision import tolerance_in
 from robopolicy.policies.checkpoint import load_policy
 from robopolicy.policies.lerobot import load_lerobot_policy
 from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
@@ -239,3 +241,11 @@ def test_what_cannot_be_says_why(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "LARGE", 64)
     with shapes.shapes_only(), pytest.raises(ConfigError, match="there is no dry run of it"):
         plan_memory(require_trainable(load_lerobot_policy(folder, weights=False)), 8, 4, device=torch.device("cpu"))
+
+
+@pytest.mark.skipif(not bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), reason="no bfloat16 on this CPU")
+def test_a_run_in_bfloat16_scores_it_as_it_acted(folder):
+    policy = load_trainable(folder, LeRobotTuning())
+    policy.prepare_finetuning()
+    _, apart, moved = scored_again(policy, observed(policy))
+    assert float(apart) <= tolerance_in("bf16", 1e-5) and 0 < float(moved) < 0.1

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lerobot_models import FRONT, word_tokenizer, xvla_config
 from safetensors.torch import load_file, save_file
+from test_bf16_transformers import scored_again
 from test_lerobot_policies import features, save
 from test_lerobot_training import ROWS, edited, learn_a_little, lerobots_own, noise_free, observed
 
@@ -19,6 +20,7 @@ from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarni
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch
 from robopolicy.core.spec import STATE, TASK
 from robopolicy.nn.configuration import FlowNoise
+from robopolicy.nn.precision import tolerance_in
 from robopolicy.policies.checkpoint import load_policy
 from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
 
@@ -246,3 +248,11 @@ def test_weights_with_the_names_of_old_checkpoints_are_read(folder, tmp_path):
     observation = observed(load_policy(copy))
     first, second = (noise_free(load_trainable(path, LeRobotTuning()), observation) for path in (copy, folder))
     assert torch.equal(first, second)
+
+
+@pytest.mark.skipif(not bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), reason="no bfloat16 on this CPU")
+def test_a_run_in_bfloat16_scores_it_as_it_acted(folder):
+    policy = load_trainable(folder, LeRobotTuning())
+    policy.prepare_finetuning()
+    _, apart, moved = scored_again(policy, observed(policy))
+    assert float(apart) <= tolerance_in("bf16", 1e-5) and 0 < float(moved) < 0.1
