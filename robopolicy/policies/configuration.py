@@ -89,8 +89,8 @@ class DenoisingPolicyConfig:
     hidden_words: float = 0.0
     """Share of words that training hides."""
     prediction: Prediction = Prediction.SAMPLE
-    """What a diffusion predicts (a flow predicts the velocity). With ten steps, predicting the clean sample imitates
-    two to three times as closely as predicting the noise, and unlike it still steers the last step.
+    """What a diffusion predicts (a flow: the velocity). With ten steps, sample imitates two to three times as closely
+    as epsilon, and still steers the last step.
     """
     denoising_steps: int = 100
     """Training grid T of the diffusion."""
@@ -124,13 +124,9 @@ class DenoisingPolicyConfig:
     logp_reduction: LogpReduction = LogpReduction.MEAN
     """Over the executed C x A elements; clip ranges belong to it."""
     noisy_steps: int | None = None
-    """So many random steps of each decision are noisy and scored, the others follow the noise-free sampler (pi_RL's
-    flow-SDE has 1); null for all.
-    """
+    """So many random steps of each decision are noisy and scored (1 in pi_RL's flow-SDE), null for all."""
     levels_per_sample: int = 1
-    """Noise levels at which each sample is denoised in training, with its observation encoded once: where encoding is
-    the dear part, as of images, several learn more in the same time.
-    """
+    """Noise levels a sample in training, encoded once."""
     likelihood: Likelihood = Likelihood.CHAIN
     """What scores a decision: chain, its denoising steps, or matching, minus the denoising loss at random noise levels
     (FPO).

@@ -21,7 +21,7 @@ class FitConfig:
     warmup: int = 100
     """Steps over which it rises."""
     optimiser: Optimiser = "adamw"
-    """adamw; adamw8bit, whose averages take a quarter of the memory (on CUDA; extra `cuda`)."""
+    """adamw, or adamw8bit (CUDA): a quarter of its memory."""
     weight_decay: float = 1e-6
     """AdamW's."""
     gradient_clip: float = 1.0
@@ -50,11 +50,9 @@ class PretrainConfig:
     """Samples a step."""
     fit: FitConfig = field(default_factory=FitConfig)
     precision: LearningPrecision = "fp32"
-    """fp32; bf16 (faster where processors have it); bf16_backward (for gradients)."""
+    """fp32, bf16 (faster), bf16_backward (gradients)."""
     micro_batch: int = 0
-    """Samples of a step whose activations are held at once, 0 for all: their gradients add up; what is random in the
-    loss is drawn for each piece.
-    """
+    """Samples whose activations are held at once, 0 for all."""
 
     def __post_init__(self):
         if self.batch_size < 1:
@@ -178,29 +176,23 @@ class FinetuneConfig(AlgorithmConfig):
     minibatch: int = 2048
     """Decisions in a minibatch."""
     micro_batch: int = 0
-    """Decisions of a minibatch whose activations are held at once, 0 for all: less memory, and a second forward pass;
-    the step is the whole minibatch's, to rounding.
-    """
+    """Decisions whose activations are held at once, 0 for all."""
     minibatch_episodes: int = 0
-    """Whole episodes in a minibatch instead, for group algorithms with episode ratios, 0 for decisions."""
+    """Whole episodes a minibatch (episode ratios), 0 for none."""
     scored_steps: int = 0
     """Random steps of each decision that a minibatch scores (cheaper, noisier), 0 for all."""
     precision: LearningPrecision = "fp32"
-    """What policy and critic multiply in while they collect and learn: bf16 is faster where processors have it;
-    bf16_backward changes gradients alone. Weights, losses and evaluations stay fp32.
-    """
+    """What policy and critic multiply in: bf16 is faster where processors have it; bf16_backward is for gradients."""
     critic_warmup: int = 1
     """First iterations that train the critic alone, be it of states or of noisy actions."""
     learning_rate: float = 5e-4
     """The policy's learning rate."""
     actor_warmup: int = 30
-    """Steps over which it is reached: Adam's first are its largest, and every one of them can change what every step
-    does.
-    """
+    """Steps over which it is reached, because Adam's first are its largest."""
     critic_learning_rate: float = 1e-3
     """The critic's learning rate."""
     optimiser: Optimiser = "adamw"
-    """The policy's: adamw; adamw8bit, whose averages take a quarter of the memory (on CUDA; extra `cuda`)."""
+    """The policy's: adamw, or adamw8bit (CUDA)."""
     weight_decay: float = 0.0
     """Of the policy's and the critic's weights (AdamW)."""
     gradient_clip: float = 1.0
