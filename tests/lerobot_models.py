@@ -3,52 +3,28 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from robopolicy.benchmarks.tiny_vla import SPECIAL, Sizes, pi_of, tokenizer_of, write_smolvlm
+
 FRONT = "observation.images.front"
 SIZE = 32
+TINY = Sizes(image=SIZE, patch=8, seen=(16, 1), read=(32, 4), head=16, shared=2)
 WORDS = ("push", "the", "cube", "reach", "stack", "left", "right", "task", "state", "action")
 
 
 def word_tokenizer(*more: str, **special: str) -> Any:
     """Return a fast tokenizer of a few words, built in memory; more words at its end, special ones by attribute."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<unk>", "<eos>", *special.values(), "\n", *WORDS, *map(str, range(10)), *more]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    known = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<eos>"}
-    known |= {"bos_token": more[0]} if more else {}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known, extra_special_tokens=special)
+    known = {"bos_token": more[0]} if more else {}
+    return tokenizer_of((*WORDS, *map(str, range(10)), *more), special, **known)
 
 
 def tiny_smolvlm(folder: Path) -> Path:
     """Write the config, processor and tokenizer of a SmolVLM of a few thousand weights, which SmolVLA asks for."""
-    from transformers import SmolVLMConfig, SmolVLMImageProcessor, SmolVLMProcessor, SmolVLMVideoProcessor
-
-    tokenizer = word_tokenizer(
-        fake_image_token="<fake_token_around_image>", image_token="<image>", global_image_token="<global-img>"
-    )
-    text = {
-        "model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": len(tokenizer),
-        "max_position_embeddings": 256,
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "image_size": SIZE, "patch_size": 8,
-    }  # fmt: skip
-    SmolVLMConfig(
-        text_config=text, vision_config=vision, scale_factor=2, image_token_id=tokenizer.image_token_id,
-        pad_token_id=0,
-    ).save_pretrained(folder)  # fmt: skip
-    SmolVLMProcessor(SmolVLMImageProcessor(), tokenizer, SmolVLMVideoProcessor(), image_seq_len=4).save_pretrained(
-        folder
-    )
-    return folder
+    return write_smolvlm(folder, word_tokenizer(**SPECIAL), TINY)
 
 
 def smolvla_config(vlm: Path, inputs: dict, outputs: dict, **changes: Any):
@@ -63,35 +39,9 @@ def smolvla_config(vlm: Path, inputs: dict, outputs: dict, **changes: Any):
     return SmolVLAConfig(input_features=inputs, output_features=outputs, **(known | changes))
 
 
-@contextmanager
-def tiny_pi(vocabulary: int) -> Iterator[None]:
-    """Let LeRobot's pi0, pi05 and pi0_fast, whose sizes are literals, be tiny in here."""
-    from lerobot.policies.pi0 import modeling_pi0
-    from lerobot.policies.pi0_fast import modeling_pi0_fast
-    from lerobot.policies.pi05 import modeling_pi05
-
-    with ExitStack() as stack:
-        for module in (modeling_pi0, modeling_pi05, modeling_pi0_fast):
-            gemma, mapping = module.GemmaConfig, module.CONFIG_MAPPING
-            build = module.PaliGemmaForConditionalGenerationWithPiGemma
-            sizes = gemma(width=32, depth=2, mlp_dim=32, num_heads=8, num_kv_heads=1, head_dim=8)
-
-            def expert(make=mapping["gemma"], **known: Any):
-                return make(**(known | {"vocab_size": vocabulary}))
-
-            def vision_language(config: Any, make=build):
-                config.text_config.vocab_size = vocabulary
-                config.image_token_id = vocabulary - 1
-                small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-                for name, value in {**small, "patch_size": 16, "projection_dim": 32, "image_size": SIZE}.items():
-                    setattr(config.vision_config, name, value)
-                return make(config)
-
-            stack.enter_context(patch.object(module, "get_gemma_config", lambda variant, sizes=sizes: sizes))
-            small = {"paligemma": mapping["paligemma"], "gemma": expert}
-            stack.enter_context(patch.object(module, "CONFIG_MAPPING", small))
-            stack.enter_context(patch.object(module, "PaliGemmaForConditionalGenerationWithPiGemma", vision_language))
-        yield
+def tiny_pi(vocabulary: int) -> Any:
+    """Let LeRobot's pi0, pi05 and pi0_fast be tiny while this context is open."""
+    return pi_of(replace(TINY, read=(32, 2), acts=32), vocabulary)
 
 
 def pi_config(kind: str, inputs: dict, outputs: dict, **changes: Any):
@@ -105,20 +55,6 @@ def pi_config(kind: str, inputs: dict, outputs: dict, **changes: Any):
     }  # fmt: skip
     made = PI0Config if kind == "pi0" else PI05Config
     return made(input_features=inputs, output_features=outputs, **(known | changes))
-
-
-def pi_processors(config: Any, statistics: dict, tokenizer: Path):
-    """Return what `make_pre_post_processors` would, but with the tokenizer in a folder: LeRobot's name is gated."""
-    from lerobot.policies.pi0.processor_pi0 import make_pi0_pre_post_processors
-    from lerobot.policies.pi05.processor_pi05 import make_pi05_pre_post_processors
-    from lerobot.processor import TokenizerProcessorStep
-
-    def step(**options: Any):
-        return TokenizerProcessorStep(**(options | {"tokenizer_name": str(tokenizer)}))
-
-    make = make_pi0_pre_post_processors if config.type == "pi0" else make_pi05_pre_post_processors
-    with patch(f"lerobot.policies.{config.type}.processor_{config.type}.TokenizerProcessorStep", step):
-        return make(config, statistics)
 
 
 def xvla_config(words: Path, inputs: dict, outputs: dict, **changes: Any):

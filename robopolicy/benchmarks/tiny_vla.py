@@ -1,11 +1,11 @@
 """LeRobot's SmolVLA and pi0 with random weights, as small as a laptop asks: for trying what tunes the large ones.
 
 They are LeRobot's own classes, written to disk as LeRobot writes them, processors included; only their sizes are ours.
-Those of pi0 are literals in LeRobot's code, so `pi0_of` must be around all that makes or loads one.
+Those of pi0, pi05 and pi0_fast are literals in LeRobot's code, so `pi_of` must be around all that makes or loads one.
 """
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,34 +23,64 @@ from robopolicy.nn.pretrained import quiet
 EXTRA = "vla"
 SPECIAL = {"fake_image_token": "<fake_token_around_image>", "image_token": "<image>"}
 SPECIAL["global_image_token"] = "<global-img>"
+PI_HEADS = 8
+"""Attention heads of pi0's language model, another literal in LeRobot's code."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """image, patch: px of a side; seen: width and layers of the vision transformer; read: of the language model; acts:
-    width of the expert, of as many layers; chunk: steps predicted and executed; steps: of the flow.
+    """image, patch: px of a side; seen: width and layers of the vision transformer; read: of the language model; head:
+    width of an attention head; shared: how many of the language model's share their keys; acts: width of the expert, of
+    as many layers; chunk: steps predicted and executed; steps: of the flow.
     """
 
     image: int = 64
     patch: int = 8
     seen: tuple[int, int] = (96, 2)
     read: tuple[int, int] = (96, 2)
+    head: int = 32
+    shared: int = 1
     acts: int = 64
     chunk: int = 4
     steps: int = 5
 
+    @property
+    def heads(self) -> dict[str, int]:
+        """Attention heads of the language model, as transformers' configs have them."""
+        count = max(1, self.read[0] // self.head)
+        return {
+            "num_attention_heads": count,
+            "num_key_value_heads": max(1, count // self.shared),
+            "head_dim": self.head,
+        }
 
-def tokenizer_of(texts: tuple[str, ...]) -> Any:
-    """Return a fast tokenizer of the words in `texts`, built in memory, with SmolVLM's special tokens."""
+    @property
+    def vision(self) -> dict[str, int]:
+        """The vision transformer, as transformers' configs have it."""
+        width, layers = self.seen
+        return {
+            "hidden_size": width,
+            "intermediate_size": 2 * width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": max(1, width // self.head),
+            "image_size": self.image,
+            "patch_size": self.patch,
+        }
+
+
+def tokenizer_of(words: Iterable[str], special: Mapping[str, str] = SPECIAL, **known: str) -> Any:
+    """Return a fast tokenizer of words, built in memory.
+
+    special: further tokens by attribute, SmolVLM's by default; known: such as transformers knows (bos_token="<bos>").
+    """
     tokenizers = require_extra("tokenizers", EXTRA)
     transformers = require_extra("transformers", EXTRA)
-    spoken = dict.fromkeys(word for text in texts for word in text.split())
-    words = ["<pad>", "<unk>", "<eos>", *SPECIAL.values(), "\n", *spoken]
-    model = tokenizers.models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    known = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<eos>", **known}
+    vocabulary = dict.fromkeys((*known.values(), *special.values(), "\n", *words))
+    model = tokenizers.models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="<unk>")
     tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    known = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<eos>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known, extra_special_tokens=SPECIAL)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known, extra_special_tokens=dict(special))
 
 
 def write_tiny(kind: str, folder: Path, dataset: Path, camera: str, sizes: Sizes, seed: int) -> Path:
@@ -82,12 +112,12 @@ def write_tiny(kind: str, folder: Path, dataset: Path, camera: str, sizes: Sizes
         "device": "cpu",
         "push_to_hub": False,
     }
-    words = tokenizer_of(tuple(dict.fromkeys(read_dataset(dataset, cameras=()).tasks)))
+    words = tokenizer_of(word for task in read_dataset(dataset, cameras=()).tasks for word in task.split())
     with (
         quiet(),
         redirect_stdout(io.StringIO()),
         torch.random.fork_rng(devices=[]),
-        pi0_of(sizes) if kind == "pi0" else nullcontext(),
+        pi_of(sizes) if kind == "pi0" else nullcontext(),
     ):
         torch.manual_seed(seed)
         make = _smolvla if kind == "smolvla" else _pi0
@@ -102,36 +132,8 @@ def _smolvla(folder: Path, words: Any, sizes: Sizes, shared: Mapping[str, Any], 
     from lerobot.policies.factory import make_pre_post_processors
     from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 
-    transformers = require_extra("transformers", EXTRA)
-
-    (seen, seeing), (width, layers) = sizes.seen, sizes.read
-    text = {
-        "model_type": "llama",
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 32,
-        "num_key_value_heads": width // 32,
-        "head_dim": 32,
-        "vocab_size": len(words),
-        "max_position_embeddings": 512,
-    }
-    vision = {
-        "hidden_size": seen,
-        "intermediate_size": 2 * seen,
-        "num_hidden_layers": seeing,
-        "num_attention_heads": seen // 32,
-        "image_size": sizes.image,
-        "patch_size": sizes.patch,
-    }
-    made = transformers.SmolVLMConfig(
-        text_config=text, vision_config=vision, scale_factor=2, image_token_id=words.image_token_id, pad_token_id=0
-    )
-    backbone = folder / "smolvlm"
-    made.save_pretrained(backbone)
-    tokens = (sizes.image // sizes.patch // 2) ** 2
-    parts = transformers.SmolVLMImageProcessor(), words, transformers.SmolVLMVideoProcessor()
-    transformers.SmolVLMProcessor(*parts, image_seq_len=tokens).save_pretrained(backbone)
+    backbone = write_smolvlm(folder / "smolvlm", words, sizes)
+    width, layers = sizes.read
     config = SmolVLAConfig(
         **shared,
         num_steps=sizes.steps,
@@ -145,46 +147,73 @@ def _smolvla(folder: Path, words: Any, sizes: Sizes, shared: Mapping[str, Any], 
     return config, make_pre_post_processors(config, dataset_stats=known)
 
 
+def write_smolvlm(folder: Path, words: Any, sizes: Sizes) -> Path:
+    """Write config, processor and tokenizer of the SmolVLM that a SmolVLA asks for, and return `folder`."""
+    transformers = require_extra("transformers", EXTRA)
+    width, layers = sizes.read
+    text = {
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "vocab_size": len(words),
+        "max_position_embeddings": 512,
+        **sizes.heads,
+    }
+    transformers.SmolVLMConfig(
+        text_config=text,
+        vision_config=sizes.vision,
+        scale_factor=2,
+        image_token_id=words.image_token_id,
+        pad_token_id=0,
+    ).save_pretrained(folder)
+    parts = transformers.SmolVLMImageProcessor(), words, transformers.SmolVLMVideoProcessor()
+    tokens = (sizes.image // sizes.patch // 2) ** 2
+    transformers.SmolVLMProcessor(*parts, image_seq_len=tokens).save_pretrained(folder)
+    return folder
+
+
 def _pi0(folder: Path, words: Any, sizes: Sizes, shared: Mapping[str, Any], known: Any) -> tuple[Any, Any]:
     """Return config and processors of a pi0 whose tokenizer is written into `folder`: LeRobot's own is gated."""
     from lerobot.policies.pi0.configuration_pi0 import PI0Config
-    from lerobot.policies.pi0.processor_pi0 import make_pi0_pre_post_processors
-    from lerobot.processor import TokenizerProcessorStep
 
     words.save_pretrained(folder / "tokenizer")
     side = (sizes.image, sizes.image)
     config = PI0Config(**shared, num_inference_steps=sizes.steps, image_resolution=side, dtype="float32")
+    return config, pi_processors(config, known, folder / "tokenizer")
+
+
+def pi_processors(config: Any, statistics: Mapping[str, Any], tokenizer: Path) -> Any:
+    """Return the processors of a pi0 or pi05 with the tokenizer in a folder: the one that LeRobot names is gated."""
+    from lerobot.policies.pi0.processor_pi0 import make_pi0_pre_post_processors
+    from lerobot.policies.pi05.processor_pi05 import make_pi05_pre_post_processors
+    from lerobot.processor import TokenizerProcessorStep
 
     def step(**options: Any) -> Any:
-        return TokenizerProcessorStep(**(options | {"tokenizer_name": str(folder / "tokenizer")}))
+        return TokenizerProcessorStep(**(options | {"tokenizer_name": str(tokenizer)}))
 
-    with patch("lerobot.policies.pi0.processor_pi0.TokenizerProcessorStep", step):
-        return config, make_pi0_pre_post_processors(config, known)
+    make: Any = make_pi0_pre_post_processors if config.type == "pi0" else make_pi05_pre_post_processors
+    with patch(f"lerobot.policies.{config.type}.processor_{config.type}.TokenizerProcessorStep", step):
+        return make(config, statistics)
 
 
 @contextmanager
-def pi0_of(sizes: Sizes, vocabulary: int = 256) -> Iterator[None]:
-    """Let LeRobot's pi0 and pi05 have these sizes inside, and so many words."""
+def pi_of(sizes: Sizes, vocabulary: int = 256) -> Iterator[None]:
+    """Let LeRobot's pi0, pi05 and pi0_fast have these sizes inside, and so many words."""
     from lerobot.policies.pi0 import modeling_pi0
+    from lerobot.policies.pi0_fast import modeling_pi0_fast
     from lerobot.policies.pi05 import modeling_pi05
 
-    (seen, seeing), (width, layers) = sizes.seen, sizes.read
-    vision = {
-        "hidden_size": seen,
-        "intermediate_size": 2 * seen,
-        "num_hidden_layers": seeing,
-        "num_attention_heads": seen // 32 or 1,
-        "patch_size": sizes.patch,
-        "projection_dim": width,
-    }
+    width, layers = sizes.read
+    inner = {"num_heads": PI_HEADS, "num_kv_heads": PI_HEADS // sizes.shared, "head_dim": width // PI_HEADS}
     with ExitStack() as stack:
-        for module in (modeling_pi0, modeling_pi05):
+        for module in (modeling_pi0, modeling_pi05, modeling_pi0_fast):
             gemma, mapping = module.GemmaConfig, module.CONFIG_MAPPING
             build = module.PaliGemmaForConditionalGenerationWithPiGemma
 
             def gemma_of(variant: str, gemma: Any = gemma) -> Any:
                 wide = sizes.acts if "300m" in variant else width
-                return gemma(width=wide, depth=layers, mlp_dim=2 * wide, num_heads=4, num_kv_heads=4, head_dim=32)
+                return gemma(width=wide, depth=layers, mlp_dim=2 * wide, **inner)
 
             def expert(make: Any = mapping["gemma"], **settings: Any) -> Any:
                 return make(**(settings | {"vocab_size": vocabulary}))
@@ -192,7 +221,7 @@ def pi0_of(sizes: Sizes, vocabulary: int = 256) -> Iterator[None]:
             def vision_language(config: Any, make: Any = build) -> Any:
                 config.text_config.vocab_size = vocabulary
                 config.image_token_id = vocabulary - 1
-                for name, value in vision.items():
+                for name, value in {**sizes.vision, "projection_dim": width}.items():
                     setattr(config.vision_config, name, value)
                 return make(config)
 

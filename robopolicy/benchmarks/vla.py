@@ -17,7 +17,7 @@ from torch import Tensor
 
 from robopolicy.benchmarks.rates import mean_text, rate_text, short, spread_text
 from robopolicy.benchmarks.runs import chosen_from
-from robopolicy.benchmarks.tiny_vla import Sizes, pi0_of, write_tiny
+from robopolicy.benchmarks.tiny_vla import Sizes, pi_of, write_tiny
 from robopolicy.build import build_world, load_trainable
 from robopolicy.configuration import Config, compose
 from robopolicy.core.policy import TensorObservation, to_tensors
@@ -59,7 +59,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
         for seed in config.bench.seeds:
             path = root / "rows" / kind / f"{seed}.json"
             if not path.exists():
-                with pi0_of(SIZES) if kind == "pi0" else nullcontext():
+                with pi_of(SIZES) if kind == "pi0" else nullcontext():
                     write_json(path, measure(config, root, kind, seed))
     rows = {
         kind: {path.stem: read_json(path) for path in sorted((root / "rows" / kind).glob("*.json"))} for kind in KINDS

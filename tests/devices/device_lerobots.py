@@ -15,7 +15,6 @@ from lerobot_models import (
     fast_folders,
     pi0_fast_config,
     pi_config,
-    pi_processors,
     smolvla_config,
     tiny_act,
     tiny_pi,
@@ -25,6 +24,7 @@ from lerobot_models import (
     xvla_config,
 )
 
+from robopolicy.benchmarks.tiny_vla import pi_processors
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import example_observation
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from lerobot_models import FRONT, pi_config, pi_processors, smolvla_config, tiny_pi, tiny_smolvlm, word_tokenizer
+from lerobot_models import FRONT, pi_config, smolvla_config, tiny_pi, tiny_smolvlm, word_tokenizer
 from safetensors.torch import load_file, save_file
 from test_lerobot_policies import features, save, statistics
 
+from robopolicy.benchmarks.tiny_vla import pi_processors
 from robopolicy.build import load_trainable
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
 from robopolicy.core.policy import require_trainable
