@@ -136,7 +136,7 @@ def imitate_roughly(policy: Any) -> None:
     observation = to_tensors(SeeingWorld(32, horizon=1).reset(seeds=np.arange(32)))
     optimiser = torch.optim.Adam(policy.trainable_parameters(), 5e-3)
     for _ in range(60):
-        actions = torch.rand((32, 1, 2), generator=draws) - 0.5 + torch.tensor([0.2, -0.2])
+        actions = torch.rand((32, 1, 2), generator=draws) - 0.5 + torch.tensor([0.4, -0.4])
         batch = {"observation": observation, "actions": actions, "action_valid": torch.ones((32, 1), dtype=torch.bool)}
         loss = policy.loss(batch, draws)["tokens"].mean()
         optimiser.zero_grad()
