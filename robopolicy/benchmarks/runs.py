@@ -69,6 +69,16 @@ IMAGE_MODELS = {
 chance, one step of diffusion (the expected image) is as true as three, twice as fast, and all that need be learned.
 """
 
+TRANSFORMER = (
+    "policy.denoiser=transformer",
+    "policy.width=128",
+    "policy.depth=4",
+    "policy.finetuned_steps=null",
+    "train.fit.steps=3000",
+    "train.evaluate_episodes=0",
+)
+"""Diffusion policies as they are usually built, larger than those of our recipes."""
+
 FEWER = {
     "push_cube": ("collect.episodes=40",),
     "pick_place": ("collect.episodes=6",),
@@ -87,23 +97,14 @@ BASES = {
     "token": Changes((*TOKEN, "train.fit.steps=600"), {"pick_place": ("collect.episodes=150", "train.fit.steps=1500")}),
     "few": Changes((), FEWER),
     "many": Changes((), MORE),
-    "hundred_steps": Changes(
-        (
-            "policy.denoiser=transformer",
-            "policy.width=128",
-            "policy.depth=4",
-            "policy.sampling_steps=100",
-            "policy.finetuned_steps=null",
-            "train.fit.steps=3000",
-            "train.evaluate_episodes=0",
-        )
-    ),
+    "hundred_steps": Changes((*TRANSFORMER, "policy.sampling_steps=100")),
     "ten_steps": Changes(("policy.sampling_steps=10", "policy.finetuned_steps=null")),
+    "ten_steps_of_a_transformer": Changes((*TRANSFORMER, "policy.sampling_steps=10")),
     "novice": Changes(("train.fit.steps=60",)),
     "token_novice": Changes((*TOKEN, "train.fit.steps=150")),
 }
 """Pre-trained policies by name. few, many: how many demonstrations; novice: training stopped while success is rare.
-Token policies need more than the dozen demonstrations of pick_place. hundred_steps, ten_steps: of denoising.
+Token policies need more than the dozen demonstrations of pick_place. hundred_steps, ten_steps...: of denoising.
 """
 
 RECIPES = {"push_cube_moving": ("recipe=push_cube", "world.name=push_cube_moving")}
