@@ -35,12 +35,13 @@ CAMERA = "top"
 COMPARED = 64
 """Observations on which scores and decisions are compared."""
 
-SCENE = "recipe=reach_planar", f"world.cameras=[{CAMERA}]", f"world.image_size={SIZES.image}"
-DEMONSTRATIONS = "collect.episodes=1500", "collect.noise=[0.3]", "collect.label_policy=expert"
+SCENE = "world.name=push_choice", f"world.cameras=[{CAMERA}]", f"world.image_size={SIZES.image}"
+DEMONSTRATIONS = "collect.episodes=1200", "collect.noise=[0.3]", "collect.label_policy=expert"
 IMITATION = (
     "policy.kind=lerobot",
     "policy.tuned=all",
-    "train.fit.steps=6000",
+    "policy.levels_per_sample=4",
+    "train.fit.steps=2500",
     "train.fit.learning_rate=1e-3",
     "train.batch_size=64",
     "train.evaluate_episodes=0",

@@ -77,12 +77,17 @@ class Judgement:
 
 @dataclass(frozen=True)
 class GateResult:
-    """The verdict on one candidate; reasons: one sentence for each judge; env_steps: played in the world for it."""
+    """The verdict on one candidate.
+
+    reasons: one sentence for each judge; env_steps: played in the world for it; clipped: share of targets that left
+    what rewards allow, of every critic that was fitted for it.
+    """
 
     accepted: bool
     judgements: tuple[Judgement, ...]
     reasons: tuple[str, ...]
     env_steps: int = 0
+    clipped: tuple[float, ...] = ()
 
     def line(self, what: str) -> str:
         """Return the line of the log: "accepted round 3: +.06 [.02, .09] on 256 starts, judged by ..."."""
@@ -94,6 +99,7 @@ class GateResult:
             "accepted": self.accepted,
             "reasons": list(self.reasons),
             "env_steps": self.env_steps,
+            "clipped": list(self.clipped),
             "judgements": [{**asdict(each), "low": each.low, "better": each.better} for each in self.judgements],
         }
 
@@ -127,7 +133,7 @@ class Gate:
 
         Raises DataError where a judge's values are not finite or do not pair.
         """
-        before = _trials(self.judges)
+        before, fitted = _trials(self.judges), [len(_clipped(judge)) for judge in self.judges]
         found = [
             judged(
                 judge.name,
@@ -144,6 +150,9 @@ class Gate:
             judgements=tuple(found),
             reasons=tuple(_reason(each) for each in found),
             env_steps=_trials(self.judges) - before,
+            clipped=tuple(
+                share for judge, count in zip(self.judges, fitted, strict=True) for share in _clipped(judge)[count:]
+            ),
         )
 
 
@@ -178,6 +187,11 @@ def judged(
 def _trials(judges: Sequence[Judge]) -> int:
     """Return how many control steps judges have played in the world so far, those that do."""
     return sum(int(getattr(judge, "env_steps", 0)) for judge in judges)
+
+
+def _clipped(judge: Judge) -> Sequence[float]:
+    """Return the shares of a judge that fits critics; see `FittedJudge`."""
+    return getattr(judge, "clipped", ())
 
 
 def _reason(found: Judgement) -> str:

@@ -31,6 +31,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.data.record import record
 from robopolicy.evaluation.gate import Gate, Judge
+from robopolicy.evaluation.judges import FittedJudge
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.scores import known_anchors
 from robopolicy.rl.offline.decisions import recorded_decisions
@@ -87,6 +88,10 @@ def run(config: Config) -> int:
     seed = derive(config.run.seed, "offline")
     found = improve_in_rounds(policy, lesson, improver, gate, section.rounds, seed=seed, run=folder)
     seconds = time.perf_counter() - started
+    for each in judges:
+        if isinstance(each, FittedJudge):  # rounds before a kill were judged by another process
+            verdicts = (record.get("verdict", {}) for record in found.records)
+            each.clipped = [share for verdict in verdicts for share in verdict.get("clipped", ())]
     for line in found.lines:
         output.print(line, markup=False, soft_wrap=True)
     warn_of_divergence(judges)

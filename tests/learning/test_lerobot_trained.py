@@ -17,7 +17,7 @@ from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
 from sims.registry import make_world
 from sims.tasks import reach_planar
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 EPISODES, JUDGED = 300, 200
 
