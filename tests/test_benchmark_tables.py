@@ -142,7 +142,7 @@ def test_spread_and_interval_are_told_apart():
     assert rates.spread_text([0.5, 0.75, 1.0]) == "75.0 % (50.0 to 100.0)"
     assert rates.spread_text([0.5]) == "50.0 % (one seed)"
     assert rates.pooled([{"successes": 1, "episodes": 2}, {"successes": 2, "episodes": 2}])["success_rate"] == 0.75
-    assert rates.mean_text([1, 2], 1) == "1.5 (1.0, 2.0)"
+    assert rates.mean_text([1, 2], 1) == "1.5 (1.0, 2.0)" and rates.mean_text([3], 1) == "3.0"
 
 
 def test_a_recipe_is_measured_once_by_its_name_alone_and_rows_of_seeds_add_up(tmp_path, capsys):
