@@ -30,7 +30,7 @@ from robopolicy.verbs import collect, finetune, train
 from robopolicy.verbs.bench import Benchmark, Table
 
 KINDS = {"smolvla": "SmolVLA", "pi0": "pi0"}
-SIZES = Sizes()
+SIZES = Sizes(read=(96, 4), acts=96)
 CAMERA = "top"
 COMPARED = 64
 """Observations on which scores and decisions are compared."""
@@ -49,6 +49,12 @@ IMITATION = (
 TUNING = (
     "lerobot.flow_noise_level=0.2",
     "lerobot.least_noise=0.2",
+    "finetune.clip=0.01",
+    "finetune.epochs=2",
+    "finetune.minibatch=1024",
+    "finetune.scored_steps=2",
+    "finetune.iterations=60",
+    "finetune.evaluate_every=10",
     "finetune.evaluate_episodes=200",
     "finetune.videos=0",
 )
@@ -148,7 +154,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
         same.append([KINDS[kind], *(f"{value:.1e}" for value in worst)])
     header = ["policy", "base", "fine-tuned", "each seed", "base, noise", "fine-tuned, noise", "steps / 1e3", "minutes"]
     return [
-        Table("reach_planar seen by a camera: mean over seeds (range), each seed [Wilson 95 %]", header, success),
+        Table("push_choice seen by a camera: mean over seeds (range), each seed [Wilson 95 %]", header, success),
         Table(
             "Largest difference over all seeds",
             ["policy", "scores computed again", "LeRobot's own actions from the checkpoint"],
