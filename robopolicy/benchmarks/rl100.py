@@ -99,4 +99,5 @@ BENCHMARK = Benchmark(
     ("tasks", "seeds", "overrides"),
     benchmark,
     tables,
+    bulky=frozenset({"per_episode"}),
 )
