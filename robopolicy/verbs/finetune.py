@@ -275,8 +275,9 @@ def print_advice(verdicts: Mapping[str, Verdict]) -> None:
     if tuned.score <= base.score:
         output.print(
             f"Fine-tuning did not raise {'success' if base.reports_success else 'the return'}. Often steps are too "
-            "large before the critic is ready: try finetune.learning_rate=1e-4 finetune.critic_warmup=4 "
-            "finetune.minibatch=256, or more finetune.num_envs. `robopolicy doctor` looks for other causes."
+            "large: try finetune.clip=0.01 finetune.epochs=2, or, before the critic is ready, "
+            "finetune.learning_rate=1e-4 finetune.critic_warmup=4 finetune.minibatch=256 or more finetune.num_envs. "
+            "`robopolicy doctor` looks for other causes."
         )
 
 
