@@ -103,3 +103,24 @@ def test_trials_in_the_world_are_counted_verdict_by_verdict():
         assert found.env_steps == 100
         assert found.to_json()["env_steps"] == 100
         assert found.accepted
+
+
+def test_shares_of_clipped_targets_are_kept_verdict_by_verdict():
+    """Each judge's own of this verdict, in the judges' order: what a resumed run has of the rounds before a kill."""
+
+    class Fits:
+        independent = True
+
+        def __init__(self, name, first):
+            self.name, self.next, self.clipped = name, first, []
+
+        def values(self, policy):
+            self.clipped.append(self.next)
+            self.next += 1
+            return np.full(10, float(policy)) + np.arange(10) * 0.01 * policy
+
+    gate = Gate([Fits("one", 0), Fits("two", 10)])
+    assert gate.decide(2, 1).clipped == (0, 1, 10, 11)
+    again = gate.decide(2, 1)
+    assert again.clipped == (2, 3, 12, 13)
+    assert again.to_json()["clipped"] == [2, 3, 12, 13]
