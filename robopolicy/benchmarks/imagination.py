@@ -1,8 +1,9 @@
 """Fine-tuning inside world models, judged in the simulator; and what happens when imagination fools a policy.
 
-The first arm is what a recipe's own verbs do; others change its model, or how near the base it is kept. The rest learn
-from 5,000 steps of near-perfect demonstrations, where imagined and real success part, with one remedy each; the last
-trains its model on while the policy is kept near its base.
+The first arm is what a recipe's own verbs do, the second the same from the same base and model with one thread; others
+change its model, or how near the base it is kept. The rest learn from 5,000 steps of near-perfect demonstrations, where
+imagined and real success part, with one remedy each; the last trains its model on while the policy is kept near its
+base.
 """
 
 from collections.abc import Mapping
@@ -74,6 +75,7 @@ def narrow(*settings: str) -> Arm:
 
 ARMS: dict[str, Arm] = {
     "ensemble": Arm("ensemble", knows_base=None),
+    "ensemble, one thread": Arm("ensemble", knows_base=None, settings=("run.threads=1",)),
     "ensemble, near its base": Arm("ensemble", knows_base=None, settings=(NEAR,)),
     "rssm": Arm("rssm", ("worldmodel.kind=rssm",), settings=LONGER),
     "pixel_diffusion": Arm("pixel_diffusion", IMAGE_MODELS["pixel_diffusion"], settings=(*LONGER, *FEWER)),
