@@ -18,6 +18,7 @@ from robopolicy.core.modules import Module
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.regression import Staged
 from robopolicy.core.spec import Field, WorldSpec
+from robopolicy.nn.branches import Caching
 
 Latent = dict[str, Tensor]
 """What a model carries from step to step, name -> [B, ...]."""
@@ -124,6 +125,29 @@ class ChunkModel(WorldModel, Protocol):
 
     def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
         """Advance every row by T control steps with actions [B, T, A], without gradient; one `Imagined` a step."""
+        ...
+
+
+@runtime_checkable
+class Cacheable(WorldModel, Protocol):
+    """A world model that denoises what it imagines, with a network whose branches can be remembered in a chain."""
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the residual branches, in the order of their computation."""
+        ...
+
+    @property
+    def calls(self) -> int:
+        """How often a chain calls the network."""
+        ...
+
+    def with_caching(self, caching: Caching | None) -> Self:
+        """Return a model of the same weights whose chains remember by `caching`, None for nothing.
+
+        Raises ConfigError where that is made for other branches or another number of calls. Rows stay apart from one
+        another where `caching` lets them, as plans do.
+        """
         ...
 
 

@@ -24,7 +24,9 @@ class ImagineSection:
     interval; imagined where imagine.watch is 0), or imagined, as if nobody had watched.
     """
     patience: int = 4
-    """Evaluations in a row in which real success has not risen that end the run, 0 for never."""
+    """Evaluations in a row in which real success has risen neither above its best nor above the one before (beyond
+    chance) that end the run, 0 for never.
+    """
     gap: float | None = 0.2
     """The two worlds have parted once imagined success exceeds the real one by so much and their intervals do not
     touch: then the policy is held nearer to its base, and the run ends if real success falls or patience does. Null for

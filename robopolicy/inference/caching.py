@@ -1,6 +1,6 @@
 """Block caching: what a denoiser's blocks said in earlier steps of a chain, in the place of computing them again.
 
-A denoiser asks somebody for the output of each of its residual branches (`robopolicy.nn.denoisers.Blocks`). Whoever
+A denoiser asks somebody for the output of each of its residual branches (`robopolicy.nn.branches`). Whoever
 answers may remember it: by a plan made beforehand, which says of every block in which steps it is computed, or by what
 the first block does. Axes: N row, K step, P predicted step, A action dimension.
 """
@@ -8,34 +8,15 @@ the first block does. Axes: N row, K step, P predicted step, A action dimension.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.errors import CheckpointError, ConfigError
-from robopolicy.nn.denoisers import Blocks, Denoiser
+from robopolicy.nn.branches import Blocks, Caching, Memory
+from robopolicy.nn.denoisers import Denoiser
 from robopolicy.nn.transformer import TransformerDenoiser
-
-
-class Memory(Protocol):
-    """What is known of the blocks in one chain, whose steps are taken in their order."""
-
-    def at(self, step: int) -> Blocks:
-        """Return who answers for the blocks in step number `step`."""
-        ...
-
-
-class Caching(Protocol):
-    """How blocks are remembered."""
-
-    def check(self, blocks: tuple[str, ...], steps: int) -> None:
-        """Raise ConfigError unless it fits a network of these blocks that takes so many steps."""
-        ...
-
-    def begin(self) -> Memory:
-        """Return the memory of a chain that is about to begin."""
-        ...
 
 
 class CachedSteps:

@@ -1,25 +1,29 @@
 """What a denoiser's blocks do in chains from recorded observations: what cache plans are made of.
 
-Axes: B block, N observation, K step, P predicted step, A action dimension.
+Axes: B block, N observation or start, K step, P predicted step, A action dimension.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import CONDITION, TensorObservation
 from robopolicy.inference.caching import CachedSteps
 from robopolicy.inference.lerobot import lean_lerobot
 from robopolicy.inference.samplers import Sampler, own_sampler, sample
-from robopolicy.nn.denoisers import Blocks
+from robopolicy.nn.branches import Blocks
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.network import ChunkNetwork, DenoisingNetwork, learns_noise
 from robopolicy.policies.sampler import draw
+from worldmodels.protocol import Cacheable, ChunkModel
+from worldmodels.starts import context_at
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Calibration:
         return self.similarity.shape[-1]
 
 
-class _Recorder:
+class Recorder:
     """Computes every block, and keeps what it says: features, per block one [N, ...] for each step; blocks: names."""
 
     def __init__(self) -> None:
@@ -53,7 +57,7 @@ class _Recorder:
         if not self.features:
             self.blocks, self.features = blocks, [[] for _ in blocks]
 
-    def begin(self) -> "_Recorder":
+    def begin(self) -> "Recorder":
         """Return itself: base and network write to one record."""
         return self
 
@@ -93,15 +97,59 @@ def calibrate(
     sums: list[tuple[Tensor, Tensor]] = []
     for begin in range(0, count, rows):
         part = {key: value[begin : begin + rows] for key, value in observation.items()}
-        recorder = _Recorder()
+        recorder = Recorder()
         if isinstance(policy, LeRobotPolicy):
             lean_lerobot(policy, recorder).act(part, generator)
         else:
             _run(policy, part, generator, deterministic, sampler, recorder)
         blocks = recorder.blocks
-        found = [_measure(torch.stack(each, 1).flatten(2)) for each in recorder.features]
-        similarity, surge = (torch.stack(each).double() for each in zip(*found, strict=True))
-        sums.append((similarity, surge))
+        sums.append(_measured(recorder, len(next(iter(part.values())))))
+    return _calibration(blocks, sums, count)
+
+
+@torch.no_grad()
+def calibrate_model(model: Cacheable, episodes: Episodes, begin: Tensor, steps: int, rows: int = 8) -> Calibration:
+    """Let a world model imagine `steps` recorded actions together, from just before those of `begin` [N], and return
+    what its network's branches did in that one chain.
+
+    rows: how many starts at a time; where an episode ends sooner its last action repeats. Raises ConfigError where
+    there is no start, where `steps` are no one chain, or for a model that does not predict several steps together.
+    """
+    if not isinstance(model, ChunkModel):
+        raise ConfigError(f"{type(model).__name__} does not predict several steps together (`ChunkModel`).")
+    if not len(begin) or min(steps, rows) < 1:
+        raise ConfigError(f"There are {len(begin)} starts of {steps} steps: a calibration needs at least 1 of each.")
+    sums: list[tuple[Tensor, Tensor]] = []
+    for part in begin.split(rows):
+        recorder = Recorder()
+        watched = cast(ChunkModel, model.with_caching(recorder))
+        latent = watched.initial(context_at(episodes, part, _context_of(model)), part.numpy())
+        last = (episodes.starts + episodes.lengths)[episodes.episode_of_step[part]] - 1
+        ahead = torch.minimum(part[:, None] + torch.arange(steps), last[:, None])
+        watched.generate(latent, episodes.actions[ahead].to(next(iter(latent.values())).device))
+        if any(len(each) != model.calls for each in recorder.features):
+            raise ConfigError(f"{steps} steps are more than one chain of this model: calibrate on fewer.")
+        sums.append(_measured(recorder, len(part)))
+    return _calibration(model.block_names, sums, len(begin))
+
+
+def _context_of(model: Cacheable) -> int:
+    """Return how many frames a model is conditioned on, 1 where it does not say."""
+    return int(getattr(model, "context", 1))
+
+
+def _measured(recorder: Recorder, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the sums over `rows` of cosines [B, K, K] and changes [B]; a branch may have several outputs a row."""
+    found = [_measure(torch.stack(each, 1).flatten(2)) for each in recorder.features]
+    shares = [rows / len(each[0]) for each in recorder.features]
+    similarity, surge = (
+        torch.stack([value.double() * share for value, share in zip(each, shares, strict=True)])
+        for each in zip(*found, strict=True)
+    )
+    return similarity, surge
+
+
+def _calibration(blocks: tuple[str, ...], sums: list[tuple[Tensor, Tensor]], count: int) -> Calibration:
     similarity, surge = (torch.stack(each).sum(0) / count for each in zip(*sums, strict=True))
     return Calibration(blocks, similarity.cpu(), surge.cpu(), count)
 
@@ -112,7 +160,7 @@ def _run(
     generator: torch.Generator,
     deterministic: bool,
     sampler: Sampler | None,
-    recorder: _Recorder,
+    recorder: Recorder,
 ) -> None:
     """Decide on observations [N, H, ...], the frozen base of a fine-tuned policy taking its steps."""
     schedule, quiet = policy.schedule, deterministic or sampler is not None
@@ -147,7 +195,7 @@ def _run(
     sample(sampler, lambda x, step: (early if step < first else late).one(x, step), draws.start, noise)
 
 
-def _steps(network: DenoisingNetwork, times: Tensor, condition: Tensor, recorder: _Recorder) -> CachedSteps:
+def _steps(network: DenoisingNetwork, times: Tensor, condition: Tensor, recorder: Recorder) -> CachedSteps:
     """Return the network at work on conditions [N, D] at times [K], recorded."""
     denoiser = _network(network).denoiser
     return CachedSteps(denoiser, denoiser.encode_time(times), denoiser.encode_condition(condition), recorder)

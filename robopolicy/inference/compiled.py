@@ -16,10 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import CONDITION, Policy
-from robopolicy.inference.caching import CachePlan, Caching
+from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.lean import LeanDenoising, Prepared, denoiser_in, prepared, require_denoising
 from robopolicy.inference.samplers import Predicts
+from robopolicy.nn.branches import Caching
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.network import ChunkNetwork, Condition, DenoisingNetwork, rows_in
 from robopolicy.policies.sampler import Draws

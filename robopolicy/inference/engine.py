@@ -10,8 +10,8 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy
 from robopolicy.core.registry import Registry
-from robopolicy.inference.caching import Caching
 from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.nn.branches import Caching
 from worldmodels.encoding import EncodedPolicy
 
 ENGINES = Registry(

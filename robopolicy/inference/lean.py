@@ -17,11 +17,12 @@ from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import CONDITION, Decision, Policy, TensorObservation
 from robopolicy.core.spec import PolicySpec, validate_observation
 from robopolicy.core.world import Rows
-from robopolicy.inference.caching import CachedSteps, Caching
+from robopolicy.inference.caching import CachedSteps
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.lerobot import lean_lerobot
 from robopolicy.inference.samplers import Predicts, Sampler, make_sampler, own_sampler, sample
 from robopolicy.inference.tokens import LeanTokens
+from robopolicy.nn.branches import Caching
 from robopolicy.nn.denoisers import Denoiser
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.nn.residual_mlp import ResidualMLP

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin
-from robopolicy.inference.caching import Caching
 from robopolicy.inference.lerobot_networks import Lean, lean_transformer, lean_unet
+from robopolicy.nn.branches import Caching
 from robopolicy.policies.lerobot import LeRobotPolicy
 
 Predict = Callable[[Tensor, int], Tensor]

@@ -2,7 +2,7 @@
 
 Both are made once for a network: everything that depends on the time alone is in tables. Under a condition [B, D], what
 depends on it alone is computed once; what is left is a function of latents [B, T, A] and the index of a time. It asks
-for its residual branches, by their numbers, so that somebody may remember them (`robopolicy.nn.denoisers.Blocks`).
+for its residual branches, by their numbers, so that somebody may remember them (`robopolicy.nn.branches.Blocks`).
 Axes: B row, T predicted step, A action dimension, H width, L block, C channel.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from robopolicy.nn.denoisers import FEED_FORWARD, Blocks, fresh
+from robopolicy.nn.branches import FEED_FORWARD, Blocks, fresh
 
 
 class AtWork(Protocol):

@@ -14,7 +14,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.registry import Registry
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.calibration import Calibration
-from robopolicy.nn.denoisers import FEED_FORWARD
+from robopolicy.nn.branches import FEED_FORWARD
 
 CACHE_SCHEDULERS = Registry(
     "cache scheduler",

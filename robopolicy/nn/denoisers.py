@@ -7,31 +7,14 @@ weights agree exactly.
 """
 
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.nn.branches import Blocks, fresh
 from robopolicy.nn.configuration import DenoiserKind
-
-
-class Blocks(Protocol):
-    """Who answers for the residual branches of a step: they compute, or somebody remembers what they said before."""
-
-    def __call__(self, index: int, branch: Callable[[], Tensor]) -> Tensor:
-        """Return the output of block number `index`, what `branch` computes or has computed in an earlier step."""
-        ...
-
-
-def fresh(index: int, branch: Callable[[], Tensor]) -> Tensor:
-    """Compute every block in every step, [..., P, width]; see `Blocks`."""
-    return branch()
-
-
-FEED_FORWARD = "feed_forward"
-"""What the names of blocks end with that are a transformer's feed-forward layers."""
 
 
 class Denoiser(Protocol):

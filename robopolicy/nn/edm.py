@@ -27,6 +27,11 @@ def levels(config: EdmConfig) -> Tensor:
     return torch.cat([(top + ramp * (bottom - top)) ** config.rho, torch.zeros(1, dtype=torch.float64)])
 
 
+def calls(config: EdmConfig) -> int:
+    """Return how often the sampler calls the network in a chain."""
+    return config.steps if config.order == 1 else 2 * config.steps - 1
+
+
 def denoise(network: Network, noisy: Tensor, sigma: Tensor, config: EdmConfig) -> Tensor:
     """Return D(x, sigma), the expected clean data, for noisy [N, ...] and sigma [N]."""
     # c_skip, c_out and c_in give F inputs and targets of unit variance; c_noise is log(sigma) / 4.

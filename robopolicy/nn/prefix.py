@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from robopolicy.nn.denoisers import Blocks, Denoiser, fresh
+from robopolicy.nn.branches import Blocks, fresh
+from robopolicy.nn.denoisers import Denoiser
 
 
 class PrefixDenoiser(nn.Module):

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from robopolicy.nn.denoisers import Blocks, TimeEmbedding, fresh
+from robopolicy.nn.branches import Blocks, fresh
+from robopolicy.nn.denoisers import TimeEmbedding
 
 
 class ResidualMLP(nn.Module):

@@ -6,7 +6,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.nn.denoisers import Blocks, TimeEmbedding, fresh
+from robopolicy.nn.branches import Blocks, fresh
+from robopolicy.nn.denoisers import TimeEmbedding
 
 
 class UNetDenoiser(nn.Module):

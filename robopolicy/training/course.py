@@ -24,7 +24,8 @@ class Ended(StrEnum):
 class Oversight:
     """What a run that is watched for real is held to.
 
-    patience: evaluations in a row without a real gain that end it, 0 for never; leash: what the loss `bc`, nearness to
+    patience: evaluations in a row without a real gain, neither over the best one nor over the one before, that end it,
+    0 for never; leash: what the loss `bc`, nearness to
     the base, is multiplied by at first, 0 for not at all; tighten: factor of that at every evaluation at which the gap
     between the worlds has not narrowed, 1 for never.
     """
@@ -46,6 +47,7 @@ class Course:
     def __init__(self, oversight: Oversight, target: float | None = None):
         self.oversight, self.target, self.leash = oversight, target, oversight.leash
         self.best: float | None = None
+        self.last: float | None = None
         self.gap = 0.0
         self.stale = 0
         self.ended: Ended | None = None
@@ -65,7 +67,10 @@ class Course:
             return
         rising = self.best is None or low > self.best
         fallen = self.best is not None and figures["deterministic_real_high"] < self.best
-        self.stale = 0 if rising else self.stale + 1
+        # What fell at first and climbs again is not over, though it has not come back to where it began.
+        climbing = self.last is not None and low > self.last
+        self.last = figures["deterministic_real_success"]
+        self.stale = 0 if rising or climbing else self.stale + 1
         impatient = 0 < self.oversight.patience <= self.stale
         gap, before = figures.get("deterministic_gap", 0.0), self.gap
         self.gap = gap
@@ -90,11 +95,13 @@ class Course:
     def tree(self) -> dict[str, Any]:
         """Return everything that changes, for a checkpoint."""
         ended = None if self.ended is None else self.ended.value
-        return {"best": self.best, "gap": self.gap, "stale": self.stale, "leash": self.leash, "ended": ended}
+        names = ("best", "last", "gap", "stale", "leash")
+        return {**{name: getattr(self, name) for name in names}, "ended": ended}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from `tree`."""
-        self.best, self.gap, self.stale, self.leash = (tree[name] for name in ("best", "gap", "stale", "leash"))
+        self.best, self.last, self.gap = tree["best"], tree.get("last"), tree["gap"]
+        self.stale, self.leash = tree["stale"], tree["leash"]
         self.ended = None if tree["ended"] is None else Ended(tree["ended"])
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from robopolicy.core.errors import CheckpointError, ConfigError
-from robopolicy.inference.caching import CachedSteps, CachePlan, Caching, FirstBlockCaching, Memory
+from robopolicy.inference.caching import CachedSteps, CachePlan, FirstBlockCaching
+from robopolicy.nn.branches import Caching, Memory
 from robopolicy.nn.configuration import DenoiserKind
 from robopolicy.nn.denoisers import Denoiser, make_denoiser
 from robopolicy.policies.network import SharedSteps

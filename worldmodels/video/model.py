@@ -15,6 +15,7 @@ V elements of all vector fields (in `view_batches`: views), A action dimension.
 """
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any, Self
 
 import numpy as np
@@ -29,6 +30,7 @@ from robopolicy.core.regression import Regression
 from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import WorldSpec
 from robopolicy.nn import edm
+from robopolicy.nn.branches import Caching
 from worldmodels.data.structure import StateStructure
 from worldmodels.images.model import ImageModel, PartStage
 from worldmodels.images.reader import PART, FrameReader
@@ -50,6 +52,8 @@ class VideoModel(ImageModel[VideoConfig]):
 
     configuration = VideoConfig
     change_std: Tensor
+    caching: Caching | None = None
+    """Who remembers branches of the transformer from step to step of a chain; see `with_caching`."""
 
     def __init__(
         self, config: VideoConfig, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0
@@ -106,6 +110,24 @@ class VideoModel(ImageModel[VideoConfig]):
     def context(self) -> int:
         """Number of observed frames it is conditioned on: those of the history, and one before the first action."""
         return self.config.history_span + 1
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the transformer's residual branches, in the order of their computation."""
+        return self.transformer.block_names
+
+    @property
+    def calls(self) -> int:
+        """How often a chain calls the transformer."""
+        return edm.calls(self.config.edm)
+
+    def with_caching(self, caching: Caching | None) -> Self:
+        """Return a model of the same weights whose chains remember by `caching`; raises as `Cacheable` says."""
+        if caching is not None:
+            caching.check(self.block_names, self.calls)
+        found = copy(self)
+        found.caching = caching
+        return found
 
     def view_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield {"views": [N, V, 3, height, width]}, pixels of random frames, all randomness from `generator`."""
@@ -293,7 +315,7 @@ class VideoModel(ImageModel[VideoConfig]):
         taken = reader.standard("action", latent["actions"][:, slots])
         memory = self.transformer.remember(history, taken, poses, history.new_zeros(history.shape[:2]))
         present, begin = history[:, -1], latent["step"] - latent["phase"]
-        network = self.transformer.network(memory, present, reader.standard("action", actions))
+        network = self.transformer.network(memory, present, reader.standard("action", actions), caching=self.caching)
         frames = [{**latent, "step": begin + step} for step in range(actions.shape[1])]
         noise = torch.stack([reader.noise(frame, self.latent) for frame in frames], 1)
         change = edm.sample(network, config.temperature * noise, config.edm, scaled=False)

@@ -7,7 +7,9 @@ Axes: N rows, K history frames, F future frames, S tokens a frame, W width, A ac
 of one frame are stacked in height; latents are float [..., C, height, width], standardised.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.nn.branches import FEED_FORWARD, Blocks, Caching, fresh
 from robopolicy.nn.configuration import Precision
 from robopolicy.nn.denoisers import TimeEmbedding
 from robopolicy.nn.edm import Network
@@ -28,7 +31,7 @@ VISIBLE = 0.2
 QUIET = -6.0
 """Logarithm of the variance of encoded latents before training: little noise, so that images are soon sharp."""
 
-Memory = list[tuple[Tensor, Tensor]]
+Past = list[tuple[Tensor, Tensor]]
 """Keys and values [N, heads, K * S, W / heads] of the history's tokens, block by block."""
 
 
@@ -126,26 +129,58 @@ class FrameBlock(nn.Module):
         nn.init.zeros_(self.modulation.weight)
         nn.init.zeros_(self.modulation.bias)
 
+    def observe(self, tokens: Tensor, condition: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return tokens [N, T, S, W] that attend to one another, and their keys and values; otherwise as `forward`."""
+        first, second = self._moves(condition)
+        mixed, own = self._attend(tokens, first, None, None)
+        tokens = torch.addcmul(tokens, first[2], mixed)
+        return torch.addcmul(tokens, second[2], self._feed(tokens, second)), own
+
     def forward(
-        self, tokens: Tensor, condition: Tensor, remembered: tuple[Tensor, Tensor] | None, mask: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return tokens [N, T, S, W] and their own keys and values.
+        self,
+        tokens: Tensor,
+        condition: Tensor,
+        remembered: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        blocks: Blocks = fresh,
+        place: int = 0,
+    ) -> Tensor:
+        """Return tokens [N, T, S, W].
 
         condition: [N, T, W], one a frame; remembered: keys and values of other frames to attend to as well; mask:
-        [T * S, all keys], what each token may attend to (None: everything).
+        [T * S, all keys], what each token may attend to (None: everything); place: number of its first branch of two.
         """
-        frames = tokens.shape[1]
-        shift, scale, gate, shift_after, scale_after, gate_after = self.modulation(condition)[:, :, None].chunk(6, -1)
-        hidden = rearrange(torch.addcmul(shift, self.norm(tokens), 1 + scale), "n t s w -> n (t s) w")
+        first, second = self._moves(condition)
+        mixed = blocks(place, lambda: self._attend(tokens, first, remembered, mask)[0])
+        between = torch.addcmul(tokens, first[2], mixed)
+        return torch.addcmul(between, second[2], blocks(place + 1, lambda: self._feed(between, second)))
+
+    def _moves(self, condition: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return shift, scale and gate [N, T, 1, W] of attention and of the feed-forward layer."""
+        moves = self.modulation(condition)[:, :, None].chunk(6, -1)
+        return moves[:3], moves[3:]
+
+    def _attend(
+        self,
+        tokens: Tensor,
+        moves: Sequence[Tensor],
+        remembered: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return what attention adds before its gate, [N, T, S, W], and the tokens' own keys and values."""
+        hidden = torch.addcmul(moves[0], self.norm(tokens), 1 + moves[1])
+        hidden = rearrange(hidden, "n t s w -> n (t s) w")
         query, key, value = rearrange(self.query_key_value(hidden), "n l (p h d) -> p n h l d", p=3, h=self.heads)
         own = (key, value)
         if remembered is not None:
             key, value = (torch.cat(pair, 2) for pair in zip(remembered, own, strict=True))
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        mixed = self.mix(rearrange(mixed, "n h (t s) d -> n t s (h d)", t=frames))
-        tokens = torch.addcmul(tokens, gate, mixed)
-        hidden = torch.addcmul(shift_after, self.norm(tokens), 1 + scale_after)
-        return torch.addcmul(tokens, gate_after, self.shrink(functional.silu(self.expand(hidden)))), own
+        return self.mix(rearrange(mixed, "n h (t s) d -> n t s (h d)", t=tokens.shape[1])), own
+
+    def _feed(self, tokens: Tensor, moves: Sequence[Tensor]) -> Tensor:
+        """Return what the feed-forward layer adds before its gate, [N, T, S, W]."""
+        hidden = torch.addcmul(moves[0], self.norm(tokens), 1 + moves[1])
+        return self.shrink(functional.silu(self.expand(hidden)))
 
 
 class ViewBlock(nn.Module):
@@ -159,12 +194,15 @@ class ViewBlock(nn.Module):
         nn.init.zeros_(self.modulation.weight)
         nn.init.zeros_(self.modulation.bias)
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """Return maps [M, channels, height, width] under conditions [M, W]."""
+    def forward(self, x: Tensor, condition: Tensor, blocks: Blocks = fresh, place: int = 0) -> Tensor:
+        """Return maps [M, channels, height, width] under conditions [M, W]; place: number of its branch."""
+        return x + blocks(place, lambda: self._convolve(x, condition))
+
+    def _convolve(self, x: Tensor, condition: Tensor) -> Tensor:
         shift, scale = self.modulation(condition)[:, :, None, None].chunk(2, 1)
         hidden = self.convolutions[0](functional.silu(self.norms[0](x)))
         hidden = torch.addcmul(shift, self.norms[1](hidden), 1 + scale)
-        return x + self.convolutions[1](functional.silu(hidden))
+        return self.convolutions[1](functional.silu(hidden))
 
 
 class VideoTransformer(nn.Module):
@@ -218,7 +256,7 @@ class VideoTransformer(nn.Module):
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(cast(Tensor, self.leave.bias))
 
-    def remember(self, history: Tensor, actions: Tensor, poses: Tensor, noise: Tensor) -> Memory:
+    def remember(self, history: Tensor, actions: Tensor, poses: Tensor, noise: Tensor) -> Past:
         """Return what future frames attend to.
 
         history: latents [N, K, C, height, width], oldest first, the present frame last; actions: [N, K, A], what led to
@@ -229,21 +267,47 @@ class VideoTransformer(nn.Module):
             embedded = self.action(torch.cat([actions, torch.zeros_like(actions)], -1))
             condition = slots + embedded + self.pose(poses) + self.noise(noise[..., None])
             tokens = self.past(self._patches(history)) + self.position + self.summand(condition)[:, :, None]
-            found: Memory = []
+            found: Past = []
             for block in self.blocks:
-                tokens, own = block(tokens, condition, None, None)
+                tokens, own = cast(FrameBlock, block).observe(tokens, condition)
                 found.append(own)
         return found
 
-    def network(self, memory: Memory, present: Tensor, actions: Tensor, known: Tensor | None = None) -> Network:
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the residual branches, in the order of their computation."""
+        inner = [f"{place}.{name}" for place in range(len(self.blocks)) for name in ("attention", FEED_FORWARD)]
+        before, *after = (f"fine.{place}.convolutions" for place in range(len(self.fine)))
+        return (before, *inner, *after)
+
+    def network(
+        self,
+        memory: Past,
+        present: Tensor,
+        actions: Tensor,
+        known: Tensor | None = None,
+        caching: Caching | None = None,
+    ) -> Network:
         """Return EDM's F over changes [N, F, C, height, width] from the present latents [N, C, height, width].
 
-        actions: [N, F, A], standardised, what leads to each frame; known: [N, F] bool, False hides an action.
+        actions: [N, F, A], standardised, what leads to each frame; known: [N, F] bool, False hides an action; caching:
+        who remembers blocks from call to call of F, which then belongs to one chain.
         """
-        return partial(self._predict, memory=memory, present=present, actions=actions, known=known)
+        predict = partial(self._predict, memory=memory, present=present, actions=actions, known=known)
+        if caching is None:
+            return predict
+        chain, calls = caching.begin(), count()
+        return lambda noisy, level: predict(noisy, level, blocks=chain.at(next(calls)))
 
     def _predict(
-        self, noisy: Tensor, level: Tensor, memory: Memory, present: Tensor, actions: Tensor, known: Tensor | None
+        self,
+        noisy: Tensor,
+        level: Tensor,
+        memory: Past,
+        present: Tensor,
+        actions: Tensor,
+        known: Tensor | None,
+        blocks: Blocks = fresh,
     ) -> Tensor:
         frames = noisy.shape[1]
         with autocast(self.precision, noisy.device):
@@ -258,18 +322,19 @@ class VideoTransformer(nn.Module):
             each = condition.repeat_interleave(self.views, 1).flatten(0, 1)
             given = torch.cat([noisy, present[:, None].expand_as(noisy)], 2)
             maps = self.enter(rearrange(given, "n f c (v h) w -> (n f v) c h w", v=self.views))
-            maps = self.fine[0](maps, each)
+            before, *after = self.fine
+            maps = before(maps, each, blocks, 0)
             stacked = rearrange(maps, "(n f v) c h w -> n f c (v h) w", f=frames, v=self.views)
             tokens = self.future(self._patches(stacked)) + self.position + self.summand(condition)[:, :, None]
             mask = self._causal(frames, memory[0][0].shape[2], noisy.device) if frames > 1 else None
-            for block, remembered in zip(self.blocks, memory, strict=True):
-                tokens, _ = block(tokens, condition, remembered, mask)
+            for place, (block, remembered) in enumerate(zip(self.blocks, memory, strict=True)):
+                tokens = block(tokens, condition, remembered, mask, blocks, 1 + 2 * place)
             shift, scale = self.last(condition)[:, :, None].chunk(2, -1)
             found = self.head(torch.addcmul(shift, self.norm(tokens), 1 + scale))
             size = {"v": self.views, "x": self.grid[1], "p": self.patch, "q": self.patch}
             maps = maps + rearrange(found, "n f (v y x) (c p q) -> (n f v) c (y p) (x q)", **size)
-            for block in self.fine[1:]:
-                maps = block(maps, each)
+            for place, block in enumerate(after, 1 + 2 * len(self.blocks)):
+                maps = block(maps, each, blocks, place)
             found = self.leave(functional.silu(maps))
         return rearrange(found.float(), "(n f v) c h w -> n f c (v h) w", f=frames, v=self.views)
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows
-from robopolicy.inference.caching import Caching
 from robopolicy.inference.calibration import Calibration
 from robopolicy.inference.chunking import Delay
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.samplers import Sampler, own_sampler
 from robopolicy.inference.schedules import CacheConfig
+from robopolicy.nn.branches import Caching
 from robopolicy.nn.schedules import NoiseSchedule
 
 
