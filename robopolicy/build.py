@@ -47,7 +47,7 @@ from worldmodels.configuration import PlanConfig
 from worldmodels.encoding import EncodedPolicy
 from worldmodels.env import ImaginedWorld, Truncation
 from worldmodels.planning import PlannedPolicy
-from worldmodels.protocol import Context, DecoderFree, LearnedModel, Starts, WorldModel, fields_read
+from worldmodels.protocol import Cacheable, Context, DecoderFree, LearnedModel, Starts, WorldModel, fields_read
 from worldmodels.starts import keyframes, recorded_starts
 
 ENCODER = "encoder"
@@ -162,7 +162,7 @@ def _imagined_world(
 ) -> ImaginedWorld:
     if section.model is None:
         raise ConfigError("Which world model? Set world.model=runs/worldmodel/push_cube/0/checkpoint.")
-    model = load_world_model(section.model, device)
+    model = load_imagining(section.model, device)
     imagination = section.imagination
     if imagination.starts == "simulator":
         starts = simulator_starts(section, model, rows)
@@ -302,6 +302,20 @@ def load_acting(
     return with_engine(policy, plan.config, plan.cache)
 
 
+def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:
+    """Load a world model that is to imagine, remembering blocks as `robopolicy optimize` has stored beside it.
+
+    A plan made for other weights is refused with a warning. Raises as `load_world_model` and `load_plan` do.
+    """
+    model, plan = load_world_model(folder, device), load_plan(folder)
+    if plan is None or plan.cache is None or not isinstance(model, Cacheable):
+        return model
+    if said := plan.refusal(folder):
+        warnings.warn(said, RobopolicyWarning, stacklevel=2)
+        return model
+    return cast(LearnedModel, model.with_caching(plan.cache))
+
+
 def load_encoder(folder: Path, device: torch.device | str = "cpu") -> DecoderFree:
     """Load a world model whose latent policies can read; ConfigError where it shows observations instead."""
     model = load_world_model(folder, device)
@@ -347,7 +361,7 @@ def with_planning(section: PlanSection, policy: Policy, device: torch.device | s
     """Return `policy`, planning in a world model (best of N candidates) where the section names one."""
     if section.model is None:
         return policy
-    planned = PlannedPolicy(policy, load_world_model(section.model, device), narrowed(PlanConfig, section))
+    planned = PlannedPolicy(policy, load_imagining(section.model, device), narrowed(PlanConfig, section))
     return _of_the_same_origin(planned, policy)
 
 
@@ -363,7 +377,7 @@ def planned_acting(
         return None
     shared = imagined is not None and imagined.resolve() == section.model.resolve()
     own = world.model if isinstance(world, ImaginedWorld) and shared else None
-    model = load_world_model(section.model, device) if own is None else own
+    model = load_imagining(section.model, device) if own is None else own
     if isinstance(model, DecoderFree):
         raise ConfigError(f"plan.model={section.model} shows a latent: planning needs a model that shows observations.")
     settings = narrowed(PlanConfig, section)

@@ -142,6 +142,11 @@ class Cacheable(WorldModel, Protocol):
         """How often a chain calls the network."""
         ...
 
+    @property
+    def chunk(self) -> int:
+        """Most steps that one chain imagines."""
+        ...
+
     def with_caching(self, caching: Caching | None) -> Self:
         """Return a model of the same weights whose chains remember by `caching`, None for nothing.
 

@@ -5,6 +5,7 @@ the policy as it was trained. Only exact engines are chosen from, unless optimiz
 then the table also shows what less work costs. evaluate, serve and collect read the choice from then on
 (inference.engine=reference goes without); weights that change afterwards make it void. Ways are compared by their
 shortest decision, which a busy machine disturbs least.
+Of a world model that denoises in many steps (worldmodel.kind=video) block caches are tried in the same way.
 """
 
 import sys
@@ -40,7 +41,9 @@ from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.optimize_model import optimize_model
 from robopolicy.verbs.verb import Verb
+from worldmodels.checkpoint import holds_world_model
 
 VERB = Verb(
     summary="Find the fastest way to compute a policy's decisions",
@@ -70,6 +73,8 @@ def run(config: Config) -> int:
     """Gather observations, time and compare, choose, judge, keep."""
     section, device = config.optimize, choose_device(config.run)
     path = default_path(config, "finetune", "checkpoint", section.policy, "optimize.policy")
+    if holds_world_model(path):
+        return optimize_model(config, path, device)
     policy = load_policy(path, device)
     folder = open_fresh_run(config, "optimize", VERB.sections)
     seen = observations(config, policy, device)

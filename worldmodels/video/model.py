@@ -121,6 +121,11 @@ class VideoModel(ImageModel[VideoConfig]):
         """How often a chain calls the transformer."""
         return edm.calls(self.config.edm)
 
+    @property
+    def chunk(self) -> int:
+        """Most steps that one chain imagines."""
+        return self.config.chunk
+
     def with_caching(self, caching: Caching | None) -> Self:
         """Return a model of the same weights whose chains remember by `caching`; raises as `Cacheable` says."""
         if caching is not None:

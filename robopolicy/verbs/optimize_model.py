@@ -1,0 +1,198 @@
+"""`optimize` of a world model: which of its blocks to compute in which denoising steps, kept beside its checkpoint."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from robopolicy.configuration import Config
+from robopolicy.configuration.optimize import OptimizeSection
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.progress import progress
+from robopolicy.core.randomness import derive
+from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.data.lerobot_reading import read_dataset
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.inference.caching import CachePlan
+from robopolicy.inference.calibration import calibrate_model
+from robopolicy.inference.comparison import Timing
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.plan import InferencePlan, device_name, save_plan, weights_hash
+from robopolicy.inference.schedules import CacheConfig, make_plan
+from robopolicy.runs import finish, open_fresh_run, output, print_table
+from worldmodels.checkpoint import load_world_model
+from worldmodels.protocol import Cacheable, ChunkModel, Latent, LearnedModel, fields_read
+from worldmodels.starts import context_at
+
+SECTIONS = ("run", "world", "optimize")
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Chains:
+    """Where N chains begin, and the recorded actions that they imagine: [N, T, A]."""
+
+    latent: Latent
+    actions: Tensor
+
+    def first(self, count: int) -> "Chains":
+        """Return `count` of them, in a circle where there are fewer."""
+        rows = torch.arange(count) % len(self.actions)
+        return Chains({name: value[rows] for name, value in self.latent.items()}, self.actions[rows])
+
+    def imagined(self, model: ChunkModel) -> dict[str, Tensor]:
+        """Return the images that a model sees, camera key -> [N, T, height, width, 3]."""
+        steps = model.generate(self.latent, self.actions)[1]
+        keys = [key for key in steps[0].observation if key.startswith(IMAGE_PREFIX)]
+        return {key: torch.stack([step.observation[key] for step in steps], 1).float() for key in keys}
+
+
+def optimize_model(config: Config, path: Path, device: torch.device) -> int:
+    """Calibrate, time and compare, choose, keep; raises ConfigError for a model with nothing to remember."""
+    section, model = config.optimize, load_world_model(path, device)
+    if not isinstance(model, Cacheable) or not isinstance(model, ChunkModel):
+        raise ConfigError(f"{path} holds a world model without denoising steps: there is nothing to choose.")
+    folder = open_fresh_run(config, "optimize", SECTIONS)
+    episodes = _recorded(section, path, model)
+    steps = model.chunk
+    begin = _starts(episodes, section.observations, steps, config.run.seed)
+    plans = plans_for(section, model, episodes, begin)
+    models = {REFERENCE: model, **{name: model.with_caching(plan) for name, plan in plans.items()}}
+    chains = _chains(model, episodes, begin, steps)
+    made = cast(Mapping[str, ChunkModel], models)
+    errors = errors_of(made, chains, _present(episodes, begin))
+    times = _timed(made, chains.first(section.batch), section.rounds)
+    chosen = min((name for name in models if errors[name] <= section.error), key=lambda name: times[name].least)
+    rows = {
+        name: {
+            "error": errors[name],
+            **times[name].to_json(),
+            "times_as_fast": times[REFERENCE].least / times[name].least,
+            "block_share": plans[name].share if name in plans else 1.0,
+        }
+        for name in models
+    }
+    _show(rows, chosen, steps)
+    plan = InferencePlan(
+        InferenceConfig(),
+        weights_hash(path),
+        plans.get(chosen),
+        device=device_name(device),
+        batch=section.batch,
+        measured=rows[chosen],
+    )
+    save_plan(path, plan)
+    finish(config, folder, {"checkpoint": str(path), "chosen": chosen, "ways": rows, "left_out": {}})
+    output.print(
+        f"Chosen: {chosen}, {rows[chosen]['times_as_fast']:.1f} times as fast as the reference; kept in "
+        f"{path / 'inference.json'}."
+    )
+    output.print(f"Report: {report_for_run(folder.path)}")
+    return 0
+
+
+def plans_for(section: OptimizeSection, model: Cacheable, episodes: Episodes, begin: Tensor) -> dict[str, CachePlan]:
+    """Return the block caches to try, by name, calibrated from just before the actions `begin` [N]."""
+    budgets = [budget for budget in section.budgets if 2 < budget < model.calls]
+    if not budgets or not section.schedulers:
+        output.print(
+            f"A chain of this model calls its network {model.calls} times, which no block cache with "
+            f"optimize.budgets={list(section.budgets)} makes fewer of."
+        )
+        return {}
+    found = calibrate_model(model, episodes, begin, model.chunk)
+    return {
+        f"{scheduler} cache {budget}": make_plan(found, CacheConfig(scheduler, budget))
+        for scheduler in section.schedulers
+        for budget in budgets
+    }
+
+
+def _recorded(section: OptimizeSection, path: Path, model: LearnedModel) -> Episodes:
+    """Return the episodes whose actions are imagined: those given, or those that the model was trained on."""
+    folders = section.data or (path.parent / "dataset",)
+    for folder in folders:
+        if not folder.exists():
+            raise ConfigError(f"{folder} does not exist: name recorded episodes with optimize.data=[FOLDER].")
+    cameras = [key for key in fields_read(model) if key.startswith(IMAGE_PREFIX)]
+    return Episodes.concatenate([read_dataset(folder, cameras=cameras) for folder in folders])
+
+
+def _starts(episodes: Episodes, count: int, steps: int, seed: int) -> Tensor:
+    """Return up to `count` recorded steps [N] after which as many as a chain imagines were recorded."""
+    every = torch.arange(episodes.step_count)
+    left = (episodes.starts + episodes.lengths)[episodes.episode_of_step] - every
+    fitting = every[left >= steps]
+    if not len(fitting):
+        raise ConfigError(f"No recorded episode has the {steps} steps that a chain imagines.")
+    draws = torch.Generator().manual_seed(derive(seed, "optimize"))
+    return fitting[torch.randperm(len(fitting), generator=draws)[:count]]
+
+
+def _chains(model: Cacheable, episodes: Episodes, begin: Tensor, steps: int) -> Chains:
+    context = int(getattr(model, "context", 1))
+    latent = model.initial(context_at(episodes, begin, context), begin.numpy())
+    actions = episodes.actions[begin[:, None] + torch.arange(steps)]
+    return Chains(latent, actions.to(next(iter(latent.values())).device))
+
+
+def _present(episodes: Episodes, begin: Tensor) -> dict[str, Tensor]:
+    """Return the images that chains begin with, camera key -> [N, height, width, 3]."""
+    frames = begin + episodes.episode_of_step[begin]
+    return {key: value[frames] for key, value in episodes.observation.items() if key.startswith(IMAGE_PREFIX)}
+
+
+def errors_of(models: Mapping[str, ChunkModel], chains: Chains, present: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return how far each one's images are from the reference's: the root mean square of pixels, as a share of that of
+    what changes since the present image in the reference's; 1 is as wrong as an image that stands still.
+    """
+    seen: dict[str, dict[str, Tensor]] = {}
+    with progress("Comparing", len(models)) as advance:
+        for name, model in models.items():
+            seen[name] = chains.imagined(model)
+            advance()
+    own = seen[REFERENCE]
+    moved = sum(float((value - present[key][:, None].to(value)).square().sum()) for key, value in own.items())
+    return {
+        name: (sum(float((each[key] - own[key]).square().sum()) for key in own) / max(moved, 1e-12)) ** 0.5
+        for name, each in seen.items()
+    }
+
+
+def _timed(models: Mapping[str, ChunkModel], chains: Chains, rounds: int) -> dict[str, Timing]:
+    """Return the seconds of a chunk, by model, taking turns; the first of each is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in models}
+    with progress("Timing", rounds) as advance:
+        for turn in range(rounds + 1):
+            for name, model in models.items():
+                began = time.perf_counter()
+                model.generate(chains.latent, chains.actions)
+                if chains.actions.device.type == "cuda":
+                    torch.cuda.synchronize()
+                if turn:
+                    found[name].append(time.perf_counter() - began)
+            advance() if turn else None
+    return {name: Timing(np.array(values)) for name, values in found.items()}
+
+
+def _show(rows: Mapping[str, Mapping[str, Any]], chosen: str, steps: int) -> None:
+    """Print a line for each way."""
+    lines = [
+        [
+            f"{name} *" if name == chosen else name,
+            f"{row['median_ms']:.1f}",
+            f"{row['least_ms']:.1f}",
+            f"{row['times_as_fast']:.1f}",
+            f"{row['error']:.3f}",
+            f"{row['block_share']:.0%}",
+        ]
+        for name, row in rows.items()
+    ]
+    header = ("way", "median ms", "least ms", "times as fast", "error / change", "block evaluations")
+    print_table(f"{steps} imagined steps", header, lines)
