@@ -120,7 +120,7 @@ def _recorded(section: OptimizeSection, path: Path, model: LearnedModel) -> Epis
     for folder in folders:
         if not folder.exists():
             raise ConfigError(f"{folder} does not exist: name recorded episodes with optimize.data=[FOLDER].")
-    cameras = [key for key in fields_read(model) if key.startswith(IMAGE_PREFIX)]
+    cameras = [key.removeprefix(IMAGE_PREFIX) for key in fields_read(model) if key.startswith(IMAGE_PREFIX)]
     return Episodes.concatenate([read_dataset(folder, cameras=cameras) for folder in folders])
 
 
