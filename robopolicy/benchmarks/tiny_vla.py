@@ -133,8 +133,8 @@ def write_tiny(kind: str, folder: Path, dataset: Path, camera: str, sizes: Sizes
 def spread(network: nn.Module) -> None:
     """Draw the weights of linear layers anew, with variance 1 / inputs.
 
-    transformers draws all of them with deviation .02, made for widths of thousands: at a width of 96 a layer passes on a
-    fifth of its input, and attention is even everywhere.
+    transformers draws all of them with deviation .02, made for widths of thousands: at a width of 96 a layer passes on
+    a fifth of its input, and attention is even everywhere.
     """
     for module in network.modules():
         if isinstance(module, nn.Linear):
