@@ -31,7 +31,8 @@ TensorObservation = dict[str, Tensor | list[str]]
 CONDITION = "condition"
 """Latents of this name, or "condition.<what>", are a frozen encoder's features of the observation, for `log_prob`."""
 
-_NO_STEPS = torch.zeros(0, 0)
+_NO_STEPS = torch.zeros(1, 0)
+_NOTHING_SAMPLED = _NO_STEPS.bool()
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,13 @@ class Decision:
     actions: Tensor
     latents: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     logp: Tensor = _NO_STEPS
-    mask: Tensor = _NO_STEPS
+    mask: Tensor = _NOTHING_SAMPLED
 
     def __post_init__(self) -> None:
-        empty = (len(self.actions), 0)
         if self.logp is _NO_STEPS:
-            object.__setattr__(self, "logp", torch.zeros(empty, device=self.actions.device))
-        if self.mask is _NO_STEPS:
-            object.__setattr__(self, "mask", torch.zeros(empty, dtype=torch.bool, device=self.actions.device))
+            object.__setattr__(self, "logp", _NO_STEPS.to(self.actions.device).expand(len(self.actions), 0))
+        if self.mask is _NOTHING_SAMPLED:
+            object.__setattr__(self, "mask", _NOTHING_SAMPLED.to(self.actions.device).expand(len(self.actions), 0))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.nn.functional import silu
 
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import CONDITION, Decision, Policy, TensorObservation
-from robopolicy.core.spec import PolicySpec, validate_observation
+from robopolicy.core.spec import PolicySpec, all_finite, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.inference.caching import CachedSteps
 from robopolicy.inference.configuration import InferenceConfig
@@ -226,8 +226,9 @@ class Vectors:
         values = [value for key in self.keys if isinstance(value := observation.get(key), Tensor)]
         if [value.shape[1:] for value in values] == self.shapes and len({len(value) for value in values}) == 1:
             raw = torch.cat([value.flatten(1) for value in values], 1).float()
-            if bool(raw.isfinite().all()):
-                return {CONDITION: ((raw - self.offset) / self.scale).clamp_(-self.bound, self.bound)}
+            if all_finite(raw):
+                # cat has made a copy, which may be written to
+                return {CONDITION: raw.sub_(self.offset).div_(self.scale).clamp_(-self.bound, self.bound)}
         validate_observation(observation, self.fields, history=self.history)  # which says what is wrong
         raise SpecError(f"The observation's fields differ in their rows: {', '.join(self.keys)}.")
 
@@ -288,13 +289,17 @@ def _perceptron(denoiser: ResidualMLP, table: Tensor) -> Callable[[Tensor], Pred
 
     The first layer's share of time and condition is one table [K, B, width], if it fits; everything else is `addmm`.
     """
+    reads, table = denoiser.condition.weight.T, table + denoiser.condition.bias
     latent, head, bias = denoiser.latent.weight.T, denoiser.head.weight.T, denoiser.head.bias
     hidden = [cast(nn.Linear, layer).weight.T for layer in denoiser.hidden]
 
     def at_work(condition: Tensor) -> Predicts:
-        features = denoiser.encode_condition(condition)
-        fits = len(table) * features.numel() <= CONTEXTS
-        contexts = table[:, None] + features if fits else None
+        if len(table) == 1:
+            contexts, features = torch.addmm(table[0], condition, reads)[None], condition
+        else:
+            features = condition @ reads
+            fits = len(table) * features.numel() <= CONTEXTS
+            contexts = table[:, None] + features if fits else None
 
         def predict(x: Tensor, step: int) -> Tensor:
             context = table[step] + features if contexts is None else contexts[step]

@@ -34,6 +34,6 @@ def register_range(policy: nn.Module, action: Field) -> None:
 
 def in_range(actions: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Return `actions` [N, C, A], each at least `low` [A] and at most `high` [A]; raises NonFiniteError."""
-    actions = torch.minimum(torch.maximum(actions, low), high)
+    actions = actions.clamp(low, high)
     check_finite("actions", actions)
     return actions
