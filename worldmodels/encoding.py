@@ -75,6 +75,15 @@ class EncodedPolicy(nn.Module):
         others = {key: field for key, field in spec.observation.items() if key not in shown}
         return replace(spec, observation={**self.model.reads, **others})
 
+    @property
+    def inner(self) -> Policy:
+        """The policy."""
+        return self.policy
+
+    def around(self, inner: Policy) -> "EncodedPolicy":
+        """Return the model's encoder before another policy, which reads the same."""
+        return EncodedPolicy(inner, self.model)
+
     def reset(self, rows: Rows = None) -> None:
         """Reset the policy. rows: indices [R] of the episodes to forget, None for all."""
         self.policy.reset(rows)

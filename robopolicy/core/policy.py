@@ -204,6 +204,32 @@ class DecidesFromNoise(Protocol):
 
 
 @runtime_checkable
+class ActsFromNoise(Protocol):
+    """What decides, noise-free and without gradients, from noise that it is given: an engine's `DecidesFromNoise`."""
+
+    def from_noise(self, observation: TensorObservation, noise: Tensor) -> Tensor:
+        """Return what is executed, [B, C, A], of noise [B, P, A]. Raises SpecError or NonFiniteError."""
+        ...
+
+
+@runtime_checkable
+class PolicyWrapper(Policy, Protocol):
+    """A policy that decides by means of another one, which an engine may compute in its place."""
+
+    @property
+    def inner(self) -> Policy:
+        """The other one."""
+        ...
+
+    def around(self, inner: Policy) -> Policy:
+        """Return this policy, weights shared, that acts by means of `inner`.
+
+        Raises ConfigError where `inner` lacks what is asked of it.
+        """
+        ...
+
+
+@runtime_checkable
 class TakesAdapters(Protocol):
     """A policy that can be fine-tuned by low-rank adapters (LoRA) instead of its weights."""
 

@@ -8,11 +8,10 @@ from typing import Protocol
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin
-from robopolicy.core.policy import Policy
+from robopolicy.core.policy import Policy, PolicyWrapper
 from robopolicy.core.registry import Registry
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.nn.branches import Caching
-from worldmodels.encoding import EncodedPolicy
 
 ENGINES = Registry(
     "engine",
@@ -46,11 +45,11 @@ def reference(policy: Policy, config: InferenceConfig, caching: Caching | None =
 def with_engine(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
     """Return `policy`, computed by the engine that config names; raises ConfigError where it cannot be.
 
-    Of a policy behind a world model's encoder the policy inside is computed so.
+    Of a policy that decides by means of another one, the other is computed so.
     """
     engine: Engine = ENGINES.load(config.engine)
-    if isinstance(policy, EncodedPolicy):
-        made: Policy = EncodedPolicy(engine(policy.policy, config, caching), policy.model)
+    if isinstance(policy, PolicyWrapper):
+        made = policy.around(with_engine(policy.inner, config, caching))
     else:
         made = engine(policy, config, caching)
     if made is not policy:

@@ -121,11 +121,7 @@ class LeanDenoising:
     def _latents(self, observation: TensorObservation, generator: torch.Generator, deterministic: bool) -> Tensor:
         """Return the clean latents [B, P, A] of a decision."""
         policy, quiet = self.policy, deterministic or not self.noisy
-        self._prepare()
-        condition = self._encode(observation)
-        before = condition
-        if policy.first_step and policy.base is not None and not policy.encoder_is_fixed:
-            before = policy.base.encode(observation)
+        condition, before = self._conditions(observation)
         draws = draw(
             policy.schedule,
             (rows_in(condition), *policy.noise_shape),
@@ -137,6 +133,21 @@ class LeanDenoising:
             noisy_steps=policy.config.noisy_steps,
         )
         return self._chain(quiet, condition, before, draws)
+
+    @torch.no_grad()
+    def from_noise(self, observation: TensorObservation, noise: Tensor) -> Tensor:
+        """Return what is executed, [B, C, A], of noise [B, P, A], noise-free; see `core.policy.ActsFromNoise`."""
+        condition, before = self._conditions(observation)
+        return self.policy.to_actions(self._chain(True, condition, before, Draws(noise)))
+
+    def _conditions(self, observation: TensorObservation) -> tuple[Condition, Condition]:
+        """Return what the network makes of an observation, and what the frozen base makes of it in its steps."""
+        policy = self.policy
+        self._prepare()
+        condition = self._encode(observation)
+        if policy.first_step and policy.base is not None and not policy.encoder_is_fixed:
+            return condition, policy.base.encode(observation)
+        return condition, condition
 
     def _chain(self, quiet: bool, condition: Condition, before: Condition, draws: Draws) -> Tensor:
         """Return clean latents [B, P, A]; quiet: noise-free; before: the condition of the frozen base's steps."""

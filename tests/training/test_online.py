@@ -7,12 +7,16 @@ import pytest
 import torch
 from steps_world import StepsWorld
 
+from robopolicy.build import load_acting
+from robopolicy.configuration.inference import InferenceSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.player import PolicyActor
 from robopolicy.core.policy_conformance import Level, check_policy
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE, TASK, Field
 from robopolicy.core.transitions import Transitions
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.engine import with_engine
 from robopolicy.policies import load_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy
@@ -318,6 +322,31 @@ def test_a_base_acts_until_it_is_steered():
     policy.begin_to_act()
     first, again = (policy.act(seen, torch.Generator().manual_seed(seed), deterministic=True) for seed in (1, 2))
     assert torch.equal(first.actions, again.actions), "what the agent does without noise is one thing"
+
+
+@pytest.mark.parametrize("kind", list(PolicyKind))
+@pytest.mark.parametrize("steers", [True, False])
+def test_an_engine_computes_what_a_steered_policy_does(kind, steers, tmp_path):
+    policy, seen = steering(denoising(kind), steers=steers), observation()
+    policy.save(tmp_path)
+    fast = load_acting(InferenceSection("lean"), tmp_path)
+    assert isinstance(fast, SteeredPolicy) and fast is not policy
+    for sure in (False, True):
+        own, lean = (
+            each.act(seen, torch.Generator().manual_seed(3), deterministic=sure).actions for each in (policy, fast)
+        )
+        assert torch.allclose(own, lean, atol=1e-5), (sure, float((own - lean).abs().max()))
+    few = load_acting(
+        InferenceSection("lean", sampler="euler" if kind is PolicyKind.FLOW else "ddim", steps=1), tmp_path
+    )
+    other = few.act(seen, torch.Generator().manual_seed(3), deterministic=True).actions
+    assert not torch.allclose(other, own, atol=1e-3), "one step is not three"
+    assert with_engine(policy, InferenceConfig("reference")) is policy
+
+
+def test_an_engine_that_cannot_begin_with_given_noise_is_refused():
+    with pytest.raises(ConfigError, match="AgentPolicy does not begin with given noise"):
+        steering().around(acting())
 
 
 def test_policies_that_have_no_initial_noise_are_refused():

@@ -4,6 +4,7 @@ The latter is DSRL (Wagenmaker et al. 2025, arXiv:2506.15799): the agent's actio
 or flow's noise-free sampler, so whatever it learns, what is done is something that the frozen policy would do.
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from robopolicy.core.checkpoints import read_weights, require_format, restoring,
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.modules import Module
 from robopolicy.core.origin import described_origin
-from robopolicy.core.policy import DecidesFromNoise, Decision, Policy, TensorObservation
+from robopolicy.core.policy import ActsFromNoise, DecidesFromNoise, Decision, Policy, TensorObservation
 from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Rows
@@ -127,6 +128,7 @@ class SteeredPolicy(nn.Module):
             weight.requires_grad_(False)
         self.agent, self.interface = agent, interface
         self.register_buffer("steers", torch.tensor(steers))
+        self._fast: tuple[Policy, ActsFromNoise] | None = None  # what computes the base's decisions in its place
 
     @property
     def spec(self) -> PolicySpec:
@@ -138,6 +140,24 @@ class SteeredPolicy(nn.Module):
     def reset(self, rows: Rows = None) -> None:
         """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
         self.base.reset(rows)
+
+    @property
+    def inner(self) -> Policy:
+        """The base."""
+        return self.base
+
+    def around(self, inner: Policy) -> "SteeredPolicy":
+        """Return this policy, weights shared, that acts by means of what computes its base's decisions.
+
+        Raises ConfigError where that cannot begin with given noise.
+        """
+        if inner is self.base:
+            return self
+        if not isinstance(inner, ActsFromNoise):
+            raise ConfigError(f"{type(inner).__name__} does not begin with given noise, which is how an agent steers.")
+        made = copy.copy(self)
+        made._fast = inner, inner
+        return made
 
     def begin_to_act(self) -> None:
         """Let the agent choose the noise from now on."""
@@ -161,8 +181,12 @@ class SteeredPolicy(nn.Module):
         """
         if not bool(self.steers):
             validate_observation(observation, self.spec.observation, history=self.spec.history)
-            return Decision(self.base.act(observation, generator, deterministic=deterministic).actions)
-        return Decision(self.actions_of(observation, _acted(self, observation, generator, deterministic)))
+            acting = self.base if self._fast is None else self._fast[0]
+            return Decision(acting.act(observation, generator, deterministic=deterministic).actions)
+        chosen = _acted(self, observation, generator, deterministic)
+        if self._fast is None:
+            return Decision(self.actions_of(observation, chosen))
+        return Decision(self._fast[1].from_noise(observation, self.interface.chunks(chosen)))
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
         """Return what the base makes of observations [N, H, ...]; raises ConfigError where it does not say."""
