@@ -11,21 +11,19 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import CONDITION, Decision, Policy, TensorObservation
 from robopolicy.core.spec import PolicySpec, all_finite, validate_observation
 from robopolicy.core.world import Rows
-from robopolicy.inference.caching import CachedSteps
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.lerobot import lean_lerobot
+from robopolicy.inference.networks import at_work
 from robopolicy.inference.samplers import Predicts, Sampler, make_sampler, own_sampler, sample
 from robopolicy.inference.tokens import LeanTokens
 from robopolicy.nn.branches import Caching
 from robopolicy.nn.denoisers import Denoiser
 from robopolicy.nn.encoders import ObservationEncoder
-from robopolicy.nn.residual_mlp import ResidualMLP
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.network import (
@@ -39,9 +37,6 @@ from robopolicy.policies.network import (
 )
 from robopolicy.policies.sampler import Draws, draw
 from robopolicy.policies.token.policy import TokenPolicy
-
-CONTEXTS = 2**25
-"""Most numbers of a table [K, B, width] that is filled before the first step."""
 
 
 def lean(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
@@ -260,12 +255,12 @@ def prepared(
             raise ConfigError(f"bf16 and block caching are for our own networks; this is a {type(network).__name__}.")
         return lambda condition: steps_of(network, times, condition).one
     denoiser, table = denoiser_in(precision, network, times)
-    at_work = _at_work(denoiser, table, caching)
+    begin = at_work(denoiser, table, caching)
     if precision == "fp32":
-        return lambda condition: at_work(condition[CONDITION])
+        return lambda condition: begin(condition[CONDITION])
 
     def narrow(condition: Condition) -> Predicts:
-        predict = at_work(condition[CONDITION].to(table.dtype))
+        predict = begin(condition[CONDITION].to(table.dtype))
         return lambda x, step: predict(x.to(table.dtype), step).float()
 
     return narrow
@@ -278,47 +273,3 @@ def denoiser_in(precision: str, network: ChunkNetwork, times: Tensor) -> tuple[D
         return denoiser, table
     copied = copy.deepcopy(cast(nn.Module, denoiser)).to(torch.bfloat16)
     return cast(Denoiser, copied), table.bfloat16()
-
-
-def _at_work(denoiser: Denoiser, table: Tensor, caching: Caching | None) -> Callable[[Tensor], Predicts]:
-    """Return what makes a condition [B, D] the denoiser at work on it; table: its features of the times [K, E]."""
-    if caching is not None:
-        caching.check(denoiser.block_names, len(table))
-        return lambda condition: CachedSteps(denoiser, table, denoiser.encode_condition(condition), caching).one
-    if isinstance(denoiser, ResidualMLP):
-        return _perceptron(denoiser, table)
-
-    def at_work(condition: Tensor) -> Predicts:
-        features = denoiser.encode_condition(condition)
-        return lambda x, step: denoiser.denoise(x, table[step], features)
-
-    return at_work
-
-
-def _perceptron(denoiser: ResidualMLP, table: Tensor) -> Callable[[Tensor], Predicts]:
-    """`_at_work` of the residual MLP, whose layers are so small that calling them costs more than computing them.
-
-    The first layer's share of time and condition is one table [K, B, width], if it fits; everything else is `addmm`.
-    """
-    reads, table = denoiser.condition.weight.T, table + denoiser.condition.bias
-    latent, head, bias = denoiser.latent.weight.T, denoiser.head.weight.T, denoiser.head.bias
-    hidden = [cast(nn.Linear, layer).weight.T for layer in denoiser.hidden]
-
-    def at_work(condition: Tensor) -> Predicts:
-        if len(table) == 1:
-            contexts, features = torch.addmm(table[0], condition, reads)[None], condition
-        else:
-            features = condition @ reads
-            fits = len(table) * features.numel() <= CONTEXTS
-            contexts = table[:, None] + features if fits else None
-
-        def predict(x: Tensor, step: int) -> Tensor:
-            context = table[step] + features if contexts is None else contexts[step]
-            rows = torch.addmm(context, x.flatten(1), latent)
-            for layer in hidden:
-                rows = torch.addmm(rows, silu(rows), layer)
-            return torch.addmm(bias, silu(rows), head).view(x.shape)
-
-        return predict
-
-    return at_work

@@ -13,6 +13,7 @@ import torch
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
 from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.spec import Field
+from robopolicy.inference import networks
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
@@ -97,15 +98,29 @@ def test_lean_decides_as_the_reference_over_random_configurations(seed: int):
     policy = _policy(config, camera)
     _tune(policy, tuned)
     fast = with_engine(policy, LEAN)
-    for deterministic in (True, False):
-        own = policy.act(_seen(policy), torch.Generator().manual_seed(7), deterministic=deterministic).actions
-        draws = torch.Generator().manual_seed(7)
-        found = fast.act(_seen(policy), draws, deterministic=deterministic).actions
-        assert torch.allclose(found, own, atol=1e-5), (config, deterministic)
+    for rows, deterministic in ((5, True), (5, False), (1, True), (1, False)):
+        seen = _seen(policy, rows)
+        own = policy.act(seen, torch.Generator().manual_seed(7), deterministic=deterministic).actions
+        found = fast.act(seen, torch.Generator().manual_seed(7), deterministic=deterministic).actions
+        assert torch.allclose(found, own, atol=1e-5), (config, rows, deterministic)
     plans = [
         each.predict(_seen(policy), torch.Generator().manual_seed(7), deterministic=True) for each in (policy, fast)
     ]
     assert plans[0].shape[1] == config.prediction_steps and torch.allclose(*plans, atol=1e-5)
+
+
+@pytest.mark.parametrize("denoiser", [DenoiserKind.MLP, DenoiserKind.TRANSFORMER])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_table_that_would_be_too_large_is_not_filled(
+    denoiser: DenoiserKind, steps: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(networks, "CONTEXTS", 0)
+    policy = _policy(DenoisingPolicyConfig(denoiser=denoiser, width=16, depth=2, heads=2, sampling_steps=steps))
+    own, found = (
+        each.act(_seen(policy), torch.Generator().manual_seed(7), deterministic=True).actions
+        for each in (policy, with_engine(policy, LEAN))
+    )
+    assert torch.allclose(found, own, atol=1e-5)
 
 
 def test_tables_follow_the_weights():
