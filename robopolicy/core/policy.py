@@ -204,8 +204,10 @@ class DecidesFromNoise(Protocol):
 
 
 @runtime_checkable
-class ActsFromNoise(Protocol):
-    """What decides, noise-free and without gradients, from noise that it is given: an engine's `DecidesFromNoise`."""
+class ActsFromNoise(Policy, Protocol):
+    """A policy that can act, noise-free and without gradients, from noise that it is given: what engines make of one
+    that `DecidesFromNoise`.
+    """
 
     def from_noise(self, observation: TensorObservation, noise: Tensor) -> Tensor:
         """Return what is executed, [B, C, A], of noise [B, P, A]. Raises SpecError or NonFiniteError."""

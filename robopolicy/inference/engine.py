@@ -49,7 +49,8 @@ def with_engine(policy: Policy, config: InferenceConfig, caching: Caching | None
     """
     engine: Engine = ENGINES.load(config.engine)
     if isinstance(policy, PolicyWrapper):
-        made = policy.around(with_engine(policy.inner, config, caching))
+        inner = with_engine(policy.inner, config, caching)
+        made = policy if inner is policy.inner else policy.around(inner)
     else:
         made = engine(policy, config, caching)
     if made is not policy:

@@ -79,16 +79,13 @@ def _transformer(denoiser: TransformerDenoiser, table: Tensor) -> Callable[[Tens
     table = table + ones.flatten()
     embedding, position = denoiser.embedding.weight, denoiser.position + denoiser.embedding.bias
     blocks = [cast(TransformerBlock, block) for block in denoiser.blocks]
-    layers = [
-        (
-            block.attention_in,
-            block.attention_out,
-            cast(nn.Linear, block.feed_forward[0]),
-            cast(nn.Linear, block.feed_forward[2]),
-        )
+    weights = [
+        [
+            (cast(nn.Linear, layer).weight, cast(nn.Linear, layer).bias)
+            for layer in (block.attention_in, block.attention_out, block.feed_forward[0], block.feed_forward[2])
+        ]
         for block in blocks
     ]
-    weights = [[(layer.weight, layer.bias) for layer in four] for four in layers]
     heads = blocks[0].heads if blocks else 1
 
     def one(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import NonFiniteError, ServingError
 from robopolicy.core.policy import Policy, TensorObservation, to_tensors
-from robopolicy.core.spec import TASK, Observation
+from robopolicy.core.spec import TASK, Observation, all_finite
 from robopolicy.inference.chunking import Plans, PredictsAhead
 from robopolicy.serving.underway import Left, underway
 
@@ -194,7 +194,7 @@ class InferenceQueue:
             actions = self._decided(to_tensors(joined, generator.device), generator, [item.left for item in batch])
         if len(actions) != len(batch):
             raise ServingError(f"The policy answered {len(actions)} action chunk(s) to {len(batch)} observation(s).")
-        if not bool(actions.isfinite().all()):
+        if not all_finite(actions):
             raise NonFiniteError("The policy answered with NaN or infinity; no action was sent.")
         values = actions.float().cpu().numpy()
         seconds = time.perf_counter() - started

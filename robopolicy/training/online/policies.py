@@ -128,7 +128,7 @@ class SteeredPolicy(nn.Module):
             weight.requires_grad_(False)
         self.agent, self.interface = agent, interface
         self.register_buffer("steers", torch.tensor(steers))
-        self._fast: tuple[Policy, ActsFromNoise] | None = None  # what computes the base's decisions in its place
+        self._fast: ActsFromNoise | None = None  # what computes the base's decisions in its place
 
     @property
     def spec(self) -> PolicySpec:
@@ -151,12 +151,10 @@ class SteeredPolicy(nn.Module):
 
         Raises ConfigError where that cannot begin with given noise.
         """
-        if inner is self.base:
-            return self
         if not isinstance(inner, ActsFromNoise):
             raise ConfigError(f"{type(inner).__name__} does not begin with given noise, which is how an agent steers.")
         made = copy.copy(self)
-        made._fast = inner, inner
+        object.__setattr__(made, "_fast", inner)  # a module's own way would register it in both
         return made
 
     def begin_to_act(self) -> None:
@@ -181,12 +179,10 @@ class SteeredPolicy(nn.Module):
         """
         if not bool(self.steers):
             validate_observation(observation, self.spec.observation, history=self.spec.history)
-            acting = self.base if self._fast is None else self._fast[0]
+            acting = self.base if self._fast is None else self._fast
             return Decision(acting.act(observation, generator, deterministic=deterministic).actions)
-        chosen = _acted(self, observation, generator, deterministic)
-        if self._fast is None:
-            return Decision(self.actions_of(observation, chosen))
-        return Decision(self._fast[1].from_noise(observation, self.interface.chunks(chosen)))
+        decide = self.decide if self._fast is None else self._fast.from_noise
+        return Decision(decide(observation, self.interface.chunks(_acted(self, observation, generator, deterministic))))
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
         """Return what the base makes of observations [N, H, ...]; raises ConfigError where it does not say."""
