@@ -31,9 +31,10 @@ class ImproveSection(Tagged):
     beside: ClassVar = True
 
     kind: str = "best_of"
-    """best_of (imitate the best of several decisions), weighted_imitation (AWR), chain_ppo (RL-100), diffusion_ql (go
-    up Q through the chain, or its last step: DPG), adjoint_matching (tilt a flow: QAM), recap (told what is better),
-    dsrl (steer by the initial noise), imagined_ppo (PPO in offline.model, by the settings of finetune), or your own.
+    """best_of (imitate the best of several decisions), idql (do it, and imitate nothing), weighted_imitation (AWR),
+    chain_ppo (RL-100), diffusion_ql (go up Q through the chain, or its last step: DPG), adjoint_matching (tilt a flow:
+    QAM), recap (told what is better), dsrl (steer by the initial noise), imagined_ppo (PPO in offline.model, by the
+    settings of finetune), or your own.
     """
     config: Any = field(default_factory=BestOfConfig)
 

@@ -69,6 +69,7 @@ LEFT_BEHIND = Registry(
     "",
     {
         "agent": "robopolicy.training.online.policies:AgentPolicy",
+        "best_of": "robopolicy.training.online.policies:BestOfPolicy",
         "steered": "robopolicy.training.online.policies:SteeredPolicy",
     },
 )

@@ -5,12 +5,12 @@ chosen by that. offline.agent= names whose critic is fitted, offline.improve= ho
 best_of imitates the best of several decisions by that critic, weighted_imitation the recorded actions by how good they
 were, chain_ppo follows the critic through the denoising chain, diffusion_ql climbs its gradient through that chain,
 adjoint_matching tilts a flow by it, recap imitates everything under labels of how good it was, dsrl leaves the policy
-as it is and chooses the noise that it begins with. Candidates are judged in a world model that worldmodel has trained
-on the log (gate.models), or by critics (gate.judges=[fqe]) of a share of the episodes that is kept for them
-(gate.holdout); a refused candidate is gone, and steps become smaller. offline.gated=false accepts everything, for
-comparison. The critic also learns from synthetic decisions: offline.data=[recorded,guided] draws them from a diffusion
-model of the log, guided towards the policy; offline.agent=edac offline.data=[recorded,imagined]
-offline.imagined_steps=10 offline.model=MODEL is RAVL.
+as it is and chooses the noise that it begins with, idql chooses among its decisions while it acts. Candidates are
+judged in a world model that worldmodel has trained on the log (gate.models), or by critics (gate.judges=[fqe]) of a
+share of the episodes that is kept for them (gate.holdout); a refused candidate is gone, and steps become smaller.
+offline.gated=false accepts everything, for comparison. The critic also learns from synthetic decisions:
+offline.data=[recorded,guided] draws them from a diffusion model of the log, guided towards the policy;
+offline.agent=edac offline.data=[recorded,imagined] offline.imagined_steps=10 offline.model=MODEL is RAVL.
 """
 
 import time
@@ -40,9 +40,8 @@ from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.offline.configuration import IMPROVERS
 from robopolicy.training.offline.critic import fit_agent
-from robopolicy.training.offline.dsrl import Wraps
 from robopolicy.training.offline.guided import guided_episodes
-from robopolicy.training.offline.improvers import Imagination, Improver, Lesson
+from robopolicy.training.offline.improvers import Imagination, Improver, Lesson, Wraps
 from robopolicy.training.offline.rounds import Rounds, improve_in_rounds
 from robopolicy.training.offline.seen import critic_interface
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, normalised, print_verdicts
@@ -73,9 +72,6 @@ def run(config: Config) -> int:
     improver: Improver = IMPROVERS.builds(section.improve.kind)(section.improve.config)
     if getattr(section.improve.config, "tunes_chain", False):
         policy.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
-    if isinstance(improver, Wraps):
-        policy = improver.wrap(policy, derive(config.run.seed, "wrapped")).to(device)
-    remember_origin(policy, origin_of(base))
     training, held = split_data(config, policy, device)
     judges: list[Judge] = []
     gate = None
@@ -85,6 +81,9 @@ def run(config: Config) -> int:
         gate = Gate(judges, margin=own.margin, relative=own.relative, confidence=own.confidence)
     started = time.perf_counter()
     lesson = learn_critic(config, policy, training, folder, device)
+    if isinstance(improver, Wraps):
+        policy = improver.wrap(policy, lesson, derive(config.run.seed, "wrapped")).to(device)
+    remember_origin(policy, origin_of(base))
     seed = derive(config.run.seed, "offline")
     found = improve_in_rounds(policy, lesson, improver, gate, section.rounds, seed=seed, run=folder)
     seconds = time.perf_counter() - started

@@ -18,7 +18,6 @@ from robopolicy.policies.checkpoint import load_policy
 from robopolicy.policies.configuration import Likelihood
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.offline.batches import value_bound
-from robopolicy.rl.offline.best_of import BestOfPolicy
 from robopolicy.rl.offline.decisions import actions_at, recorded_decisions
 from robopolicy.rl.offline.fqe import FqeConfig, fit_q
 from robopolicy.rl.offline.interface import Interface
@@ -33,7 +32,7 @@ from robopolicy.training.offline.critic import fit_agent
 from robopolicy.training.offline.improvers import Imagination, Lesson
 from robopolicy.training.online.configuration import OnlineConfig
 from robopolicy.training.online.loop import learn_online, plays_noise, plays_policy
-from robopolicy.training.online.policies import AgentPolicy, steered
+from robopolicy.training.online.policies import AgentPolicy, BestOfPolicy, steered
 
 SMALL_LEARNING = {
     "width": 16,
@@ -148,7 +147,7 @@ def improved(kind: str, device: str) -> dict[str, Any]:
     improver = IMPROVERS.builds(kind)(settings(**small(settings, SMALL_LEARNING)))
     policy = made("flow" if kind == "adjoint_matching" else "diffusion", device)
     if hasattr(improver, "wrap"):
-        policy = improver.wrap(policy, 0).to(device)
+        policy = improver.wrap(policy, lesson, 0).to(device)
     improver.prepare(policy)
     figures = improver.improve(policy, lesson, Generators(0, device), 1.0, "round 1")
     return {"weights": list(policy.parameters()), "figures": figures, **played(policy, device)}

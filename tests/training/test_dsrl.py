@@ -14,8 +14,8 @@ from robopolicy.policies import load_policy
 from robopolicy.policies.configuration import PolicyKind
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.training.offline.configuration import DsrlConfig
-from robopolicy.training.offline.dsrl import Dsrl, Wraps, drawn_noise, noise_values
-from robopolicy.training.offline.improvers import BestOf, BestOfConfig
+from robopolicy.training.offline.dsrl import Dsrl, drawn_noise, noise_values
+from robopolicy.training.offline.improvers import BestOf, BestOfConfig, Wraps
 from robopolicy.training.offline.rounds import improve_in_rounds
 from robopolicy.training.online.policies import SteeredPolicy
 
@@ -29,7 +29,7 @@ def imitated(request):
 
 def wrapped(imitated, config=SMALL) -> tuple[Dsrl, SteeredPolicy]:
     improver = Dsrl(config)
-    policy = improver.wrap(copy.deepcopy(imitated), 0)
+    policy = improver.wrap(copy.deepcopy(imitated), lesson(), 0)
     assert isinstance(policy, SteeredPolicy) and isinstance(improver, Wraps)
     return improver, policy
 

@@ -14,7 +14,6 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import TASK
 from robopolicy.evaluation.gate import Gate
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.rl.offline.best_of import BestOfPolicy
 from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.iql import Iql
@@ -34,6 +33,7 @@ from robopolicy.training.offline.improvers import (
     imitation_weights,
 )
 from robopolicy.training.offline.rounds import improve_in_rounds
+from robopolicy.training.online.policies import BestOfPolicy
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ IMPROVE = {
 }
 
 
-ELSEWHERE = {"diffusion_ql", "adjoint_matching", "recap", "dsrl", "imagined_ppo"}
+ELSEWHERE = {"diffusion_ql", "adjoint_matching", "recap", "dsrl", "idql", "imagined_ppo"}
 """Tried in files of their own: test_<name>.py, and tests/test_pipeline.py."""
 
 
@@ -74,7 +74,7 @@ def test_the_best_of_several_by_the_smallest_member_of_the_critic(imitated):
     several = torch.stack([chosen_decisions(imitated, known, frames, 1, Generators(seed))[0] for seed in range(8)])
     assert chosen.shape == (50, 2, 1) and gain > 0
     assert float((chosen - BEST).square().mean()) < 0.5 * float((several - BEST).square().mean())
-    best = BestOfPolicy(imitated, known.critic, known.interface, 8)
+    best = BestOfPolicy(copy.deepcopy(imitated), known.critic, known.interface, 8)
     assert distance(best) < 0.5 * distance(imitated)
     assert best.spec.scored_steps == imitated.spec.scored_steps and set(best.spec.observation) == set(FIELDS)
     with pytest.raises(ConfigError, match="judges chunks of 1, the policy decides on 2"):

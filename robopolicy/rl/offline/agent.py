@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.candidates import ScoreCandidates
+from robopolicy.core.policy import TensorObservation
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.optimisers import optimiser_tree, restore_optimiser
+from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.networks import Critics
 
 
@@ -74,3 +77,12 @@ class OfflineAgent(torch.nn.Module, ABC):
         self.load_state_dict(tree["weights"])
         for name, optimiser in self.optimisers.items():
             restore_optimiser(optimiser, tree["optimisers"][name])
+
+
+def smallest_value(critic: OfflineAgent, interface: Interface) -> ScoreCandidates:
+    """Return what scores candidates, chunks [N, C, A] in the world's units, by the smallest member of `critic`, [N]."""
+
+    def score(several: TensorObservation, actions: Tensor) -> Tensor:
+        return critic.action_values(interface.state(several), interface.to_agent(actions)).amin(0)
+
+    return score

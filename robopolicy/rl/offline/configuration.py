@@ -44,6 +44,8 @@ class IqlConfig(AgentConfig):
     """Learning rate."""
     expectile: float = 0.9
     """Which expectile of the recorded actions' values a state is worth; 0.5 is their mean."""
+    critics: int = 2
+    """Of which the smallest counts."""
     temperature: float = 3.0
     """Of the weight exp(temperature * advantage) with which actions are imitated."""
     cap: float = 100.0

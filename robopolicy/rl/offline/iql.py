@@ -24,7 +24,7 @@ class Iql(OfflineAgent):
         with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
             torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
             self.actor = Actor(state, action, config.width, config.depth)
-            self.critics = Critics(2, state, action, config.width, config.depth, config.layer_norm)
+            self.critics = Critics(config.critics, state, action, config.width, config.depth, config.layer_norm)
             self.values = Values(state, config.width, config.depth)
         with torch.no_grad():  # values begin near 0, where no target has to undo them, and actions mid-box
             for part in (self.actor, self.critics, self.values):

@@ -258,6 +258,23 @@ class DsrlConfig:
 
 
 @dataclass(frozen=True)
+class IdqlConfig:
+    """A policy that stays as it is does the best of several of its decisions, by the critic: IDQL, arXiv:2304.10573.
+
+    Nothing is imitated, so nothing is lost on the way, and deciding costs a batch of decisions. The paper's critic is
+    offline.agent=iql with offline.agent.expectile=0.7.
+    """
+
+    builds: ClassVar[str] = "robopolicy.training.offline.idql:Idql"
+    candidates: int = 4
+    """Decisions that the first round tries; after an acceptance twice as many, after a refusal half as many more."""
+
+    def __post_init__(self) -> None:
+        if self.candidates < 2:
+            raise ConfigError(f"candidates is {self.candidates}: there is a choice among 2 or more.")
+
+
+@dataclass(frozen=True)
 class GuidedConfig:
     """Synthetic episodes, drawn by a diffusion model of the log and guided towards the policy: arXiv:2404.06356."""
 
@@ -292,6 +309,7 @@ IMPROVERS = Kinds(
         "adjoint_matching": "robopolicy.training.offline.configuration:AdjointMatchingConfig",
         "recap": "robopolicy.training.offline.configuration:RecapConfig",
         "dsrl": "robopolicy.training.offline.configuration:DsrlConfig",
+        "idql": "robopolicy.training.offline.configuration:IdqlConfig",
         "imagined_ppo": "robopolicy.training.offline.configuration:ImaginedPpoConfig",
     },
 )

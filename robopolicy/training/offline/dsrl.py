@@ -8,7 +8,7 @@ holds where it is.
 """
 
 from dataclasses import replace
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,25 +25,13 @@ from robopolicy.training.offline.improvers import Lesson
 from robopolicy.training.online.policies import SteeredPolicy, steered
 
 
-@runtime_checkable
-class Wraps(Protocol):
-    """An improver whose candidates are policies of another class than the one that is to be improved."""
-
-    def wrap(self, policy: Policy, seed: int) -> Trainable:
-        """Return a policy of that class which does what `policy` does; the rounds begin with it.
-
-        Raises ConfigError for a policy that cannot be improved in this way.
-        """
-        ...
-
-
 class Dsrl:
     """See `DsrlConfig`."""
 
     def __init__(self, config: DsrlConfig):
         self.config = config
 
-    def wrap(self, policy: Policy, seed: int) -> Trainable:
+    def wrap(self, policy: Policy, lesson: Lesson, seed: int) -> Trainable:
         """Return the policy as the base of a steered one, which is yet to steer; see `Wraps`."""
         config, spec = self.config, policy.spec
         settings = RlpdConfig(

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from robopolicy.nn.optimisers import adamw, clip_gradients, require_finite, set_
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.critic import Critic
-from robopolicy.rl.offline.agent import OfflineAgent
-from robopolicy.rl.offline.best_of import smallest_value
+from robopolicy.rl.offline.agent import OfflineAgent, smallest_value
 from robopolicy.rl.offline.decisions import ROWS, Decisions, observed_at
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.training.configuration import FinetuneConfig
@@ -80,6 +79,18 @@ class Improver(Protocol):
         """Change `policy` in place; return figures for the log.
 
         step: factor of the learning rate, below 1 after candidates were refused; where: names the round in errors.
+        """
+        ...
+
+
+@runtime_checkable
+class Wraps(Protocol):
+    """An improver whose candidates are policies of another class than the one that is to be improved."""
+
+    def wrap(self, policy: Policy, lesson: Lesson, seed: int) -> Trainable:
+        """Return a policy of that class which does what `policy` does; the rounds begin with it.
+
+        Raises ConfigError for a policy that cannot be improved in this way.
         """
         ...
 

@@ -1,7 +1,8 @@
-"""Policies that an agent with critics makes: it acts itself, or it chooses the noise that a frozen policy begins with.
+"""Policies that an agent with critics makes: it acts itself, or chooses for a frozen policy.
 
-The latter is DSRL (Wagenmaker et al. 2025, arXiv:2506.15799): the agent's action is the initial noise of a diffusion's
-or flow's noise-free sampler, so whatever it learns, what is done is something that the frozen policy would do.
+It chooses the noise that the policy begins with (DSRL, Wagenmaker et al. 2025, arXiv:2506.15799): the agent's action is
+the initial noise of a diffusion's or flow's noise-free sampler. Or it chooses among several decisions of the policy
+(IDQL, Hansen-Estruch et al. 2023, arXiv:2304.10573). Either way what is done is something that the policy would do.
 """
 
 import copy
@@ -13,6 +14,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from robopolicy.core.candidates import best_of
 from robopolicy.core.checkpoints import read_weights, require_format, restoring, write_checkpoint
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.modules import Module
@@ -22,7 +24,7 @@ from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Rows
 from robopolicy.policies.checkpoint import load_policy
-from robopolicy.rl.offline.agent import OfflineAgent
+from robopolicy.rl.offline.agent import OfflineAgent, smallest_value
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.registry import AGENTS
 from robopolicy.training.offline.seen import Encoder, Encodes, interface_of
@@ -32,12 +34,17 @@ BASE, ENCODER = "base", "encoder"
 
 
 @runtime_checkable
-class Steerable(Module, Policy, DecidesFromNoise, Protocol):
-    """A policy that can be steered, and saved within what steers it."""
+class Kept(Module, Policy, Protocol):
+    """A policy that can be saved within what chooses for it."""
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint."""
         ...
+
+
+@runtime_checkable
+class Steerable(Kept, DecidesFromNoise, Protocol):
+    """A policy that can be steered by its noise as well."""
 
 
 class Acts(Policy, Protocol):
@@ -186,20 +193,11 @@ class SteeredPolicy(nn.Module):
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
         """Return what the base makes of observations [N, H, ...]; raises ConfigError where it does not say."""
-        if not isinstance(self.base, Encodes):
-            raise ConfigError(f"{type(self.base).__name__} has no encode().")
-        return self.base.encode(observation)
+        return _encoded_by(self.base, observation)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint with the base inside, critics included, atomically."""
-        own = self.base.spec
-        spec = {
-            "observation": {key: field.to_json() for key, field in own.observation.items()},
-            "action": own.action.to_json(),
-            "fps": own.fps,
-            "instructions": list(own.instructions),
-        }
-        whole = _described(self, "steered", spec) | {"steers": bool(self.steers)}
+        whole = _described(self, "steered", _spec_of(self.base)) | {"steers": bool(self.steers)}
         write_checkpoint(folder, whole, self.agent, lambda inside: self.base.save(inside / BASE))
 
     @classmethod
@@ -210,6 +208,91 @@ class SteeredPolicy(nn.Module):
         with restoring(folder, "a policy"):
             agent, interface = _saved_agent(folder, description, base)
             made = cls(require_steerable(base), agent, interface, bool(description["steers"]))
+        read_weights(agent, folder, device)
+        return made.to(device).eval()
+
+
+class BestOfPolicy(nn.Module):
+    """A `Policy` that lets `base` decide several times, and does what the agent's smallest critic finds best.
+
+    interface: how the agent sees observations and chunks, which are as long as the base's; count: decisions, in a
+    buffer; of one the base decides as ever. Log-probabilities are those of the decision that is taken: choosing is not
+    scored. Its checkpoint has the base and the critics inside. Raises ConfigError where chunks differ, count is below 1
+    or the base cannot be saved.
+    """
+
+    count: Tensor
+
+    def __init__(self, base: Policy, agent: OfflineAgent, interface: Interface, count: int = 16):
+        super().__init__()
+        if count < 1:
+            raise ConfigError(f"The best of {count} decisions: at least 1.")
+        if interface.chunk != base.spec.chunk:
+            raise ConfigError(
+                f"The critic judges chunks of {interface.chunk}, the policy decides on {base.spec.chunk}."
+            )
+        if not isinstance(base, Kept):
+            raise ConfigError(f"{type(base).__name__} cannot be saved within what chooses for it: it has no save().")
+        self.base: Kept = base
+        for weight in base.parameters():
+            weight.requires_grad_(False)
+        self.agent, self.interface = agent, interface
+        self.register_buffer("count", torch.tensor(count))
+        self._fast: Policy | None = None  # what computes the base's decisions in its place
+
+    @property
+    def spec(self) -> PolicySpec:
+        """That of the base, which also needs to see what the critics see."""
+        view, own = self.interface, self.base.spec
+        seen = {key: view.fields[key] for key in view.keys}
+        return replace(own, observation={**own.observation, **seen})
+
+    def reset(self, rows: Rows = None) -> None:
+        """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
+        self.base.reset(rows)
+
+    @property
+    def inner(self) -> Policy:
+        """The base."""
+        return self.base
+
+    def around(self, inner: Policy) -> "BestOfPolicy":
+        """Return this policy, weights shared, that acts by means of what computes its base's decisions."""
+        made = copy.copy(self)
+        object.__setattr__(made, "_fast", inner)  # a module's own way would register it in both
+        return made
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Return the best decision: actions [B, C, A], with the base's latents, logp and mask.
+
+        deterministic: its noise-free choice is among those tried. Raises what base and critics raise.
+        """
+        acting, count = self.base if self._fast is None else self._fast, int(self.count)
+        if count == 1:
+            return acting.act(observation, generator, deterministic=deterministic)
+        score = smallest_value(self.agent, self.interface)
+        return best_of(acting, observation, generator, count, score, deterministic=deterministic)[0]
+
+    def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
+        """Return what the base makes of observations [N, H, ...]; raises ConfigError where it does not say."""
+        return _encoded_by(self.base, observation)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint with the base inside, critics included, atomically."""
+        whole = _described(self, "best_of", _spec_of(self.base)) | {"count": int(self.count)}
+        write_checkpoint(folder, whole, self.agent, lambda inside: self.base.save(inside / BASE))
+
+    @classmethod
+    def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "BestOfPolicy":
+        """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
+        require_format(folder, description)
+        base = load_policy(folder / BASE, device)
+        with restoring(folder, "a policy"):
+            agent, interface = _saved_agent(folder, description, base)
+            made = cls(base, agent, interface, int(description["count"]))
         read_weights(agent, folder, device)
         return made.to(device).eval()
 
@@ -258,7 +341,27 @@ def _acted(
     return policy.agent.act(policy.interface.state(observation), None if sure else generator)
 
 
-def _described(policy: "AgentPolicy | SteeredPolicy", kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+def _encoded_by(base: Policy, observation: TensorObservation) -> Mapping[str, Tensor]:
+    """Return what `base` makes of observations [N, H, ...]; raises ConfigError where it does not say."""
+    if not isinstance(base, Encodes):
+        raise ConfigError(f"{type(base).__name__} has no encode().")
+    return base.encode(observation)
+
+
+def _spec_of(base: Policy) -> dict[str, Any]:
+    """Return what the checkpoint of a policy around `base` says of observations and actions."""
+    own = base.spec
+    return {
+        "observation": {key: field.to_json() for key, field in own.observation.items()},
+        "action": own.action.to_json(),
+        "fps": own.fps,
+        "instructions": list(own.instructions),
+    }
+
+
+def _described(
+    policy: "AgentPolicy | BestOfPolicy | SteeredPolicy", kind: str, spec: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return config.json of a policy whose class is registered as `kind`."""
     agent = policy.agent
     path = f"{type(agent.config).__module__}:{type(agent.config).__qualname__}"
