@@ -24,7 +24,7 @@ from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec, cameras_of, require_fit
-from robopolicy.core.storage import read_json, recover_folder, write_json
+from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
@@ -42,16 +42,22 @@ from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
 from sims.recorded import DemonstratedWorld
 from sims.registry import make_expert, make_saved_world, make_world
-from worldmodels import load_world_model, save_world_model
+from worldmodels import load_world_model
 from worldmodels.configuration import PlanConfig
-from worldmodels.encoding import EncodedPolicy
+from worldmodels.encoding import ENCODER, EncodedPolicy
 from worldmodels.env import ImaginedWorld, Truncation
 from worldmodels.planning import PlannedPolicy
-from worldmodels.protocol import Cacheable, Context, DecoderFree, LearnedModel, Starts, WorldModel, fields_read
+from worldmodels.protocol import (
+    Cacheable,
+    Context,
+    DecoderFree,
+    LearnedModel,
+    Starts,
+    WorldModel,
+    encoder_weights,
+    fields_read,
+)
 from worldmodels.starts import keyframes, recorded_starts
-
-ENCODER = "encoder"
-"""Where a policy's checkpoint keeps the world model whose latent it reads, and the key of config.json that says so."""
 
 
 def choose_device(run: RunSection) -> torch.device:
@@ -327,12 +333,6 @@ def load_encoder(folder: Path, device: torch.device | str = "cpu") -> DecoderFre
     return model
 
 
-def save_encoder(model: DecoderFree, folder: Path) -> None:
-    """Put `model` into the policy checkpoint in `folder`, which acts behind it from now on."""
-    save_world_model(cast(LearnedModel, model), folder / ENCODER)
-    write_json(folder / "config.json", {**read_json(folder / "config.json"), ENCODER: ENCODER})
-
-
 def behind(model: WorldModel, policy: Policy) -> Policy:
     """Return `policy`, which acts inside `model`, as it acts in the real world: behind its encoder, if it needs one."""
     needed = isinstance(model, DecoderFree) and not isinstance(policy, EncodedPolicy)
@@ -348,7 +348,7 @@ def as_seen_in(world: World, policy: Policy) -> Policy:
         return policy
     if not isinstance(world.model, DecoderFree):
         return policy
-    own, other = (cast(LearnedModel, each).state_dict() for each in (policy.model, world.model))
+    own, other = encoder_weights(policy.model), encoder_weights(world.model)
     if own.keys() != other.keys() or any(not torch.equal(own[name], other[name].to(own[name].device)) for name in own):
         raise ConfigError(
             f"The policy reads the latent of another model than that of '{world.spec.name}': one that has been trained "

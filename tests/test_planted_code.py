@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from robopolicy.build import save_encoder
 from robopolicy.cli import main
 from robopolicy.core import registry
 from robopolicy.data.lerobot_reading import read_dataset
@@ -18,6 +17,7 @@ from robopolicy.policies.joint_configuration import JointConfig
 from sims.registry import make_world
 from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig
+from worldmodels.encoding import save_encoder
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.model import RssmModel

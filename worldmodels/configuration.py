@@ -1,6 +1,7 @@
 """What can be set about world models of one file, and about planning in any of them."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError, did_you_mean
@@ -45,6 +46,34 @@ class EnsembleConfig:
     def __post_init__(self) -> None:
         if min(self.members, self.width, self.depth, self.batch_size) < 1:
             raise ConfigError("members, width, depth and batch_size must be at least 1.")
+
+
+@dataclass(frozen=True)
+class LatentEnsembleConfig:
+    """An encoder of images, and an ensemble of dynamics networks on its features, which policies read."""
+
+    builds: ClassVar[str] = "worldmodels.latent_ensemble:LatentEnsembleModel"
+
+    encoder: Path | None = None
+    """Checkpoint of a model of this kind whose encoder is kept, for policies that read it: a second model of the same
+    latent, to judge what was learned in the first, or to know more data. Null to train one.
+    """
+    features: int = 32
+    """Of a camera's frame."""
+    channels: tuple[int, int, int] = (16, 32, 32)
+    """Of the encoder's convolutions, multiples of 8."""
+    decoder_channels: int = 8
+    """Of the widest map that frames are drawn from in training."""
+    batch_size: int = 64
+    """Frames a training step of the encoder."""
+    encoder_share: float = 1.0
+    """Training steps of the encoder, for each of the ensemble."""
+    ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
+    """The networks on its features."""
+
+    def __post_init__(self) -> None:
+        if min(self.features, self.decoder_channels, self.batch_size) < 1 or self.encoder_share <= 0:
+            raise ConfigError("features, decoder_channels and batch_size are at least 1, encoder_share above 0.")
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ Both encode every frame by itself. A model with a memory knows more of an imagin
 much that costs a policy shows when it is evaluated in both.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,10 +19,16 @@ from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import SpecError
-from robopolicy.core.policy import Decision, Policy, TensorObservation
+from robopolicy.core.origin import origin_of, remember_origin
+from robopolicy.core.policy import Decision, Policy, Scores, TensorObservation, Trainable, require_trainable
 from robopolicy.core.spec import PolicySpec, validate_observation
+from robopolicy.core.storage import read_json, write_folder_atomic, write_json
 from robopolicy.core.world import Rows
-from worldmodels.protocol import Context, DecoderFree
+from worldmodels.checkpoint import save_world_model
+from worldmodels.protocol import Context, DecoderFree, LearnedModel
+
+ENCODER = "encoder"
+"""Where a policy's checkpoint keeps the world model whose latent it reads, and the key of config.json that says so."""
 
 PART = 4096
 """Recorded frames are encoded in parts of so many."""
@@ -58,10 +66,11 @@ def encoded(model: DecoderFree, episodes: Episodes) -> Episodes:
 
 
 class EncodedPolicy(nn.Module):
-    """A `Policy` for the real world, of one that reads what a `DecoderFree` model shows.
+    """A policy for the real world, of one that reads what a `DecoderFree` model shows.
 
     It encodes what it observes and hands it on; where the observation holds what the policy reads already, as it does
-    in imagination, it is handed on as it is. Learning goes on in the policy itself, inside the model.
+    in imagination, it is handed on as it is. It is as trainable as the policy is (`to_trainable`), by what is encoded;
+    the encoder stays as it is, and lies in the checkpoint.
     """
 
     def __init__(self, policy: Policy, model: DecoderFree):
@@ -93,10 +102,56 @@ class EncodedPolicy(nn.Module):
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
         """Encode and decide. Raises SpecError where the observation does not fit, NonFiniteError on NaN or infinity."""
-        if any(key not in observation for key in self.policy.spec.observation):
-            observation = {**observation, **self._encoded(observation)}
-        return self.policy.act(observation, generator, deterministic=deterministic)
+        return self.policy.act(self.seen(observation), generator, deterministic=deterministic)
 
+    def seen(self, observation: TensorObservation) -> TensorObservation:
+        """Return what the policy reads of observations [N, H, ...]; raises as `act` does."""
+        if all(key in observation for key in self.policy.spec.observation):
+            return observation
+        return {**observation, **self._encoded(observation)}
+
+    def to_trainable(self) -> "EncodedPolicy":
+        """Return itself; raises ConfigError where the policy cannot be trained."""
+        self.policy = require_trainable(self.policy)
+        return self
+
+    @property
+    def _learner(self) -> Trainable:
+        return cast(Trainable, self.policy)
+
+    def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
+        """Score the policy's recorded decisions; see `core.policy.ScoredPolicy`."""
+        return self._learner.log_prob(self.seen(observation), latents)
+
+    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the policy's loss; see `core.policy.Trainable`."""
+        return self._learner.loss({**batch, "observation": self.seen(batch["observation"])}, generator)
+
+    def trainable_parameters(self) -> Iterable[nn.Parameter]:
+        """The policy's: the encoder stays as it is."""
+        return self._learner.trainable_parameters()
+
+    def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
+        """Prepare the policy; see `core.policy.Trainable`."""
+        self._learner.prepare_finetuning(steps, train_encoder=train_encoder)
+
+    def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
+        """Return what the model shows of the newest frames, key -> [N, ...]: features for critics."""
+        seen = self.seen(observation)
+        found = {key: seen[key] for key in self.model.spec.observation}
+        return {key: value[:, -1] for key, value in found.items() if isinstance(value, Tensor)}
+
+    def save(self, folder: Path) -> None:
+        """Write the policy's checkpoint with the encoder inside, atomically."""
+        remember_origin(self.policy, origin_of(self) or origin_of(self.policy))
+
+        def fill(inside: Path) -> None:
+            self._learner.save(inside)
+            save_encoder(self.model, inside)
+
+        write_folder_atomic(folder, fill)
+
+    @torch.no_grad()
     def _encoded(self, observation: TensorObservation) -> dict[str, Tensor]:
         """Return the fields that the model shows of every frame, key -> [B, H, *shape]."""
         validate_observation(observation, self.model.reads, history=self.spec.history)
@@ -104,3 +159,9 @@ class EncodedPolicy(nn.Module):
         first = next(iter(frames.values()))
         shown = encode(self.model, {key: value.flatten(0, 1) for key, value in frames.items()})
         return {key: value.unflatten(0, first.shape[:2]).to(first.device) for key, value in shown.items()}
+
+
+def save_encoder(model: DecoderFree, folder: Path) -> None:
+    """Put `model` into the policy checkpoint in `folder`, which acts behind it from now on."""
+    save_world_model(cast(LearnedModel, model), folder / ENCODER)
+    write_json(folder / "config.json", {**read_json(folder / "config.json"), ENCODER: ENCODER})

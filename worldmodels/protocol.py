@@ -7,7 +7,7 @@ depend on rows or batches, and a copied latent branches exactly.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -173,6 +173,20 @@ class DecoderFree(WorldModel, Protocol):
     def show(self, latent: Latent) -> Mapping[str, Tensor]:
         """Return what is seen where a latent is, key -> [B, *shape], without gradient: the fields of `spec`."""
         ...
+
+
+@runtime_checkable
+class HasEncoder(DecoderFree, Protocol):
+    """A `DecoderFree` whose latents of recorded frames depend on an encoder alone, which other models may share."""
+
+    def encoder_weights(self) -> Mapping[str, Tensor]:
+        """Return the weights of the encoder, name -> [...]: models of equal ones show equal latents."""
+        ...
+
+
+def encoder_weights(model: DecoderFree) -> Mapping[str, Tensor]:
+    """Return what the latents of recorded frames depend on: the encoder's weights, or all where none is told apart."""
+    return model.encoder_weights() if isinstance(model, HasEncoder) else cast(Module, model).state_dict()
 
 
 def fields_read(model: WorldModel) -> Mapping[str, Field]:

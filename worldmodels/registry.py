@@ -11,6 +11,7 @@ WORLD_MODELS = Kinds(
     "robopolicy.worldmodels",
     {
         "ensemble": "worldmodels.configuration:EnsembleConfig",
+        "latent_ensemble": "worldmodels.configuration:LatentEnsembleConfig",
         "rssm": "worldmodels.rssm.configuration:RssmConfig",
         "pixel_diffusion": "worldmodels.pixel_diffusion.configuration:PixelDiffusionConfig",
         "video": "worldmodels.video.configuration:VideoConfig",

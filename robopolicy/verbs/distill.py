@@ -28,6 +28,7 @@ from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.distill import DistillConfig, distill
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.verb import Verb
+from worldmodels.encoding import EncodedPolicy, encoded
 
 VERB = Verb(
     summary="Distil a policy of many denoising steps into one of few",
@@ -52,7 +53,11 @@ def run(config: Config) -> int:
     teacher = load_policy(path, device)
     episodes = asked_at(config, teacher, device)
     seed = derive(config.run.seed, "distill")
-    student, fitted = distill(teacher, episodes, narrowed(DistillConfig, section), folder, seed=seed)
+    inside, seen = teacher, episodes
+    if isinstance(teacher, EncodedPolicy):  # the encoder stays as it is
+        inside, seen = teacher.policy, encoded(teacher.model, episodes)
+    few, fitted = distill(inside, seen, narrowed(DistillConfig, section), folder, seed=seed)
+    student = EncodedPolicy(few, teacher.model) if isinstance(teacher, EncodedPolicy) else few
     remember_origin(student, origin_of(teacher))
     student.save(folder.checkpoint)
     both: dict[str, Policy] = {"teacher": teacher, "student": student}

@@ -29,7 +29,6 @@ from robopolicy.build import (
     choose_device,
     load_policy,
     planned_acting,
-    save_encoder,
 )
 from robopolicy.configuration import Config
 from robopolicy.configuration.imagine import ImagineSection
@@ -54,6 +53,7 @@ from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.finetune import confirming_seeds, film, guidance_of, require_target, summary
 from robopolicy.verbs.verb import Verb
+from worldmodels.encoding import save_encoder
 from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import DecoderFree, LearnedModel
 

@@ -15,11 +15,12 @@ offline.agent=edac offline.data=[recorded,imagined] offline.imagined_steps=10 of
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from robopolicy.build import build_critic, build_world, choose_device, load_policy
+from robopolicy.build import as_seen_in, build_critic, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.gate import GateSection
 from robopolicy.core.episodes import Episodes
@@ -171,7 +172,8 @@ def imagination(config: Config, policy: Policy, device: torch.device) -> Imagina
     inside = config.world.imagined_by(section.model)
     world = build_world(inside, policy, batch_size=tuning.num_envs, seed=config.run.seed, device=device)
     settings = narrowed(FinetuneConfig, tuning)
-    return Imagination(world, settings, lambda seed: build_critic(world, tuning, seed).to(device))
+    new_critic = lambda seed: build_critic(world, tuning, seed).to(device)  # noqa: E731
+    return Imagination(world, settings, new_critic, partial(as_seen_in, world))
 
 
 def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> Episodes:

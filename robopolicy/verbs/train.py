@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from robopolicy.build import behind, build_world, choose_device, load_encoder, save_encoder
+from robopolicy.build import behind, build_world, choose_device, load_encoder
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
@@ -48,7 +48,7 @@ from robopolicy.training.reading import describe_reading
 from robopolicy.training.stages import Staged, fit_stages
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.verb import Verb
-from worldmodels.encoding import encoded
+from worldmodels.encoding import encoded, save_encoder
 
 VERB = Verb(
     summary="Pre-train a diffusion, flow or token policy on a dataset",

@@ -7,10 +7,11 @@ import point_world
 import pytest
 import torch
 
-from worldmodels.configuration import EnsembleConfig
+from worldmodels.configuration import EnsembleConfig, LatentEnsembleConfig
 from worldmodels.conformance import check_world_model
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.images.configuration import ReadoutConfig
+from worldmodels.latent_ensemble import LatentEnsembleModel
 from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 from worldmodels.pixel_diffusion.model import PixelDiffusionModel
 from worldmodels.rssm.configuration import RssmConfig
@@ -25,6 +26,13 @@ READOUT = ReadoutConfig(batch_size=8, imagined_steps=4, members=2)
 KINDS = {
     "ensemble": (EnsembleModel, EnsembleConfig(members=2, width=16, depth=1, head_width=16), point_world),
     "ensemble, sampled": (EnsembleModel, EnsembleConfig(members=2, width=16, head_width=16, sample=True), point_world),
+    "latent ensemble": (
+        LatentEnsembleModel,
+        LatentEnsembleConfig(
+            features=4, batch_size=8, ensemble=EnsembleConfig(members=2, width=16, depth=1, head_width=16)
+        ),
+        dot_world,
+    ),
     "rssm": (RssmModel, RssmConfig(size="tiny", batch_size=4, length=4), point_world),
     "rssm, images": (RssmModel, RssmConfig(size="tiny", batch_size=4, length=4), dot_world),
     "pixel diffusion": (

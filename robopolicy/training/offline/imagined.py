@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Trainable
+from robopolicy.core.policy import Trainable, require_trainable
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.training.configuration import held_near_base
 from robopolicy.training.finetune import finetune
@@ -45,5 +45,6 @@ class ImaginedPpo:
         )
         if config.near_base:
             settings = held_near_base(settings, config.near_base)
-        result = finetune(policy, found.new_critic(seed), found.world, settings, seed=seed)
+        inside = require_trainable(found.as_inside(policy))
+        result = finetune(inside, found.new_critic(seed), found.world, settings, seed=seed)
         return {"imagined_steps": float(result.env_steps)}

@@ -32,11 +32,15 @@ from robopolicy.training.update import Learner
 
 @dataclass(frozen=True)
 class Imagination:
-    """A world model of the log to play in, the settings of fine-tuning there, and a fresh critic of it by seed."""
+    """A world model of the log to play in, the settings of fine-tuning there, and a fresh critic of it by seed.
+
+    as_inside: a policy -> what acts in its place in that world and shares its weights, itself without an encoder say.
+    """
 
     world: World
     settings: FinetuneConfig
     new_critic: Callable[[int], Critic]
+    as_inside: Callable[[Policy], Policy] = lambda policy: policy
 
 
 @dataclass(frozen=True)

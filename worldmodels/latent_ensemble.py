@@ -1,0 +1,261 @@
+"""A world model of image features: an encoder of single frames, and an ensemble of dynamics on what it makes of them.
+
+The encoder says where things are (convolutions, a spatial softmax, a layer). It learns that by drawing each frame again
+from its features alone (a deep spatial autoencoder, Finn et al. 2016, arXiv:1509.06113), so nothing has to be labelled;
+what is drawn is needed for learning only. Features and the vectors that the world shows, but what only a simulator
+knows (`observation.environment_state`), are the latent, of which `EnsembleModel` learns dynamics, rewards and success
+as of any state: a step of imagination costs what it costs there, and no image is drawn. Policies read the latent and
+act in the real world behind the encoder (`DecoderFree`). Deviation from models whose latent learns with the dynamics:
+the encoder is finished before, and stays as it is when the model is trained on, because policies lean on it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.regression import Regression
+from robopolicy.core.returns import success_bonus
+from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, Field, WorldSpec
+from robopolicy.core.structured import to_plain
+from robopolicy.core.vectors import StateVector
+from robopolicy.nn.configuration import ImageEncoderConfig
+from robopolicy.nn.encoders import ImageEncoder, module_name
+from worldmodels.checkpoint import load_world_model
+from worldmodels.configuration import LatentEnsembleConfig
+from worldmodels.data.statistics import require_fields
+from worldmodels.data.structure import StateStructure, find_structure, no_structure, structure_in
+from worldmodels.data.transitions import recorded_transitions
+from worldmodels.encoding import encoded
+from worldmodels.ensemble import EnsembleModel
+from worldmodels.heads.registry import saved_configuration
+from worldmodels.images.decoder import ImageDecoder
+from worldmodels.images.model import PartStage
+from worldmodels.protocol import LATENT, Context, Imagined, Latent
+
+PART = 512
+"""Frames are encoded in parts of so many."""
+
+SAMPLED = 1000
+"""Frames of the data that say how much its pixels vary."""
+
+
+class FrameAutoencoder(nn.Module):
+    """Encodes single frames, camera by camera, and draws them again at half their size.
+
+    images: the cameras' fields by key; size: features F of a frame, all cameras together. Raises ConfigError unless
+    images are square and their side a power of two from 16 up.
+    """
+
+    def __init__(self, images: Mapping[str, Field], config: LatentEnsembleConfig):
+        super().__init__()
+        self.images, self.size = tuple(images), config.features * len(images)
+        chosen = ImageEncoderConfig(features=config.features, channels=config.channels)
+        encoders, decoders = nn.ModuleDict(), nn.ModuleDict()
+        for key, field in images.items():
+            height, width, depth = field.shape
+            encoders[module_name(key)] = ImageEncoder(chosen)
+            decoders[module_name(key)] = ImageDecoder(
+                (height // 2, width // 2, depth), config.decoder_channels, config.features
+            )
+        self.encoders, self.decoders = encoders, decoders
+
+    def forward(self, frames: Mapping[str, Tensor]) -> Tensor:
+        """Return features [N, F] of images, key -> uint8 [N, height, width, 3]."""
+        return torch.cat([self.encoders[module_name(key)](frames[key]) for key in self.images], -1)
+
+    def losses(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return {"drawn": [N]}: the squared error of what is drawn, as a share of how much pixels vary in the data.
+
+        batch: frames, key -> uint8 [N, height, width, 3]; variance: key -> [], of pixels in 0 to 1.
+        """
+        errors: list[Tensor] = []
+        for key in self.images:
+            name, frames = module_name(key), batch["frames"][key]
+            drawn = self.decoders[name](self.encoders[name](frames))
+            errors.append((drawn - halved(frames)).square().flatten(1).mean(-1) / batch["variance"][key])
+        return {"drawn": torch.stack(errors).mean(0)}
+
+
+def halved(frames: Tensor) -> Tensor:
+    """Return images at half their size: uint8 [N, height, width, 3] -> [N, height / 2, width / 2, 3] in 0 to 1."""
+    small = functional.avg_pool2d(rearrange(frames, "n h w c -> n c h w").float() / 255, 2)
+    return rearrange(small, "n c h w -> n h w c")
+
+
+class LatentEnsembleModel(nn.Module):
+    """A `LearnedModel` and `DecoderFree`; make one with `build` or `load_world_model`.
+
+    reads: fields of the world's observation, images among them; structure: of the latent's elements, the vectors first.
+    """
+
+    configuration = LatentEnsembleConfig
+    context = 1
+
+    def __init__(
+        self,
+        config: LatentEnsembleConfig,
+        spec: WorldSpec,
+        reads: Mapping[str, Field],
+        structure: StateStructure,
+        success_bonus: float,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.config, self.reads, self.success_bonus = config, dict(reads), success_bonus
+        self.vector = StateVector.of(self.reads)
+        images = {key: field for key, field in self.reads.items() if key.startswith(IMAGE_PREFIX)}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.autoencoder = FrameAutoencoder(images, config)
+        latent = Field((self.vector.size + self.autoencoder.size,))
+        shown = replace(spec, observation={LATENT: latent}, history=1)
+        self.ensemble = EnsembleModel(config.ensemble, shown, structure, success_bonus, seed)
+        self._learns_encoder = False
+
+    @classmethod
+    def build(cls, config: LatentEnsembleConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
+        """Return an untrained model of the world of `spec`, its encoder that of another one where `config` names one.
+
+        Raises ConfigError where there is no image or the other model reads something else, DataError where the data's
+        fields are not the world's.
+        """
+        reads = fields_read(spec)
+        require_fields(spec, reads, episodes)
+        vector = StateVector.of(reads)
+        frames = torch.arange(episodes.step_count) + episodes.episode_of_step
+        state = vector.pack(episodes.observation)
+        known = find_structure(state[frames], state[frames + 1], vector.names) if vector.size else no_structure()
+        features = config.features * sum(key.startswith(IMAGE_PREFIX) for key in reads)
+        free = torch.cat([known.free, vector.size + torch.arange(features)])
+        model = cls(config, spec, reads, replace(known, free=free), success_bonus(episodes), seed)
+        if config.encoder is None:
+            model._learns_encoder = True
+        else:
+            model.keep_encoder_of(config)
+        return model
+
+    def keep_encoder_of(self, config: LatentEnsembleConfig) -> None:
+        """Take over the encoder of the model at config.encoder; raises ConfigError where it reads something else."""
+        assert config.encoder is not None
+        other = load_world_model(config.encoder)
+        if not isinstance(other, LatentEnsembleModel):
+            raise ConfigError(
+                f"{config.encoder} holds a {type(other).__name__}, not a model with an encoder of images."
+            )
+        own, given = self.autoencoder.state_dict(), other.autoencoder.state_dict()
+        same = own.keys() == given.keys() and all(own[name].shape == given[name].shape for name in own)
+        if other.reads != self.reads or not same:
+            raise ConfigError(
+                f"The encoder of {config.encoder} reads {', '.join(other.reads)} and makes {other.autoencoder.size} "
+                f"features, this model's reads {', '.join(self.reads)} and makes {self.autoencoder.size}: give both "
+                "the same cameras, image size and settings of the encoder."
+            )
+        self.autoencoder.load_state_dict(given)
+
+    def stages(self) -> Mapping[str, tuple[Regression, float]]:
+        """The encoder learns first, unless it is given or was finished long ago; then the ensemble, from latents."""
+        ensemble = PartStage(self.ensemble, self.latent_batches, self.ensemble.loss), 1.0
+        if not self._learns_encoder:
+            return {"ensemble": ensemble}
+        encoder = PartStage(self.autoencoder, self.frame_batches, self.autoencoder.losses)
+        return {"encoder": (encoder, self.config.encoder_share), "ensemble": ensemble}
+
+    def frame_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield what `FrameAutoencoder.losses` takes for ever; `generator` is all the state."""
+        images = {key: episodes.observation[key] for key in self.autoencoder.images}
+        count, device = len(next(iter(images.values()))), self.ensemble.state_mean.device
+        some = torch.linspace(0, count - 1, min(count, SAMPLED)).long()
+        variance = {
+            key: halved(value[some]).var(0, correction=0).mean().clamp_min(1e-6).to(device)
+            for key, value in images.items()
+        }
+        while True:
+            rows = torch.randint(count, (self.config.batch_size,), generator=generator, device=generator.device).cpu()
+            yield {"frames": {key: value[rows].to(device) for key, value in images.items()}, "variance": variance}
+
+    def latent_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Yield what `EnsembleModel.loss` takes for ever; the statistics become those of the latents."""
+        seen = encoded(self, episodes)
+        self.ensemble.fit_statistics(recorded_transitions(seen, self.ensemble.state_vector))
+        yield from self.ensemble.batches(seen, generator)
+
+    def calibrate(self, episodes: Episodes) -> None:
+        """Set the threshold of success, the quantiles of the uncertainty and what is paid on held-out episodes."""
+        self.ensemble.calibrate(encoded(self, episodes))
+
+    @property
+    def spec(self) -> WorldSpec:
+        """The world that is imitated, its observation the latent alone."""
+        return self.ensemble.spec
+
+    @property
+    def uncertainty_quantiles(self) -> Tensor:
+        """Quantiles of the uncertainty of single steps on held-out data, [101]."""
+        return self.ensemble.uncertainty_quantiles
+
+    def encoder_weights(self) -> Mapping[str, Tensor]:
+        """Return what latents of recorded frames depend on; see `HasEncoder`."""
+        return dict(self.autoencoder.encoders.state_dict())
+
+    def description(self) -> dict[str, Any]:
+        """Return what `restore` needs besides spec and weights."""
+        return {
+            "config": to_plain(replace(self.config, encoder=None)),
+            "success_bonus": self.success_bonus,
+            "reads": {key: field.to_json() for key, field in self.reads.items()},
+        }
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
+        """Return a model into which `weights` can be loaded, its encoder finished; see `LearnedModel.restore`."""
+        config = saved_configuration(cls.configuration, description)
+        reads = {key: Field.from_json(field) for key, field in description["reads"].items()}
+        return cls(config, spec, reads, structure_in(weights), description["success_bonus"])
+
+    @torch.no_grad()
+    def initial(self, context: Context, seeds: np.ndarray) -> Latent:
+        """Return the ensemble's latent of the present frames, encoded, and of episodes with `seeds` [R]."""
+        device = self.ensemble.state_mean.device
+        frames = {key: torch.from_numpy(np.ascontiguousarray(context.last(key))) for key in self.autoencoder.images}
+        rows = torch.arange(len(context)).split(PART)
+        parts = [
+            torch.cat(
+                [self.autoencoder({key: value[part].to(device) for key, value in frames.items()}) for part in rows]
+            )
+        ]
+        if self.vector.size:
+            vectors = self.vector.pack({key: context.last(key) for key in self.vector.keys})
+            parts.insert(0, torch.from_numpy(vectors).to(device))
+        shown = torch.cat(parts, -1)[:, None].cpu().numpy()
+        return self.ensemble.initial(Context({LATENT: shown}), seeds)
+
+    def show(self, latent: Latent) -> Mapping[str, Tensor]:
+        """Return the latent as the one field that is seen, [B, S]."""
+        return {LATENT: latent["state"]}
+
+    def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
+        """Advance every row by one control step with actions [B, A]; see `EnsembleModel.imagine`."""
+        return self.ensemble.imagine(latent, actions)
+
+    def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
+        """Advance every row by T steps with actions [B, T, A]; see `EnsembleModel.generate`."""
+        return self.ensemble.generate(latent, actions)
+
+
+def fields_read(spec: WorldSpec) -> dict[str, Field]:
+    """Return what the encoder reads: images, and vectors but what only a simulator knows.
+
+    Raises ConfigError where there is no image.
+    """
+    reads = {key: field for key, field in spec.observation.items() if key != ENVIRONMENT_STATE}
+    if not any(key.startswith(IMAGE_PREFIX) for key in reads):
+        raise ConfigError(f"World '{spec.name}' shows no images: add world.cameras, or use worldmodel.kind=ensemble.")
+    return reads
