@@ -147,9 +147,7 @@ class LatentEnsembleModel(nn.Module):
         assert config.encoder is not None
         other = load_world_model(config.encoder)
         if not isinstance(other, LatentEnsembleModel):
-            raise ConfigError(
-                f"{config.encoder} holds a {type(other).__name__}, not a model with an encoder of images."
-            )
+            raise ConfigError(f"{config.encoder} holds a {type(other).__name__}, which has no encoder of images.")
         own, given = self.autoencoder.state_dict(), other.autoencoder.state_dict()
         same = own.keys() == given.keys() and all(own[name].shape == given[name].shape for name in own)
         if other.reads != self.reads or not same:
