@@ -205,6 +205,19 @@ def test_rl100_composes_for_every_task(task: str, tmp_path: Path):
     assert {each.world.name for _, each in stages.values()} == {task}
 
 
+def test_rl100_from_images_knows_no_state_and_keeps_one_encoder(tmp_path: Path):
+    config = compose(["recipe=rl100_pixels", "run.seed=3"])
+    stages = stages_of(config, tmp_path)
+    model = tmp_path / "worldmodel" / "model" / "3" / "checkpoint"
+    assert stages["model"][1].worldmodel.config.encoder is None
+    assert all(stages[name][1].worldmodel.config.encoder == model for name in ("judge", "online_model"))
+    for name in ("recorder", "imitation"):
+        assert "observation.environment_state" not in stages[name][1].policy.config.observation_keys
+    assert stages["imitation"][1].train.encoder == model
+    assert stages["offline"][1].gate.models == (tmp_path / "worldmodel" / "judge" / "10003" / "checkpoint",)
+    assert {each.world.cameras for _, each in stages.values()} == {("top",)}
+
+
 def told(rate: float, **more) -> dict:
     """A stage's summary, with a verdict of 200 episodes."""
     found = {"success_rate": rate, "low": rate - 0.05, "high": rate + 0.05, "episodes": 200}

@@ -1,9 +1,9 @@
 """RL-100's pipeline, stage by stage and seed by seed; beside it, what critics of the same log give without a model.
 
-`pipeline recipe=rl100` is run as anybody would run it. Then `offline` is given the same log and the same imitated
-policy with nothing but critics, its defaults: the best of several decisions by IQL's critic are imitated, and fitted Q
-evaluation on held-out episodes of the log judges. Every stage has a run folder and is not run again once it is done.
-Source of the pipeline: RL-100, arXiv:2510.14830.
+`pipeline recipe=rl100` is run as anybody would run it (`recipe=rl100_pixels` where the task's policy sees). Then
+`offline` is given the same log and the same imitated policy with nothing but critics: the policy does the best of
+several decisions by IQL's critic, and fitted Q evaluation on held-out episodes of the log says of how many. Every stage
+has a run folder and is not run again once it is done. Source of the pipeline: RL-100, arXiv:2510.14830.
 """
 
 from collections.abc import Mapping
@@ -22,6 +22,10 @@ from robopolicy.verbs.bench import Benchmark, Table
 
 CRITICS = "offline, critics alone"
 """The row of the policy that critics improved without a world model."""
+ALONE = ("gate.judges=[fqe]", "offline.improve=idql", "offline.agent.expectile=0.7")
+"""Its settings: IQL's expectile is the paper's."""
+PIPELINES = {"push_cube_pixels": "rl100_pixels"}
+"""Tasks whose policies see, and the recipe of their pipeline; of the others it is rl100."""
 JUDGED = "imitation", CRITICS, "offline", "online", "one_step"
 """Stages that leave a policy."""
 
@@ -39,7 +43,7 @@ def measure(config: Config, root: Path, task: str, seed: str) -> dict[str, Any]:
     shared = [f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"]
     if not is_complete(folder):
         chosen = [f"pipeline.recipe={task}", f"pipeline.overrides=[{overrides}]"]
-        pipeline.run(compose(["recipe=rl100", *shared, *chosen]))
+        pipeline.run(compose([f"recipe={PIPELINES.get(task, 'rl100')}", *shared, *chosen]))
     found = read_json(folder / "result.json")
     alone = root / "offline" / task / seed
     if not is_complete(alone):
@@ -47,10 +51,9 @@ def measure(config: Config, root: Path, task: str, seed: str) -> dict[str, Any]:
         given = [
             f"offline.dataset={found['folders']['log']}/dataset",
             f"offline.policy={found['folders']['imitation']}/checkpoint",
-            "gate.judges=[fqe]",
             f"run.name={task}",
         ]
-        offline.run(compose([f"recipe={task}", *shared, *config.bench.overrides, *given]))
+        offline.run(compose([f"recipe={task}", *shared, *config.bench.overrides, *ALONE, *given]))
     result = read_json(alone / "result.json")
     return {**found["stages"], CRITICS: stage_summary("offline", result, result["seconds"])}
 

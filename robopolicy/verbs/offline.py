@@ -133,7 +133,8 @@ def learn_critic(
     """Return the lesson: a critic fitted to the recorded decisions, and to imagined ones where they are named."""
     section, seed = config.offline, config.run.seed
     episodes = episodes_for(config, policy, episodes, device)
-    interface = critic_interface(policy, episodes)
+    deployed = getattr(section.improve.config, "deploys_critic", False)
+    interface = critic_interface(policy, episodes, deployed=deployed)
     agent_config = section.agent.config
     data = recorded_decisions(episodes, interface, agent_config.discount)
     say_decisions(data)

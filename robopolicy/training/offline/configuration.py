@@ -266,6 +266,8 @@ class IdqlConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.idql:Idql"
+    deploys_critic: ClassVar[bool] = True
+    """The critic acts along, so it sees what the policy reads and nothing else."""
     candidates: int = 4
     """Decisions that the first round tries; after an acceptance twice as many, after a refusal half as many more."""
 

@@ -46,17 +46,19 @@ class Encoder:
         return torch.cat([value.flatten(1) for value in found.values()], -1).float()
 
 
-def critic_interface(policy: Policy, episodes: Episodes) -> Interface:
+def critic_interface(policy: Policy, episodes: Episodes, *, deployed: bool = False) -> Interface:
     """Return how critics see decisions of `policy` in `episodes`: chunks as long as its own.
 
     Where the policy has cameras, the frozen features of its encoder, as it is now, are part of the state. Vectors are
-    those of the data, also those that the policy does not read: a critic may know more than its policy. Raises
-    ConfigError where there are only images and the policy cannot encode them.
+    those of the data, also those that the policy does not read: a critic may know more than its policy, unless it is
+    deployed with it. Raises ConfigError where there are only images and the policy cannot encode them.
     """
     tasks = tuple(sorted(set(episodes.tasks) | set(policy.spec.instructions)))
     bounds = recorded_range(episodes)
     seer = copy.deepcopy(policy) if policy.spec.cameras else policy
-    return interface_of(seer, episodes.observation_fields, episodes.action_field, tasks, bounds=bounds)
+    known = {key: field for key, field in episodes.observation_fields.items() if key in policy.spec.observation}
+    fields = known if deployed else episodes.observation_fields
+    return interface_of(seer, fields, episodes.action_field, tasks, bounds=bounds)
 
 
 def interface_of(
