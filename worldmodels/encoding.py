@@ -120,11 +120,11 @@ class EncodedPolicy(nn.Module):
         return cast(Trainable, self.policy)
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-        """Score the policy's recorded decisions; see `core.policy.ScoredPolicy`."""
+        """Score the policy's recorded decisions, logp and entropy [N, K]; see `core.policy.ScoredPolicy`."""
         return self._learner.log_prob(self.seen(observation), latents)
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the policy's loss; see `core.policy.Trainable`."""
+        """Return the policy's terms of the loss, each [N]; see `core.policy.Trainable`."""
         return self._learner.loss({**batch, "observation": self.seen(batch["observation"])}, generator)
 
     def trainable_parameters(self) -> Iterable[nn.Parameter]:

@@ -101,7 +101,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
     def fit_statistics(self, data: Transitions) -> None:
         """Fit the standardisation of inputs and targets: means and deviations [S], [A] and [F] over the steps."""
         change = data.next_state - data.state
-        values = {"state": data.state, "action": data.action, "delta": change[:, self.structure.free]}
+        values = {"state": data.state, "action": data.action, "delta": change[:, self.structure.free.to(change.device)]}
         self.keep_statistics(means_and_deviations(values))
         self.heads.fit_statistics(data)
 

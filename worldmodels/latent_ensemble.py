@@ -200,7 +200,7 @@ class LatentEnsembleModel(nn.Module):
         return self.ensemble.uncertainty_quantiles
 
     def encoder_weights(self) -> Mapping[str, Tensor]:
-        """Return what latents of recorded frames depend on; see `HasEncoder`."""
+        """Return what latents of recorded frames depend on, name -> [...]; see `HasEncoder`."""
         return dict(self.autoencoder.encoders.state_dict())
 
     def description(self) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class LatentEnsembleModel(nn.Module):
 
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return a model into which `weights` can be loaded, its encoder finished; see `LearnedModel.restore`."""
+        """Return a model for `weights`, name -> [...], whose encoder is finished; see `LearnedModel.restore`."""
         config = saved_configuration(cls.configuration, description)
         reads = {key: Field.from_json(field) for key, field in description["reads"].items()}
         return cls(config, spec, reads, structure_in(weights), description["success_bonus"])

@@ -185,7 +185,7 @@ class HasEncoder(DecoderFree, Protocol):
 
 
 def encoder_weights(model: DecoderFree) -> Mapping[str, Tensor]:
-    """Return what the latents of recorded frames depend on: the encoder's weights, or all where none is told apart."""
+    """Return what latents of recorded frames depend on, name -> [...]: an encoder, or all where none is told apart."""
     return model.encoder_weights() if isinstance(model, HasEncoder) else cast(Module, model).state_dict()
 
 

@@ -20,8 +20,8 @@ class WorldModelSection(Tagged):
     kinds: ClassVar = WORLD_MODELS
 
     kind: str = "ensemble"
-    """ensemble and rssm (states, minutes), pixel_diffusion (a camera's next frame), video (all cameras, far ahead), or
-    your own.
+    """ensemble and rssm (states, minutes), latent_ensemble (images, of which policies read features: train.encoder),
+    pixel_diffusion (a camera's next frame), video (all cameras, far ahead), or your own.
     """
     config: Any = field(default_factory=EnsembleConfig)
     data: tuple[Path, ...] = ()

@@ -40,7 +40,7 @@ SMALL_MODEL = {
     "readout": ReadoutConfig(batch_size=8, imagined_steps=4, members=2),
     "precision": "float32",
 }
-SEES = {"pixel_diffusion": IMAGES, "video": IMAGES}
+SEES = {"latent_ensemble": IMAGES, "pixel_diffusion": IMAGES, "video": IMAGES}
 """What models see that cannot do with vectors."""
 VARIANTS: dict[str, dict[str, tuple[dict[str, Any], WorldSpec]]] = {
     "ensemble": {"as it is": ({}, STATES), "sampled": ({"sample": True}, STATES)},
