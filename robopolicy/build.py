@@ -18,13 +18,12 @@ from robopolicy.configuration.inference import AUTO, InferenceSection
 from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
-from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, RobopolicyWarning
+from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning
 from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec, cameras_of, require_fit
-from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.lerobot_format import read_dataset
@@ -32,19 +31,19 @@ from robopolicy.inference.chunkings import SYNCHRONOUS
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
-from robopolicy.policies import load_policy as load_alone
 from robopolicy.policies.checkpoint import checkpoint_in
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.training.acting import Acting
+from robopolicy.training.encoders import load_with_encoder
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
 from sims.recorded import DemonstratedWorld
 from sims.registry import make_expert, make_saved_world, make_world
 from worldmodels import load_world_model
 from worldmodels.configuration import PlanConfig
-from worldmodels.encoding import ENCODER, EncodedPolicy
+from worldmodels.encoding import EncodedPolicy
 from worldmodels.env import ImaginedWorld, Truncation
 from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import (
@@ -260,18 +259,7 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
             f"'{folder}' names code, and a checkpoint is a folder: a policy of yours is trained with "
             f"policy.kind={folder}, a controller records with collect.controller={folder}."
         )
-    folder = checkpoint_in(folder)
-    policy = load_alone(folder, device)
-    description = read_json(folder / "config.json")
-    if "kind" not in description or ENCODER not in description:
-        return policy
-    place = folder / ENCODER
-    if not recover_folder(place).exists():
-        raise CheckpointError(
-            f"{place} does not exist: {folder} holds a policy of a world model's latent, and that world model beside "
-            "it. Restore it from a copy, or train again."
-        )
-    return _of_the_same_origin(EncodedPolicy(policy, load_encoder(place, device)), policy)
+    return load_with_encoder(folder, device)
 
 
 def load_trainable(folder: Path | str, tuning: LeRobotTuning, device: torch.device | str = "cpu") -> Trainable:
@@ -320,17 +308,6 @@ def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedM
         warnings.warn(said, RobopolicyWarning, stacklevel=2)
         return model
     return cast(LearnedModel, model.with_caching(plan.cache))
-
-
-def load_encoder(folder: Path, device: torch.device | str = "cpu") -> DecoderFree:
-    """Load a world model whose latent policies can read; ConfigError where it shows observations instead."""
-    model = load_world_model(folder, device)
-    if not isinstance(model, DecoderFree):
-        raise ConfigError(
-            f"{folder} holds a world model that shows observations ({', '.join(model.spec.observation)}), so policies "
-            "in it read those: only a model without a decoder is an encoder (worldmodels/README.md)."
-        )
-    return model
 
 
 def behind(model: WorldModel, policy: Policy) -> Policy:

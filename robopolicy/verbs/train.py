@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from robopolicy.build import behind, build_world, choose_device, load_encoder
+from robopolicy.build import behind, build_world, choose_device
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
@@ -41,6 +41,7 @@ from robopolicy.policies.lerobot_training import LeRobotNetwork
 from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import PretrainConfig
+from robopolicy.training.encoders import load_encoder
 from robopolicy.training.fit import FitResult
 from robopolicy.training.memory import plan_pretraining
 from robopolicy.training.pretrain import pretrain

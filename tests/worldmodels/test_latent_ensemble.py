@@ -19,10 +19,14 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.critic import state_critic
+from robopolicy.rl.offline.configuration import IqlConfig
+from robopolicy.rl.offline.iql import Iql
 from robopolicy.training.configuration import FinetuneConfig, FitConfig
 from robopolicy.training.offline.configuration import ImaginedPpoConfig
 from robopolicy.training.offline.imagined import ImaginedPpo
 from robopolicy.training.offline.improvers import Imagination, Lesson
+from robopolicy.training.offline.seen import critic_interface
+from robopolicy.training.online.policies import BestOfPolicy
 from robopolicy.training.stages import fit_stages
 from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig, LatentEnsembleConfig
@@ -161,6 +165,17 @@ def test_its_checkpoint_holds_the_encoder(acting, tmp_path):
     ours, theirs = (each.act(observed(), torch.Generator().manual_seed(3)).actions for each in (acting, loaded))
     assert torch.equal(ours, theirs)
     assert check_policy(acting, load_policy).level is Level.TRAINS
+
+
+def test_a_critic_chooses_for_a_policy_behind_an_encoder_by_its_features(acting, tmp_path):
+    data = recorded(20)
+    view = critic_interface(require_trainable(acting), data, deployed=True)
+    assert set(view.keys) == {STATE, IMAGE} and view.feature_size == acting.model.spec.observation[LATENT].size
+    policy = BestOfPolicy(acting, Iql(IqlConfig(width=8, depth=1), view.size, view.actions, 0), view, 3)
+    policy.save(tmp_path / "best")
+    loaded = load_policy(tmp_path / "best")
+    ours, theirs = (each.act(observed(), torch.Generator().manual_seed(3)).actions for each in (policy, loaded))
+    assert torch.equal(ours, theirs) and not torch.equal(ours, acting.act(observed(), torch.Generator()).actions)
 
 
 def test_a_policy_that_only_acts_is_not_trained_behind_an_encoder(learned):

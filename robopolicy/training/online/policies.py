@@ -23,10 +23,10 @@ from robopolicy.core.policy import ActsFromNoise, DecidesFromNoise, Decision, Po
 from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Rows
-from robopolicy.policies.checkpoint import load_policy
 from robopolicy.rl.offline.agent import OfflineAgent, smallest_value
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.registry import AGENTS
+from robopolicy.training.encoders import load_with_encoder
 from robopolicy.training.offline.seen import Encoder, Encodes, interface_of
 
 BASE, ENCODER = "base", "encoder"
@@ -112,7 +112,7 @@ class AgentPolicy(nn.Module):
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "AgentPolicy":
         """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
         require_format(folder, description)
-        encoder = load_policy(folder / ENCODER, device) if (folder / ENCODER).exists() else None
+        encoder = load_with_encoder(folder / ENCODER, device) if (folder / ENCODER).exists() else None
         with restoring(folder, "a policy"):
             agent, interface = _saved_agent(folder, description, encoder)
             fps = float(description["spec"]["fps"])
@@ -204,7 +204,7 @@ class SteeredPolicy(nn.Module):
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "SteeredPolicy":
         """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
         require_format(folder, description)
-        base = load_policy(folder / BASE, device)
+        base = load_with_encoder(folder / BASE, device)
         with restoring(folder, "a policy"):
             agent, interface = _saved_agent(folder, description, base)
             made = cls(require_steerable(base), agent, interface, bool(description["steers"]))
@@ -289,7 +289,7 @@ class BestOfPolicy(nn.Module):
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "BestOfPolicy":
         """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
         require_format(folder, description)
-        base = load_policy(folder / BASE, device)
+        base = load_with_encoder(folder / BASE, device)
         with restoring(folder, "a policy"):
             agent, interface = _saved_agent(folder, description, base)
             made = cls(base, agent, interface, int(description["count"]))

@@ -1,0 +1,47 @@
+"""Checkpoints of policies that read a world model's latent, which is beside them: they act behind its encoder."""
+
+from pathlib import Path
+
+import torch
+
+from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.origin import origin_of, remember_origin
+from robopolicy.core.policy import Policy
+from robopolicy.core.storage import read_json, recover_folder
+from robopolicy.policies import load_policy
+from robopolicy.policies.checkpoint import checkpoint_in
+from worldmodels import load_world_model
+from worldmodels.encoding import ENCODER, EncodedPolicy
+from worldmodels.protocol import DecoderFree
+
+
+def load_with_encoder(folder: Path | str, device: torch.device | str = "cpu") -> Policy:
+    """Load any policy checkpoint; one that learned on a world model's latent acts behind the encoder that it holds.
+
+    Raises CheckpointError as `robopolicy.policies.load_policy` does, and where the encoder is missing.
+    """
+    folder = checkpoint_in(folder)
+    policy = load_policy(folder, device)
+    description = read_json(folder / "config.json")
+    if "kind" not in description or ENCODER not in description:
+        return policy
+    place = folder / ENCODER
+    if not recover_folder(place).exists():
+        raise CheckpointError(
+            f"{place} does not exist: {folder} holds a policy of a world model's latent, and that world model beside "
+            "it. Restore it from a copy, or train again."
+        )
+    behind = EncodedPolicy(policy, load_encoder(place, device))
+    remember_origin(behind, origin_of(policy))
+    return behind
+
+
+def load_encoder(folder: Path, device: torch.device | str = "cpu") -> DecoderFree:
+    """Load a world model whose latent policies can read; ConfigError where it shows observations instead."""
+    model = load_world_model(folder, device)
+    if not isinstance(model, DecoderFree):
+        raise ConfigError(
+            f"{folder} holds a world model that shows observations ({', '.join(model.spec.observation)}), so policies "
+            "in it read those: only a model without a decoder is an encoder (worldmodels/README.md)."
+        )
+    return model
