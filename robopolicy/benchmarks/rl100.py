@@ -1,9 +1,9 @@
 """RL-100's pipeline, stage by stage and seed by seed; beside it, what critics of the same log give without a model.
 
 `pipeline recipe=rl100` is run as anybody would run it (`recipe=rl100_pixels` where the task's policy sees). Then
-`offline` is given the same log and the same imitated policy with nothing but critics: the policy does the best of
-several decisions by IQL's critic, and fitted Q evaluation on held-out episodes of the log says of how many. Every stage
-has a run folder and is not run again once it is done. Source of the pipeline: RL-100, arXiv:2510.14830.
+`offline` is given the same log and the same imitated policy with nothing but IQL's critic, twice: the best of several
+decisions are imitated, or chosen while acting; fitted Q evaluation on held-out episodes of the log judges both. Every
+stage has a run folder and is not run again once it is done. Source of the pipeline: RL-100, arXiv:2510.14830.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,14 @@ from robopolicy.runs import is_complete, output
 from robopolicy.verbs import offline, pipeline
 from robopolicy.verbs.bench import Benchmark, Table
 
-CRITICS = "offline, critics alone"
-"""The row of the policy that critics improved without a world model."""
-ALONE = ("gate.judges=[fqe]", "offline.improve=idql", "offline.agent.expectile=0.7")
-"""Its settings: IQL's expectile is the paper's."""
+ALONE = {
+    "critics alone, imitated": ("gate.judges=[fqe]",),
+    "critics alone, choosing": ("gate.judges=[fqe]", "offline.improve=idql", "offline.agent.expectile=0.7"),
+}
+"""Rows of policies that critics improved without a world model -> settings of `offline`."""
 PIPELINES = {"push_cube_pixels": "rl100_pixels"}
 """Tasks whose policies see, and the recipe of their pipeline; of the others it is rl100."""
-JUDGED = "imitation", CRITICS, "offline", "online", "one_step"
+JUDGED = "imitation", *ALONE, "offline", "online", "one_step"
 """Stages that leave a policy."""
 
 
@@ -45,17 +46,20 @@ def measure(config: Config, root: Path, task: str, seed: str) -> dict[str, Any]:
         chosen = [f"pipeline.recipe={task}", f"pipeline.overrides=[{overrides}]"]
         pipeline.run(compose([f"recipe={PIPELINES.get(task, 'rl100')}", *shared, *chosen]))
     found = read_json(folder / "result.json")
-    alone = root / "offline" / task / seed
-    if not is_complete(alone):
-        output.print(Rule(f"[bold]{task}, seed {seed}: critics alone", align="left"))
-        given = [
-            f"offline.dataset={found['folders']['log']}/dataset",
-            f"offline.policy={found['folders']['imitation']}/checkpoint",
-            f"run.name={task}",
-        ]
-        offline.run(compose([f"recipe={task}", *shared, *config.bench.overrides, *ALONE, *given]))
-    result = read_json(alone / "result.json")
-    return {**found["stages"], CRITICS: stage_summary("offline", result, result["seconds"])}
+    alone: dict[str, Any] = {}
+    for row, settings in ALONE.items():
+        name = f"{task}_{row.rpartition(' ')[-1]}"
+        if not is_complete(root / "offline" / name / seed):
+            output.print(Rule(f"[bold]{task}, seed {seed}: {row}", align="left"))
+            given = [
+                f"offline.dataset={found['folders']['log']}/dataset",
+                f"offline.policy={found['folders']['imitation']}/checkpoint",
+                f"run.name={name}",
+            ]
+            offline.run(compose([f"recipe={task}", *shared, *config.bench.overrides, *settings, *given]))
+        result = read_json(root / "offline" / name / seed / "result.json")
+        alone[row] = stage_summary("offline", result, result["seconds"])
+    return {**found["stages"], **alone}
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
@@ -91,7 +95,8 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
         title = f"{task}: {over}, {episodes} paired episodes"
         found.append(Table(title, header, lines))
         for seed, stages in seeds.items():
-            rates = [rate_text(stages[stage]["policy"]["deterministic"]) for stage in JUDGED]
+            left = {stage: stages[stage]["policy"]["deterministic"] for stage in JUDGED if stage in stages}
+            rates = [rate_text(left[stage]) if stage in left else "" for stage in JUDGED]
             each_policy.append([f"`{task}`, seed {seed}", *rates])
     title = "How well each policy was measured: success [Wilson 95 %]"
     return [*found, Table(title, ["run", *JUDGED], each_policy)]
