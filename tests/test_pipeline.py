@@ -4,14 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from robopolicy.benchmarks import rl100
+from robopolicy.build import load_policy as load_whole
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.run import RunFolder
 from robopolicy.policies import load_policy
 from robopolicy.verbs import train
 from robopolicy.verbs.pipeline import stages_of
+from worldmodels.encoding import EncodedPolicy
+from worldmodels.protocol import encoder_weights
 
 SMALL = [
     "policy.width=32",
@@ -216,6 +220,44 @@ def test_rl100_from_images_knows_no_state_and_keeps_one_encoder(tmp_path: Path):
     assert stages["imitation"][1].train.encoder == model
     assert stages["offline"][1].gate.models == (tmp_path / "worldmodel" / "judge" / "10003" / "checkpoint",)
     assert {each.world.cameras for _, each in stages.values()} == {("top",)}
+
+
+SEEING = [
+    *(each for each in SMALL if not each.startswith("worldmodel.config")),
+    "world.image_size=16",
+    "world.batch_size=8",
+    "policy.image.channels=[8,8,8]",
+    "collect.episodes=12",
+    "offline.evaluate_episodes=8",
+    "offline.rounds=1",
+    "gate.starts=8",
+]
+TINY = ["features=4", "channels=[8,8,8]", "ensemble.members=2", "ensemble.width=16", "ensemble.head_width=16"]
+
+
+def test_from_images_to_one_step_behind_one_encoder(tmp_path: Path):
+    """Every verb of rl100_pixels takes what the one before it left, and what comes out sees and acts."""
+    asked = ["pipeline", "recipe=rl100_pixels", f"run.root={tmp_path}", "run.threads=1"]
+    asked.append(f"pipeline.overrides=[{','.join(repr(each) for each in SEEING)}]")
+    sized = [*(f"worldmodel.config.{each}" for each in TINY), "worldmodel.fit.steps=20"]
+    for stage in ("model", "judge", "online_model"):
+        asked.append(f"pipeline.changes.{stage}=[{','.join(repr(each) for each in sized)}]")
+    for stage in ("log", "online_log"):
+        asked.append(f"pipeline.changes.{stage}=['collect.episodes=16']")
+    for stage in ("offline", "online"):
+        asked.append(f"pipeline.changes.{stage}=['offline.improve.iterations=1','gate.starts=8','offline.gated=false']")
+    asked.append("pipeline.changes.one_step=['distill.fit.steps=10']")
+    assert main(asked) == 0
+    folder = tmp_path / "pipeline" / "push_cube_pixels" / "0"
+    found = json.loads((folder / "result.json").read_text())
+    assert found["stages"]["offline"]["world_steps"] == 0 and found["stages"]["offline"]["accepted"] == 1
+    student = load_whole(folder / "distill" / "one_step" / "0" / "checkpoint")
+    assert isinstance(student, EncodedPolicy) and student.spec.scored_steps == 1
+    assert set(student.spec.observation) == {"observation.state", "observation.images.top"}
+    first = load_whole(folder / "train" / "imitation" / "0" / "checkpoint")
+    assert isinstance(first, EncodedPolicy)
+    own, later = (encoder_weights(each.model) for each in (first, student))
+    assert all(torch.equal(own[name], later[name]) for name in own)
 
 
 def told(rate: float, **more) -> dict:
