@@ -111,6 +111,15 @@ def test_engines_compute_the_decisions_that_are_chosen_among(imitated):
         assert torch.allclose(own.actions, other.actions, atol=1e-5)
 
 
+def test_more_critics_are_trusted_less():
+    """The smallest of five is what counts."""
+    state, action = torch.rand(7, 1), torch.rand(7, 2)
+    agent = Iql(IqlConfig(width=8, depth=1, critics=5), 1, 2, 0)
+    values = agent.action_values(state, action)
+    assert values.shape == (5, 7) and bool((values.amin(0) <= values[:2].amin(0)).all())
+    assert float((values.amin(0) - values[:2].amin(0)).min()) < 0
+
+
 def test_what_cannot_choose_is_refused(imitated):
     known = lesson()
     with pytest.raises(ConfigError, match="wrap"):
