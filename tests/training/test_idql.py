@@ -115,7 +115,7 @@ def test_more_critics_are_trusted_less():
     """The smallest of five is what counts."""
     state, action = torch.rand(7, 1), torch.rand(7, 2)
     agent = Iql(IqlConfig(width=8, depth=1, critics=5), 1, 2, 0)
-    values = agent.action_values(state, action)
+    values = agent.action_values(state, action).detach()
     assert values.shape == (5, 7) and bool((values.amin(0) <= values[:2].amin(0)).all())
     assert float((values.amin(0) - values[:2].amin(0)).min()) < 0
 
