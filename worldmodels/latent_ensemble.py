@@ -71,6 +71,11 @@ class FrameAutoencoder(nn.Module):
         """Return features [N, F] of images, key -> uint8 [N, height, width, 3]."""
         return torch.cat([self.encoders[module_name(key)](frames[key]) for key in self.images], -1)
 
+    def drawn(self, key: str, features: Tensor) -> Tensor:
+        """Return a camera's images uint8 [N, height, width, 3] of its features [N, F]."""
+        small = (255 * self.decoders[module_name(key)](features)).round().to(torch.uint8)
+        return small.repeat_interleave(2, 1).repeat_interleave(2, 2)
+
     def losses(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"drawn": [N]}: the squared error of what is drawn, as a share of how much pixels vary in the data.
 
@@ -238,6 +243,16 @@ class LatentEnsembleModel(nn.Module):
     def show(self, latent: Latent) -> Mapping[str, Tensor]:
         """Return the latent as the one field that is seen, [B, S]."""
         return {LATENT: latent["state"]}
+
+    @torch.no_grad()
+    def drawn(self, shown: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return what latents look like, camera's key -> uint8 [B, height, width, 3], drawn at half that size.
+
+        See `DrawsLatents`.
+        """
+        coder = self.autoencoder
+        parts = shown[LATENT][:, self.vector.size :].split(self.config.features, -1)
+        return {key: coder.drawn(key, part) for key, part in zip(coder.images, parts, strict=True)}
 
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
         """Advance every row by one control step with actions [B, A]; see `EnsembleModel.imagine`."""

@@ -184,6 +184,15 @@ class HasEncoder(DecoderFree, Protocol):
         ...
 
 
+@runtime_checkable
+class DrawsLatents(DecoderFree, Protocol):
+    """A `DecoderFree` that can draw what it imagines, for people to look at: policies never see that."""
+
+    def drawn(self, shown: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return images of what is shown, key -> [B, *shape]: camera's key -> uint8 [B, height, width, 3]."""
+        ...
+
+
 def encoder_weights(model: DecoderFree) -> Mapping[str, Tensor]:
     """Return what latents of recorded frames depend on, name -> [...]: an encoder, or all where none is told apart."""
     return model.encoder_weights() if isinstance(model, HasEncoder) else cast(Module, model).state_dict()

@@ -17,7 +17,7 @@ from robopolicy.core.returns import SUCCESS, progress_reward
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.evaluation.image_quality import compare
 from worldmodels.encoding import encoded
-from worldmodels.protocol import DecoderFree, Imagined, Latent, LearnedModel
+from worldmodels.protocol import DecoderFree, DrawsLatents, Imagined, Latent, LearnedModel, fields_read
 from worldmodels.starts import context_at
 
 HORIZONS = (1, 2, 5, 10, 20, 30, 40, 50)
@@ -157,10 +157,17 @@ class Followed:
     lengths: np.ndarray
 
 
+def images_imagined(model: LearnedModel) -> tuple[str, ...]:
+    """Return the keys of the images that a model imagines, or can draw of its latent; none where it knows vectors."""
+    fields = fields_read(model) if isinstance(model, DrawsLatents) else model.spec.observation
+    return tuple(key for key in fields if key.startswith(IMAGE_PREFIX))
+
+
 @torch.no_grad()
 def follow(model: LearnedModel, episodes: Episodes, begin: Tensor, steps: int) -> Followed:
     """Imagine `steps` frames from just before the actions `begin` [R], under the recorded actions."""
-    keys = [key for key in model.spec.observation if key.startswith(IMAGE_PREFIX)]
+    keys = images_imagined(model)
+    draw = model.drawn if isinstance(model, DrawsLatents) else lambda shown: shown
     episode = episodes.episode_of_step[begin]
     left = (episodes.starts + episodes.lengths)[episode] - begin
     context = context_at(episodes, begin, model.context)
@@ -169,8 +176,9 @@ def follow(model: LearnedModel, episodes: Episodes, begin: Tensor, steps: int) -
     for ahead in range(steps):
         actions = episodes.actions[begin + torch.clamp(left - 1, max=ahead)]
         latent, seen = _imagine(model, latent, actions)
+        images = draw(seen.observation)
         for key in keys:
-            imagined[key].append(seen.observation[key].cpu())
+            imagined[key].append(images[key].cpu())
     index = (begin + episode)[:, None] + torch.arange(steps + 1).minimum(left[:, None])
     real = {key: episodes.observation[key][index].numpy() for key in keys}
     return Followed(real, {key: torch.stack(value, 1).numpy() for key, value in imagined.items()}, left.numpy())

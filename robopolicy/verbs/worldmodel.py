@@ -31,7 +31,7 @@ from robopolicy.data.restyle import restyled
 from robopolicy.evaluation.image_quality import unit_of
 from robopolicy.evaluation.report import IMAGINED, report_for_run
 from robopolicy.evaluation.video import above, write_video
-from robopolicy.evaluation.world_model import examine, follow
+from robopolicy.evaluation.world_model import examine, follow, images_imagined
 from robopolicy.origins import origin_of_section
 from robopolicy.runs import default_path, finish, finished, open_run, output, print_table, run_path
 from robopolicy.training.stages import fit_stages
@@ -137,7 +137,7 @@ def in_other_styles(config: Config, episodes: Episodes) -> Episodes:
 
 def film(model: LearnedModel, episodes: Episodes, folder: RunFolder) -> None:
     """Write imagined.mp4, if the model has images: the longest of `episodes`, real and imagined."""
-    if not model.spec.cameras:
+    if not images_imagined(model):
         return
     longest = episodes.lengths.argsort(descending=True, stable=True)[:FILMED]
     followed = follow(model, episodes, episodes.starts[longest], int(episodes.lengths[longest].max()))

@@ -16,6 +16,7 @@ from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.evaluation.world_model import follow, images_imagined
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.critic import state_critic
@@ -89,6 +90,19 @@ def test_features_tell_frames_apart(learned):
         own, others = ((coder.decoders[name](each) - truth).square().mean() for each in (features, features[order]))
     mean = (truth - truth.mean(0)).square().mean()
     assert float(own) < 0.6 * float(mean) < float(others)
+
+
+def test_people_can_look_at_what_it_imagines(learned):
+    data = recorded(10, seed=6)
+    assert images_imagined(learned) == (IMAGE,)
+    seen = follow(learned, data, data.starts[:4], 3)
+    assert seen.imagined[IMAGE].shape == seen.real[IMAGE].shape == (4, 4, 16, 16, 3)
+    assert seen.imagined[IMAGE].dtype == np.uint8 and np.array_equal(seen.imagined[IMAGE][:, 0], seen.real[IMAGE][:, 0])
+    first = data.frame_starts[:8]
+    again = learned.drawn(encode(learned, {key: data.observation[key][first] for key in learned.reads}))[IMAGE].numpy()
+    assert np.array_equal(again[:, ::2, ::2], again[:, 1::2, 1::2]), "drawn at half the size"
+    true = data.observation[IMAGE][first].numpy().astype(float)
+    assert np.square(again - true).mean() < 0.6 * np.square(again[::-1] - true).mean()
 
 
 def test_what_is_drawn_is_measured_against_how_much_pixels_vary(learned):
