@@ -52,9 +52,10 @@ class Decision:
 
     def __post_init__(self) -> None:
         if self.logp is _NO_STEPS:
-            object.__setattr__(self, "logp", _NO_STEPS.to(self.actions.device).expand(len(self.actions), 0))
+            object.__setattr__(self, "logp", torch.empty(self.actions.shape[0], 0, device=self.actions.device))
         if self.mask is _NOTHING_SAMPLED:
-            object.__setattr__(self, "mask", _NOTHING_SAMPLED.to(self.actions.device).expand(len(self.actions), 0))
+            nothing = torch.empty(self.actions.shape[0], 0, dtype=torch.bool, device=self.actions.device)
+            object.__setattr__(self, "mask", nothing)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ class LeanDenoising:
         self._known = -1
         self._vectors = Vectors.of(policy)
         self._at: dict[bool, tuple[Prepared, Prepared, int]] = {}
+        self._first, self._noise_shape, self._device = policy.first_step, policy.noise_shape, policy.action_low.device
 
     @property
     def spec(self) -> PolicySpec:
@@ -117,17 +118,21 @@ class LeanDenoising:
         """Return the clean latents [B, P, A] of a decision."""
         policy, quiet = self.policy, deterministic or not self.noisy
         condition, before = self._conditions(observation)
+        if quiet:  # what `draw` draws for it
+            shape = rows_in(condition), *self._noise_shape
+            start = torch.randn(shape, generator=generator, device=generator.device)
+            return self._chain(True, condition, before, Draws(start.to(self._device)))
         draws = draw(
             policy.schedule,
             (rows_in(condition), *policy.noise_shape),
             generator,
             policy.action_low.device,
-            noisy=not quiet,
+            noisy=True,
             noise_clip=policy.config.noise_clip,
             scored=slice(policy.first_step, None),
             noisy_steps=policy.config.noisy_steps,
         )
-        return self._chain(quiet, condition, before, draws)
+        return self._chain(False, condition, before, draws)
 
     @torch.no_grad()
     def from_noise(self, observation: TensorObservation, noise: Tensor) -> Tensor:
@@ -140,7 +145,7 @@ class LeanDenoising:
         policy = self.policy
         self._prepare()
         condition = self._encode(observation)
-        if policy.first_step and policy.base is not None and not policy.encoder_is_fixed:
+        if self._first and policy.base is not None and not policy.encoder_is_fixed:
             return condition, policy.base.encode(observation)
         return condition, condition
 
@@ -205,6 +210,7 @@ class LeanDenoising:
             leading = prepared(base, times, config.precision, self.caching) if base is not None else scored
             self._at[flag] = leading, scored, first
         self._vectors = Vectors.of(policy)
+        self._first, self._noise_shape, self._device = policy.first_step, policy.noise_shape, policy.action_low.device
         self._known = version
 
 
@@ -230,7 +236,7 @@ class Vectors:
     def encode(self, observation: TensorObservation) -> Condition:
         """Return {"condition": [B, D]}; raises SpecError or NonFiniteError on a bad observation."""
         values = [value for key in self.keys if isinstance(value := observation.get(key), Tensor)]
-        if [value.shape[1:] for value in values] == self.shapes and len({len(value) for value in values}) == 1:
+        if [value.shape[1:] for value in values] == self.shapes and len({value.shape[0] for value in values}) == 1:
             raw = torch.cat([value.flatten(1) for value in values], 1).float()
             if all_finite(raw):
                 # cat has made a copy, which may be written to

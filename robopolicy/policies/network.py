@@ -288,7 +288,7 @@ def repeat_rows(condition: Condition, count: int) -> Condition:
 
 def rows_in(condition: Condition) -> int:
     """Return N, the rows of tensors [N, ...]."""
-    return len(next(iter(condition.values())))
+    return next(iter(condition.values())).shape[0]
 
 
 def frozen_base(network: DenoisingNetwork, acts: bool) -> DenoisingNetwork | None:
