@@ -59,11 +59,11 @@ class LatentEnsembleConfig:
     latent, to judge what was learned in the first, or to know more data. Null to train one.
     """
     features: int = 32
-    """Of a camera's frame."""
+    """How many a camera's frame has."""
     channels: tuple[int, int, int] = (16, 32, 32)
     """Of the encoder's convolutions, multiples of 8."""
     decoder_channels: int = 8
-    """Of the widest map that frames are drawn from in training."""
+    """Channels of the largest maps that frames are drawn from in training; smaller maps have up to four times as many."""
     batch_size: int = 64
     """Frames a training step of the encoder."""
     encoder_share: float = 1.0
