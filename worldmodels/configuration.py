@@ -63,7 +63,7 @@ class LatentEnsembleConfig:
     channels: tuple[int, int, int] = (16, 32, 32)
     """Of the encoder's convolutions, multiples of 8."""
     decoder_channels: int = 8
-    """Channels of the largest maps that frames are drawn from in training; smaller maps have up to four times as many."""
+    """Channels of the largest maps that frames are drawn from in training; the smallest have four times as many."""
     batch_size: int = 64
     """Frames a training step of the encoder."""
     encoder_share: float = 1.0
