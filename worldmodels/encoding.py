@@ -138,8 +138,7 @@ class EncodedPolicy(nn.Module):
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
         """Return what the model shows of the newest frames, key -> [N, ...]: features for critics."""
         seen = self.seen(observation)
-        found = {key: seen[key] for key in self.model.spec.observation}
-        return {key: value[:, -1] for key, value in found.items() if isinstance(value, Tensor)}
+        return {key: value[:, -1] for key in self.model.spec.observation if isinstance(value := seen[key], Tensor)}
 
     def save(self, folder: Path) -> None:
         """Write the policy's checkpoint with the encoder inside, atomically."""

@@ -132,7 +132,7 @@ class LatentEnsembleModel(nn.Module):
         Raises ConfigError where there is no image or the other model reads something else, DataError where the data's
         fields are not the world's.
         """
-        reads = fields_read(spec)
+        reads = fields_seen(spec)
         require_fields(spec, reads, episodes)
         vector = StateVector.of(reads)
         frames = torch.arange(episodes.step_count) + episodes.episode_of_step
@@ -263,7 +263,7 @@ class LatentEnsembleModel(nn.Module):
         return self.ensemble.generate(latent, actions)
 
 
-def fields_read(spec: WorldSpec) -> dict[str, Field]:
+def fields_seen(spec: WorldSpec) -> dict[str, Field]:
     """Return what the encoder reads: images, and vectors but what only a simulator knows.
 
     Raises ConfigError where there is no image.

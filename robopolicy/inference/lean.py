@@ -82,7 +82,6 @@ class LeanDenoising:
         self._known = -1
         self._vectors = Vectors.of(policy)
         self._at: dict[bool, tuple[Prepared, Prepared, int]] = {}
-        self._first, self._noise_shape, self._device = policy.first_step, policy.noise_shape, policy.action_low.device
 
     @property
     def spec(self) -> PolicySpec:

@@ -53,11 +53,12 @@ def run(config: Config) -> int:
     teacher = load_policy(path, device)
     episodes = asked_at(config, teacher, device)
     seed = derive(config.run.seed, "distill")
-    inside, seen = teacher, episodes
+    settings = narrowed(DistillConfig, section)
     if isinstance(teacher, EncodedPolicy):  # the encoder stays as it is
-        inside, seen = teacher.policy, encoded(teacher.model, episodes)
-    few, fitted = distill(inside, seen, narrowed(DistillConfig, section), folder, seed=seed)
-    student = EncodedPolicy(few, teacher.model) if isinstance(teacher, EncodedPolicy) else few
+        few, fitted = distill(teacher.policy, encoded(teacher.model, episodes), settings, folder, seed=seed)
+        student = teacher.around(few)
+    else:
+        student, fitted = distill(teacher, episodes, settings, folder, seed=seed)
     remember_origin(student, origin_of(teacher))
     student.save(folder.checkpoint)
     both: dict[str, Policy] = {"teacher": teacher, "student": student}

@@ -6,7 +6,7 @@ the initial noise of a diffusion's or flow's noise-free sampler. Or it chooses a
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -79,8 +79,7 @@ class AgentPolicy(nn.Module):
     @property
     def spec(self) -> PolicySpec:
         """It reads what the agent sees and has no log-probabilities."""
-        view = self.interface
-        seen = {key: view.fields[key] for key in view.keys}
+        view, seen = self.interface, _seen_through(self.interface)
         return PolicySpec(seen, view.action, view.history, view.chunk, view.chunk, 0, self.fps, view.instructions)
 
     def reset(self, rows: Rows = None) -> None:
@@ -140,9 +139,8 @@ class SteeredPolicy(nn.Module):
     @property
     def spec(self) -> PolicySpec:
         """That of the base, which also needs to see what the agent sees; it has no log-probabilities."""
-        view, own = self.interface, self.base.spec
-        seen = {key: view.fields[key] for key in view.keys}
-        return replace(own, observation={**own.observation, **seen}, scored_steps=0)
+        own = self.base.spec
+        return replace(own, observation={**own.observation, **_seen_through(self.interface)}, scored_steps=0)
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
@@ -160,9 +158,7 @@ class SteeredPolicy(nn.Module):
         """
         if not isinstance(inner, ActsFromNoise):
             raise ConfigError(f"{type(inner).__name__} does not begin with given noise, which is how an agent steers.")
-        made = copy.copy(self)
-        object.__setattr__(made, "_fast", inner)  # a module's own way would register it in both
-        return made
+        return _by_means_of(self, inner)
 
     def begin_to_act(self) -> None:
         """Let the agent choose the noise from now on."""
@@ -197,19 +193,16 @@ class SteeredPolicy(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint with the base inside, critics included, atomically."""
-        whole = _described(self, "steered", _spec_of(self.base)) | {"steers": bool(self.steers)}
-        write_checkpoint(folder, whole, self.agent, lambda inside: self.base.save(inside / BASE))
+        _save_around(self, folder, "steered", {"steers": bool(self.steers)})
 
     @classmethod
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "SteeredPolicy":
         """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
-        require_format(folder, description)
-        base = load_with_encoder(folder / BASE, device)
-        with restoring(folder, "a policy"):
-            agent, interface = _saved_agent(folder, description, base)
-            made = cls(require_steerable(base), agent, interface, bool(description["steers"]))
-        read_weights(agent, folder, device)
-        return made.to(device).eval()
+
+        def make(base: Policy, agent: OfflineAgent, interface: Interface) -> "SteeredPolicy":
+            return cls(require_steerable(base), agent, interface, bool(description["steers"]))
+
+        return _loaded_around(folder, description, device, make)
 
 
 class BestOfPolicy(nn.Module):
@@ -243,9 +236,8 @@ class BestOfPolicy(nn.Module):
     @property
     def spec(self) -> PolicySpec:
         """That of the base, which also needs to see what the critics see."""
-        view, own = self.interface, self.base.spec
-        seen = {key: view.fields[key] for key in view.keys}
-        return replace(own, observation={**own.observation, **seen})
+        own = self.base.spec
+        return replace(own, observation={**own.observation, **_seen_through(self.interface)})
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
@@ -258,9 +250,7 @@ class BestOfPolicy(nn.Module):
 
     def around(self, inner: Policy) -> "BestOfPolicy":
         """Return this policy, weights shared, that acts by means of what computes its base's decisions."""
-        made = copy.copy(self)
-        object.__setattr__(made, "_fast", inner)  # a module's own way would register it in both
-        return made
+        return _by_means_of(self, inner)
 
     @torch.no_grad()
     def act(
@@ -282,19 +272,16 @@ class BestOfPolicy(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint with the base inside, critics included, atomically."""
-        whole = _described(self, "best_of", _spec_of(self.base)) | {"count": int(self.count)}
-        write_checkpoint(folder, whole, self.agent, lambda inside: self.base.save(inside / BASE))
+        _save_around(self, folder, "best_of", {"count": int(self.count)})
 
     @classmethod
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "BestOfPolicy":
         """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
-        require_format(folder, description)
-        base = load_with_encoder(folder / BASE, device)
-        with restoring(folder, "a policy"):
-            agent, interface = _saved_agent(folder, description, base)
-            made = cls(base, agent, interface, int(description["count"]))
-        read_weights(agent, folder, device)
-        return made.to(device).eval()
+
+        def make(base: Policy, agent: OfflineAgent, interface: Interface) -> "BestOfPolicy":
+            return cls(base, agent, interface, int(description["count"]))
+
+        return _loaded_around(folder, description, device, make)
 
 
 def require_steerable(policy: Policy) -> Steerable:
@@ -339,6 +326,39 @@ def _acted(
     spec = policy.spec
     validate_observation(observation, spec.observation, history=spec.history)
     return policy.agent.act(policy.interface.state(observation), None if sure else generator)
+
+
+def _seen_through(interface: Interface) -> dict[str, Field]:
+    """Return the fields of an observation that an agent looks at."""
+    return {key: interface.fields[key] for key in interface.keys}
+
+
+def _by_means_of[Choosing: (SteeredPolicy, BestOfPolicy)](policy: Choosing, inner: Policy) -> Choosing:
+    """Return `policy`, weights shared, whose base's decisions `inner` computes."""
+    made = copy.copy(policy)
+    object.__setattr__(made, "_fast", inner)  # a module's own way would register it in both
+    return made
+
+
+def _save_around(policy: SteeredPolicy | BestOfPolicy, folder: Path, kind: str, own: Mapping[str, Any]) -> None:
+    """Write the checkpoint of a policy around a base, atomically; own: what is said of this kind alone."""
+    whole = {**_described(policy, kind, _spec_of(policy.base)), **own}
+    write_checkpoint(folder, whole, policy.agent, lambda inside: policy.base.save(inside / BASE))
+
+
+def _loaded_around[Choosing: (SteeredPolicy, BestOfPolicy)](
+    folder: Path,
+    description: Mapping[str, Any],
+    device: torch.device | str,
+    make: Callable[[Policy, OfflineAgent, Interface], Choosing],
+) -> Choosing:
+    """Rebuild what `_save_around` wrote; raises CheckpointError where the files do not fit together."""
+    require_format(folder, description)
+    base = load_with_encoder(folder / BASE, device)
+    with restoring(folder, "a policy"):
+        made = make(base, *_saved_agent(folder, description, base))
+    read_weights(made.agent, folder, device)
+    return made.to(device).eval()
 
 
 def _encoded_by(base: Policy, observation: TensorObservation) -> Mapping[str, Tensor]:
