@@ -8,13 +8,14 @@ source files (`discovery`) and imported when used. Others come by dotted path, "
 
 import importlib.metadata
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, partial
 from typing import Any
 
-from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.errors import ConfigError, RobopolicyWarning, did_you_mean
 from robopolicy.core.registry import is_dotted, load_dotted
 from robopolicy.rl.discovery import Declared, declared, declared_in
 
@@ -190,13 +191,27 @@ def _ours() -> dict[tuple[Slot, str], Mechanism]:
 
 @cache
 def _installed() -> dict[tuple[Slot, str], Mechanism]:
-    """Return what modules of other packages declare; one that declares nothing in its own source is imported."""
+    """Return what modules of other packages declare; one that declares nothing in its own source is imported.
+
+    Warns of those that cannot be read, and goes on without them: they may have nothing to do with this run.
+    """
     found: dict[tuple[Slot, str], Mechanism] = {}
     for point in importlib.metadata.entry_points(group=GROUP):
-        entries = [_entry(item) for item in declared_in(point.module)]
-        found.update({(entry.slot, entry.name): entry for entry in entries})
-        if not entries:
-            load_dotted(point.value if point.attr else f"{point.module}:__name__", "Mechanism")
+        try:
+            entries = [_entry(item) for item in declared_in(point.module)]
+            if not entries:
+                load_dotted(point.value if point.attr else f"{point.module}:__name__", "Mechanism")
+        except Exception as error:  # it is not our code: it may raise anything
+            package = f"package {point.dist.name}" if point.dist else "an installed package"
+            reason = error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"The mechanisms of {package} are left out (entry point {point.name} = {point.value}): {reason} "
+                "Mend or uninstall it.",
+                RobopolicyWarning,
+                stacklevel=2,
+            )
+        else:
+            found.update({(entry.slot, entry.name): entry for entry in entries})
     return found
 
 

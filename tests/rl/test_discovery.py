@@ -2,12 +2,13 @@
 
 import ast
 import importlib
+import importlib.metadata
 import pkgutil
 
 import pytest
 
 from robopolicy import rl
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.rl import registry
 from robopolicy.rl.discovery import _of_module
 from robopolicy.rl.registry import Mechanism, Slot, find, mechanism, mechanisms
@@ -52,3 +53,29 @@ def test_a_name_is_taken_once():
 def test_a_mistake_names_the_nearest():
     with pytest.raises(ConfigError, match=r"advantage: there is no mechanism 'grop'. Did you mean 'grpo'"):
         find(Slot.ADVANTAGE, "grop")
+
+
+BROKEN = {
+    "gone": (None, "there is no module 'gone'"),
+    "half_typed": ("def (", "SyntaxError"),
+    "raises": ("raise RuntimeError('no licence')", "no licence"),
+    "unknown_slot": ('@mechanism(Slot.NOWHERE, "it")\ndef it(rollouts, context): ...', "NOWHERE"),
+}
+"""Module of another package -> its source, and what is said of it."""
+
+
+@pytest.mark.parametrize("module", BROKEN)
+def test_a_broken_package_is_said_and_stops_nobody(module, tmp_path, monkeypatch):
+    source, said = BROKEN[module]
+    if source is not None:
+        (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    point = importlib.metadata.EntryPoint("theirs", module, registry.GROUP)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **chosen: [point])
+    registry._installed.cache_clear()
+    try:
+        with pytest.warns(RobopolicyWarning, match=f"left out .entry point theirs = {module}.*{said}"):
+            assert find(Slot.ADVANTAGE, "grpo").name == "grpo"
+        assert find(Slot.ADVANTAGE, "gae")  # and it is said once
+    finally:
+        registry._installed.cache_clear()
