@@ -31,9 +31,9 @@ from robopolicy.inference.chunkings import SYNCHRONOUS
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
-from robopolicy.policies.checkpoint import checkpoint_in
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
+from robopolicy.policies.loading import checkpoint_in
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.training.acting import Acting
 from robopolicy.training.encoders import load_with_encoder

@@ -19,7 +19,7 @@ from robopolicy.core.registry import ask_for
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import recorded_origin
-from robopolicy.policies.checkpoint import saved_origin
+from robopolicy.policies.loading import saved_origin
 from robopolicy.runs import run_path
 from sims.registry import require_trusted, trusted_options
 

@@ -6,15 +6,15 @@ The leading axes broadcast, so K steps of one observation share its features: x 
 weights agree exactly.
 """
 
-import math
 from typing import Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.branches import Blocks, fresh
 from robopolicy.nn.configuration import DenoiserKind
+from robopolicy.nn.residual_mlp import ResidualMLP
+from robopolicy.nn.transformer import TransformerDenoiser
 
 
 class Denoiser(Protocol):
@@ -42,22 +42,6 @@ class Denoiser(Protocol):
         ...
 
 
-class TimeEmbedding(nn.Module):
-    """Fourier features of times in [0, 1], from 1/4 to 16 periods over the range, then one hidden layer."""
-
-    frequencies: Tensor
-
-    def __init__(self, size: int, count: int = 16, hidden: int = 64):
-        super().__init__()
-        self.register_buffer("frequencies", 2 * math.pi * torch.logspace(-2, 4, count, base=2.0), persistent=False)
-        self.layers = nn.Sequential(nn.Linear(2 * count, hidden), nn.SiLU(), nn.Linear(hidden, size))
-
-    def forward(self, time: Tensor) -> Tensor:
-        """Return [..., size] for times [...]."""
-        angles = time[..., None] * self.frequencies
-        return self.layers(torch.cat([angles.sin(), angles.cos()], -1))
-
-
 def make_denoiser(
     kind: DenoiserKind, prediction_steps: int, action_size: int, condition_size: int, width: int, depth: int, heads: int
 ) -> Denoiser:
@@ -69,13 +53,9 @@ def make_denoiser(
     if min(prediction_steps, action_size, condition_size, width, depth, heads) < 1:
         raise ConfigError("Denoiser sizes must be at least 1.")
     if kind is DenoiserKind.MLP:
-        from robopolicy.nn.residual_mlp import ResidualMLP
-
         return ResidualMLP(prediction_steps, action_size, condition_size, width, depth)
     if kind is DenoiserKind.TRANSFORMER:
-        from robopolicy.nn.transformer import TransformerDenoiser
-
         return TransformerDenoiser(prediction_steps, action_size, condition_size, width, depth, heads)
-    from robopolicy.nn.unet import UNetDenoiser
+    from robopolicy.nn.unet import UNetDenoiser  # imports diffusers, which takes seconds
 
     return UNetDenoiser(prediction_steps, action_size, condition_size, width, depth)

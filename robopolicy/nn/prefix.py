@@ -46,6 +46,18 @@ class PrefixDenoiser(nn.Module):
         return self.denoise(x, self.encode_time(time), self.encode_condition(condition))
 
 
+def draw_counts(samples: int, most: int, decay: float, generator: torch.Generator) -> Tensor:
+    """Draw how many steps each of so many samples is given, [N] int64 in 0 .. most, n with probability ~ exp(-decay n).
+
+    decay 0 is the uniform law of the paper's robots. A chunk that is given much leaves little to learn, so a few such
+    samples teach it, and the many that are given nothing keep what the policy does without a delay.
+    """
+    if decay == 0:
+        return torch.randint(most + 1, (samples,), generator=generator, device=generator.device)
+    weights = torch.exp(-decay * torch.arange(most + 1, dtype=torch.float64, device=generator.device))
+    return torch.multinomial(weights, samples, replacement=True, generator=generator)
+
+
 def with_prefix(x: Tensor, clean: Tensor, count: Tensor) -> Tensor:
     """Return latents [N, P, A + 1] whose first count[n] steps are those of `clean` and flagged as given.
 

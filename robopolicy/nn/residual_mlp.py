@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.nn.branches import Blocks, fresh
-from robopolicy.nn.denoisers import TimeEmbedding
+from robopolicy.nn.time_embedding import TimeEmbedding
 
 
 class ResidualMLP(nn.Module):

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.branches import Blocks, fresh
-from robopolicy.nn.denoisers import TimeEmbedding
+from robopolicy.nn.time_embedding import TimeEmbedding
 
 _PARTS = 6
 """Modulations per block: shift, scale and gate of attention, and of the feed-forward layer."""

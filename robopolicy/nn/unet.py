@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.branches import Blocks, fresh
-from robopolicy.nn.denoisers import TimeEmbedding
+from robopolicy.nn.time_embedding import TimeEmbedding
 
 
 class UNetDenoiser(nn.Module):

@@ -26,7 +26,7 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import TASK, Field, Observation
 from robopolicy.plugins.configuration_robopolicy import RobopolicyConfig, not_trained_here
 from robopolicy.plugins.features import ACTION, feature, require_names
-from robopolicy.policies.checkpoint import EXPORTED
+from robopolicy.policies.loading import EXPORTED
 from robopolicy.serving.inputs import Session
 from robopolicy.serving.limits import Limits
 

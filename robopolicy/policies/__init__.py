@@ -4,9 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from robopolicy.policies.checkpoint import load_policy
     from robopolicy.policies.configuration import DenoisingPolicyConfig
     from robopolicy.policies.denoising import DenoisingPolicy
+    from robopolicy.policies.loading import load_policy
     from robopolicy.policies.token.configuration import TokenConfig, TokenPolicyConfig
     from robopolicy.policies.token.policy import TokenPolicy
 
@@ -25,7 +25,7 @@ _MODULES = {
     "TokenConfig": "token.configuration",
     "TokenPolicy": "token.policy",
     "TokenPolicyConfig": "token.configuration",
-    "load_policy": "checkpoint",
+    "load_policy": "loading",
 }
 
 

@@ -1,37 +1,18 @@
-"""Self-describing policy checkpoints: config.json (what it is) and model.safetensors (weights and normalisers).
+"""Writes self-describing policy checkpoints: config.json (what it is) and model.safetensors (weights and normalisers).
 
-config.json names the kind of policy that it needs. Built-in and installed kinds are found by that name; others only
-where the user has named them too, so that a downloaded folder cannot choose what is imported.
+`loading` opens them.
 """
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-import torch
-from torch import nn
-
-from robopolicy.core.checkpoints import (
-    read_description,
-    read_weights,
-    require_format,
-    restoring,
-    write_checkpoint,
-)
-from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
+from robopolicy.core.checkpoints import write_checkpoint
 from robopolicy.core.modules import Weights
-from robopolicy.core.origin import WORLD, WorldOrigin, described_origin, remember_origin
-from robopolicy.core.policy import Policy, Trainable
-from robopolicy.core.spec import Field, WorldSpec
-from robopolicy.core.storage import read_json, recover_folder
-from robopolicy.core.structured import from_plain, to_plain
-from robopolicy.policies.registry import LEFT_BEHIND, POLICIES, SAVED_AS
-
-SETTINGS_FILE = "robopolicy.json"
-"""What lies beside the config.json of a LeRobot checkpoint, and says what its format does not."""
-PLUGIN, EXPORTED = "robopolicy", "checkpoint"
-"""LeRobot's type of a checkpoint of ours that was exported for its commands, and where the checkpoint lies in there."""
+from robopolicy.core.origin import described_origin
+from robopolicy.core.spec import Field
+from robopolicy.core.structured import to_plain
+from robopolicy.policies.registry import POLICIES
 
 
 class Describes(Weights, Protocol):
@@ -63,85 +44,6 @@ class Describes(Weights, Protocol):
         ...
 
 
-def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Policy:
-    """Load any policy checkpoint; what it decides is bitwise what the saved one decided.
-
-    Raises CheckpointError when the folder is missing, corrupt, of a newer format, or holds what is no policy or a kind
-    that neither ships with us nor is installed nor was named by the user.
-    """
-    folder = checkpoint_in(folder)
-    description = read_description(folder)
-    if _of_lerobot(description):
-        from robopolicy.policies.lerobot import load_lerobot_policy  # imports LeRobot's policies, which takes seconds
-
-        return load_lerobot_policy(folder, device)
-    kind = str(description.get("kind"))
-    name = SAVED_AS.get(kind, kind)
-    if name not in POLICIES and name not in LEFT_BEHIND and ":" not in name:
-        raise CheckpointError(
-            f"{folder} holds '{kind}', not a policy.{did_you_mean(kind, SAVED_AS)} Policies are written by "
-            "'robopolicy train' and 'robopolicy finetune' into runs/<verb>/<name>/<seed>/checkpoint."
-        )
-    made = LEFT_BEHIND.load(name) if name in LEFT_BEHIND else POLICIES.saved(name, folder)
-    if hasattr(made, "load"):
-        policy: Policy = made.load(folder, description, device)
-    else:
-        policy = _constructed(made, POLICIES.configuration(name), folder, description, device)
-    remember_origin(policy, WorldOrigin.from_json(description.get(WORLD), folder / "config.json"))
-    return policy
-
-
-def is_lerobot(folder: Path | str) -> bool:
-    """Tell whether LeRobot saved the policy in `folder`; raises CheckpointError where there is none."""
-    return _of_lerobot(read_description(checkpoint_in(folder)))
-
-
-def checkpoint_in(folder: Path | str) -> Path:
-    """Return the checkpoint that `folder` is, or of ours the one within what was exported for LeRobot's commands."""
-    folder = recover_folder(Path(folder))
-    inside = folder / EXPORTED
-    return inside if inside.is_dir() and read_description(folder).get("type") == PLUGIN else folder
-
-
-def _of_lerobot(description: Mapping[str, Any]) -> bool:
-    return "kind" not in description and "type" in description
-
-
-def saved_origin(folder: Path) -> WorldOrigin | None:
-    """Return the world that a checkpoint of a policy or world model says it was trained in, None where it says nothing.
-
-    Reads config.json alone (of a LeRobot policy robopolicy.json). Raises CheckpointError where that is missing or
-    damaged.
-    """
-    folder = checkpoint_in(folder)
-    description, file = read_description(folder), "config.json"
-    if _of_lerobot(description):
-        file = SETTINGS_FILE
-        description = read_json(folder / file) if (folder / file).is_file() else {}
-    return WorldOrigin.from_json(description.get(WORLD), folder / file)
-
-
-def build_policy(
-    kind: str, config: object, spec: WorldSpec, episodes: Episodes, seed: int, device: torch.device | str = "cpu"
-) -> Trainable:
-    """Return a fresh policy of a kind for the fields of `spec`, its normalisers fitted on `episodes`.
-
-    The kind's class has `build(config, spec, episodes, seed)`, or is called as cls(config, observation fields, action
-    field, fps=, instructions=, values=, seed=) with values: key -> [samples, *shape], "action" among them. Raises
-    ConfigError when what the kind builds is no torch.nn.Module, and whatever the kind itself raises.
-    """
-    made = POLICIES.builds(kind)
-    if hasattr(made, "build"):
-        policy = made.build(config, spec, episodes, seed)
-    else:
-        values = {**episodes.observation, "action": episodes.to_imitate().actions}
-        known = {"fps": spec.fps, "instructions": spec.instructions, "values": values, "seed": seed}
-        policy = made(config, spec.observation, spec.action, **known)
-    if not isinstance(policy, nn.Module):
-        raise ConfigError(f"The policy '{kind}' is built as {type(policy).__name__}, which is no torch.nn.Module.")
-    return cast(Trainable, policy.to(device))
-
-
 def save_policy(
     policy: Describes, folder: Path, more: Callable[[Path], None] | None = None, **description: Any
 ) -> None:
@@ -170,14 +72,3 @@ def saved_fields(description: Mapping[str, Any]) -> tuple[dict[str, Field], Fiel
     observation = {key: Field.from_json(field) for key, field in spec["observation"].items()}
     known = {"fps": spec["fps"], "instructions": tuple(spec["instructions"])}
     return observation, Field.from_json(spec["action"]), known
-
-
-def _constructed(
-    made: Any, configuration: type, folder: Path, description: Mapping[str, Any], device: torch.device | str
-) -> Policy:
-    """Rebuild what `save_policy` wrote by the class's constructor."""
-    require_format(folder, description)
-    with restoring(folder, "a policy"):
-        observation, action, known = saved_fields(description)
-        policy = made(from_plain(configuration, description["config"], "config"), observation, action, **known)
-    return read_weights(policy, folder, device)

@@ -1,5 +1,6 @@
 """Every choice that makes a denoising policy, with its default."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
@@ -73,6 +74,8 @@ class DenoisingPolicyConfig:
     """Steps P >= C that it predicts."""
     prefix_steps: int = 0
     """First steps that may be given (chunking=trained_rtc)."""
+    prefix_decay: float = 0.0
+    """d of them are given exp(-it d) as often in training; 0: all alike."""
     denoiser: DenoiserKind = DenoiserKind.MLP
     """mlp (small chunks, fastest), transformer, or unet (long chunks)."""
     width: int = 256
@@ -149,6 +152,8 @@ class DenoisingPolicyConfig:
                 f"prefix_steps is {self.prefix_steps}: of prediction_steps={self.prediction_steps} the last "
                 f"{self.chunk} (chunk) are always learned, so choose 0 to {self.prediction_steps - self.chunk}."
             )
+        if not 0 <= self.prefix_decay < math.inf:
+            raise ConfigError(f"prefix_decay is {self.prefix_decay}: choose 0 or more.")
         if self.finetuned_steps is not None and not 1 <= self.finetuned_steps <= self.sampling_steps:
             raise ConfigError(
                 f"finetuned_steps is {self.finetuned_steps}: choose 1 to sampling_steps, {self.sampling_steps}."

@@ -19,7 +19,7 @@ from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.nn.precision import as_kept, multiplied
-from robopolicy.nn.prefix import given_steps, with_prefix
+from robopolicy.nn.prefix import draw_counts, given_steps, with_prefix
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.fields import select_fields
@@ -271,7 +271,7 @@ class DenoisingPolicy(nn.Module):
         condition = repeat_rows(self.network.encode(observation, generator), levels)
         noisy = self.schedule.corrupt(clean, noise, level)
         if most := self.config.prefix_steps:
-            count = torch.randint(most + 1, (len(clean),), generator=generator, device=generator.device)
+            count = draw_counts(len(clean), most, self.config.prefix_decay, generator)
             noisy = with_prefix(noisy, clean, count.to(clean.device))
             valid = valid & ~given_steps(count.to(valid.device), valid.shape[1])
         times = self.schedule.level_times(level)

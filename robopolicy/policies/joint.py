@@ -32,7 +32,7 @@ from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Rows
 from robopolicy.nn import edm
 from robopolicy.nn.aggregates import AGGREGATED
-from robopolicy.nn.denoisers import TimeEmbedding
+from robopolicy.nn.time_embedding import TimeEmbedding
 from robopolicy.policies.joint_configuration import JointConfig
 
 SAVED_KIND = "joint"

@@ -38,8 +38,7 @@ from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
 from robopolicy.nn.pretrained import NEWEST_TRANSFORMERS, offline, quiet
-from robopolicy.policies.checkpoint import SETTINGS_FILE
-from robopolicy.policies.lerobot_configuration import LeRobotSettings, LeRobotTuning
+from robopolicy.policies.lerobot_configuration import SETTINGS_FILE, LeRobotSettings, LeRobotTuning
 from robopolicy.policies.lerobot_processors import PROCESSORS, check_processor
 from robopolicy.policies.lerobot_reading import read_config, read_policy, read_processors
 

@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.configuration import FlowNoise
 
+SETTINGS_FILE = "robopolicy.json"
+"""What lies beside the config.json of a LeRobot checkpoint, and says what its format does not."""
+
 
 class Tuned(Enum):
     """Which weights learn: expert, those that denoise, with everything that reads the observation frozen; all of them;

@@ -60,6 +60,8 @@ class RobotSettings:
     """Over so many steps a new chunk takes over from the old one."""
     hold: Literal["zero", "last"] = "zero"
     """What a robot does that has nothing to do: nothing (velocities, differences), or the last action (positions)."""
+    positions: tuple[str, ...] = ("gripper",)
+    """Elements of the action that keep their last value even so, by name."""
     max_age: float | None = None
     """Seconds after which an observation is too old to act on; as long as two chunks take, unless set."""
     change: float | None = None

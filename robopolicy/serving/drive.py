@@ -78,7 +78,7 @@ class _Robots:
         self.drivers = [
             Driver(
                 client,
-                hold=_hold(settings.hold, world.spec.action.shape),
+                hold=holding(settings, world.spec.action.names, world.spec.action.size),
                 limits=ActionLimits(change=settings.change),
                 prefetch=settings.prefetch,
                 latency_steps=settings.latency_steps,
@@ -135,10 +135,18 @@ class _Robots:
         return actions, None
 
 
-def _hold(name: str, shape: tuple[int, ...]) -> Hold:
-    """Return what holds a robot still: no motion, or where it was told to be last."""
-    nothing = np.zeros(shape)
-    return lambda frames, last: nothing if name == "zero" or last is None else last
+def holding(settings: RobotSettings, names: Sequence[str], size: int) -> Hold:
+    """Return what holds a robot still of `size` action elements with these names, () where they have none.
+
+    That is no motion, but for elements that are positions (a gripper at zero would half open), or its last action; no
+    motion where it has not done anything yet.
+    """
+    kept = np.array([settings.hold == "last" or name in settings.positions for name in names or [""] * size])
+
+    def hold(_: Mapping[str, np.ndarray], last: np.ndarray | None) -> np.ndarray:
+        return np.zeros(size) if last is None else np.where(kept, last, 0.0)
+
+    return hold
 
 
 def _check(world: World, metadata: Mapping[str, Any]) -> None:

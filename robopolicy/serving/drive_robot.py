@@ -1,6 +1,7 @@
 """A robot that takes its actions from a policy server, by its own clock, until its time is over or something fails."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from robopolicy.core.spec import TASK
 from robopolicy.serving.attached import AttachedRobot
 from robopolicy.serving.clock import Clock, latency_figures
 from robopolicy.serving.configuration import RobotSettings
+from robopolicy.serving.drive import holding
 from robopolicy.serving.driver import ActionLimits, Driver, Requests, Server
 from robopolicy.serving.lerobot_robot import AttachedLeRobot
 
@@ -31,7 +33,8 @@ def drive_robot(
     what the robot raises (see `AttachedLeRobot`), and what the server did wrong once it is hopeless, or away for longer
     than patience; the robot is the caller's to stop.
     """
-    requests, nothing = Requests(client), np.zeros(len(robot.wiring.action))
+    requests, names = Requests(client), robot.wiring.action
+    otherwise = holding(settings, names, len(names))
     begin: list[np.ndarray] = []  # where the robot was when its episode began: it is not to jump from there
 
     def near(action: np.ndarray) -> np.ndarray:
@@ -39,8 +42,8 @@ def drive_robot(
             return action
         return np.clip(action, begin[0] - settings.change, begin[0] + settings.change)
 
-    def hold(_: object, last: np.ndarray | None) -> np.ndarray:
-        return robot.still(nothing if settings.hold == "zero" or last is None else last)
+    def hold(frames: Mapping[str, np.ndarray], last: np.ndarray | None) -> np.ndarray:
+        return robot.still(otherwise(frames, last))
 
     driver = Driver(
         client,
@@ -66,7 +69,7 @@ def drive_robot(
                 clock.start()
                 for step in range(steps):
                     frames = robot.observe()
-                    begin[:] = [] if step else [robot.still(nothing)]
+                    begin[:] = [] if step else [robot.still(np.zeros(len(names)))]
                     robot.send(driver.step({**frames, **task}))
                     if driver.error is not None and (driver.hopeless or driver.away > settings.patience):
                         raise driver.error

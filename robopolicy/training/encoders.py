@@ -9,7 +9,7 @@ from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.policies import load_policy
-from robopolicy.policies.checkpoint import checkpoint_in
+from robopolicy.policies.loading import checkpoint_in
 from worldmodels import load_world_model
 from worldmodels.encoding import ENCODER, EncodedPolicy
 from worldmodels.protocol import DecoderFree

@@ -27,7 +27,7 @@ from robopolicy.core.registry import Kinds, is_dotted, load_dotted
 from robopolicy.core.spec import Observation, WorldSpec
 from robopolicy.core.world import Controller, Renders, Rows, Snapshots, World
 from robopolicy.data.record import record
-from robopolicy.policies.checkpoint import build_policy
+from robopolicy.policies.loading import build_policy
 from robopolicy.policies.registry import POLICIES
 from robopolicy.runs import output, publish
 from robopolicy.verbs.verb import Verb

@@ -42,8 +42,8 @@ from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.nn.precision import learning_in
 from robopolicy.nn.shapes import shapes_only
 from robopolicy.origins import origin_of_section
-from robopolicy.policies.checkpoint import is_lerobot
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
+from robopolicy.policies.loading import is_lerobot
 from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.preferences import StoresPairs, read_pairs

@@ -34,10 +34,10 @@ from robopolicy.data.lerobot_reading import read_information
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.nn.precision import learning_in
 from robopolicy.origins import origin_of_section
-from robopolicy.policies.checkpoint import build_policy
 from robopolicy.policies.configuration import TextEncoder
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot_training import LeRobotNetwork
+from robopolicy.policies.loading import build_policy
 from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import PretrainConfig

@@ -14,8 +14,8 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import WorldSpec
 from robopolicy.evaluation.deployment import MixedPolicy
-from robopolicy.policies.checkpoint import load_policy
 from robopolicy.policies.configuration import Likelihood
+from robopolicy.policies.loading import load_policy
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.offline.batches import value_bound
 from robopolicy.rl.offline.decisions import actions_at, recorded_decisions

@@ -11,7 +11,7 @@ from robopolicy.core.spec import STATE, Field
 from robopolicy.inference.chunking import Delay, with_chunking
 from robopolicy.inference.rtc import Guidance, GuidedSteps, Mask, guidance_gains, noise_levels, prefix_weights
 from robopolicy.nn.configuration import DenoiserKind, Prediction
-from robopolicy.nn.prefix import with_prefix
+from robopolicy.nn.prefix import draw_counts, with_prefix
 from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from robopolicy.policies.configuration import PolicyKind
@@ -235,8 +235,28 @@ def test_given_steps_are_taken_as_they_are_and_cost_nothing(denoiser: DenoiserKi
     assert torch.equal(acting[0].actions, acting[1].actions)
 
 
+def test_long_prefixes_are_as_rare_as_they_are_said_to_be():
+    draws = torch.Generator().manual_seed(0)
+    for decay, expected in ((0.0, [0.25] * 4), (1.0, [0.6439, 0.2369, 0.0871, 0.0321])):  # exp(-n) / 1.5530
+        counts = torch.bincount(draw_counts(100_000, 3, decay, draws), minlength=4) / 100_000
+        torch.testing.assert_close(counts, torch.tensor(expected), atol=0.005, rtol=0)
+    same = [
+        torch.randint(4, (9,), generator=torch.Generator().manual_seed(1)),
+        draw_counts(9, 3, 0.0, draws.manual_seed(1)),
+    ]
+    assert torch.equal(*same)  # what was trained without it is trained the same
+    # Only the first step is valid: what is learned is what gives none of it.
+    valid = torch.zeros(400, 8, dtype=torch.bool)
+    valid[:, 0] = True
+    batch = {"observation": {STATE: torch.zeros(400, 1, 1)}, "actions": torch.zeros(400, 8, 1), "action_valid": valid}
+    losses = made(PolicyKind.FLOW, prefix_steps=3, prefix_decay=1.0).loss(batch, draws)["denoising"]
+    assert 0.28 < float((losses == 0).float().mean()) < 0.44
+
+
 def test_what_was_not_trained_to_continue_is_refused():
     with pytest.raises(ConfigError, match="prefix_steps=2 or more"):
         with_chunking(made(PolicyKind.FLOW, prefix_steps=1), "trained_rtc", Delay(2))
     with pytest.raises(ConfigError, match="choose 0 to 4"):
         made(PolicyKind.FLOW, prefix_steps=5)
+    with pytest.raises(ConfigError, match="prefix_decay is -1"):
+        made(PolicyKind.FLOW, prefix_steps=2, prefix_decay=-1.0)

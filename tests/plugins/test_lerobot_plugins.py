@@ -21,7 +21,7 @@ from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.nn.configuration import ImageEncoderConfig
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
-from robopolicy.policies.checkpoint import saved_origin
+from robopolicy.policies.loading import saved_origin
 from sims.registry import make_world
 
 pytest.importorskip(

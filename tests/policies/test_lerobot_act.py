@@ -16,8 +16,8 @@ from robopolicy.build import load_trainable
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch
 from robopolicy.nn.precision import learning_in, tolerance_in
-from robopolicy.policies.checkpoint import build_policy, load_policy
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
+from robopolicy.policies.loading import build_policy, load_policy
 from sims.registry import make_world
 
 SEEN: dict[str, dict[str, Any]] = {"state": {}, "camera": {"environment": None, "cameras": (FRONT,)}}

@@ -24,8 +24,8 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch
 from robopolicy.core.spec import TASK
-from robopolicy.policies.checkpoint import load_policy
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
+from robopolicy.policies.loading import load_policy
 
 SEED = 11
 

@@ -23,10 +23,10 @@ from robopolicy.core.policy_conformance import Level, check_policy, example_batc
 from robopolicy.core.spec import TASK
 from robopolicy.nn import shapes
 from robopolicy.nn.precision import tolerance_in
-from robopolicy.policies.checkpoint import load_policy
 from robopolicy.policies.lerobot import load_lerobot_policy
 from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
 from robopolicy.policies.lerobot_tokenizer import FastTokenizer
+from robopolicy.policies.loading import load_policy
 from robopolicy.training.memory import plan_memory
 
 MOST, END = 12, 27

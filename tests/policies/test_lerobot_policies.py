@@ -15,8 +15,8 @@ from robopolicy.core.policy_conformance import Level, check_policy, example_obse
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK
 from robopolicy.doctor.data import check_rate
 from robopolicy.doctor.findings import Health
-from robopolicy.policies.checkpoint import load_policy
 from robopolicy.policies.lerobot import LeRobotSettings, load_lerobot_policy
+from robopolicy.policies.loading import load_policy
 
 FRONT = "observation.images.front"
 SIZE = 32

@@ -18,8 +18,8 @@ from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch, example_observation
 from robopolicy.core.spec import TASK
 from robopolicy.nn.configuration import FlowNoise
-from robopolicy.policies.checkpoint import build_policy, load_policy
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
+from robopolicy.policies.loading import build_policy, load_policy
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig, PretrainConfig
 from robopolicy.training.finetune import finetune

@@ -21,8 +21,8 @@ from robopolicy.core.policy_conformance import Level, check_policy, example_batc
 from robopolicy.core.spec import STATE, TASK
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.precision import tolerance_in
-from robopolicy.policies.checkpoint import load_policy
 from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
+from robopolicy.policies.loading import load_policy
 
 WRIST = "observation.images.wrist"
 SIZES = {"auto": 2, "ee6d": 20, "joint": 14, "agibot_ee6d": 20, "franka_joint7": 7, "so101_bimanual": 12}

@@ -1,6 +1,7 @@
 """The simulated robot: histories at the control rate, prefetching, deadlines, refusals."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
 from robopolicy.core.spec import STATE, TASK, Field, WorldSpec
 from robopolicy.core.world import Step
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.drive import drive
+from robopolicy.serving.drive import drive, holding
 
 
 class Counter:
@@ -74,6 +75,42 @@ def test_a_robot_that_asks_too_late_holds_still_and_one_that_asks_ahead_does_not
     assert ahead["held"] == 0
     assert ahead["successes"] == 1
     assert late["wall_seconds"] > 9 / 5
+
+
+def test_what_is_held_lets_nothing_go():
+    names, last = ("x", "y", "gripper"), np.array([0.3, -0.2, 0.9])
+    held = lambda **chosen: holding(RobotSettings(**chosen), names, 3)({}, last).tolist()  # noqa: E731
+    assert held() == [0.0, 0.0, 0.9]
+    assert held(positions=("y",)) == [0.0, -0.2, 0.0]
+    assert held(hold="last") == last.tolist()
+    assert holding(RobotSettings(), names, 3)({}, None).tolist() == [0.0] * 3  # nothing was done yet
+    assert holding(RobotSettings(), (), 3)({}, last).tolist() == [0.0] * 3
+    assert holding(RobotSettings(hold="last"), (), 3)({}, last).tolist() == last.tolist()
+
+
+class Carrier(Counter):
+    """Fails where its gripper, which a policy closes at once, is let go."""
+
+    def __init__(self):
+        super().__init__()
+        self.spec = WorldSpec("carrier", {STATE: Field((1,))}, Field((1,), names=("gripper",)), 5.0, 9)
+
+    def step(self, actions):
+        self.right &= actions[:, 0, 0] >= 0.5
+        before, self.right = self.right, np.ones(1, bool)
+        step = super().step(self.count[:, None, None])
+        self.right = before
+        return replace(step, success=np.ones(1, bool) & before & (self.count >= 9))
+
+
+def test_a_gripper_stays_closed_while_its_server_thinks():
+    for positions, held in ((("gripper",), 1), ((), 0)):
+        server = Forecaster(delay=0.3)
+        server.infer = lambda observation, slow=server.infer: {"actions": np.ones_like(slow(observation)["actions"])}
+        settings = RobotSettings(max_age=10.0, positions=positions)
+        result = drive(Carrier(), server, [1], rate=5.0, robot=settings)
+        assert result["held"] >= 1
+        assert result["successes"] == held
 
 
 def test_a_server_quicker_than_half_a_control_step_needs_no_asking_ahead():

@@ -12,7 +12,7 @@ from robopolicy.core.policy import Decision
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE, Field, PolicySpec
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
-from robopolicy.policies.checkpoint import load_policy
+from robopolicy.policies.loading import load_policy
 from robopolicy.training import teaching
 from robopolicy.training.configuration import FitConfig, TeachConfig
 from robopolicy.training.teaching import Teacher, teach
