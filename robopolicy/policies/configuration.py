@@ -75,7 +75,7 @@ class DenoisingPolicyConfig:
     prefix_steps: int = 0
     """First steps that may be given (chunking=trained_rtc)."""
     prefix_decay: float = 0.0
-    """d of them are given exp(-it d) as often in training; 0: all alike."""
+    """How much rarer more of them are."""
     denoiser: DenoiserKind = DenoiserKind.MLP
     """mlp (small chunks, fastest), transformer, or unet (long chunks)."""
     width: int = 256

@@ -14,7 +14,8 @@ from robopolicy.core.spec import TASK, Field, Observation, require_fields
 from robopolicy.core.world import Rows, World
 from robopolicy.serving.clock import Clock, latency_figures
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.driver import ActionLimits, Driver, Hold, Requests, Server, described_policy
+from robopolicy.serving.driver import ActionLimits, Driver, Requests, Server, described_policy
+from robopolicy.serving.holding import holding
 
 STANDARD = RobotSettings()
 
@@ -133,20 +134,6 @@ class _Robots:
                 raise driver.error
         self.clock.wait()
         return actions, None
-
-
-def holding(settings: RobotSettings, names: Sequence[str], size: int) -> Hold:
-    """Return what holds a robot still of `size` action elements with these names, () where they have none.
-
-    That is no motion, but for elements that are positions (a gripper at zero would half open), or its last action; no
-    motion where it has not done anything yet.
-    """
-    kept = np.array([settings.hold == "last" or name in settings.positions for name in names or [""] * size])
-
-    def hold(_: Mapping[str, np.ndarray], last: np.ndarray | None) -> np.ndarray:
-        return np.zeros(size) if last is None else np.where(kept, last, 0.0)
-
-    return hold
 
 
 def _check(world: World, metadata: Mapping[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """A robot that takes its actions from a policy server, by its own clock, until its time is over or something fails."""
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from robopolicy.core.spec import TASK
 from robopolicy.serving.attached import AttachedRobot
 from robopolicy.serving.clock import Clock, latency_figures
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.drive import holding
 from robopolicy.serving.driver import ActionLimits, Driver, Requests, Server
 from robopolicy.serving.lerobot_robot import AttachedLeRobot
 
@@ -33,8 +31,7 @@ def drive_robot(
     what the robot raises (see `AttachedLeRobot`), and what the server did wrong once it is hopeless, or away for longer
     than patience; the robot is the caller's to stop.
     """
-    requests, names = Requests(client), robot.wiring.action
-    otherwise = holding(settings, names, len(names))
+    requests = Requests(client)
     begin: list[np.ndarray] = []  # where the robot was when its episode began: it is not to jump from there
 
     def near(action: np.ndarray) -> np.ndarray:
@@ -42,12 +39,9 @@ def drive_robot(
             return action
         return np.clip(action, begin[0] - settings.change, begin[0] + settings.change)
 
-    def hold(frames: Mapping[str, np.ndarray], last: np.ndarray | None) -> np.ndarray:
-        return robot.still(otherwise(frames, last))
-
     driver = Driver(
         client,
-        hold=hold,
+        hold=lambda frames, last: robot.still(),
         limits=ActionLimits(change=settings.change, workspace=near),
         prefetch=settings.prefetch,
         latency_steps=settings.latency_steps,
@@ -69,7 +63,7 @@ def drive_robot(
                 clock.start()
                 for step in range(steps):
                     frames = robot.observe()
-                    begin[:] = [] if step else [robot.still(np.zeros(len(names)))]
+                    begin[:] = [] if step else [robot.still()]
                     robot.send(driver.step({**frames, **task}))
                     if driver.error is not None and (driver.hopeless or driver.away > settings.patience):
                         raise driver.error

@@ -28,12 +28,11 @@ from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError
 from robopolicy.core.history import begin, move
 from robopolicy.core.spec import TASK
 from robopolicy.serving.client import RefusedError
+from robopolicy.serving.holding import Hold
 from robopolicy.serving.protocol import DELAY, PLAN
 
 BACK_OFF = 0.1, 5.0
 """Seconds before a server that failed is asked again: at first, and at most; doubled in between."""
-
-type Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]
 
 LONGEST_HISTORY = 1000
 """Frames; a server that asks for more describes no policy."""

@@ -20,6 +20,8 @@ import numpy as np
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, did_you_mean
 from robopolicy.core.registry import is_dotted, load_dotted
+from robopolicy.serving.configuration import RobotSettings
+from robopolicy.serving.holding import holding
 from robopolicy.serving.wiring import Wiring
 
 if TYPE_CHECKING:
@@ -91,9 +93,10 @@ class AttachedLeRobot:
     """A LeRobot robot while it is driven; use it as a context manager, which stops it on the way out.
 
     wire: makes the wiring, from what the robot shows and takes; answers_within: seconds that it may take for an
-    observation or an action; camera_age: seconds that a camera may show one picture while the robot moves. Raises
-    ServingError where the robot cannot be connected, does not answer or shows a frozen picture, ConfigError where it is
-    not calibrated, and what `wire` and the wiring raise.
+    observation or an action; camera_age: seconds that a camera may show one picture while the robot moves; settings:
+    what motors do to stay still that do not show where they are. Raises ServingError where the robot cannot be
+    connected, does not answer or shows a frozen picture, ConfigError where it is not calibrated, and what `wire` and
+    the wiring raise.
     """
 
     def __init__(
@@ -103,12 +106,16 @@ class AttachedLeRobot:
         *,
         answers_within: float = 1.0,
         camera_age: float = 1.0,
+        settings: RobotSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.robot, self.wiring = robot, wire(robot.observation_features, robot.action_features)
         self.answers_within, self.camera_age = answers_within, camera_age
         self._clock = clock
         self._calls, self._connected = _Calls(), False
+        names = self.wiring.action
+        self._hold = holding(settings or RobotSettings(), names, len(names))
+        self._sent: np.ndarray | None = None
         self._shown: Mapping[str, Any] = {}
         self._pictures: dict[str, tuple[np.ndarray, float, np.ndarray]] = {}
 
@@ -136,13 +143,13 @@ class AttachedLeRobot:
         self._require_fresh(frames)
         return frames
 
-    def still(self, otherwise: np.ndarray) -> np.ndarray:
-        """Return the action [A] that keeps the robot where it was seen last; see `Wiring.still`."""
-        return self.wiring.still(self._shown, otherwise)
+    def still(self) -> np.ndarray:
+        """Return the action [A] that keeps the robot where it was seen last; see `Wiring.still` and `holding`."""
+        return self.wiring.still(self._shown, self._hold({}, self._sent))
 
     def send(self, action: np.ndarray) -> None:
         """Let the robot do `action` [A], in the policy's units."""
-        command = self.wiring.command(action)
+        command, self._sent = self.wiring.command(action), action
         self._call("take an action", lambda: self.robot.send_action(command), self.answers_within)
 
     def stop(self) -> None:
@@ -152,7 +159,7 @@ class AttachedLeRobot:
         failed: list[str] = []
         free = self._calls.rested(self.answers_within)
         if free and self._shown:
-            still = self.wiring.command(self.still(np.zeros(len(self.wiring.action))))
+            still = self.wiring.command(self.still())
             failed += self._attempted("told to stay where it is", lambda: self.robot.send_action(still))
         if not self._calls.rested(0):  # a call hangs: what is left is to try from beside it
             self._calls.end()

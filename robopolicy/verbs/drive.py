@@ -63,7 +63,10 @@ def _run_robot(config: Config) -> int:
         def wire(shows: Mapping[str, Any], takes: Mapping[str, Any]) -> Wiring:
             return wired(client.metadata, shows, takes, section.rename, section.scale)
 
-        robot = AttachedLeRobot(made, wire, answers_within=section.answers_within, camera_age=section.camera_age)
+        settings = _settings(config, client)
+        robot = AttachedLeRobot(
+            made, wire, answers_within=section.answers_within, camera_age=section.camera_age, settings=settings
+        )
         output.print(robot.wiring.text(), markup=False)
         with _ended_by_signals(), robot:
             result = drive_robot(
@@ -72,7 +75,7 @@ def _run_robot(config: Config) -> int:
                 episodes=section.episodes,
                 rate=section.rate,
                 attached=attached,
-                settings=_settings(config, client),
+                settings=settings,
             )
     output.print(f"{result['wall_seconds']:.1f} s at {result['rate']:g} steps a second; {_figures(result)}")
     publish(config, {**result, "robot": section.robot})

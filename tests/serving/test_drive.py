@@ -10,7 +10,8 @@ from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
 from robopolicy.core.spec import STATE, TASK, Field, WorldSpec
 from robopolicy.core.world import Step
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.drive import drive, holding
+from robopolicy.serving.drive import drive
+from robopolicy.serving.holding import holding
 
 
 class Counter:

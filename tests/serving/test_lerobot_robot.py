@@ -119,7 +119,8 @@ def test_elements_are_found_by_name_and_turned_into_the_policys_units(arm):
         assert frames[FRONT].dtype == np.uint8
         device.send(np.array([0.1, 0.2, 0.3, -1.0]))
     assert robot.commands[0] == {"x": 0.1, "y": 0.2, "z": 0.3, "gripper": -1.0}
-    assert robot.commands[1:] == [dict.fromkeys(("x", "y", "z", "gripper"), 0.0)]  # the stop: no more motion
+    # The stop: no more motion, and what it grips is not let go.
+    assert robot.commands[1:] == [{"x": 0.0, "y": 0.0, "z": 0.0, "gripper": -1.0}]
     assert not robot.is_connected
 
 
@@ -224,7 +225,7 @@ def test_a_motor_that_shows_nan_stops_the_robot(arm):
     robot = failing(arm(), 3, lambda good: {**good(), "wrist_roll_velocity": math.nan})
     with pytest.raises(NonFiniteError, match="NaN or infinity for wrist_roll_velocity"):
         driven(attached(robot, client), client)
-    assert robot.commands[-1] == dict.fromkeys(("x", "y", "z", "gripper"), 0.0)
+    assert robot.commands[-1] == {"x": 0.0, "y": 0.0, "z": 0.0, "gripper": robot.commands[-2]["gripper"]}
     assert not robot.is_connected
 
 
@@ -258,8 +259,9 @@ def test_a_server_that_goes_away_leaves_the_robot_where_it_is(arm):
 
     with pytest.raises(ServingError, match="nobody listens"):
         driven(attached(failing(robot, 10, gone), client), client, seconds=5.0, patience=0.3)
-    resting = dict.fromkeys(("x", "y", "z", "gripper"), 0.0)
-    assert robot.commands[10:].count(resting) == len(robot.commands) - 10 > 5
+    resting = {"x": 0.0, "y": 0.0, "z": 0.0, "gripper": robot.commands[9]["gripper"]}  # what it grips is not let go
+    assert abs(resting["gripper"]) > 0.5
+    assert robot.commands[10:].count(resting) == len(robot.commands) - 10 > 5  # told to stop included
     assert not robot.is_connected
 
 
