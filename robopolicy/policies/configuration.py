@@ -75,7 +75,7 @@ class DenoisingPolicyConfig:
     prefix_steps: int = 0
     """First steps that may be given (chunking=trained_rtc)."""
     prefix_decay: float = 0.0
-    """How much rarer more of them are."""
+    """How much rarer training gives more: exp(-it) times a step."""
     denoiser: DenoiserKind = DenoiserKind.MLP
     """mlp (small chunks, fastest), transformer, or unet (long chunks)."""
     width: int = 256
@@ -116,7 +116,7 @@ class DenoisingPolicyConfig:
     flow_noise_bounds: tuple[float, float] = (0.05, 0.24)
     """Its smallest and largest standard deviation."""
     min_sampling_std: float = 0.1
-    """Floor of each step's noise while exploring, in normalised actions."""
+    """Floor of exploration noise, in normalised actions."""
     min_logprob_std: float = 0.1
     """The same floor in log-probabilities."""
     noise_clip: float | None = 3.0
