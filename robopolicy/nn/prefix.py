@@ -49,8 +49,9 @@ class PrefixDenoiser(nn.Module):
 def draw_counts(samples: int, most: int, decay: float, generator: torch.Generator) -> Tensor:
     """Draw how many steps each of so many samples is given, [N] int64 in 0 .. most, n with probability ~ exp(-decay n).
 
-    decay 0 is the uniform law of the paper's robots. A chunk that is given much leaves little to learn, so a few such
-    samples teach it, and the many that are given nothing keep what the policy does without a delay.
+    decay 0: all alike. A sample that is given much has little left to learn, so a few of them teach it, and the many
+    that are given nothing keep what the policy does without a delay. FluxVLA's training-time RTC recommends such a law
+    too, with temperature 1 / decay.
     """
     if decay == 0:
         return torch.randint(most + 1, (samples,), generator=generator, device=generator.device)
