@@ -177,7 +177,7 @@ def success_beside_delay(panels: Mapping[str, Mapping[str, Sequence[tuple[float,
             axes.set_title(title, fontsize=10)
         figure.supxlabel("control steps that a decision takes", fontsize=10, color=STYLE["axes.labelcolor"])
         figure.supylabel("success", fontsize=10, color=STYLE["axes.labelcolor"])
-        figure.legend(*grid.flat[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=4)
+        figure.legend(*grid.flat[0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=4)
         return as_svg(figure)
 
 
