@@ -36,7 +36,7 @@ KINDS = ("synchronous", "prefetch", "ensembling", "bidirectional", "lerobot_rtc"
 GIVEN = "trained_rtc"
 """The chunking of a policy that has learned to go on from given steps."""
 DECAY = 0.5
-"""Its policy.prefix_decay: of 0, .5 and 1, tried on seed 0, the one that costs nothing where nothing is given."""
+"""Its policy.prefix_decay, chosen on seed 0: 0 cost success where nothing is given; 1, on pick_place, kept less."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ goals), `observation.images.<camera>` (uint8, height x width x 3) and `task` (th
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,15 @@ class Field:
             data["unit"],
             tuple(data["names"]),
         )
+
+
+def keeps_value(hold: str, positions: Sequence[str], names: Sequence[str], size: int) -> list[bool]:
+    """Return which of the `size` elements of an action keep their last value while a robot holds still, [A].
+
+    hold: last, all of them; zero, those named in positions, such as a gripper's, which zero would half open. names: of
+    the elements, () where they have none.
+    """
+    return [hold == "last" or name in positions for name in names or [""] * size]
 
 
 @dataclass(frozen=True)

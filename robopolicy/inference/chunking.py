@@ -20,7 +20,7 @@ from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.registry import fixed_arguments
-from robopolicy.core.spec import PolicySpec
+from robopolicy.core.spec import PolicySpec, keeps_value
 from robopolicy.core.world import Rows
 from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
 
@@ -49,7 +49,7 @@ class Delay:
         as an episode begins, the plan's first action stands for the position that they are in.
         """
         position = plan[:, 0] if last is None else last
-        kept = [self.hold == "last" or name in self.positions for name in names or [""] * position.shape[-1]]
+        kept = keeps_value(self.hold, self.positions, names, position.shape[-1])
         action = torch.where(torch.tensor(kept, device=position.device), position, 0.0)
         return action[:, None].expand(-1, self.steps, -1)
 

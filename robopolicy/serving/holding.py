@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from robopolicy.core.spec import keeps_value
 from robopolicy.serving.configuration import RobotSettings
 
 type Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]
@@ -13,10 +14,10 @@ type Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]
 def holding(settings: RobotSettings, names: Sequence[str], size: int) -> Hold:
     """Return what holds a robot still whose actions have `size` elements with these names, () where they have none.
 
-    That is no motion, but for elements that are positions (a gripper at zero would half open), or its last action; no
-    motion where it has not done anything yet.
+    That is no motion, but for elements that are positions, or its last action (`keeps_value`); no motion where it has
+    not done anything yet.
     """
-    kept = np.array([settings.hold == "last" or name in settings.positions for name in names or [""] * size])
+    kept = np.array(keeps_value(settings.hold, settings.positions, names, size))
 
     def hold(_: Mapping[str, np.ndarray], last: np.ndarray | None) -> np.ndarray:
         return np.zeros(size) if last is None else np.where(kept, last, 0.0)

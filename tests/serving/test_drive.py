@@ -90,18 +90,17 @@ def test_what_is_held_lets_nothing_go():
 
 
 class Carrier(Counter):
-    """Fails where its gripper, which a policy closes at once, is let go."""
+    """Succeeds where its gripper was closed at every step."""
 
     def __init__(self):
         super().__init__()
+        self.closed = np.ones(1, bool)
         self.spec = WorldSpec("carrier", {STATE: Field((1,))}, Field((1,), names=("gripper",)), 5.0, 9)
 
     def step(self, actions):
-        self.right &= actions[:, 0, 0] >= 0.5
-        before, self.right = self.right, np.ones(1, bool)
-        step = super().step(self.count[:, None, None])
-        self.right = before
-        return replace(step, success=np.ones(1, bool) & before & (self.count >= 9))
+        self.closed &= actions[:, 0, 0] >= 0.5
+        step = super().step(actions)
+        return replace(step, success=step.terminated & self.closed)
 
 
 def test_a_gripper_stays_closed_while_its_server_thinks():
