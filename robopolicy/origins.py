@@ -19,6 +19,7 @@ from robopolicy.core.registry import ask_for
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import recorded_origin
+from robopolicy.data.lerobot_reading import is_dataset
 from robopolicy.policies.loading import saved_origin
 from robopolicy.runs import run_path
 from sims.registry import require_trusted, trusted_options
@@ -31,7 +32,8 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
 
     sources: configuration key of checkpoints or datasets -> "verb/part", where such a thing lies if the key is not set
     ("" for nowhere, "server" for the policy behind drive.port), as a verb declares in `world_from`. Where none of them
-    says its world, a warning says which is assumed. Raises CheckpointError or DataError where one is damaged or names a
+    says its world, the episodes of a dataset stand in for it; where there is no dataset, a warning says which world is
+    assumed. Raises CheckpointError or DataError where one is damaged or names a
     world that the user must name, ConfigError where several come from different worlds.
     """
     if SERVER in sources.values():
@@ -40,6 +42,9 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
     found = {path: _origin(path) for path in paths}
     known = {path: origin for path, origin in found.items() if origin is not None}
     if not known:
+        recorded = next((path for path in found if is_dataset(path)), None)
+        if recorded is not None:
+            return _in_recordings(config, recorded)
         if found:
             _say_assumed(paths[0], config)
         return config
@@ -67,6 +72,17 @@ def _as_served(config: Config) -> Config:
         _say_assumed(where, config)
         return config
     return dataclasses.replace(config, world=in_world(config.world, origin, where, config.run.plugins))
+
+
+def _in_recordings(config: Config, data: Path) -> Config:
+    """Return `config` with the recorded episodes of `data` as its world, and say so."""
+    warnings.warn(
+        f"{data} does not say which world it comes from, and none is named: where one is needed, its own episodes are "
+        "followed (world=demonstrations). Name another: world=NAME.",
+        RobopolicyWarning,
+        stacklevel=3,
+    )
+    return dataclasses.replace(config, world=dataclasses.replace(config.world, name=DEMONSTRATIONS, data=data))
 
 
 def _say_assumed(where: object, config: Config) -> None:

@@ -330,3 +330,26 @@ def test_fields_without_names_are_compared_by_shape_alone():
         require_fit(replace(policy, observation={"observation.state": replace(named, names=("x", "z"))}), world)
     with pytest.raises(SpecError, match="Element 0 of the action is 'y' to the policy, but 'x'"):
         require_fit(replace(policy, action=replace(named, names=("y", "x"))), world)
+
+
+def test_a_dataset_of_no_known_world_is_its_own_world(push_t, tmp_path, capsys):
+    foreign = tmp_path / "foreign"
+    episodes = read_dataset(dataset(push_t))
+    write_dataset(replace(episodes, action_field=replace(episodes.action_field, names=("left", "right"))), foreign)
+    assert recorded_origin(foreign) is None
+    assert run("train", "train.evaluate_episodes=4", f"train.data={foreign}", home=tmp_path) == 0
+    assert "its own episodes are followed (world=demonstrations)" in said(capsys)
+    judged = json.loads((tmp_path / "train" / "demonstrations" / "0" / "result.json").read_text())
+    assert judged["policy"]["deterministic"]["world"] == "demonstrations"
+
+    small = ["worldmodel.fit.steps=5", "worldmodel.validation_episodes=2", "worldmodel.validation_steps=10"]
+    assert run("worldmodel", f"worldmodel.data=[{foreign}]", *small, home=tmp_path) == 0
+    learned = tmp_path / "worldmodel" / "demonstrations" / "0" / "dataset"
+    assert read_dataset(learned).step_count == episodes.step_count  # nothing was played besides
+
+    capsys.readouterr()
+    assert main(["doctor", str(foreign), f"run.root={tmp_path / 'doctor'}"]) == 0
+    found = " ".join(capsys.readouterr().out.split())
+    assert "unknown world not named" in found
+    assert "replayed" not in found
+    assert main(["doctor", str(foreign), "world=push_cube", f"run.root={tmp_path / 'doctor'}"]) == 1

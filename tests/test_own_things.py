@@ -205,7 +205,22 @@ def test_a_registry_names_the_nearest(nothing_named):
                 "in own_things:Line; for another one: world=NAME",
             ],
         ),
-        ("reach_planar", 0, ["a world that keeps its contract", "Snapshots: yes"]),
+        (
+            "reach_planar",
+            0,
+            [
+                "a world that keeps its contract",
+                "Shows observation.environment_state [6] (tip_x, tip_y",
+                "Takes actions [2]",
+                "An episode has succeeded:",
+                "Snapshots: yes",
+            ],
+        ),
+        (
+            "gymnasium:Reacher-v5",
+            0,
+            ["state [10] (observation[0] to [9])", "-1 to 1; 50 a second, 50 in an episode", "nobody says so"],
+        ),
     ],
 )
 def test_check_says_what_a_target_allows(target, status, texts, capsys):

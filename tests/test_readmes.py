@@ -77,9 +77,21 @@ def test_every_option_of_every_world_is_explained():
     assert all(f"`{name}`" in text for name in recorded)
 
 
+def test_the_success_and_reward_of_the_simulators_readme_are_what_a_world_asks_for(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(blocks(ROOT / "sims" / "README.md", "python")[0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = {"success": "mine:on_target", "reward": "mine:potential", "terminate_on_success": False}
+    world = make_gymnasium_world("Reacher-v5", 2, **given)
+    world.reset(seeds=[0, 1])
+    step = world.step(np.zeros((2, 3, 2)))  # of Reacher these elements are sines, which is all the same to it
+    assert step.success.shape == (2,)
+    assert np.isfinite(step.rewards["progress"]).all()
+    world.close()
+
+
 def test_the_task_of_the_simulators_readme_is_a_world_and_its_expert_succeeds(tmp_path, monkeypatch):
     readme = ROOT / "sims" / "README.md"
-    (scene,), (code,) = blocks(readme, "xml"), blocks(readme, "python")
+    (scene,), (_, code) = blocks(readme, "xml"), blocks(readme, "python")
     (tmp_path / "slide.xml").write_text(scene)
     (tmp_path / "slide.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -16,7 +16,9 @@ PROGRESS = "progress"
 def progress_reward(episodes: Episodes) -> Tensor:
     """Return the reward [N] without the term for success; DataError where the data has none or lacks final frames."""
     if episodes.rewards is None or episodes.step_success is None:
-        raise DataError("A world model learns reward and success: this dataset records neither.")
+        absent = {"next.reward": episodes.rewards is None, "next.success": episodes.step_success is None}
+        columns = " and ".join(name for name, lacks in absent.items() if lacks)
+        raise DataError(f"A world model learns reward and success: the dataset lacks {columns}.")
     if episodes.final_known is not None and not bool(episodes.final_known.all()):
         raise DataError("The dataset lacks final observations: record it with 'robopolicy collect'.")
     others = [value for name, value in episodes.rewards.items() if name != SUCCESS]

@@ -70,6 +70,11 @@ def read_columns(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     return {name: values.squeeze(1) if values.shape[1:] == (1,) else values for name, values in found.items()}
 
 
+def is_dataset(folder: Path) -> bool:
+    """Whether a LeRobotDataset lies in `folder`, intact or not."""
+    return (Path(folder) / "meta" / "info.json").is_file()
+
+
 def read_information(folder: Path) -> dict[str, Any]:
     """Read and check `meta/info.json`: fps, features, totals. Raises DataError as `read_dataset`."""
     path = Path(folder) / "meta" / "info.json"

@@ -9,7 +9,13 @@ import torch
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.policy import Policy
 from robopolicy.core.world import World
-from robopolicy.doctor.data import check_action_range, check_fields, check_finite_values, check_policy_fields
+from robopolicy.doctor.data import (
+    check_action_range,
+    check_constant_actions,
+    check_fields,
+    check_finite_values,
+    check_policy_fields,
+)
 from robopolicy.doctor.findings import Finding, Health
 from robopolicy.doctor.image_timing import check_image_timing
 from robopolicy.doctor.images import STANDS_STILL, check_cameras, check_images
@@ -30,7 +36,7 @@ __all__ = ["Finding", "Health", "check_statistics", "examine", "examine_data", "
 
 def examine(
     episodes: Episodes,
-    world: World,
+    world: World | None = None,
     policy: Policy | None = None,
     generator: torch.Generator | None = None,
     *,
@@ -38,19 +44,26 @@ def examine(
 ) -> list[Finding]:
     """Return every finding about this combination of data, world and policy.
 
-    generator: of the policy's noise; success: the policy's rate after training on this data, None where not known.
+    world: None where it is not known, so that the data are examined by themselves; generator: of the policy's noise;
+    success: the policy's rate after training on this data, None where not known.
     """
-    findings = [*check_success(episodes, world.spec), *examine_data(episodes, world)]
+    findings = [*check_success(episodes, world and world.spec), *examine_data(episodes, world)]
     if policy is not None and not _fails(findings, "finite values"):
         findings += examine_policy(episodes, policy, generator or torch.Generator().manual_seed(0), success)
     return findings
 
 
-def examine_data(episodes: Episodes, world: World) -> list[Finding]:
+def examine_data(episodes: Episodes, world: World | None) -> list[Finding]:
     """Examine data by itself, then against the world: fields, ranges, cameras, instructions, replay."""
     images = check_cameras(episodes)
-    findings = [*check_finite_values(episodes), *check_fields(episodes, world.spec), *images]
+    findings = [*check_finite_values(episodes), *(check_fields(episodes, world.spec) if world else ()), *images]
     findings += [*check_duplicates(episodes), *check_constant_elements(episodes)]
+    if world is None:
+        text = "not named: units, signs, order and timing of what was recorded are not tried by a replay"
+        findings.append(Finding("world", Health.UNKNOWN, text, "Name it: world=NAME."))
+        if not _fails(findings, "finite values"):
+            findings += [*check_constant_actions(episodes.actions, episodes.action_field), *check_spikes(episodes)]
+        return findings
     findings += check_instructions(episodes, world)
     if _fails(findings, "finite values") or episodes.action_field.shape != world.spec.action.shape:
         return findings

@@ -77,19 +77,25 @@ def check_action_range(actions: Tensor, field: Field) -> list[Finding]:
     remedy = "" if health is Health.GOOD else "The world clips these: check scale and units of the action."
     text = f"{outside[worst]:.1%} of '{names[worst]}' outside the world's bounds" if outside[worst] else "within bounds"
     findings = [Finding("action range", health, text, remedy)]
+    findings += check_constant_actions(actions, field)
     spread, span = actions.std(0, correction=0), (high - low).clamp(min=1e-9)
-    still = [names[index] for index in range(len(spread)) if spread[index] < 1e-6]
-    if len(still) == len(names):
-        remedy = "Nothing was commanded: the recorder missed the actions."
-        findings.append(Finding("constant actions", Health.BAD, "no action ever changes", remedy))
-    elif still:
-        findings.append(Finding("constant actions", Health.UNKNOWN, f"never moves in the data: {listed(still)}"))
     narrow = [i for i in range(len(spread)) if torch.isfinite(span[i]) and 1e-6 < spread[i] < 0.01 * span[i]]
     if narrow:
         remedy = "Units differ (metres for millimetres, radians for degrees?), or the data hardly moves."
         text = f"uses < 1 % of the range: {listed([names[index] for index in narrow])}"
         findings.append(Finding("action scale", Health.WARNING, text, remedy))
     return findings
+
+
+def check_constant_actions(actions: Tensor, field: Field) -> list[Finding]:
+    """Look for elements of actions [N, A] that never change."""
+    names, spread = element_names(field, "action"), actions.cpu().std(0, correction=0)
+    still = [names[index] for index in range(len(spread)) if spread[index] < 1e-6]
+    if len(still) == len(names):
+        remedy = "Nothing was commanded: the recorder missed the actions."
+        return [Finding("constant actions", Health.BAD, "no action ever changes", remedy)]
+    text = f"never moves in the data: {listed(still)}"
+    return [Finding("constant actions", Health.UNKNOWN, text)] if still else []
 
 
 def _missing(key: str, recorded: Mapping[str, Field], who: str) -> Finding:

@@ -5,9 +5,9 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.doctor.findings import Finding, Health
 
 
-def check_success(episodes: Episodes, spec: WorldSpec) -> list[Finding]:
-    """Return whether the world says which episodes succeed, and how many of the recorded ones did."""
-    if not spec.reports_success:
+def check_success(episodes: Episodes, spec: WorldSpec | None) -> list[Finding]:
+    """Return whether the world, where it is known, says which episodes succeed, and how many recorded ones did."""
+    if spec is not None and not spec.reports_success:
         text = f"'{spec.name}' never says which episodes succeed: every rate of success is 0"
         remedy = "Say it: world.options.success=package.module:function, 'return >= NUMBER', or success_key=NAME."
         return [Finding("success", Health.BAD, text, remedy)]

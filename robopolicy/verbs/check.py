@@ -9,6 +9,7 @@ exit status is 1.
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from robopolicy.core.errors import ConfigError, RobopolicyError
 from robopolicy.core.policy import BecomesTrainable, Policy
 from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.registry import Kinds, is_dotted, load_dotted
-from robopolicy.core.spec import Observation, WorldSpec
+from robopolicy.core.spec import Field, Observation, WorldSpec
 from robopolicy.core.world import Controller, Renders, Rows, Snapshots, World
 from robopolicy.data.record import record
 from robopolicy.policies.loading import build_policy
@@ -214,4 +215,25 @@ def world_lines(config: Config, name: str) -> list[str]:
         for world in opened:
             world.close()
     more = f"Snapshots: {'yes' if snapshots else 'no'}. Images of it: {'yes' if renders else 'no'}."
-    return [f"You can {WORLD_ALLOWS}.", more]
+    return [f"You can {WORLD_ALLOWS}.", *spec_lines(first.spec), more]
+
+
+def spec_lines(spec: WorldSpec) -> list[str]:
+    """Return what a world shows, takes and judges by: all that whoever writes a controller for it must know."""
+    shown = [f"Shows {key} {described(field)}" for key, field in spec.observation.items()]
+    low, high = (np.unique(limit) for limit in (spec.action.low, spec.action.high))
+    limits = f"{low[0]:g} to {high[0]:g}" if len(low) == len(high) == 1 else f"{low} to {high}, by element"
+    taken = f"Takes actions {described(spec.action)}; {limits}; {spec.fps:g} a second, {spec.horizon} in an episode"
+    judged = spec.success or "it says so" if spec.reports_success else "nobody says so; world.options.success can"
+    return [*shown, taken, f"An episode has succeeded: {judged.removesuffix('.')}."]
+
+
+def described(field: Field) -> str:
+    """Return shape, unit and names of a field's elements, of those that an index tells apart the ends."""
+    names: list[str] = []
+    for base, group in groupby(field.names, lambda name: name.partition("[")[0]):
+        found = list(group)
+        index = found[-1].removeprefix(base)
+        names += [f"{found[0]} to {index}"] if index and len(found) > 1 else found
+    parts = [str(list(field.shape)), f" ({', '.join(names)})" if names else "", f", {field.unit}" if field.unit else ""]
+    return "".join(parts)

@@ -12,8 +12,12 @@ from rich.table import Table
 
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
+from robopolicy.configuration.world import DEMONSTRATIONS
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.storage import read_json
+from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.doctor import Finding, Health, check_statistics, examine
 from robopolicy.doctor.engine import check_plan
@@ -38,18 +42,26 @@ def run(config: Config) -> int:
     episodes = read_dataset(data)
     trained = config.doctor.policy or run_path(config, "train") / "checkpoint"
     policy = load_policy(trained, device) if config.doctor.policy is not None or trained.exists() else None
-    cameras = dict.fromkeys([*config.world.cameras, *(policy.spec.cameras if policy is not None else ())])
-    section = replace(config.world, cameras=tuple(cameras))
-    world = build_world(section, batch_size=min(config.doctor.episodes, len(episodes)), seed=config.run.seed)
+    world = replayed_in(config, episodes, policy)
     success = judged_success(Path(trained), data) if policy is not None else None
     findings = examine(episodes, world, policy, Generators(config.run.seed, device)["doctor"], success=success)
     findings += check_statistics(episodes, data)
     if policy is not None:
         findings += check_plan(Path(trained), policy, episodes.to(device))
-    world.close()
+    if world is not None:
+        world.close()
     show(findings)
     publish(config, {"findings": [finding.to_json() for finding in findings]})
     return int(any(finding.health is Health.BAD for finding in findings))
+
+
+def replayed_in(config: Config, episodes: Episodes, policy: Policy | None) -> World | None:
+    """Return the configured world, with the cameras of the policy; None for the demonstrations themselves."""
+    if config.world.name == DEMONSTRATIONS:  # a recording that is compared with itself agrees in everything
+        return None
+    cameras = dict.fromkeys([*config.world.cameras, *(policy.spec.cameras if policy is not None else ())])
+    section = replace(config.world, cameras=tuple(cameras))
+    return build_world(section, batch_size=min(config.doctor.episodes, len(episodes)), seed=config.run.seed)
 
 
 def judged_success(checkpoint: Path, data: Path) -> float | None:

@@ -2,9 +2,9 @@
 
 Data: worldmodel.data (default: what collect wrote), then rollouts of the expert at every level of worldmodel.noise and
 of worldmodel.policies (with worldmodel.include_base what train wrote is one), until worldmodel.transitions control
-steps are there; all of it is kept beside the model. The report has open-loop errors beside shuffled actions and
-copying, precision and recall of the learned success head, and for models of images a video of imagined below recorded
-episodes.
+steps are there (in world=demonstrations none can be); all of it is kept beside the model. The report has open-loop
+errors beside shuffled actions and copying, precision and recall of the learned success head, and for models of images a
+video of imagined below recorded episodes.
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ import torch
 
 from robopolicy.build import build_noisy_expert, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
+from robopolicy.configuration.world import DEMONSTRATIONS
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import remember_origin
@@ -94,6 +95,8 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
     section, seed = config.worldmodel, config.run.seed
     paths = section.data or (default_path(config, "collect", "dataset", None, "worldmodel.data"),)
     parts = [read_dataset(path, cameras=config.world.cameras) for path in paths]
+    if config.world.name == DEMONSTRATIONS:  # where nothing new can be played
+        return Episodes.concatenate(parts)
     missing = max(0, section.transitions - sum(part.step_count for part in parts))
     policies = section.policies
     if section.include_base:

@@ -6,6 +6,7 @@ This module runs inside worker processes, so it imports neither torch nor anythi
 import copy
 import random
 import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -283,10 +284,7 @@ class RowEnvironment:
         if self._threshold is not None:
             return self._paid.total >= self._threshold
         if self._judge is not None:
-            found = np.asarray(self._judge({key: vector[part] for key, part in self.layout.fields.items()}))
-            if found.shape != ():
-                raise SpecError(f"The success function returned shape {list(found.shape)}: it must return one truth.")
-            return bool(found)
+            return judged(self._judge, {key: vector[part] for key, part in self.layout.fields.items()})
         if self._success_key is not None:
             if self._success_key not in info:
                 raise SpecError(
@@ -344,6 +342,28 @@ def success_rule(success: str | None) -> tuple[Success | None, float | None]:
     if not callable(found):
         raise ConfigError(f"success={success} is {found!r}: name a function of the observation.")
     return found, None
+
+
+def judged(success: Success, observation: Mapping[str, np.ndarray]) -> bool:
+    """Return what a user's success function says of one observation (arrays [n] by key); SpecError where it cannot."""
+    name = f"The success function {getattr(success, '__module__', '')}:{getattr(success, '__name__', success)}"
+    shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in observation.items())
+    try:
+        found = np.asarray(success(observation))
+    except Exception as error:
+        raise SpecError(
+            f"{name} failed: {type(error).__name__}: {error} (at {place_of(error)}). It is called with one observation "
+            f"at a time, arrays by key: {shapes}."
+        ) from error
+    if found.shape != ():
+        raise SpecError(f"{name} returned shape {list(found.shape)} of {shapes}: it must return one truth.")
+    return bool(found)
+
+
+def place_of(error: Exception) -> str:
+    """Return "file:line" of where `error` was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -6,7 +6,6 @@ parent and workers of this module exchange over private pipes; nothing from outs
 
 import multiprocessing
 import signal
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ import numpy as np
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyError, SpecError
 from robopolicy.core.history import move
-from sims.suites.environment import Description, RowEnvironment
+from sims.suites.environment import Description, RowEnvironment, place_of
 from sims.suites.mujoco_state import MujocoState
 
 
@@ -341,15 +340,9 @@ def _run(rows: EnvironmentRows, name: str, method: str, arguments: tuple) -> Any
         raise
     except Exception as error:
         raise WorkerError(
-            f"The environment '{name}' failed in {method}: {type(error).__name__}: {error} (at {_place(error)}). "
+            f"The environment '{name}' failed in {method}: {type(error).__name__}: {error} (at {place_of(error)}). "
             "The error comes from the environment itself: reset the world, or make it again if it happens repeatedly."
         ) from error
-
-
-def _place(error: Exception) -> str:
-    """Return "file:line" of where `error` was raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}"
 
 
 def serve(
@@ -376,7 +369,7 @@ def serve(
         except Exception as error:
             answer = (
                 "WorkerError",
-                f"'{name}' could not be made: {type(error).__name__}: {error} (at {_place(error)}).",
+                f"'{name}' could not be made: {type(error).__name__}: {error} (at {place_of(error)}).",
             )
         connection.send(answer)
     if rows is not None:

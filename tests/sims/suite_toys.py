@@ -141,3 +141,13 @@ class NestedGoals(SilentEnvironment):
 def arrived(observation):
     """Success of SilentEnvironment: [n] by key -> whether it is beyond 2."""
     return observation["observation.state"][0] >= 2.0
+
+
+def indexes_too_much(observation):
+    """A success function written for many observations at once, which it is not given."""
+    return observation["observation.state"][:, 0] >= 2.0
+
+
+def says_two(observation):
+    """A success function that says an array."""
+    return observation["observation.state"] >= 2.0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from suite_toys import NestedGoals, PointEnvironment, SilentEnvironment
 
-from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.errors import ConfigError, RobopolicyWarning, SpecError
 from robopolicy.core.spec import STATE
 from sims.suites.gymnasium_suite import GymnasiumWorld, make_gymnasium_world
 
@@ -53,6 +53,17 @@ def test_success_is_a_threshold_on_the_return():
 def test_a_success_that_is_none_is_refused(success):
     with pytest.raises(ConfigError):
         make(success=success)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("success", "said"), [("indexes_too_much", "IndexError.*toys.py"), ("says_two", r"\[1\]")])
+def test_a_success_function_that_fails_is_named_not_the_environment(success, said, workers):
+    world = make(success=f"suite_toys:{success}", workers=workers)
+    with pytest.raises(SpecError, match=rf"suite_toys:{success} .*{said}") as failure:
+        walk(world)
+    assert "observation.state [1]" in str(failure.value)
+    assert "environment itself" not in str(failure.value)
+    world.close()
 
 
 def test_an_environment_that_does_not_repeat_is_noticed_and_can_be_seeded():

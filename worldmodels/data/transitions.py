@@ -16,6 +16,6 @@ def recorded_transitions(episodes: Episodes, vector: StateVector | None = None) 
     success or final frames are missing, NonFiniteError where the data is not finite.
     """
     progress = progress_reward(episodes)
-    if episodes.step_success is None or episodes.terminated is None:
-        raise DataError("A world model learns success and the end of the task: this dataset records neither.")
+    if episodes.terminated is None:
+        raise DataError("A world model learns where the task ends: the dataset lacks next.terminated.")
     return replace(episodes.transitions(vector), reward=progress).check()
