@@ -47,7 +47,7 @@ def examine(
     world: None where it is not known, so that the data are examined by themselves; generator: of the policy's noise;
     success: the policy's rate after training on this data, None where not known.
     """
-    findings = [*check_success(episodes, world and world.spec), *examine_data(episodes, world)]
+    findings = [*check_success(episodes, None if world is None else world.spec), *examine_data(episodes, world)]
     if policy is not None and not _fails(findings, "finite values"):
         findings += examine_policy(episodes, policy, generator or torch.Generator().manual_seed(0), success)
     return findings
