@@ -287,7 +287,7 @@ class Episodes:
     def windows(
         self, steps: Tensor, history: int, prediction: int, keys: Sequence[str] | None = None
     ) -> dict[str, Any]:
-        """Return the batch whose first actions are at the given step indices [M]; its form is that of `sampler`."""
+        """Return the batch whose first actions are at the given step indices [M], "steps"; its form is `sampler`'s."""
         episode = self.episode_of_step[steps]
         back = torch.arange(1 - history, 1, device=self.device)
         ahead = torch.arange(prediction, device=self.device)
@@ -301,6 +301,7 @@ class Episodes:
             "observation": observation,
             "actions": self.actions[torch.minimum(targets, last)],
             "action_valid": targets <= last,
+            "steps": steps,
         }
 
     def transitions(self, vector: StateVector | None = None) -> Transitions:

@@ -303,6 +303,24 @@ class CachesCondition(Protocol):
         ...
 
 
+@runtime_checkable
+class LearnsFromCondition(Protocol):
+    """A policy that can imitate without observations, from what its frozen encoder once made of them.
+
+    learns_from_condition: whether `loss` takes a batch with "condition", what `encode` returns, in the place of
+    "observation".
+    """
+
+    @property
+    def learns_from_condition(self) -> bool:
+        """See the class."""
+        ...
+
+    def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
+        """Return what the encoder makes of observations [N, H, ...], name -> [N, ...]."""
+        ...
+
+
 def is_condition(name: str) -> bool:
     """Whether a latent of this name holds cached features of the observation (see `CONDITION`)."""
     return name == CONDITION or name.startswith(f"{CONDITION}.")

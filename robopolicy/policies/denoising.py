@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError
-from robopolicy.core.policy import Decision, Scores, TakesAdapters, TensorObservation, is_condition
+from robopolicy.core.policy import CONDITION, Decision, Scores, TakesAdapters, TensorObservation, is_condition
 from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
@@ -148,6 +148,11 @@ class DenoisingPolicy(nn.Module):
         """Whether decisions keep the encoded observation: it has cameras and its encoder does not change."""
         return all(own.keeps_condition for own in self._own) and len(self.spec.cameras) > 0 and self.encoder_is_fixed
 
+    @property
+    def learns_from_condition(self) -> bool:
+        """Whether `loss` needs no observation where it is given what `encode` made of it; see `LearnsFromCondition`."""
+        return self.caches_condition
+
     @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
@@ -257,18 +262,17 @@ class DenoisingPolicy(nn.Module):
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"denoising": [N]}: the (squared) error of the prediction, the mean over a sample's noise levels.
 
-        batch: "observation" (key -> [N, H, ...]), "actions" [N, P, A] in the world's units, "action_valid" [N, P] bool
-        (padding is not learned, nor is what prefix_steps has given). Raises SpecError on wrong shapes.
+        batch: "observation" (key -> [N, H, ...]) or, where the encoder rests, "condition", what `encode` made of it;
+        "actions" [N, P, A] in the world's units, "action_valid" [N, P] bool (padding is not learned, nor is what
+        prefix_steps has given). Raises SpecError on wrong shapes.
         """
-        observation = batch["observation"]
-        self._validate(observation)
         actions, valid = check_chunks(batch, self.config.prediction_steps - self.part.first, self.action.size)
         clean = self._own[0].to_latents(actions.float()) if self._own else self.action_normalizer(actions.float())
         levels = self.config.levels_per_sample
         clean, valid = clean.repeat_interleave(levels, 0), valid.repeat_interleave(levels, 0)
         level = (self._own or (self.schedule,))[0].levels(len(clean), generator).to(clean.device)
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean.device)
-        condition = repeat_rows(self.network.encode(observation, generator), levels)
+        condition = repeat_rows(self._read(batch, generator), levels)
         noisy = self.schedule.corrupt(clean, noise, level)
         if most := self.config.prefix_steps:
             count = draw_counts(len(clean), most, self.config.prefix_decay, generator)
@@ -279,6 +283,13 @@ class DenoisingPolicy(nn.Module):
         error = step_errors(self.network, self.part, prediction, self.schedule.target(clean, noise, level))
         weight = valid.to(error.dtype)
         return {"denoising": ((error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)).view(-1, levels).mean(-1)}
+
+    def _read(self, batch: Mapping[str, Any], generator: torch.Generator) -> Condition:
+        """Return what is made of a batch's observation, or was made of it before."""
+        if CONDITION in batch and self.learns_from_condition:
+            return as_kept(batch[CONDITION], cast(nn.Module, self.network))
+        self._validate(batch["observation"])
+        return self.network.encode(batch["observation"], generator)
 
     def normalizers(self) -> dict[str, Normalizer]:
         """Return the normalisers by observation key, and the action's under "action"."""

@@ -53,6 +53,8 @@ class PretrainConfig:
     """fp32, bf16 (faster), bf16_backward (gradients)."""
     micro_batch: int = 0
     """Samples whose activations are held at once, 0 for all."""
+    keep_conditions: bool = False
+    """Reads each observation once, where the encoder is frozen (policy.tuned=expert), and keeps it."""
 
     def __post_init__(self):
         if self.batch_size < 1:

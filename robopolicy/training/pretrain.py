@@ -1,6 +1,6 @@
 """Behaviour cloning: fit a policy to the action chunks of episodes, of those that say who acted to what is worth it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from robopolicy.core.policy import Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import PolicySpec
+from robopolicy.nn.configuration import LearningPrecision
+from robopolicy.training.conditions import read_once, with_conditions
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.experience import require_lowering
 from robopolicy.training.fit import FitResult, fit
@@ -32,7 +34,8 @@ def pretrain(
     require_finite_columns(episodes.to_imitate(), policy.spec.observation)
     generators = Generators(seed, next(policy.parameters()).device)
     require_lowering(policy, config.precision)
-    batches = regression_batches(policy, episodes, config.batch_size, generators["batches"])
+    kept = config.precision if config.keep_conditions else None
+    batches = regression_batches(policy, episodes, config.batch_size, generators["batches"], read_once_in=kept)
     chosen = {"precision": config.precision, "micro_batch": config.micro_batch}
     result = fit(policy, batches, config.fit, generators, run=run, label="Behaviour cloning", **chosen)
     if run is not None:
@@ -41,27 +44,43 @@ def pretrain(
 
 
 def regression_batches(
-    policy: Trainable, episodes: Episodes, batch_size: int, generator: torch.Generator
+    policy: Trainable,
+    episodes: Episodes,
+    batch_size: int,
+    generator: torch.Generator,
+    *,
+    read_once_in: LearningPrecision | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield random decisions of `episodes` for ever, as `policy.loss` takes them; `generator` is all the state.
 
     Where they say what a teacher would have done, that is learned in every step, whoever acted. Where they say who
-    acted, what is not worth imitating is neither begun nor part of what is predicted. Raises DataError where nothing
-    is.
+    acted, what is not worth imitating is neither begun nor part of what is predicted. read_once_in: the precision in
+    which a frozen encoder reads every step once, for all batches; None: as they come. Raises DataError where nothing is
+    worth imitating, ConfigError as `read_once`.
     """
     spec = policy.spec
     device = next(policy.parameters()).device
-    if episodes.labels is not None and episodes.labels.shape[1] > 1:
-        return _labelled_batches(episodes.to(device), episodes.labels.to(device), spec, batch_size, generator)
-    data = episodes.to_imitate().to(device)
-    worth = worth_imitating(data)
-    if worth is not None:
-        return _worthy_batches(data, worth, spec, batch_size, generator)
-    return data.sampler(spec.history, spec.prediction, batch_size, generator, keys=spec.columns)
+    labels = episodes.labels if episodes.labels is not None and episodes.labels.shape[1] > 1 else None
+    data = (episodes if labels is not None else episodes.to_imitate()).to(device)
+    worth = worth_imitating(data) if labels is None else None
+    kept = None if read_once_in is None else read_once(policy, data, read_once_in)
+    columns = spec.columns if kept is None else ()
+    if labels is not None:
+        batches = _labelled_batches(data, labels.to(device), spec, batch_size, generator, columns)
+    elif worth is not None:
+        batches = _worthy_batches(data, worth, spec, batch_size, generator, columns)
+    else:
+        batches = data.sampler(spec.history, spec.prediction, batch_size, generator, keys=columns)
+    return batches if kept is None else with_conditions(batches, kept)
 
 
 def _labelled_batches(
-    data: Episodes, labels: Tensor, spec: PolicySpec, size: int, generator: torch.Generator
+    data: Episodes,
+    labels: Tensor,
+    spec: PolicySpec,
+    size: int,
+    generator: torch.Generator,
+    columns: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
     """Yield decisions as `Episodes.sampler` does, whose actions are what a teacher decided on there, chunks [N, L, A].
 
@@ -71,13 +90,18 @@ def _labelled_batches(
     known, last = chosen < labels.shape[1], chosen.clamp(max=labels.shape[1] - 1)
     while True:
         steps = torch.randint(data.step_count, (size,), generator=generator, device=generator.device).to(data.device)
-        batch = data.windows(steps, spec.history, spec.prediction, spec.columns)
+        batch = data.windows(steps, spec.history, spec.prediction, columns)
         batch["actions"], batch["action_valid"] = labels[steps][:, last], known.expand(size, -1)
         yield batch
 
 
 def _worthy_batches(
-    data: Episodes, worth: Tensor, spec: PolicySpec, size: int, generator: torch.Generator
+    data: Episodes,
+    worth: Tensor,
+    spec: PolicySpec,
+    size: int,
+    generator: torch.Generator,
+    columns: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
     """Yield decisions as `Episodes.sampler` does that begin among the steps `worth` [N] bool, valid up to the first
     that is not.
@@ -92,7 +116,7 @@ def _worthy_batches(
     while True:
         drawn = torch.randint(len(among), (size,), generator=generator, device=generator.device)
         steps = among[drawn.to(data.device)]
-        batch = data.windows(steps, spec.history, spec.prediction, spec.columns)
+        batch = data.windows(steps, spec.history, spec.prediction, columns)
         good = worth[(steps[:, None] + ahead).clamp(max=len(worth) - 1)].long().cumprod(1).bool()
         batch["action_valid"] = batch["action_valid"] & good
         yield batch

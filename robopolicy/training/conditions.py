@@ -1,0 +1,68 @@
+"""What a frozen encoder makes of every recorded observation, computed once and kept while a policy imitates.
+
+A vision-language model that does not learn reads a picture the same way in every training step. Reading it is most of
+the work: of LeRobot's tiny policies two thirds of a step, of full-sized ones more.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.memory import free_memory, in_bytes
+from robopolicy.core.policy import CONDITION, LearnsFromCondition, Trainable
+from robopolicy.core.progress import progress
+from robopolicy.nn.configuration import LearningPrecision
+from robopolicy.nn.precision import learning_in
+
+AT_ONCE = 64
+"""Observations that are encoded at a time."""
+
+
+@torch.no_grad()
+def read_once(policy: Trainable, data: Episodes, precision: LearningPrecision = "fp32") -> dict[str, Tensor]:
+    """Return the encoded observation of every step of `data`, name -> [N, ...], on the device of `data`.
+
+    Raises ConfigError where the encoder learns, sees no images, or what it makes of them does not fit into memory.
+    """
+    if not (isinstance(policy, LearnsFromCondition) and policy.learns_from_condition):
+        raise ConfigError(
+            "train.keep_conditions=true keeps what a frozen encoder makes of images, and this policy has none: let its "
+            "encoder rest (of LeRobot's policies policy.tuned=expert), or leave keep_conditions=false."
+        )
+    policy.eval()
+    spec, found = policy.spec, {}
+    with progress("Reading", data.step_count) as advance, learning_in(precision):
+        for steps in torch.arange(data.step_count, device=data.device).split(AT_ONCE):
+            made = policy.encode(data.windows(steps, spec.history, 1, spec.columns)["observation"])
+            if not found:
+                found = _room(made, data)
+            for name, value in made.items():
+                found[name][steps] = value
+            advance(len(steps))
+    return found
+
+
+def _room(made: Mapping[str, Tensor], data: Episodes) -> dict[str, Tensor]:
+    """Return empty tensors for as many conditions as `data` has steps, made like the first ones; ConfigError."""
+    each = sum(value[0].nbytes for value in made.values())
+    available = free_memory(data.device)
+    if available is not None and each * data.step_count > available:
+        raise ConfigError(
+            f"train.keep_conditions=true would keep {in_bytes(each)} of each of {data.step_count} steps, "
+            f"{in_bytes(each * data.step_count)}, and {in_bytes(available)} are free: leave it false, or take fewer "
+            "episodes (train.episodes)."
+        )
+    return {
+        name: torch.empty((data.step_count, *value.shape[1:]), dtype=value.dtype, device=data.device)
+        for name, value in made.items()
+    }
+
+
+def with_conditions(batches: Iterator[dict[str, Any]], conditions: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+    """Yield `batches` with what was made of their steps' observations in the place of these."""
+    for batch in batches:
+        yield {**batch, CONDITION: {name: values[batch["steps"]] for name, values in conditions.items()}}

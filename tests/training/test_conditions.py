@@ -1,0 +1,60 @@
+"""What a frozen encoder makes of pictures is computed once a step of the data, and nothing is learned otherwise."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from seeing_toys import CAMERA, INSTRUCTIONS, SIZE, SeeingWorld, denoising_policy, token_policy
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import STATE
+from robopolicy.training import conditions
+from robopolicy.training.conditions import read_once
+from robopolicy.training.configuration import FitConfig, PretrainConfig
+from robopolicy.training.pretrain import pretrain
+
+
+@pytest.fixture(scope="module")
+def episodes():
+    spec, draws = SeeingWorld(1).spec, torch.Generator().manual_seed(0)
+    pictures = torch.randint(0, 256, (160, SIZE, SIZE, 3), generator=draws, dtype=torch.uint8)
+    observation = {STATE: torch.rand(160, 2, generator=draws), CAMERA: pictures}
+    actions, lengths = torch.rand(120, 2, generator=draws), torch.full((40,), 3)
+    return Episodes(spec.observation, spec.action, 10.0, observation, actions, lengths, INSTRUCTIONS * 20)
+
+
+def frozen():
+    policy = denoising_policy(SeeingWorld(2), cameras=True, text_encoder="words")
+    policy.prepare_finetuning(2, train_encoder=False)
+    return policy
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_what_is_learned_is_the_same(episodes, labelled, monkeypatch):
+    data = replace(episodes, labels=episodes.actions_ahead(2)) if labelled else episodes
+    learned, read = [], []
+    for keep in (False, True):
+        policy = frozen()
+        encode = policy.network.encode
+        monkeypatch.setattr(
+            policy.network, "encode", lambda *given, encode=encode, keep=keep: (read.append(keep), encode(*given))[1]
+        )
+        config = PretrainConfig(batch_size=16, fit=FitConfig(steps=30, learning_rate=0.01), keep_conditions=keep)
+        result = pretrain(policy, data, config)
+        learned.append([*policy.state_dict().values(), torch.tensor(result.losses["denoising"])])
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*learned, strict=True))
+    assert read.count(False) == 30
+    assert read.count(True) == -(-data.step_count // conditions.AT_ONCE)
+
+
+def test_an_encoder_that_learns_is_refused(episodes):
+    for policy in (denoising_policy(SeeingWorld(2), cameras=True), token_policy(SeeingWorld(2), cameras=True)):
+        with pytest.raises(ConfigError, match="keep_conditions=true keeps what a frozen encoder makes"):
+            read_once(policy, episodes)
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_computed(episodes, monkeypatch):
+    monkeypatch.setattr(conditions, "free_memory", lambda device: 1000)
+    with pytest.raises(ConfigError, match=r"of each of 120 steps, .* and 0.001 MB are free"):
+        read_once(frozen(), episodes)
