@@ -1,7 +1,9 @@
 """LeRobot's SmolVLA and pi0 with random weights, as small as a laptop asks: for trying what tunes the large ones.
 
 They are LeRobot's own classes, written to disk as LeRobot writes them, processors included; only their sizes are ours.
-Those of pi0, pi05 and pi0_fast are literals in LeRobot's code, so `pi_of` must be around all that makes or loads one.
+The language models of the large ones have been taught elsewhere, and rest while an expert learns to act; here
+`taught_to_see` stands in for that. The sizes of pi0, pi05 and pi0_fast are literals in LeRobot's code, so `pi_of` must
+be around all that makes or loads one.
 """
 
 import io
@@ -9,17 +11,28 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import require_extra
-from robopolicy.core.spec import STATE
+from robopolicy.core.policy import TensorObservation
+from robopolicy.core.policy_conformance import example_observation
+from robopolicy.core.randomness import Generators
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.core.storage import read_json
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.nn.pretrained import quiet
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.lerobot import load_lerobot_policy
+from robopolicy.policies.lerobot_configuration import LeRobotSettings, LeRobotTuning, Tuned
+from robopolicy.policies.lerobot_families import VALUES
+from robopolicy.policies.lerobot_training import LeRobotNetwork, trainable_lerobot
+from robopolicy.training.configuration import FitConfig
+from robopolicy.training.fit import fit
 
 EXTRA = "vla"
 SPECIAL = {"fake_image_token": "<fake_token_around_image>", "image_token": "<image>"}
@@ -128,6 +141,46 @@ def write_tiny(kind: str, folder: Path, dataset: Path, camera: str, sizes: Sizes
         for part in (policy, *processors):
             part.save_pretrained(folder / kind)
     return folder / kind
+
+
+def taught_to_see(folder: Path, dataset: Path, target: Path, steps: int, seed: int) -> Path:
+    """Teach what reads of the policy in `folder` where things are, write it to `target`, and return that.
+
+    From what its language model's last layer passes on, a linear head, thrown away afterwards, says the environment's
+    state as `dataset` recorded it, in standard deviations. What acts stays as it was.
+    """
+    settings = LeRobotSettings(tuning=LeRobotTuning(tuned=Tuned.ALL))
+    policy = trainable_lerobot(load_lerobot_policy(folder, settings=settings))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pupil = _Pupil(cast(DenoisingPolicy, policy), read_dataset(dataset))
+    generators = Generators(seed)
+    draws = pupil.episodes.sampler(policy.spec.history, 1, 64, generators["batches"])
+    fit(pupil, draws, FitConfig(steps=steps, learning_rate=1e-3), generators, label="Learning to see")
+    policy.save(target)
+    return target
+
+
+class _Pupil(nn.Module):
+    """What reads of a policy, and a head that says the environment's state from it."""
+
+    def __init__(self, policy: DenoisingPolicy, episodes: Episodes):
+        super().__init__()
+        self.policy, self.episodes = policy, episodes
+        for module in cast(LeRobotNetwork, policy.network).acting:
+            module.requires_grad_(False)
+        states = episodes.observation[ENVIRONMENT_STATE]
+        self.mean, self.deviation = states.mean(0), states.std(0) + 1e-6
+        read = self._read(example_observation(policy.spec, 1, torch.Generator()))
+        self.head = nn.Linear(read.shape[1], states.shape[1])
+
+    def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the squared error {"seen": [N]} of the state, a mean over its elements."""
+        wanted = (batch["observation"][ENVIRONMENT_STATE][:, -1] - self.mean) / self.deviation
+        return {"seen": (self.head(self._read(batch["observation"])) - wanted).square().mean(-1)}
+
+    def _read(self, observation: TensorObservation) -> Tensor:
+        return self.policy.encode(observation)[VALUES][:, -1].flatten(1)
 
 
 def spread(network: nn.Module) -> None:

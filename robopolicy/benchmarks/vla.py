@@ -1,7 +1,8 @@
 """Does PPO in the flow raise what a policy of LeRobot's own classes learned by imitation, and is it LeRobot's again?
 
-A SmolVLA and a pi0 with random weights (`tiny_vla`) learn by LeRobot's own loss from demonstrations that a camera
-filmed, then by PPO from the simulator's reward. They read the robot's joints, the picture and the instruction; the
+A SmolVLA and a pi0 with random weights (`tiny_vla`) are taught to see, for nobody has taught their language models
+before. Then their experts learn by LeRobot's own loss from demonstrations that a camera filmed, and by PPO from the
+simulator's reward, both while what reads rests. They read the robot's joints, the picture and the instruction; the
 critic alone reads where things are. They are judged on the same starts before and after. The checkpoint that comes out
 is loaded by LeRobot's own classes, whose decisions from the same noise are compared with ours.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from robopolicy.benchmarks.rates import mean_text, rate_text, short, spread_text
 from robopolicy.benchmarks.runs import chosen_from
-from robopolicy.benchmarks.tiny_vla import Sizes, pi_of, write_tiny
+from robopolicy.benchmarks.tiny_vla import Sizes, pi_of, taught_to_see, write_tiny
 from robopolicy.build import build_world, load_trainable
 from robopolicy.configuration import Config, compose
 from robopolicy.core.policy import TensorObservation, to_tensors
@@ -35,14 +36,16 @@ CAMERA = "top"
 COMPARED = 64
 """Observations on which scores and decisions are compared."""
 
+TAUGHT = 400
+"""Steps of learning to see."""
+
 SCENE = "world.name=push_choice", f"world.cameras=[{CAMERA}]", f"world.image_size={SIZES.image}"
 DEMONSTRATIONS = "collect.episodes=1200", "collect.noise=[0.3]", "collect.label_policy=expert"
 IMITATION = (
     "policy.kind=lerobot",
-    "policy.tuned=all",
-    "policy.levels_per_sample=4",
-    "train.fit.steps=2500",
-    "train.fit.learning_rate=1e-3",
+    "policy.tuned=expert",
+    "train.keep_conditions=true",
+    "train.fit.steps=8000",
     "train.batch_size=64",
     "train.evaluate_episodes=0",
 )
@@ -84,7 +87,11 @@ def measure(config: Config, root: Path, kind: str, seed: int) -> dict[str, Any]:
         collect.run(compose([*shared, "run.name=data", *DEMONSTRATIONS, *changed]))
     if not is_complete(base):
         dataset, untrained = recorded / "dataset", root / "untrained" / kind / str(seed)
-        path = write_tiny(kind, untrained, dataset, IMAGE_PREFIX + CAMERA, SIZES, seed)
+        path = untrained / "taught"
+        if not path.exists():
+            path = taught_to_see(
+                write_tiny(kind, untrained, dataset, IMAGE_PREFIX + CAMERA, SIZES, seed), dataset, path, TAUGHT, seed
+            )
         chosen = f"run.name={kind}", f"policy.path={path}", f"train.data={dataset}"
         train.run(compose([*shared, *IMITATION, *chosen, *changed]))
     if not is_complete(tuned):

@@ -304,17 +304,13 @@ class CachesCondition(Protocol):
 
 
 @runtime_checkable
-class LearnsFromCondition(Protocol):
-    """A policy that can imitate without observations, from what its frozen encoder once made of them.
+class LearnsFromCondition(CachesCondition, Protocol):
+    """A policy whose `loss` takes what `encode` made of a batch's observations, where it `caches_condition`.
 
-    learns_from_condition: whether `loss` takes a batch with "condition", what `encode` returns, in the place of
-    "observation".
+    learns_from_condition: whether it does; the batch holds it under the names that `encode` gave it.
     """
 
-    @property
-    def learns_from_condition(self) -> bool:
-        """See the class."""
-        ...
+    learns_from_condition: bool
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
         """Return what the encoder makes of observations [N, H, ...], name -> [N, ...]."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError
-from robopolicy.core.policy import CONDITION, Decision, Scores, TakesAdapters, TensorObservation, is_condition
+from robopolicy.core.policy import Decision, Scores, TakesAdapters, TensorObservation, is_condition
 from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
@@ -59,7 +59,7 @@ class DenoisingPolicy(nn.Module):
 
     action_low: Tensor
     action_high: Tensor
-    lowers_precision = True
+    lowers_precision = learns_from_condition = True
 
     def __init__(
         self,
@@ -147,11 +147,6 @@ class DenoisingPolicy(nn.Module):
     def caches_condition(self) -> bool:
         """Whether decisions keep the encoded observation: it has cameras and its encoder does not change."""
         return all(own.keeps_condition for own in self._own) and len(self.spec.cameras) > 0 and self.encoder_is_fixed
-
-    @property
-    def learns_from_condition(self) -> bool:
-        """Whether `loss` needs no observation where it is given what `encode` made of it; see `LearnsFromCondition`."""
-        return self.caches_condition
 
     @torch.no_grad()
     def act(
@@ -254,15 +249,15 @@ class DenoisingPolicy(nn.Module):
         meant = self._own[0].to_actions(latents) if self._own else self.action_normalizer.inverse(latents)
         return in_range(meant, self.action_low, self.action_high)
 
-    def encode(self, observation: TensorObservation) -> Condition:
-        """Return what the network makes of observations [N, H, ...]; raises SpecError or NonFiniteError."""
+    def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
+        """Return what is made of observations [N, H, ...], by `generator` augmented; SpecError, NonFiniteError."""
         self._validate(observation)
-        return check_condition(self.network.encode(observation), len(observation[next(iter(self.fields))]))
+        return check_condition(self.network.encode(observation, generator), len(observation[next(iter(self.fields))]))
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"denoising": [N]}: the (squared) error of the prediction, the mean over a sample's noise levels.
 
-        batch: "observation" (key -> [N, H, ...]) or, where the encoder rests, "condition", what `encode` made of it;
+        batch: "observation" (key -> [N, H, ...], or what a fixed encoder made of it as latents have it, beside it),
         "actions" [N, P, A] in the world's units, "action_valid" [N, P] bool (padding is not learned, nor is what
         prefix_steps has given). Raises SpecError on wrong shapes.
         """
@@ -272,7 +267,7 @@ class DenoisingPolicy(nn.Module):
         clean, valid = clean.repeat_interleave(levels, 0), valid.repeat_interleave(levels, 0)
         level = (self._own or (self.schedule,))[0].levels(len(clean), generator).to(clean.device)
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean.device)
-        condition = repeat_rows(self._read(batch, generator), levels)
+        condition = repeat_rows(self._condition(batch["observation"], batch, generator), levels)
         noisy = self.schedule.corrupt(clean, noise, level)
         if most := self.config.prefix_steps:
             count = draw_counts(len(clean), most, self.config.prefix_decay, generator)
@@ -283,13 +278,6 @@ class DenoisingPolicy(nn.Module):
         error = step_errors(self.network, self.part, prediction, self.schedule.target(clean, noise, level))
         weight = valid.to(error.dtype)
         return {"denoising": ((error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)).view(-1, levels).mean(-1)}
-
-    def _read(self, batch: Mapping[str, Any], generator: torch.Generator) -> Condition:
-        """Return what is made of a batch's observation, or was made of it before."""
-        if CONDITION in batch and self.learns_from_condition:
-            return as_kept(batch[CONDITION], cast(nn.Module, self.network))
-        self._validate(batch["observation"])
-        return self.network.encode(batch["observation"], generator)
 
     def normalizers(self) -> dict[str, Normalizer]:
         """Return the normalisers by observation key, and the action's under "action"."""
@@ -451,10 +439,12 @@ class DenoisingPolicy(nn.Module):
         seen = condition if self.encoder_is_fixed else self.base.encode(observation)
         return steps_of(self.base, self.schedule.times, seen), scored
 
-    def _condition(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Condition:
+    def _condition(
+        self, observation: TensorObservation, latents: Mapping[str, Any], generator: torch.Generator | None = None
+    ) -> Condition:
         """Return what was encoded when the latents were recorded, where that still holds, or encode the observation."""
         if self.caches_condition:
             kept = {name: value for name, value in latents.items() if is_condition(name)}
             if kept:
                 return as_kept(kept, cast(nn.Module, self.network))
-        return self.encode(observation)
+        return self.encode(observation, generator)

@@ -13,7 +13,7 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.memory import free_memory, in_bytes
-from robopolicy.core.policy import CONDITION, LearnsFromCondition, Trainable
+from robopolicy.core.policy import LearnsFromCondition, Trainable
 from robopolicy.core.progress import progress
 from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.nn.precision import learning_in
@@ -28,7 +28,7 @@ def read_once(policy: Trainable, data: Episodes, precision: LearningPrecision = 
 
     Raises ConfigError where the encoder learns, sees no images, or what it makes of them does not fit into memory.
     """
-    if not (isinstance(policy, LearnsFromCondition) and policy.learns_from_condition):
+    if not isinstance(policy, LearnsFromCondition) or not (policy.learns_from_condition and policy.caches_condition):
         raise ConfigError(
             "train.keep_conditions=true keeps what a frozen encoder makes of images, and this policy has none: let its "
             "encoder rest (of LeRobot's policies policy.tuned=expert), or leave keep_conditions=false."
@@ -63,6 +63,6 @@ def _room(made: Mapping[str, Tensor], data: Episodes) -> dict[str, Tensor]:
 
 
 def with_conditions(batches: Iterator[dict[str, Any]], conditions: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
-    """Yield `batches` with what was made of their steps' observations in the place of these."""
+    """Yield `batches`, which need no observations, with what was made of those of their steps."""
     for batch in batches:
-        yield {**batch, CONDITION: {name: values[batch["steps"]] for name, values in conditions.items()}}
+        yield {**batch, **{name: values[batch["steps"]] for name, values in conditions.items()}}

@@ -54,7 +54,7 @@ class PretrainConfig:
     micro_batch: int = 0
     """Samples whose activations are held at once, 0 for all."""
     keep_conditions: bool = False
-    """Reads each observation once, where the encoder is frozen (policy.tuned=expert), and keeps it."""
+    """Reads an observation once where the encoder rests (policy.tuned=expert)."""
 
     def __post_init__(self):
         if self.batch_size < 1:

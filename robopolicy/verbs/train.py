@@ -1,13 +1,12 @@
 """Pre-trains a policy by behaviour cloning on a LeRobotDataset, then measures its success.
 
 policy.kind=joint learns actions, what follows them and what that is worth, and plans with itself: it needs data with
-failures and rewards (collect.noise=[low,high]), and is judged with and without planning.
-Data with several instructions are learned as one task by a diffusion or flow policy, unless policy.text_encoder=words
-lets it read them; policy.kind=token reads them anyway.
-train.encoder=CHECKPOINT, of a world model without a decoder, lets the policy read its latent, so that `imagine` can
-tune it there; the policy's checkpoint holds the encoder, and acts in the real world like any other.
-Killed? Run the same command again: it goes on and ends in the same place. train.evaluate_episodes=0 skips the judgement
-(for data of a robot that has no simulator here).
+failures and rewards (collect.noise=[low,high]), and is judged with and without planning. Data with several instructions
+are learned as one task by a diffusion or flow policy, unless policy.text_encoder=words lets it read them;
+policy.kind=token reads them anyway. train.encoder=CHECKPOINT, of a world model without a decoder, lets the policy read
+its latent, so that `imagine` can tune it there; its checkpoint holds both. Killed? Run the same command again: it goes
+on and ends in the same place. train.evaluate_episodes=0 skips the judgement (for data of a robot that has no simulator
+here).
 """
 
 from typing import Any

@@ -36,7 +36,7 @@ def test_what_is_learned_is_the_same(episodes, labelled, monkeypatch):
     learned, read = [], []
     for keep in (False, True):
         policy = frozen()
-        encode = policy.network.encode
+        encode = policy.network.encode  # counted
         monkeypatch.setattr(
             policy.network, "encode", lambda *given, encode=encode, keep=keep: (read.append(keep), encode(*given))[1]
         )
