@@ -13,7 +13,7 @@ class TrainSection(PretrainConfig):
     data: Path | None = None
     """A LeRobotDataset (default: what collect wrote under the same name and seed)."""
     encoder: Path | None = None
-    """World model whose latent the policy shall read, to be tuned by imagine."""
+    """World model whose latent the policy shall read (for imagine)."""
     episodes: int = 0
     """Use the first so many, 0 for all."""
     evaluate_episodes: int = 200

@@ -54,7 +54,7 @@ class PretrainConfig:
     micro_batch: int = 0
     """Samples whose activations are held at once, 0 for all."""
     keep_conditions: bool = False
-    """Reads an observation once where the encoder rests (policy.tuned=expert)."""
+    """Reads each observation once if the encoder is frozen."""
 
     def __post_init__(self):
         if self.batch_size < 1:
