@@ -14,10 +14,12 @@ from robopolicy.core import registry
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.origin import WorldOrigin
 from robopolicy.core.registry import Registry, ask_for, load_dotted
+from robopolicy.core.spec import Field, WorldSpec
 from robopolicy.policies import load_policy
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.registry import Slot, find
+from robopolicy.verbs.check import spec_lines
 from sims.registry import load_task, make_saved_world, make_world
 from worldmodels import load_world_model
 
@@ -228,6 +230,22 @@ def test_check_says_what_a_target_allows(target, status, texts, capsys):
     said = " ".join(capsys.readouterr().out.split())
     for text in texts:
         assert text in said
+
+
+def test_check_names_elements_limits_and_who_judges():
+    spec = WorldSpec(
+        "arm",
+        {"observation.state": Field((5,), names=("grip", "pose[0]", "pose[1]", "pose[2]", "speed"), unit="m")},
+        Field((2,), low=(-1.0, 0.0), high=(1.0, 512.0)),
+        fps=25,
+        horizon=50,
+        success="The door is open.",
+    )
+    assert spec_lines(spec) == [
+        "Shows observation.state [5] (grip, pose[0] to [2], speed), m",
+        "Takes actions [2]; -1 to 1, 0 to 512; 25 a second, 50 in an episode",
+        "An episode has succeeded: The door is open.",
+    ]
 
 
 def test_check_names_a_broken_promise(capsys, monkeypatch):

@@ -221,9 +221,10 @@ def world_lines(config: Config, name: str) -> list[str]:
 def spec_lines(spec: WorldSpec) -> list[str]:
     """Return what a world shows, takes and judges by: all that whoever writes a controller for it must know."""
     shown = [f"Shows {key} {described(field)}" for key, field in spec.observation.items()]
-    low, high = (np.unique(limit) for limit in (spec.action.low, spec.action.high))
-    limits = f"{low[0]:g} to {high[0]:g}" if len(low) == len(high) == 1 else f"{low} to {high}, by element"
-    taken = f"Takes actions {described(spec.action)}; {limits}; {spec.fps:g} a second, {spec.horizon} in an episode"
+    low, high = (np.broadcast_to(limit, spec.action.shape) for limit in (spec.action.low, spec.action.high))
+    limits = [f"{least:g} to {most:g}" for least, most in zip(low, high, strict=True)]
+    bounds = ", ".join(limits if len(set(limits)) > 1 else limits[:1])
+    taken = f"Takes actions {described(spec.action)}; {bounds}; {spec.fps:g} a second, {spec.horizon} in an episode"
     judged = spec.success or "it says so" if spec.reports_success else "nobody says so; world.options.success can"
     return [*shown, taken, f"An episode has succeeded: {judged.removesuffix('.')}."]
 

@@ -158,10 +158,10 @@ def learn(config: Config, policy: Trainable, episodes: Episodes, folder: RunFold
     """Fit the policy, save it, and return what came of it."""
     if not isinstance(policy, Staged):
         return pretrain(policy, episodes, narrowed(PretrainConfig, config.train), folder, seed=config.run.seed)
-    if config.train.micro_batch:
+    if config.train.micro_batch or config.train.keep_conditions:
         raise ConfigError(
-            f"train.micro_batch={config.train.micro_batch}: {type(policy).__name__} learns in stages, from whole "
-            "batches. Leave it 0."
+            f"train.micro_batch={config.train.micro_batch}, train.keep_conditions={config.train.keep_conditions}: "
+            f"{type(policy).__name__} learns in stages, from whole batches of observations. Leave them 0 and false."
         )
     require_finite_columns(episodes, rewards=True)
     generators = Generators(config.run.seed, next(policy.parameters()).device)

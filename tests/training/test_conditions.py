@@ -6,6 +6,7 @@ import pytest
 import torch
 from seeing_toys import CAMERA, INSTRUCTIONS, SIZE, SeeingWorld, denoising_policy, token_policy
 
+from robopolicy.cli import main
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import STATE
@@ -58,3 +59,11 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_computed(episodes
     monkeypatch.setattr(conditions, "free_memory", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"of each of 120 steps, .* and 0.001 MB are free"):
         read_once(frozen(), episodes)
+
+
+def test_policies_that_learn_in_stages_refuse_it(tmp_path, capsys):
+    made = ["collect.episodes=3", "world=reach_planar", f"run.root={tmp_path}", "world.batch_size=3"]
+    assert main(["collect", *made]) == 0
+    given = ["train", "policy.kind=joint", "train.keep_conditions=true", "train.evaluate_episodes=0"]
+    assert main([*given, "world=reach_planar", f"run.root={tmp_path}"]) == 2
+    assert "train.keep_conditions=True" in capsys.readouterr().err
