@@ -200,7 +200,7 @@ class FinetuneConfig(AlgorithmConfig):
     gradient_clip: float = 1.0
     """Bound on the gradient's global norm."""
     discount: float = 0.99
-    """Per control step."""
+    """Per control step; 1 / (1 - it) of them should fit an episode."""
     gae_lambda: float = 0.95
     """Per decision."""
     clip: float = 0.2

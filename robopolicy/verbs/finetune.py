@@ -130,7 +130,7 @@ def tune(config: Config) -> int:
     for each in (world, judging):
         each.close()
     print_verdicts(verdicts)
-    print_advice(verdicts)
+    print_advice(verdicts, section.discount, world.spec.horizon)
     finish(
         config,
         folder,
@@ -269,8 +269,11 @@ def add_lora(policy: Policy, rank: int) -> None:
     policy.add_lora(rank)
 
 
-def print_advice(verdicts: Mapping[str, Verdict]) -> None:
-    """Say what to try where the tuned policy is no better than its base."""
+def print_advice(verdicts: Mapping[str, Verdict], discount: float = 0.0, horizon: int = 0) -> None:
+    """Say what to try where the tuned policy is no better than its base.
+
+    discount: per control step; horizon: control steps of an episode, 0 where none is known.
+    """
     base, tuned = (verdicts[name].deterministic for name in ("base", "tuned"))
     if tuned.score <= base.score:
         output.print(
@@ -279,6 +282,13 @@ def print_advice(verdicts: Mapping[str, Verdict]) -> None:
             "finetune.learning_rate=1e-4 finetune.critic_warmup=4 finetune.minibatch=256 or more finetune.num_envs. "
             "`robopolicy doctor` looks for other causes."
         )
+        # A time limit is no end: what would have come after it counts, and no episode shows that to the critic.
+        ahead = 1 / max(1 - discount, 1e-9)
+        if horizon and ahead > horizon:
+            output.print(
+                f"The critic looks 1 / (1 - finetune.discount) = {ahead:.0f} control steps ahead, further than an "
+                f"episode lasts ({horizon}): try finetune.discount={max(0.5, 1 - 2 / horizon):.2g} first."
+            )
 
 
 def summary(verdicts: dict[str, Verdict]) -> dict[str, Any]:
