@@ -30,7 +30,7 @@ def read_once(policy: Trainable, data: Episodes, precision: LearningPrecision = 
     """
     if not isinstance(policy, LearnsFromCondition) or not (policy.learns_from_condition and policy.caches_condition):
         raise ConfigError(
-            "train.keep_conditions=true keeps what a frozen encoder makes of images, and this policy has none: let its "
+            "keep_conditions=true keeps what a frozen encoder makes of images, and this policy has none: let its "
             "encoder rest (of LeRobot's policies policy.tuned=expert), or leave keep_conditions=false."
         )
     policy.eval()
@@ -52,9 +52,9 @@ def _room(made: Mapping[str, Tensor], data: Episodes) -> dict[str, Tensor]:
     available = free_memory(data.device)
     if available is not None and each * data.step_count > available:
         raise ConfigError(
-            f"train.keep_conditions=true would keep {in_bytes(each)} of each of {data.step_count} steps, "
+            f"keep_conditions=true would keep {in_bytes(each)} of each of {data.step_count} steps, "
             f"{in_bytes(each * data.step_count)}, and {in_bytes(available)} are free: leave it false, or take fewer "
-            "episodes (train.episodes)."
+            "episodes."
         )
     return {
         name: torch.empty((data.step_count, *value.shape[1:]), dtype=value.dtype, device=data.device)
