@@ -233,7 +233,7 @@ def test_bad_data_is_refused():
         recorded_transitions(replace(data, observation=broken))
     with pytest.raises(DataError, match="another world"):
         EnsembleModel.build(EnsembleConfig(), SPEC, replace(data, actions=data.actions[:, :1]), 0)
-    with pytest.raises(DataError, match="lacks next.reward"):
+    with pytest.raises(DataError, match=r"lacks next\.reward"):
         recorded_transitions(replace(data, rewards=None))
     with pytest.raises(DataError, match="none is left"):
         data.select([0]).split(0.1, torch.Generator())
