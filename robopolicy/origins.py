@@ -76,21 +76,19 @@ def _as_served(config: Config) -> Config:
 
 def _in_recordings(config: Config, data: Path) -> Config:
     """Return `config` with the recorded episodes of `data` as its world, and say so."""
-    warnings.warn(
-        f"{data} does not say which world it comes from, and none is named: where one is needed, its own episodes are "
-        "followed (world=demonstrations). Name another: world=NAME.",
-        RobopolicyWarning,
-        stacklevel=3,
-    )
+    _say_unknown(data, "where one is needed, its own episodes are followed (world=demonstrations). Name another")
     return dataclasses.replace(config, world=dataclasses.replace(config.world, name=DEMONSTRATIONS, data=data))
 
 
 def _say_assumed(where: object, config: Config) -> None:
+    _say_unknown(where, f"{config.world.name} is assumed where one is needed. Name it")
+
+
+def _say_unknown(where: object, instead: str) -> None:
     warnings.warn(
-        f"{where} does not say which world it comes from, and none is named: {config.world.name} is assumed where one "
-        "is needed. Name it: world=NAME.",
+        f"{where} does not say which world it comes from, and none is named: {instead}: world=NAME.",
         RobopolicyWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

@@ -25,6 +25,8 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.core.storage import read_json
 from robopolicy.data.lerobot_reading import read_dataset
+from robopolicy.nn.configuration import NormalizationMode
+from robopolicy.nn.normalizer import Normalizer
 from robopolicy.nn.pretrained import quiet
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import load_lerobot_policy
@@ -170,13 +172,13 @@ class _Pupil(nn.Module):
         for module in cast(LeRobotNetwork, policy.network).acting:
             module.requires_grad_(False)
         states = episodes.observation[ENVIRONMENT_STATE]
-        self.mean, self.deviation = states.mean(0), states.std(0) + 1e-6
+        self.normalizer = Normalizer(tuple(states.shape[1:]), NormalizationMode.MEAN_STD).fit(states)
         read = self._read(example_observation(policy.spec, 1, torch.Generator()))
         self.head = nn.Linear(read.shape[1], states.shape[1])
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the squared error {"seen": [N]} of the state, a mean over its elements."""
-        wanted = (batch["observation"][ENVIRONMENT_STATE][:, -1] - self.mean) / self.deviation
+        wanted = self.normalizer(batch["observation"][ENVIRONMENT_STATE][:, -1])
         return {"seen": (self.head(self._read(batch["observation"])) - wanted).square().mean(-1)}
 
     def _read(self, observation: TensorObservation) -> Tensor:

@@ -80,7 +80,7 @@ def read_information(folder: Path) -> dict[str, Any]:
     path = Path(folder) / "meta" / "info.json"
     if not Path(folder).is_dir():
         raise DataError(f"{folder} does not exist. Collect demonstrations into it first, or correct the path.")
-    if not path.is_file():
+    if not is_dataset(folder):
         raise DataError(f"{folder} is not a LeRobotDataset: it has no meta/info.json.")
     try:
         information = json.loads(path.read_text())
