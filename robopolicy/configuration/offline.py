@@ -33,8 +33,8 @@ class ImproveSection(Tagged):
     kind: str = "best_of"
     """best_of (imitate the best of several decisions), idql (do it, and imitate nothing), weighted_imitation (AWR),
     chain_ppo (RL-100), diffusion_ql (go up Q through the chain, or its last step: DPG), adjoint_matching (tilt a flow:
-    QAM), recap (told what is better), dsrl (steer by the initial noise), imagined_ppo (PPO in offline.model, by the
-    settings of finetune), or your own.
+    QAM), recap (told what is better), filtered_imitation (of that alone), dsrl (steer by the initial noise),
+    imagined_ppo (PPO in offline.model, by the settings of finetune), or your own.
     """
     config: Any = field(default_factory=BestOfConfig)
 

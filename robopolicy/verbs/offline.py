@@ -4,10 +4,11 @@ No step is played in the real world (but by gate.judges=[world]) until base and 
 chosen by that. offline.agent= names whose critic is fitted, offline.improve= how a candidate is made of the incumbent:
 best_of imitates the best of several decisions by that critic, weighted_imitation the recorded actions by how good they
 were, chain_ppo follows the critic through the denoising chain, diffusion_ql climbs its gradient through that chain,
-adjoint_matching tilts a flow by it, recap imitates everything under labels of how good it was, dsrl leaves the policy
-as it is and chooses the noise that it begins with, idql chooses among its decisions while it acts. Candidates are
-judged in a world model that worldmodel has trained on the log (gate.models), or by critics (gate.judges=[fqe]) of a
-share of the episodes that is kept for them (gate.holdout); a refused candidate is gone, and steps become smaller.
+adjoint_matching tilts a flow by it, recap imitates everything under labels of how good it was, filtered_imitation the
+better share alone, dsrl leaves the policy as it is and chooses the noise that it begins with, idql chooses among its
+decisions while it acts. Candidates are judged in a world model that worldmodel has trained on the log (gate.models), or
+by critics (gate.judges=[fqe]) of a share of the episodes that is kept for them (gate.holdout); a refused candidate is
+gone, and steps become smaller.
 offline.gated=false accepts everything, for comparison. The critic also learns from synthetic decisions:
 offline.data=[recorded,guided] draws them from a diffusion model of the log, guided towards the policy;
 offline.agent=edac offline.data=[recorded,imagined] offline.imagined_steps=10 offline.model=MODEL is RAVL.

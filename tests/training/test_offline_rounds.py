@@ -48,8 +48,8 @@ IMPROVE = {
 }
 
 
-ELSEWHERE = {"diffusion_ql", "adjoint_matching", "recap", "dsrl", "idql", "imagined_ppo"}
-"""Tried in files of their own: test_<name>.py, and tests/test_pipeline.py."""
+ELSEWHERE = {"diffusion_ql", "adjoint_matching", "recap", "filtered_imitation", "dsrl", "idql", "imagined_ppo"}
+"""Tried in files of their own: test_<name>.py, the filtered one beside recap, and tests/test_pipeline.py."""
 
 
 def test_every_improver_is_tried():

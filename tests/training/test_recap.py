@@ -1,6 +1,7 @@
 """RECAP: everything is imitated under an indicator of its advantage, and the policy acts under "positive"."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,9 +19,13 @@ from robopolicy.policies.advantage_conditioned import IMPROVEMENT, Improvement, 
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind, TextEncoder
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.decisions import actions_at
-from robopolicy.training.offline.configuration import RecapConfig, WeightedImitationConfig
+from robopolicy.training.offline.configuration import (
+    FilteredImitationConfig,
+    RecapConfig,
+    WeightedImitationConfig,
+)
 from robopolicy.training.offline.improvers import WeightedImitation
-from robopolicy.training.offline.recap import Recap, advantages, improvements
+from robopolicy.training.offline.recap import FilteredImitation, Recap, advantages, improvements
 from robopolicy.training.offline.rounds import improve_in_rounds
 
 
@@ -164,8 +169,55 @@ def test_the_indicator_is_hidden_from_a_share_of_what_is_learned(imitated, monke
     assert far[told == Improvement.POSITIVE].max() < far[told == Improvement.NEGATIVE].mean()
 
 
+def imitates(monkeypatch) -> list[torch.Tensor]:
+    """The chunks that policies are shown from now on."""
+    shown, learn = list[torch.Tensor](), DenoisingPolicy.loss
+
+    def listening(self, batch, generator):
+        shown.append(batch["actions"])
+        return learn(self, batch, generator)
+
+    monkeypatch.setattr(DenoisingPolicy, "loss", listening)
+    return shown
+
+
+@pytest.mark.checks("RECAP")
+def test_filtered_imitation_is_shown_the_better_share_alone_and_learns_from_it(imitated, monkeypatch):
+    known, policy, shown = lesson(), copy.deepcopy(imitated), imitates(monkeypatch)
+    worth = -(known.data.transitions.action - BEST).square().mean(1)  # all states are alike: the advantage's order
+    settings = FilteredImitationConfig(steps=100, learning_rate=2e-3, advantage="critic")
+    figures = FilteredImitation(settings).improve(policy, known, Generators(0), 1.0, "round 1")
+    assert figures["positive"] == pytest.approx(0.3, abs=0.01)
+    found = -(torch.cat(shown)[:, : policy.spec.chunk] - BEST).square().mean((1, 2))
+    assert found.min() >= torch.quantile(worth, 0.7) - 1e-6
+    assert distance(policy) < 0.7 * distance(imitated)
+
+
+def test_filtered_imitation_of_what_succeeded(imitated, monkeypatch):
+    known, shown = lesson(), imitates(monkeypatch)
+    settings = FilteredImitationConfig(steps=20, advantage="success")
+    with pytest.raises(ConfigError, match="the data does not say"):
+        FilteredImitation(settings).improve(copy.deepcopy(imitated), known, Generators(0), 1.0, "round 1")
+    episodes = known.episodes
+    good = torch.arange(len(episodes)) % 4 == 0
+    done = good[episodes.episode_of_step]
+    data = replace(known.data, episodes=replace(episodes, step_success=done))
+    FilteredImitation(settings).improve(
+        copy.deepcopy(imitated), replace(known, data=data), Generators(0), 1.0, "round 1"
+    )
+    executed = set(episodes.actions[done, 0].tolist())
+    assert {value for chunk in torch.cat(shown) for value in chunk.flatten().tolist()} <= executed
+    nothing = replace(known.data, episodes=replace(episodes, step_success=torch.zeros_like(done)))
+    with pytest.raises(ConfigError, match="no recorded decision"):
+        FilteredImitation(settings).improve(
+            copy.deepcopy(imitated), replace(known, data=nothing), Generators(0), 1.0, "round 1"
+        )
+
+
 def test_a_policy_that_cannot_be_told_is_refused():
     with pytest.raises(ConfigError, match="Linear is no DenoisingPolicy"):
         Recap(RecapConfig()).prepare(nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="between 0 and 1"):
         RecapConfig(positive=1.0)
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        FilteredImitationConfig(positive=1.0)

@@ -79,6 +79,36 @@ class WeightedImitationConfig:
 
 
 @dataclass(frozen=True)
+class FilteredImitationConfig:
+    """The better share of the recorded decisions is imitated, the rest left out: filtered behaviour cloning.
+
+    Source: CRR's binary weights 1[A > threshold], Wang et al. 2020, arXiv:2006.15134, with the threshold at a share of
+    the data; what RECAP (arXiv:2511.14759) is to be compared with. Deviations: advantages are those that `recap` knows,
+    and the critic was fitted before.
+    """
+
+    builds: ClassVar[str] = "robopolicy.training.offline.recap:FilteredImitation"
+    steps: int = 1000
+    """Updates a round."""
+    batch_size: int = 256
+    """Decisions an update."""
+    learning_rate: float = 1e-3
+    """The policy's."""
+    advantage: Literal["own", "critic", "steps", "success"] = "own"
+    """Of a decision: as recap's; success, whether its episode succeeded, of which all are imitated."""
+    decisions: int = 8
+    """Decisions of the policy at every recorded observation, for own."""
+    positive: float = 0.3
+    """Share of the decisions that is imitated."""
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.batch_size, self.decisions) < 1:
+            raise ConfigError("steps, batch_size and decisions must be at least 1.")
+        if not 0 < self.positive < 1:
+            raise ConfigError("positive is between 0 and 1.")
+
+
+@dataclass(frozen=True)
 class BestOfConfig:
     """The policy imitates the best of several decisions of its own, by the critic: IDQL's choice, made its own.
 
@@ -307,6 +337,7 @@ IMPROVERS = Kinds(
         "chain_ppo": "robopolicy.training.offline.configuration:ChainPpoConfig",
         "best_of": "robopolicy.training.offline.configuration:BestOfConfig",
         "weighted_imitation": "robopolicy.training.offline.configuration:WeightedImitationConfig",
+        "filtered_imitation": "robopolicy.training.offline.configuration:FilteredImitationConfig",
         "diffusion_ql": "robopolicy.training.offline.configuration:DiffusionQlConfig",
         "adjoint_matching": "robopolicy.training.offline.configuration:AdjointMatchingConfig",
         "recap": "robopolicy.training.offline.configuration:RecapConfig",

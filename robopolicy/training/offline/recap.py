@@ -1,4 +1,7 @@
-"""Imitates everything that was recorded, told which of it was better than usual, and acts as told "better": RECAP."""
+"""Imitation of what was recorded by how good it was: all of it, told what was better than usual (RECAP), or the best.
+
+RECAP acts as told "better"; filtered imitation leaves the rest out.
+"""
 
 from typing import Any
 
@@ -17,7 +20,7 @@ from robopolicy.policies.advantage_conditioned import (
 )
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.decisions import ROWS, actions_at
-from robopolicy.training.offline.configuration import RecapConfig
+from robopolicy.training.offline.configuration import FilteredImitationConfig, RecapConfig
 from robopolicy.training.offline.improvers import Lesson, imitate
 
 
@@ -57,8 +60,39 @@ class Recap:
         return {"loss": loss, "positive": float(better.float().mean())}
 
 
-def advantages(policy: Policy, lesson: Lesson, config: RecapConfig, generators: Generators) -> Tensor:
-    """Return the advantage of every recorded decision, [N], as `config.advantage` says."""
+class FilteredImitation:
+    """See `FilteredImitationConfig`."""
+
+    def __init__(self, config: FilteredImitationConfig):
+        self.config = config
+
+    def prepare(self, policy: Trainable) -> None:
+        """Nothing is to be done."""
+
+    def improve(
+        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+    ) -> dict[str, float]:
+        """Imitate the better decisions; see `Improver`. ConfigError where none is, or success is not recorded."""
+        config, data, spec = self.config, lesson.data, policy.spec
+        if config.advantage == "success":
+            better = successful(lesson)
+        else:
+            better = improvements(advantages(policy, lesson, config, generators), config.positive, corrections(lesson))
+        steps = data.step[better]
+        if not len(steps):
+            raise ConfigError("filtered_imitation found no recorded decision that is better than the others.")
+
+        def batch(rows: Tensor) -> dict[str, Any]:
+            return lesson.episodes.windows(steps[rows], spec.history, spec.prediction)
+
+        loss = imitate(policy, batch, len(steps), config, step, generators, where)
+        return {"loss": loss, "positive": float(better.float().mean())}
+
+
+def advantages(
+    policy: Policy, lesson: Lesson, config: RecapConfig | FilteredImitationConfig, generators: Generators
+) -> Tensor:
+    """Return the advantage of every recorded decision, [N], as `config.advantage` says: own, critic or steps."""
     data, critic = lesson.data.transitions, lesson.critic
     q, v = lesson.values(data.state, data.action)
     if config.advantage == "critic":
@@ -74,6 +108,14 @@ def advantages(policy: Policy, lesson: Lesson, config: RecapConfig, generators: 
         found, _ = lesson.values(state, lesson.interface.to_agent(chunks.flatten(0, 1)))
         means.append(found.reshape(len(rows), -1).mean(1))
     return q - torch.cat(means)
+
+
+def successful(lesson: Lesson) -> Tensor:
+    """Return which decisions [N] bool are of episodes that succeeded; ConfigError where that is not recorded."""
+    episodes = lesson.episodes
+    if episodes.success is None:
+        raise ConfigError("advantage=success asks which episodes succeeded, and the data does not say.")
+    return episodes.success[episodes.episode_of_step[lesson.data.step]]
 
 
 def corrections(lesson: Lesson) -> Tensor | None:
