@@ -60,6 +60,16 @@ def test_the_confusion_by_hand():
     assert confusion([], ("model",)) == {"bad": (0, 0), "good": (0, 0), "undecided": (0, 0)}
 
 
+def test_the_rank_correlation_of_a_judge_by_hand():
+    def candidate(true, said):
+        return {"true": {"difference": true}, "judges": {"model": {"difference": said}}}
+
+    same = {str(place): candidate(value, 3 * value) for place, value in enumerate((0.1, -0.2, 0.3))}
+    other = {str(place): candidate(value, -value) for place, value in enumerate((0.1, -0.2, 0.3))}
+    seeds = [{"candidates": same}, {"candidates": {}}, {"candidates": other}]
+    assert gate.ranked(seeds, "model") == pytest.approx([1.0, -1.0])
+
+
 def test_there_are_as_many_candidates_as_claimed_and_planted_ones_of_every_kind():
     assert len(gate_candidates.CANDIDATES) == 53 and len(gate_candidates.HONEST) == 23
     assert {each.family for each in gate_candidates.PLANTED.values()} == {

@@ -7,7 +7,7 @@ combinations accept where all their judges do. Then ten rounds, most of their ca
 without: how far does the policy fall? Nothing of the real world reaches a judge.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from robopolicy.data.lerobot_format import recorded_origin, write_dataset
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.gate import Gate, Judge, judged
 from robopolicy.evaluation.intervals import compare_paired
+from robopolicy.evaluation.ranking import spearman
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.runs import is_complete, output
 from robopolicy.verbs import collect, worldmodel
@@ -245,26 +246,47 @@ def confusion(rows: Sequence[Mapping[str, Any]], judges: Sequence[str]) -> dict[
     return {kind: (accepted, every) for kind, (accepted, every) in counts.items()}
 
 
+def ranked(seeds: Iterable[Mapping[str, Any]], judge: str) -> list[float]:
+    """Return Spearman's correlation, policy by policy, of what a judge says candidates gain with what they do."""
+    rows = [list(seed["candidates"].values()) for seed in seeds if seed["candidates"]]
+    return [
+        float(
+            spearman(
+                np.array([row["true"]["difference"] for row in each]),
+                np.array([row["judges"][judge]["difference"] for row in each]),
+            )
+        )
+        for each in rows
+    ]
+
+
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return three tables a task: what is let in by judges, what there was by families, and ten rounds."""
     found: list[Table] = []
     for task, seeds in figures["tasks"].items():
         rows = [row for seed in seeds.values() for row in seed["candidates"].values()]
         if rows:
-            found += [_judges_table(task, rows, len(seeds)), _families_table(task, rows)]
+            found += [_judges_table(task, rows, list(seeds.values())), _families_table(task, rows)]
         rounds = [seed["rounds"] for seed in seeds.values() if seed["rounds"]]
         if rounds:
             found.append(_rounds_table(task, rounds))
     return found
 
 
-def _judges_table(task: str, rows: Sequence[Mapping[str, Any]], seeds: int) -> Table:
-    header = ["judged by", "of the truly worse, accepted", "of the truly better", "of the undecided"]
+def _judges_table(task: str, rows: Sequence[Mapping[str, Any]], seeds: Sequence[Mapping[str, Any]]) -> Table:
+    header = ["judged by", "of the truly worse, accepted", "of the truly better", "of the undecided", "Spearman"]
     lines = [
-        [name, *(_share(*confusion(rows, judges)[kind]) for kind in ("bad", "good", "undecided"))]
+        [
+            name,
+            *(_share(*confusion(rows, judges)[kind]) for kind in ("bad", "good", "undecided")),
+            ", ".join(f"{rank:.2f}" for rank in ranked(seeds, name)) if judges == (name,) else "",
+        ]
         for name, judges in COMBINATIONS.items()
     ]
-    title = f"{task}: {len(rows)} candidates of {seeds} policies; in square brackets Wilson 95 % intervals"
+    title = (
+        f"{task}: {len(rows)} candidates of {len(seeds)} policies, in square brackets Wilson 95 % intervals; "
+        "Spearman's correlation of judged with true improvements, policy by policy"
+    )
     return Table(title, header, lines)
 
 
