@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from robopolicy.benchmarks import collection, imagination, ranking, test_time_planning
-from robopolicy.benchmarks.runs import Changes, Variant
+from robopolicy.benchmarks.runs import Changes, Variant, settings_of
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
 from robopolicy.verbs import bench, collect, imagine, train, worldmodel
@@ -35,6 +35,13 @@ TINY = [
     "evaluate.episodes=8",
     "imagine.watch=8",
 ]
+
+
+def test_what_a_benchmark_runs_has_its_threads_unless_overridden(tmp_path):
+    chosen = compose(["run.threads=1"])
+    assert compose(settings_of(chosen, tmp_path, "push_cube", 3)).run.threads == 1
+    other = compose(["run.threads=1", "bench.overrides=['run.threads=4']"])
+    assert compose(settings_of(other, tmp_path, "push_cube", 3)).run.threads == 4
 
 
 def benchmark(root, *chosen):

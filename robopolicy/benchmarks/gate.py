@@ -8,7 +8,7 @@ without: how far does the policy fall? Nothing of the real world reaches a judge
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,6 @@ class Attack:
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"tasks": {task: {seed: what was found}}}, after measuring what is missing under `root`."""
     parts = chosen_from(config, PARTS)
-    threads = f"run.threads={config.run.threads}"
-    config = replace(config, bench=replace(config.bench, overrides=(threads, *config.bench.overrides)))
     return {
         "tasks": {
             task: {str(seed): measure(config, root, task, seed, parts) for seed in config.bench.seeds}

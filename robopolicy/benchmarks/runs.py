@@ -135,7 +135,8 @@ class Outcome:
 def settings_of(config: Config, root: Path, task: str, seed: int) -> list[str]:
     """Return the settings that all runs of a benchmark on a task share."""
     recipe = RECIPES.get(task, (f"recipe={task}",))
-    return [*recipe, f"run.root={root / task}", f"run.seed={seed}", *config.bench.overrides]
+    run = f"run.root={root / task}", f"run.seed={seed}", f"run.threads={config.run.threads}"
+    return [*recipe, *run, *config.bench.overrides]
 
 
 def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> Path:

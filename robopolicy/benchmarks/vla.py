@@ -82,7 +82,8 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 def measure(config: Config, root: Path, kind: str, seed: int) -> dict[str, Any]:
     """Run the missing stages of one policy, and return its row of results."""
-    shared, changed = [*SCENE, f"run.root={root}", f"run.seed={seed}"], config.bench.overrides
+    run = f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"
+    shared, changed = [*SCENE, *run], config.bench.overrides
     recorded = root / "collect" / "data" / str(seed)
     base, tuned = (root / stage / kind / str(seed) for stage in ("train", "finetune"))
     output.print(Rule(f"[bold]{KINDS[kind]}, seed {seed}", align="left"))
