@@ -12,9 +12,11 @@ class TrainSection(PretrainConfig):
 
     data: Path | None = None
     """A LeRobotDataset (default: what collect wrote under the same name and seed)."""
+    more: tuple[Path, ...] = ()
+    """Further datasets of the same robot, such as corrections."""
     encoder: Path | None = None
     """World model whose latent the policy shall read (for imagine)."""
     episodes: int = 0
-    """Use the first so many, 0 for all."""
+    """Use the first so many of `data`, 0 for all."""
     evaluate_episodes: int = 200
     """Episodes of the judgement at the end, 0 for none."""

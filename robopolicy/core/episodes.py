@@ -194,7 +194,7 @@ class Episodes:
         """Join episodes of the same fields and fps; what one part does not know is None in the whole.
 
         But who acted: what only some parts know is -1 in the others; and labels: there they are what was done. Raises
-        DataError where shapes, observation keys, control rates or the length of labels differ.
+        DataError where shapes, observation keys, names of elements, control rates or the length of labels differ.
         """
         if not parts:
             raise DataError("There are no episodes to join.")
@@ -386,5 +386,9 @@ def _require_alike(first: Episodes, other: Episodes) -> None:
         raise DataError(f"Episodes with different observations cannot be joined: {shapes} and {others}.")
     if first.action_field.shape != other.action_field.shape:
         raise DataError(f"Actions differ in shape: {first.action_field.shape} and {other.action_field.shape}.")
+    fields, theirs = ({**each.observation_fields, "action": each.action_field} for each in (first, other))
+    for key, field in fields.items():
+        if field.names and theirs[key].names and field.names != theirs[key].names:
+            raise DataError(f"Elements of '{key}' differ: {', '.join(field.names)} and {', '.join(theirs[key].names)}.")
     if first.fps != other.fps:
         raise DataError(f"Control rates differ: {first.fps} and {other.fps} steps per second.")

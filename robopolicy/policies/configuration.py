@@ -102,7 +102,7 @@ class DenoisingPolicyConfig:
     finetuned_steps: int | None = None
     """The last K' of them that fine-tuning trains, null for half of K."""
     spacing: Spacing = Spacing.LEADING
-    """Of the K steps on the grid: trailing starts at the noisiest one, leading ends at the cleanest one."""
+    """leading ends at the grid's cleanest step, trailing starts at its noisiest."""
     eta: float = 1.0
     """1 samples like DDPM, 0 like DDIM."""
     clip: float | None = 1.0

@@ -63,7 +63,7 @@ class DataRead:
 
 
 def describe_reading(
-    data: Path,
+    data: Path | str,
     features: Mapping[str, Mapping[str, Any]],
     episodes: Episodes,
     used: Collection[str],

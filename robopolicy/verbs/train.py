@@ -9,6 +9,7 @@ on and ends in the same place. train.evaluate_episodes=0 skips the judgement (fo
 here).
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from rich.markup import escape
 from robopolicy.build import behind, build_world, choose_device
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.finite_values import require_finite_columns
 from robopolicy.core.interventions import imitated_in_words, interventions_in_words
 from robopolicy.core.memory import free_memory
@@ -67,11 +68,8 @@ def run(config: Config) -> int:
         return 0
     device = choose_device(config.run)
     data = default_path(config, "collect", "dataset", config.train.data, "train.data")
-    episodes = read_dataset(data)
-    if config.train.episodes:
-        episodes = episodes.select(range(min(config.train.episodes, len(episodes))))
-    require_finite_columns(episodes, getattr(config.policy.config, "observation_keys", ()) or None)
-    encoder, recorded_episodes = None, episodes
+    episodes = recorded_episodes = demonstrations(config, data)
+    encoder = None
     if config.train.encoder is not None:
         place = default_path(config, "worldmodel", "checkpoint", config.train.encoder, "train.encoder")
         encoder = load_encoder(place, device)
@@ -79,8 +77,10 @@ def run(config: Config) -> int:
     policy = new_policy(config, episodes, device)
     say_model(policy, config.train)
     seen = behind(encoder, policy) if encoder is not None else policy
-    features, reads_text = read_information(data)["features"], getattr(policy, "reads_instructions", None)
-    reading = describe_reading(data, features, recorded_episodes, seen.spec.observation, reads_text)
+    places, reads_text = (data, *config.train.more), getattr(policy, "reads_instructions", None)
+    features = {name: what for path in places for name, what in read_information(path)["features"].items()}
+    named = " and ".join(map(str, places))
+    reading = describe_reading(named, features, recorded_episodes, seen.spec.observation, reads_text)
     output.print(escape("\n".join(reading.lines())), soft_wrap=True)
     if reads_text is False and len(reading.instructions) > 1 and hasattr(config.policy.config, "text_encoder"):
         output.print(f"policy.text_encoder={TextEncoder.WORDS.value} lets it read them and keep the tasks apart.")
@@ -123,6 +123,22 @@ def run(config: Config) -> int:
     finish(config, folder, result)
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
+
+
+def demonstrations(config: Config, data: Path) -> Episodes:
+    """Return the episodes of the dataset `data` and of train.more; raises DataError for what is no data or no match."""
+    section, keys = config.train, getattr(config.policy.config, "observation_keys", ()) or None
+    recorded = read_dataset(data)
+    episodes = recorded.select(range(min(section.episodes or len(recorded), len(recorded))))
+    require_finite_columns(episodes, keys)
+    for path in section.more:
+        other = read_dataset(path)
+        try:
+            require_finite_columns(other, keys)
+            episodes = Episodes.concatenate([episodes, other])
+        except DataError as error:
+            raise DataError(f"{path}, which is to be learned beside {data}: {error}") from error
+    return episodes
 
 
 def say_model(policy: Trainable, section: PretrainConfig) -> None:

@@ -1,5 +1,7 @@
 """Episodes: windows against a loop, padding masks, transitions, selection and joining."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -117,6 +119,12 @@ def test_inconsistent_episodes_are_refused():
     episodes = numbered_episodes()
     with pytest.raises(DataError, match="actions has 8 entries"):
         Episodes(**{**vars_of(episodes), "actions": episodes.actions[:-1]})
+    named, other = (
+        replace(episodes, action_field=replace(episodes.action_field, names=names)) for names in (("left",), ("right",))
+    )
+    assert len(Episodes.concatenate([named, episodes])) == 2 * len(episodes)
+    with pytest.raises(DataError, match="Elements of 'action' differ: left and right"):
+        Episodes.concatenate([named, other])
     with pytest.raises(DataError, match="Control rates differ"):
         Episodes.concatenate([episodes, Episodes(**{**vars_of(episodes), "fps": 20.0})])
     with pytest.raises(DataError, match="empty"):
