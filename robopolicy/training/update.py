@@ -90,6 +90,7 @@ class Learner:
         self.reborn = False
         self.before_step: list[Tensor] = []
         self.live: Tensor | None = None
+        self.most, self.chooses = self.sampling_steps, True
         self.by_episode = by_episode(algorithm, config)
         self.average = PolicyAverage(policy, config.proximal_decay) if config.proximal == "average" else None
 
@@ -105,6 +106,7 @@ class Learner:
         stopped = False
         source = self._source(rollouts)
         self.live = self._live(source)
+        self.most = self._most_noisy(source) if self.chooses else len(self._steps())
         for _ in range(self.config.epochs):
             for index in self._minibatches(source, draws):
                 batch = source.take(index)
@@ -189,6 +191,9 @@ class Learner:
         if chosen:
             latents["chosen"] = step[alive]
         scores = scores_of(self.policy, observation, latents)
+        if chosen and not config.scored_steps and self.live is None and scores.logp.shape[-1] == self.sampling_steps:
+            self.chooses, self.most = False, self.sampling_steps  # it scores all steps, whatever is asked for
+            return self._actor_step(batch, context, draws, where)
         if scores.logp.shape != (int(alive.sum()), step.shape[-1]):
             raise ConfigError(
                 f"The policy scored {scores.logp.shape[1]} steps where {step.shape[-1]} were asked for: it cannot "
@@ -273,7 +278,8 @@ class Learner:
         )
 
     def _diagnose(self, scored: Scored) -> dict[str, Tensor]:
-        whole = self.sampling_steps / scored.chosen.shape[-1]
+        # A random choice stands for all noisy steps; those without noise do not differ.
+        whole = self.sampling_steps / len(self._steps()) * self.most / scored.chosen.shape[-1]
         flat, mask = scored.log_ratio.flatten(0, 1), scored.mask.flatten(0, 1)
         low, high = scored.clip_low.flatten(0, 1), scored.clip_high.flatten(0, 1)
         return {
@@ -289,15 +295,26 @@ class Learner:
         dead = None if pruned is None or not len(pruned) else pruned.flatten(0, 1).all(0)
         return None if dead is None or not bool(dead.any()) else (~dead).nonzero().squeeze(1)
 
+    def _steps(self) -> Tensor:
+        """Return the steps that are not pruned in every decision alike, [k] of K."""
+        return torch.arange(self.sampling_steps) if self.live is None else self.live
+
+    def _most_noisy(self, source: Rollouts) -> int:
+        """Return how many steps a decision chose at most; the others, such as those without noise, earn nothing."""
+        steps = self._steps().to(source.mask.device)
+        return max(1, int(source.mask[..., steps].sum(-1).max())) if len(source.mask) else len(steps)
+
     def _choose_steps(self, batch: Rollouts, draws: torch.Generator) -> tuple[Tensor, bool]:
-        """Return the indices of the steps to score, [b, t, k], and whether they are a choice."""
-        count, total = self.config.scored_steps, self.sampling_steps
-        steps = torch.arange(total, device=draws.device) if self.live is None else self.live
-        shape = (*batch.shape, len(steps))
-        if not 0 < count < len(steps):
-            return steps.expand(shape), len(steps) < total
-        draw = torch.rand(shape, generator=draws, device=draws.device)
-        return steps[draw.topk(count, dim=-1).indices], True
+        """Return the indices of the steps to score, [b, t, k], and whether they are a choice: noisy ones first."""
+        steps = self._steps().to(draws.device)
+        shape, count = (*batch.shape, len(steps)), min(self.config.scored_steps or self.most, self.most)
+        if count >= len(steps):
+            return steps.expand(shape), len(steps) < self.sampling_steps
+        order = batch.mask[..., steps].to(draws.device, torch.float32)
+        if self.config.scored_steps:
+            drawn = torch.rand(shape, generator=draws, device=draws.device)
+            order = torch.where(order > 0, drawn, -1.0)
+        return steps[order.topk(count, dim=-1).indices], True
 
     @torch.no_grad()
     def _take_back(self) -> None:

@@ -25,6 +25,7 @@ Of world models:
 Of recorded data:
 
 - rl100: from imitation over gated rounds to one denoising step, stage by stage.
+- offline: what a policy learns from its own log, way by way; deployed above a floor; corrected by operators.
 - gate: what it lets in of good candidates and of planted bad ones, and what becomes of a policy without it.
 
 `tables` writes the tables of results in the READMEs, and draws their plots, from assets/figures. All but sims go on
@@ -80,6 +81,7 @@ BENCHMARKS = Registry(
             "styles",
             "joint",
             "video",
+            "offline",
             "gate",
             "rl100",
             "inference",

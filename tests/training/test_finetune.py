@@ -222,6 +222,40 @@ def test_random_units_need_a_policy_that_can_score_them():
         _tune(replace(CONFIG, scored_steps=1), policy=policy)
 
 
+class OneNoisyStep(ChainPolicy):
+    """Of each decision one step, drawn at random, is a choice."""
+
+    def __init__(self, chooses_steps: bool):
+        super().__init__()
+        self.chooses_steps, self.asked = chooses_steps, list[tuple[int, ...]]()
+
+    def act(self, observation, generator, *, deterministic=False):
+        decision = super().act(observation, generator, deterministic=deterministic)
+        noisy = torch.randint(decision.mask.shape[1], (len(decision.mask),), generator=generator)
+        return replace(decision, mask=decision.mask & (torch.arange(decision.mask.shape[1]) == noisy[:, None]))
+
+    def log_prob(self, observation, latents):
+        scores = super().log_prob(observation, latents)
+        if torch.is_grad_enabled():
+            self.asked.append(tuple(scores.logp.shape[1:]))
+        return scores
+
+
+@pytest.mark.parametrize("changes", [{}, {"scored_steps": 1}], ids=["all", "random"])
+def test_steps_that_are_no_choice_are_not_scored_and_nothing_else_changes(changes):
+    short = replace(CONFIG, iterations=3, critic_warmup=0, target_kl=None)
+    chooser, result = _tune(replace(short, **changes), policy=OneNoisyStep(True))
+    every, same = _tune(short, policy=OneNoisyStep(False))
+    total = chooser.spec.scored_steps
+    assert set(chooser.asked) == {(1,)} and set(every.asked) == {(total,)} and total > 1
+    assert same.env_steps == result.env_steps
+    if not changes:  # a random order draws numbers of its own
+        for mine, theirs in zip(chooser.parameters(), every.parameters(), strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-6)
+    untouched = ChainPolicy()
+    assert not torch.equal(chooser.first.weight, untouched.first.weight)
+
+
 def test_a_non_finite_action_is_named_and_never_sent():
     policy, world = ChainPolicy(), BanditWorld(8)
     policy.poison = True
