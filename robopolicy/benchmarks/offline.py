@@ -1,10 +1,10 @@
 """What a policy learns from a log of its own alone, each way beside what it is to be compared with; then, deployed.
 
-A policy that imitated demonstrations records a log: its own episodes, successes and failures. Of log and policy every way
-makes one candidate, by `robopolicy offline` without a gate, with that verb's defaults but for what is named here; agents
-that decide themselves learn from the same log. No step is played but to judge. Two candidates, one good and one bad, are
-then put to work beside the policy they came from (`robopolicy deploy`). And operators correct the policy: what is that
-worth beside as many further demonstrations?
+A policy that imitated demonstrations records a log: its own episodes, successes and failures. Of log and policy every
+way makes one candidate, by `robopolicy offline` without a gate, with that verb's defaults but for what is named here;
+agents that decide themselves learn from the same log. No step is played but to judge. Two candidates, one good and one
+bad, are then put to work beside the policy they came from (`robopolicy deploy`). And operators correct the policy: what
+is that worth beside as many further demonstrations?
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,6 +85,8 @@ CORRECTIONS = {
     ),
 }
 """What the demonstrations are learned with, from the beginning -> how it is recorded."""
+BEYOND = 1000
+"""What is added to the seed of these recordings, so that they are no episodes of the demonstrations."""
 BY_EXPERT = ("40 more demonstrations",)
 
 PARTS = {"ways": "candidates", "agents": "decide themselves", "deployment": "StepMix", "corrections": "RaC"}
@@ -127,9 +129,9 @@ class Case:
         """Return the configuration of a run."""
         return compose([*settings_of(self.config, self.root, self.task, self.seed), *chosen])
 
-    def place(self, verb: str, name: str) -> Path:
-        """Return where a run lies."""
-        return self.root / self.task / verb / name / str(self.seed)
+    def place(self, verb: str, name: str, beyond: int = 0) -> Path:
+        """Return where a run lies whose seed is so much above the case's."""
+        return self.root / self.task / verb / name / str(self.seed + beyond)
 
     def announce(self, name: str) -> None:
         """Say what begins."""
@@ -190,11 +192,9 @@ class Case:
             more: list[str] = []
             if settings:
                 who = () if name in BY_EXPERT else (f"collect.policy={self.base('diffusion')}",)
-                seed = f"run.seed={self.seed + 1000}"  # episodes that the demonstrations do not hold
+                seed = f"run.seed={self.seed + BEYOND}"
                 collect.run(self.settings(*settings, *who, seed, f"run.name={slug(name)}"))
-                more = [
-                    f"train.more=[{self.root / self.task / 'collect' / slug(name) / str(self.seed + 1000)}/dataset]"
-                ]
+                more = [f"train.more=[{self.place('collect', slug(name), BEYOND)}/dataset]"]
             self.base("diffusion")
             data = f"train.data={self.place('collect', 'data')}/dataset"
             train.run(self.settings(*BASES["diffusion"].of(self.task), data, *more, f"run.name={slug(name)}"))

@@ -26,6 +26,7 @@ Of recorded data:
 
 - rl100: from imitation over gated rounds to one denoising step, stage by stage.
 - offline: what a policy learns from its own log, way by way; deployed above a floor; corrected by operators.
+- online: learning in the world within 100,000 steps, by critics or by PPO, and what is lost when it begins.
 - gate: what it lets in of good candidates and of planted bad ones, and what becomes of a policy without it.
 
 `tables` writes the tables of results in the READMEs, and draws their plots, from assets/figures. All but sims go on
@@ -82,6 +83,7 @@ BENCHMARKS = Registry(
             "joint",
             "video",
             "offline",
+            "online",
             "gate",
             "rl100",
             "inference",

@@ -1,0 +1,173 @@
+"""Learning in the world within few steps: agents with critics, with and without recorded data, beside PPO in the chain.
+
+All begin with the same policy, and those that learn from data first with the same log of its own episodes. WSRL
+(arXiv:2412.07762) keeps no data and lets the frozen agent play before the first update; a run without that warm-up is
+its ablation. RLPD (arXiv:2302.02948) learns from nothing first and keeps half of every batch recorded. DSRL
+(arXiv:2506.15799) steers the frozen policy by its noise. Success is measured after few updates too: what an agent loses
+when it begins to learn in the world, it loses there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.rule import Rule
+
+from robopolicy.benchmarks.rates import mean_text, rate_text, short, spread_text
+from robopolicy.benchmarks.runs import chosen_from, pretrained, settings_of
+from robopolicy.configuration import Config, compose
+from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import read_json
+from robopolicy.evaluation.curves import method_curves
+from robopolicy.evaluation.report import Section
+from robopolicy.runs import is_complete, output
+from robopolicy.verbs import collect, finetune, online
+from robopolicy.verbs.bench import Benchmark, Table
+
+STEPS = 100_000
+"""Control steps in the world; bench.overrides=['online.steps=...'] can say otherwise."""
+LOG = "collect.episodes=512", "run.name=log"
+SMALL = "online.agent.width=128", "online.updates=0.5", "online.evaluate_at=[0,1,100,500,2000]"
+WATCHED = ("online.evaluate_every=4000",)
+CAL_QL = ("online.method=actions", "online.agent=cal_ql", "online.agent.critics=4")
+EARLY = (1, 100, 500, 2000)
+"""Updates by which a dip has been seen."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to learn. settings: of `online`, or of `finetune` where `rows` is not 0; logged: begins with the log."""
+
+    title: str
+    settings: tuple[str, ...] = ()
+    logged: bool = False
+    rows: int = 0
+
+
+ARMS = {
+    "dsrl": Arm("DSRL", ("online.method=dsrl", "online.agent.critics=4")),
+    "wsrl": Arm("WSRL", CAL_QL, logged=True),
+    "wsrl_cold": Arm("WSRL without warm-up", (*CAL_QL, "online.warmup=0"), logged=True),
+    "cal_ql_half": Arm("Cal-QL, half of each batch recorded", (*CAL_QL, "online.retain=0.5"), logged=True),
+    "rlpd": Arm(
+        "RLPD",
+        ("online.method=actions", "online.agent.critics=4", "online.pretrain=0", "online.retain=0.5"),
+        logged=True,
+    ),
+    "ppo": Arm("PPO in the chain, 62 rows", rows=62),
+    "ppo_250": Arm("PPO in the chain, 250 rows", rows=250),
+}
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"tasks": {task: {arm: {seed: figures}}}}, after running what is missing under `root`."""
+    chosen = chosen_from(config, ARMS)
+    return {
+        "tasks": {
+            task: {
+                name: {str(seed): measure(config, root, task, name, seed) for seed in config.bench.seeds}
+                for name in chosen
+            }
+            for task in config.bench.tasks
+        }
+    }
+
+
+def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict[str, Any]:
+    """Return base and result of an arm on the same starts, and what was seen on the way."""
+    arm = ARMS[name]
+    verb = "finetune" if arm.rows else "online"
+    folder = root / task / verb / name / str(seed)
+    if not is_complete(folder):
+        learn(config, root, task, name, seed)
+    result, records = read_json(folder / "result.json"), RunFolder(folder).metrics()
+    found: dict[str, Any] = {who: short(result[who]["deterministic"]) for who in ("base", "tuned")}
+    seen = result["evaluations"] if verb == "online" else [each for each in records if "deterministic_success" in each]
+    begun = next(iter(seen), {}).get("deterministic_success", result["base"]["deterministic"]["success_rate"])
+    curve = [(each.get("env_steps", 0), each["deterministic_success"]) for each in seen]
+    early = {str(each["updates"]): each["deterministic_success"] for each in seen if each.get("updates") in EARLY}
+    return {
+        **found,
+        "begins": begun,
+        "early": early,
+        "curve": curve,
+        "env_steps": result["env_steps"],
+        "seconds": result["seconds"],
+        "difference": result["difference"],
+    }
+
+
+def learn(config: Config, root: Path, task: str, name: str, seed: int) -> None:
+    """Run an arm, after what it begins with."""
+    arm, shared = ARMS[name], settings_of(config, root, task, seed)
+    policy = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
+    if arm.logged:
+        collect.run(compose([*LOG, *shared, f"collect.policy={policy}", "run.name=log"]))
+    output.print(Rule(f"[bold]{task}, seed {seed}: {arm.title}", align="left"))
+    if not arm.rows:
+        data = [f"online.dataset={root / task / 'collect' / 'log' / str(seed) / 'dataset'}"] if arm.logged else []
+        settings = f"online.steps={STEPS}", *SMALL, *WATCHED, *arm.settings, f"online.policy={policy}"
+        online.run(compose([*settings, *shared, *data, f"run.name={name}"]))
+        return
+    settings = [f"finetune.num_envs={arm.rows}", "finetune.target_success=null", "finetune.videos=0", *shared]
+    usual = compose(settings)
+    played = arm.rows * usual.finetune.rollout_length * usual.policy.config.chunk  # control steps an iteration, at most
+    iterations = max(1, usual.online.steps // played)
+    given = f"finetune.iterations={iterations}", f"finetune.policy={policy}", f"run.name={name}"
+    finetune.run(compose([*settings, *given]))
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return a table a task, a line an arm."""
+    header = ["method", "before, as it acts", *(f"after {count} updates" for count in EARLY)]
+    header += ["in the end", "each seed [Wilson 95 %]", "thousand steps", "minutes"]
+    found: list[Table] = []
+    for task, arms in figures["tasks"].items():
+        rows = list(next(iter(arms.values())).values())
+        title = f"{task}: success, mean over {len(rows)} seeds (range), from a policy at "
+        title += ", ".join(rate_text(row["base"]) for row in rows)
+        lines = [_line(ARMS[name].title, list(seeds.values())) for name, seeds in arms.items()]
+        found.append(Table(title, header, lines))
+    return found
+
+
+def _line(title: str, rows: list[Mapping[str, Any]]) -> list[str]:
+    def early(count: int) -> str:
+        seen = [row["early"][str(count)] for row in rows if str(count) in row["early"]]
+        return f"{100 * sum(seen) / len(seen):.1f} %" if seen else ""
+
+    return [
+        title,
+        spread_text(row["begins"] for row in rows),
+        *map(early, EARLY),
+        spread_text(row["tuned"]["success_rate"] for row in rows),
+        ", ".join(rate_text(row["tuned"]) for row in rows),
+        mean_text((row["env_steps"] / 1e3 for row in rows), 0),
+        mean_text((row["seconds"] / 60 for row in rows), 1),
+    ]
+
+
+def picture(figures: Mapping[str, Any]) -> Section:
+    """Return the plot of success against steps in the world."""
+    curves = {
+        task: {ARMS[name].title: [each["curve"] for each in seeds.values()] for name, seeds in arms.items()}
+        for task, arms in figures["tasks"].items()
+    }
+    bases = {
+        task: sum(each["base"]["success_rate"] for each in seeds.values()) / len(seeds)
+        for task, arms in figures["tasks"].items()
+        for seeds in [next(iter(arms.values()))]
+    }
+    caption = "Success on validation starts: mean over seeds, band from the lowest to the highest."
+    return Section("Success against steps in the world", caption, svg=method_curves(curves, bases))
+
+
+BENCHMARK = Benchmark(
+    "Who learns most from a hundred thousand steps in the world, and what is lost when it begins?",
+    ("tasks", "seeds", "only", "overrides"),
+    benchmark,
+    tables,
+    lambda figures, root: [picture(figures)],
+    picture=picture,
+)
