@@ -7,6 +7,7 @@
 - collection: not waiting for the longest episodes, how much faster and as good?
 - mechanisms: ten small experiments, each asking whether a paper's claim shows.
 - inference: milliseconds a decision in every way of computing it, and what success it costs.
+- precision: seconds of an iteration of fine-tuning in bf16 or with fewer scored steps, and what success it leaves.
 - vla: does PPO raise what a tiny SmolVLA and pi0 of LeRobot's own classes learned by imitation?
 - delay: success against the control steps that a decision takes, for every way of living with it.
 
@@ -72,6 +73,7 @@ BENCHMARKS = Registry(
             "algorithms",
             "collection",
             "mechanisms",
+            "precision",
             "vla",
             "ranking",
             "imagination",
