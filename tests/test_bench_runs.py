@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from robopolicy.benchmarks import collection, imagination, precision, ranking, test_time_planning
+from robopolicy.benchmarks import collection, imagination, language, precision, ranking, test_time_planning
 from robopolicy.benchmarks.runs import Changes, Variant, settings_of
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
@@ -179,3 +179,30 @@ def test_precisions_are_judged_after_as_many_iterations_and_take_turns(tmp_path,
     assert (
         precision._ratio(twice, "bf16", "cpu") == "2.00 (2.00)" and precision._ratio(twice, "fp32", "cpu")[:4] == "1.00"
     )
+
+
+def test_policies_that_are_told_are_judged_under_controls_and_on_what_was_held_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(language, "GROUPS", 16)
+    few = [
+        "collect.episodes=64",
+        "teach.episodes=64",
+        "teach.rounds=2",
+        "teach.last_steps=2",
+        "teach.fit.steps=2",
+        "finetune.group_size=4",
+        "policy.text_features=8",
+    ]
+    overrides = ",".join(f"'{setting}'" for setting in (*TINY, *few))
+    given = ["bench.name=language", "bench.seeds=[0]", f"run.root={tmp_path}", f"bench.overrides=[{overrides}]"]
+    assert bench.run(compose([*given, "run.threads=1"])) == 0
+    arms = json.loads((tmp_path / "bench" / "language" / "benchmark.json").read_text())["arms"]
+    assert set(arms) == set(language.ARMS)
+    rows = {arm: seeds["0"] for arm, seeds in arms.items()}
+    assert rows["imitation"]["env_steps"] == 0 < min(row["env_steps"] for row in list(rows.values())[1:])
+    for row in rows.values():
+        assert set(row["controls"]) == {"wrong_instruction", "paraphrase"}
+        assert row["asked"]["episodes"] == row["held_out"]["episodes"] == 8
+        held = [text for text in row["instructions"] if text.endswith("(held out)")]
+        assert held and len(held) <= 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "GRAPE" in said and "held-out compositions" in said

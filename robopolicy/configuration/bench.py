@@ -21,9 +21,9 @@ class BenchSection:
     """Random seeds, one run for each; read by all benchmarks but sims."""
     only: tuple[str, ...] = ()
     """Which rows of the results to run: recipes, methods (algorithms), policies (collection, inference), chunkings
-    (delay), ablations (mechanisms), ways (precision), experimental arms (edge_of_reach, imagination, online), plans
-    (test_time_planning), kinds of model (ranking) or parts (gate: candidates, rounds; offline: ways, agents,
-    deployment, corrections); [] for all.
+    (delay), ablations (mechanisms), ways (precision), experimental arms (edge_of_reach, imagination, online,
+    language), plans (test_time_planning), kinds of model (ranking) or parts (gate: candidates, rounds; offline: ways,
+    agents, deployment, corrections); [] for all.
     """
     overrides: tuple[str, ...] = ()
     """Settings for every run, quoted: bench.overrides=['finetune.iterations=10']. What a method sets itself takes

@@ -9,6 +9,7 @@
 - inference: milliseconds a decision in every way of computing it, and what success it costs.
 - precision: seconds of an iteration of fine-tuning in bf16 or with fewer scored steps, and what success it leaves.
 - vla: does PPO raise what a tiny SmolVLA and pi0 of LeRobot's own classes learned by imitation?
+- language: PPO, GRAPE and a teacher beside imitation, under twelve instructions of one scene, with controls.
 - delay: success against the control steps that a decision takes, for every way of living with it.
 
 Of world models:
@@ -75,6 +76,7 @@ BENCHMARKS = Registry(
             "mechanisms",
             "precision",
             "vla",
+            "language",
             "ranking",
             "imagination",
             "test_time_planning",

@@ -1,0 +1,175 @@
+"""Twelve instructions in one scene: how far do PPO, GRAPE and a teacher take a policy that is told what to do?
+
+`tidy`: nine instructions are trained, three compositions of known words are held out. PPO and GRAPE begin with the
+imitated policy and play about as many episodes; on-policy distillation begins with nothing, and the scene's expert
+says what it would have done where the student led (DAgger). Every policy is judged on the same starts: as asked, told
+another instruction, told the same in words that it has not heard, and asked for what was held out.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.rule import Rule
+
+from robopolicy.benchmarks.rates import rate_of, rate_text, short, spread_text
+from robopolicy.benchmarks.runs import chosen_from, settings_of
+from robopolicy.configuration import Config, compose
+from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import read_json
+from robopolicy.runs import is_complete, output
+from robopolicy.verbs import collect, evaluate, finetune, teach, train
+from robopolicy.verbs.bench import Benchmark, Table
+
+TASK = "tidy"
+EPISODES = 200
+HELD_OUT = 100
+"""Episodes that ask for what was held out."""
+BASE = "imitation"
+PPO = "PPO"
+
+GRAPE = (
+    "finetune.algorithm=grape",
+    "finetune.options.best_and_worst.pairs=4",
+    "finetune.options.tpo.reduction=mean",
+    "finetune.options.tpo.beta=400",
+    "finetune.minibatch_episodes=128",
+    "finetune.epochs=6",
+)
+"""As in `algorithms`: every episode is in a pair; beta holds the policy near the reference."""
+GROUPS = 512
+"""Episodes that GRAPE plays an iteration."""
+
+ARMS = {
+    BASE: "imitation of 1,000 demonstrations",
+    PPO: "PPO in the flow",
+    "GRAPE": "GRAPE",
+    "distillation": "on-policy distillation from the expert",
+}
+"""What bench.only names."""
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"arms": {arm: {seed: figures}}}, after running what is missing under `root`."""
+    arms = chosen_from(config, ARMS)
+    return {"arms": {arm: {str(seed): measure(config, root, arm, seed) for seed in config.bench.seeds} for arm in arms}}
+
+
+def measure(config: Config, root: Path, arm: str, seed: int) -> dict[str, Any]:
+    """Return how an arm's policy does: as asked, with noise, under the controls and on what was held out."""
+    policy, played = learned(config, root, arm, seed)
+    trained = judged(config, root, arm, policy, seed, EPISODES)
+    unseen = judged(config, root, f"{arm}_held_out", policy, seed, HELD_OUT, "world.options.instructions=held_out")
+    found, controls = trained["policy"], trained["controls"]["policy"]
+    return {
+        "asked": short(found["deterministic"]),
+        "with_noise": short(found["stochastic"]),
+        "held_out": short(unseen["policy"]["deterministic"]),
+        "instructions": {
+            f"{text}{note}": short(rate)
+            for each, note in ((found, ""), (unseen["policy"], " (held out)"))
+            for text, rate in each["deterministic"]["by_instruction"].items()
+        },
+        "controls": {name: each if "refused" in each else short(each) for name, each in controls.items()},
+        **played,
+    }
+
+
+def learned(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[str, float]]:
+    """Return the checkpoint of an arm, and the control steps and seconds that learning it took beyond imitation."""
+    shared, folder = settings_of(config, root, TASK, seed), root / TASK
+    base = folder / "train" / TASK / str(seed)
+    if arm == "distillation":
+        place = folder / "teach" / TASK / str(seed)
+        if not is_complete(place):
+            announce(arm, seed)
+            more = "teach.teacher=expert", "teach.rounds=8", "teach.episodes=200"
+            teach.run(compose([*more, "teach.evaluate_episodes=0", *shared]))
+        return place / "checkpoint", {"env_steps": read_json(place / "result.json")["env_steps"]}
+    if not is_complete(base):
+        announce(BASE, seed)
+        collect.run(compose(shared))
+        train.run(compose([*shared, "train.evaluate_episodes=0"]))
+    if arm == BASE:
+        return base / "checkpoint", {"env_steps": 0}
+    place = folder / "finetune" / arm / str(seed)
+    if not is_complete(place):
+        if arm != PPO:
+            learned(config, root, PPO, seed)  # which says how many episodes that is
+            episodes = _episodes(folder / "finetune" / PPO / str(seed))
+            groups = compose([*shared, *GRAPE]).finetune.group_size
+            more = *GRAPE, f"finetune.groups={GROUPS // groups}", f"finetune.iterations={max(1, episodes // GROUPS)}"
+        else:
+            more = ()
+        announce(arm, seed)
+        named = f"run.name={arm}", f"finetune.policy={base / 'checkpoint'}", "finetune.videos=0"
+        finetune.run(compose([*shared, *more, *named]))
+    result = read_json(place / "result.json")
+    return place / "checkpoint", {name: result[name] for name in ("env_steps", "seconds", "iterations")}
+
+
+def _episodes(folder: Path) -> int:
+    """Return how many episodes a run of fine-tuning ended."""
+    return int(sum(record.get("episodes", 0) for record in RunFolder(folder).metrics()))
+
+
+def judged(
+    config: Config, root: Path, name: str, policy: Path, seed: int, episodes: int, *settings: str
+) -> dict[str, Any]:
+    """Return the result of `robopolicy evaluate`, run once."""
+    folder = root / TASK / "evaluate" / name / str(seed)
+    if not is_complete(folder):
+        given = f"evaluate.policy={policy}", f"run.name={name}", f"evaluate.episodes={episodes}", "evaluate.videos=0"
+        evaluate.run(compose([*given, *settings_of(config, root, TASK, seed), *settings]))
+    return read_json(folder / "result.json")
+
+
+def announce(arm: str, seed: int) -> None:
+    """Say what begins."""
+    output.print(Rule(f"[bold]{ARMS[arm]}, seed {seed}", align="left"))
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return success of every arm with its controls, and success of every instruction."""
+    first = next(iter(next(iter(figures["arms"].values())).values()))
+    names = list(first["controls"])
+    header = ["policy", "success", "each seed [Wilson 95 %]", "with noise", "held-out compositions"]
+    header += [*(f"told: {name.replace('_', ' ')}" for name in names), "thousand steps"]
+    lines: list[list[str]] = []
+    for arm, seeds in figures["arms"].items():
+        rows = list(seeds.values())
+        line = [ARMS[arm], spread_text(row["asked"]["success_rate"] for row in rows)]
+        line.append(", ".join(rate_text(row["asked"]) for row in rows))
+        line += [spread_text(row[part]["success_rate"] for row in rows) for part in ("with_noise", "held_out")]
+        line += [_control([row["controls"][name] for row in rows]) for name in names]
+        lines.append([*line, f"{sum(row['env_steps'] for row in rows) / len(rows) / 1e3:,.0f}"])
+    return [Table("Nine instructions, mean over seeds (range)", header, lines), _by_instruction(figures["arms"])]
+
+
+def _control(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return success under other words, or that they were refused."""
+    if any("refused" in each for each in found):
+        return "refused: words that it never heard"
+    return spread_text(each["success_rate"] for each in found)
+
+
+def _by_instruction(arms: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return success of every instruction over all seeds' episodes, one column an arm."""
+    rows = {arm: [row["instructions"] for row in seeds.values()] for arm, seeds in arms.items()}
+    texts = sorted({text for each in rows.values() for row in each for text in row})
+
+    def rate(arm: str, text: str) -> str:
+        seen = [row[text] for row in rows[arm] if text in row]  # a seed's starts may never ask for it
+        done = sum(round(each["success_rate"] * each["episodes"]) for each in seen)
+        return rate_text(rate_of(done, sum(int(each["episodes"]) for each in seen))) if seen else ""
+
+    lines = [[text, *(rate(arm, text) for arm in arms)] for text in texts]
+    return Table("By instruction, over all seeds", ["instruction", *(ARMS[arm] for arm in arms)], lines)
+
+
+BENCHMARK = Benchmark(
+    "How far do PPO, GRAPE and a teacher take a policy that is told what to do, and does it listen?",
+    ("seeds", "only", "overrides"),
+    benchmark,
+    tables,
+)
