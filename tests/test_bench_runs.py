@@ -205,4 +205,4 @@ def test_policies_that_are_told_are_judged_under_controls_and_on_what_was_held_o
         held = [text for text in row["instructions"] if text.endswith("(held out)")]
         assert held and len(held) <= 3
     said = " ".join(capsys.readouterr().out.split())
-    assert "GRAPE" in said and "held-out compositions" in said
+    assert "GRAPE" in said and "By instruction, over all seeds" in said
