@@ -7,6 +7,7 @@ other module names concrete worlds, policies and models.
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,8 @@ from robopolicy.core.randomness import derive
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec, cameras_of, require_fit
 from robopolicy.core.structured import narrowed
-from robopolicy.core.world import Controller, World
+from robopolicy.core.world import Controller, Snapshots, World
+from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.inference.chunkings import SYNCHRONOUS
 from robopolicy.inference.configuration import InferenceConfig
@@ -235,6 +237,17 @@ def build_controller(world_section: WorldSection, spec: WorldSpec, dotted_path: 
         f"World '{name}' has no scripted expert: give your own with collect.controller=package.module:name, or a "
         "policy with collect.policy=CHECKPOINT."
     )
+
+
+def build_foresight(section: WorldSection, world: World, controller: Controller, steps: int) -> Controller | Foresight:
+    """Return what says `steps` steps of a controller from where `world` is, which `section` names.
+
+    That is the controller itself, which says one step, where the world has no snapshots.
+    """
+    if steps == 1 or not isinstance(world, Snapshots):
+        return controller
+    like = replace(section, cameras=(), options={"history": world.spec.history, **section.options})
+    return Foresight(controller, world, build_world(like, batch_size=world.batch_size), steps)
 
 
 def build_noisy_expert(

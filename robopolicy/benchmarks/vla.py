@@ -40,7 +40,7 @@ TAUGHT = 400
 """Steps of learning to see."""
 
 SCENE = "world.name=push_choice", f"world.cameras=[{CAMERA}]", f"world.image_size={SIZES.image}"
-DEMONSTRATIONS = "collect.episodes=1200", "collect.noise=[0.3]", "collect.label_policy=expert"
+DEMONSTRATIONS = "collect.episodes=1200", "collect.noise=[0.3]", "collect.label_policy=expert", "collect.label_steps=1"
 IMITATION = (
     "policy.kind=lerobot",
     "policy.tuned=expert",

@@ -21,6 +21,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import require_fit
 from robopolicy.core.storage import sweep
 from robopolicy.core.world import Controller, World
+from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
 from robopolicy.training.configuration import TeachConfig
@@ -35,7 +36,7 @@ class Teacher:
     says: without noise; plays: with some, so that it gets into states beside its way.
     """
 
-    says: Policy | Controller
+    says: Policy | Controller | Foresight
     plays: Policy | Controller
 
 

@@ -8,8 +8,9 @@ plan.model, a world model's, the policy looks ahead: plan.uncertainty above 0 le
 collect.chains=true records beside a policy's episodes how it came to its decisions (gate.judges=[importance]).
 collect.correct.patience=20 lets the expert (or collect.controller) take over from a policy after so many steps without
 progress: it goes back (collect.correct.rewind=10), does it right, and every step says whose it was, which train and
-offline read. collect.label_policy=expert stores in every step what the expert would do there without its noise, and
-collect.label_policy=TEACHER what another policy would do where collect.policy=STUDENT leads: train learns that.
+offline read. collect.label_policy=expert stores in every step what the expert would do from there without noise, whole
+chunks where the world has snapshots, and collect.label_policy=TEACHER what another policy would do where
+collect.policy=STUDENT leads: train learns that.
 """
 
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from robopolicy.build import (
     build_controller,
+    build_foresight,
     build_noisy_expert,
     build_world,
     choose_device,
@@ -29,12 +31,14 @@ from robopolicy.build import (
     with_planning,
 )
 from robopolicy.configuration import Config
+from robopolicy.configuration.policy import PolicySection
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.interventions import interventions_in_words
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.spec import require_fit
+from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import record, record_chains, record_corrected
 from robopolicy.evaluation.importance import with_densities
@@ -101,6 +105,9 @@ def collect(config: Config) -> Episodes:
     world = build_world(config.world, policy, episodes=max(shares), seed=config.run.seed, filmed=True)
     if teacher is not None:
         require_fit(teacher.spec, world.spec)
+    elif section.label_policy == EXPERT:
+        expert = build_controller(config.world, world.spec, section.controller)
+        teacher = build_foresight(config.world, world, expert, section.label_steps or said_ahead(config.policy))
     parts = []
     generators = Generators(config.run.seed, device)
     for index, (level, share) in enumerate(zip(levels, shares, strict=True)):
@@ -109,7 +116,6 @@ def collect(config: Config) -> Episodes:
         actor = policy or build_noisy_expert(
             config.world, world.spec, level, derive(config.run.seed, f"collect/noise/{index}"), section.controller
         )
-        expert = section.label_policy == EXPERT
         played = record(
             world,
             actor,
@@ -117,11 +123,18 @@ def collect(config: Config) -> Episodes:
             successes_only=section.successes_only,
             generator=generators["act"],
             deterministic=section.deterministic,
-            teacher=build_controller(config.world, world.spec, section.controller) if expert else teacher,
+            teacher=teacher,
         )
         parts.append(played)
     world.close()
+    if isinstance(teacher, Foresight):
+        teacher.close()
     return Episodes.concatenate(parts)
+
+
+def said_ahead(section: PolicySection) -> int:
+    """Return how many control steps the policy predicts that is to learn: what a teacher had best say at once."""
+    return int(getattr(section.config, "prediction_steps", None) or getattr(section.config, "chunk", 1))
 
 
 def collect_chains(config: Config) -> tuple[Episodes, dict[str, Tensor]]:

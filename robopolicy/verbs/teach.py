@@ -9,7 +9,15 @@ that only the student makes; this does. Killed? Run the same command again: it g
 from pathlib import Path
 from typing import Any
 
-from robopolicy.build import build_controller, build_noisy_expert, build_world, choose_device, load_acting, load_policy
+from robopolicy.build import (
+    build_controller,
+    build_foresight,
+    build_noisy_expert,
+    build_world,
+    choose_device,
+    load_acting,
+    load_policy,
+)
 from robopolicy.configuration import Config
 from robopolicy.configuration.inference import InferenceSection
 from robopolicy.core.origin import remember_origin
@@ -17,13 +25,14 @@ from robopolicy.core.policy import Policy, is_policy, require_trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
+from robopolicy.data.foresight import Foresight
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare
 from robopolicy.origins import origin_of_section
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.teaching import Teacher, teach
-from robopolicy.verbs.collect import EXPERT
+from robopolicy.verbs.collect import EXPERT, said_ahead
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.train import new_policy
 from robopolicy.verbs.verb import Verb
@@ -58,6 +67,8 @@ def run(config: Config) -> int:
         device=device,
     )
     world.close()
+    if isinstance(teacher.says, Foresight):
+        teacher.says.close()
     student = taught.student
     remember_origin(student, origin_of_section(config.world, world))
     student.save(folder.checkpoint)
@@ -83,15 +94,16 @@ def the_expert(config: Config, world: World) -> Teacher:
     """Return the world's expert as a teacher; raises ConfigError where the world has none."""
     seed = derive(config.run.seed, "teach/noise")
     plays = build_noisy_expert(config.world, world.spec, config.teach.noise, seed)
-    return Teacher(build_controller(config.world, world.spec), plays)
+    says = build_controller(config.world, world.spec)
+    return Teacher(build_foresight(config.world, world, says, said_ahead(config.policy)), plays)
 
 
-def judged(config: Config, teacher: Policy | Controller, student: Policy) -> dict[str, Any]:
+def judged(config: Config, teacher: Policy | Controller | Foresight, student: Policy) -> dict[str, Any]:
     """Return the verdicts on a teacher that is a policy, and on the student, on the same starts, printed."""
     seed, device = config.run.seed, choose_device(config.run)
     seeds = evaluation_seeds(config, config.teach.evaluate_episodes)
     both: dict[str, Policy] = {"student": student}
-    if is_policy(teacher):
+    if not isinstance(teacher, Foresight) and is_policy(teacher):
         both = {"teacher": teacher, **both}
     verdicts = {}
     for name, each in both.items():

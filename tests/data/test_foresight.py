@@ -1,0 +1,128 @@
+"""What a controller would do for several steps, from wherever somebody else has got to."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from robopolicy.build import build_foresight
+from robopolicy.cli import main
+from robopolicy.configuration import compose
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.data.foresight import Foresight
+from robopolicy.data.lerobot_format import read_dataset
+from robopolicy.data.record import record
+from sims.experts import Noise, NoisyController
+from sims.registry import load_task, make_world
+
+STEPS = 4
+
+
+def worlds(rows, **options):
+    return make_world("push_cube", rows, **options), make_world("push_cube", rows)
+
+
+def test_undisturbed_it_says_what_the_controller_then_does():
+    world, ahead = worlds(3)
+    expert = load_task("push_cube").expert()
+    episodes = record(world, expert, np.arange(4), teacher=Foresight(expert, world, ahead, STEPS))
+    assert episodes.labels is not None and episodes.labels.shape[1:] == (STEPS, 2)
+    done = episodes.actions_ahead(STEPS)
+    begun = episodes.starts[episodes.episode_of_step]
+    left = episodes.lengths[episodes.episode_of_step] - (torch.arange(episodes.step_count) - begun)
+    inside = left >= STEPS
+    assert int(inside.sum()) > 40
+    np.testing.assert_allclose(episodes.labels[inside].numpy(), done[inside].numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("cameras", [(), ("top",)])
+def test_where_noise_leads_it_says_what_would_come_of_the_controller_from_there(cameras):
+    world, ahead = worlds(3, cameras=cameras, image_size=16)
+    expert = load_task("push_cube").expert()
+    noisy = NoisyController(expert, Noise(gaussian=0.4), 0, world.spec.action)
+    episodes = record(world, noisy, np.arange(3), teacher=Foresight(expert, world, ahead, STEPS))
+    assert episodes.labels is not None
+    again = make_world("push_cube", 1)
+    for episode, step in ((0, 0), (1, 5), (2, 9)):
+        seen = again.reset(seeds=[episode])
+        first = int(episodes.starts[episode])
+        for action in episodes.actions[first : first + step].numpy():
+            seen = again.step(action[None, None]).observation
+        for label in episodes.labels[first + step].numpy():
+            expected = np.clip(expert.act(seen), -1, 1)
+            np.testing.assert_allclose(label, expected[0], atol=1e-5)
+            seen = again.step(expected[:, None]).observation
+
+
+class Counts:
+    """Remembers how often it was asked; moves a hundredth for each time."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def reset(self, rows=None):
+        self.asked = 0
+
+    def act(self, observation):
+        self.asked += 1
+        return np.full((len(observation[STATE]), 2), self.asked / 100)
+
+
+def test_what_a_controller_remembers_goes_on_and_only_what_happened_stays_remembered():
+    world, ahead = worlds(1)
+    counts = Counts()
+    episodes = record(world, NoisyController(load_task("push_cube").expert(), 0.4, 0, world.spec.action), [0],
+                      teacher=Foresight(counts, world, ahead, STEPS))  # fmt: skip
+    assert episodes.labels is not None
+    said = np.rint(100 * episodes.labels[:, :, 0].numpy()).astype(int)
+    steps = np.arange(1, len(said) + 1)
+    np.testing.assert_array_equal(said, np.stack([steps + place for place in range(STEPS)], 1))
+
+
+class Locked(Counts):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class NoSnapshots:
+    """A world that cannot be saved."""
+
+    def __init__(self, world):
+        self.spec, self.batch_size = world.spec, world.batch_size
+        self.reset, self.step, self.close = world.reset, world.step, world.close
+
+
+def test_where_it_cannot_be_the_controller_says_a_step_or_the_reason_is_said():
+    world, ahead = worlds(1)
+    expert, section = load_task("push_cube").expert(), compose(["world=push_cube"]).world
+    assert build_foresight(section, NoSnapshots(world), expert, STEPS) is expert
+    assert build_foresight(section, world, expert, 1) is expert
+    with pytest.raises(ConfigError, match="no snapshots"):
+        Foresight(expert, NoSnapshots(world), ahead, STEPS)
+    with pytest.raises(ConfigError, match="Locked cannot be copied"):
+        Foresight(Locked(), world, ahead, STEPS)
+    found = build_foresight(section, world, expert, STEPS)
+    assert isinstance(found, Foresight) and found.ahead.batch_size == 1
+    found.close()
+
+
+def test_the_verbs_say_whole_chunks_and_history_does_not_matter(tmp_path):
+    shared = [f"run.root={tmp_path}", "run.threads=1", "world=push_cube", "collect.episodes=3"]
+    labelled = ["collect", *shared, "collect.noise=['0.4']", "collect.label_policy=expert"]
+    for name, more, length in (
+        ("whole", ["policy.prediction_steps=3", "policy.chunk=2"], 3),
+        ("one", ["collect.label_steps=1"], 1),
+        ("past", ["world.options.history=2", "world.cameras=[top]", "world.image_size=16"], 4),
+    ):
+        assert main([*labelled, f"run.name={name}", *more]) == 0
+        episodes = read_dataset(tmp_path / "collect" / name / "0" / "dataset")
+        assert episodes.labels is not None and episodes.labels.shape[1] == length
+        assert ENVIRONMENT_STATE in episodes.observation
+    small = ["policy.width=16", "policy.depth=1", "teach.rounds=2", "teach.episodes=3", "teach.fit.steps=2"]
+    assert main(["teach", *shared[:3], *small, "teach.last_steps=2", "teach.evaluate_episodes=0",
+                 "teach.teacher=expert"]) == 0  # fmt: skip
+    labels = read_dataset(tmp_path / "teach/push_cube/0/rounds/1/dataset").labels
+    assert labels is not None and labels.shape[1] == 4
