@@ -18,21 +18,22 @@ from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, World
 class Foresight:
     """A `core.player.Actor`: says whole chunks of a controller, in the state that `world` is in.
 
-    ahead: a world like `world`, which needs no cameras, of as many rows; steps: of a chunk. Raises ConfigError where a
-    world has no snapshots, or the controller cannot be copied.
+    ahead: a world like `world`, which needs no cameras, of as many rows; steps: C, of a chunk. Raises ConfigError where
+    a world has no snapshots, or the controller cannot be copied.
     """
 
     def __init__(self, controller: Controller, world: World, ahead: World, steps: int):
         if not isinstance(world, Snapshots) or not isinstance(ahead, Snapshots):
             raise ConfigError(f"'{world.spec.name}' has no snapshots, from which a controller could play on.")
-        self.controller, self.steps = controller, steps
-        self.world, self.ahead = world, ahead
-        self._play, self._end = ahead.step, ahead.close
         try:
             copy.deepcopy(controller)
         except Exception as error:
-            name = type(controller).__name__
-            raise ConfigError(f"{name} cannot be copied to play on from what it remembers: {error}") from error
+            raise ConfigError(
+                f"{type(controller).__name__} cannot be copied to play on from what it remembers ({error}): let it "
+                "label single steps (label_steps=1)."
+            ) from error
+        self.controller, self.ahead, self.steps = controller, ahead, steps
+        self._now, self._restore = world.snapshot, ahead.restore
         ahead.reset()
         self._known = tuple(ahead.snapshot().arrays)
 
@@ -47,16 +48,15 @@ class Foresight:
         """
         actions = [self._one(self.controller, observation)]
         thinking = copy.deepcopy(self.controller)
-        arrays = self.world.snapshot().arrays
-        self.ahead.restore(Snapshot({name: arrays[name] for name in self._known}))
+        arrays = self._now().arrays
+        self._restore(Snapshot({name: arrays[name] for name in self._known}))
         while len(actions) < self.steps:
-            step = self._play(actions[-1][:, None])
-            actions.append(self._one(thinking, step.observation))
+            actions.append(self._one(thinking, self.ahead.step(actions[-1][:, None]).observation))
         return np.stack(actions, 1), None
 
     def close(self) -> None:
         """Close the world in which it plays on."""
-        self._end()
+        self.ahead.close()
 
     @staticmethod
     def _one(controller: Controller, observation: Observation) -> Array:
