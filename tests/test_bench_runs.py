@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from robopolicy.benchmarks import collection, imagination, language, precision, ranking, test_time_planning
+from robopolicy.benchmarks import (
+    collection,
+    imagination,
+    language,
+    precision,
+    ranking,
+    sight,
+    test_time_planning,
+)
 from robopolicy.benchmarks.runs import Changes, Variant, settings_of
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
@@ -206,3 +214,20 @@ def test_policies_that_are_told_are_judged_under_controls_and_on_what_was_held_o
         assert held and len(held) <= 3
     said = " ".join(capsys.readouterr().out.split())
     assert "GRAPE" in said and "By instruction, over all seeds" in said
+
+
+def test_students_that_see_are_beside_imitation_and_ppo_on_the_images(tmp_path, capsys):
+    few = ["world.image_size=16", "policy.image.channels=[8,8,8]", "teach.episodes=4", "teach.rounds=2"]
+    few += ["teach.last_steps=2", "teach.fit.steps=2", "teach.evaluate_episodes=8"]
+    overrides = ",".join(f"'{setting}'" for setting in (*TINY, *few))
+    given = ["bench.name=sight", "bench.tasks=[push_cube]", "bench.seeds=[0]", f"run.root={tmp_path}"]
+    assert bench.run(compose([*given, f"bench.overrides=[{overrides}]", "run.threads=1"])) == 0
+    root = tmp_path / "bench" / "sight"
+    arms = json.loads((root / "benchmark.json").read_text())["tasks"]["push_cube"]
+    rows = {arm: seeds["0"] for arm, seeds in arms.items()}
+    assert set(rows) == set(sight.ARMS) and set(sight.LEARN) == set(sight.ARMS)
+    assert rows["ppo"]["minutes"] > rows["imitation"]["minutes"] > 0
+    assert rows["tuned"]["env_steps"] > rows["expert"]["env_steps"] and rows["tuned"]["teacher"]["episodes"] == 8
+    student = json.loads((root / "push_cube/teach/expert/0/checkpoint/config.json").read_text())
+    assert "observation.images.top" in json.dumps(student) and "environment_state" not in json.dumps(student["spec"])
+    assert "seen at 64 px by top" in " ".join(capsys.readouterr().out.split())

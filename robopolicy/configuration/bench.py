@@ -14,15 +14,15 @@ class BenchSection:
     algorithms and precision, 0 skips timing an iteration.
     """
     tasks: tuple[str, ...] = ("push_cube", "pick_place")
-    """Tasks, read by algorithms, collection, inference, precision, delay, ranking, imagination, test_time_planning,
-    offline, online, gate and rl100.
+    """Tasks, read by algorithms, collection, inference, precision, sight, delay, ranking, imagination,
+    test_time_planning, offline, online, gate and rl100.
     """
     seeds: tuple[int, ...] = (0, 1, 2)
     """Random seeds, one run for each; read by all benchmarks but sims."""
     only: tuple[str, ...] = ()
     """Which rows of the results to run: recipes, methods (algorithms), policies (collection, inference), chunkings
-    (delay), ablations (mechanisms), ways (precision), experimental arms (edge_of_reach, imagination, online,
-    language), plans (test_time_planning), kinds of model (ranking) or parts (gate: candidates, rounds; offline: ways,
+    (delay), ablations (mechanisms), ways (precision), experimental arms (edge_of_reach, imagination, online, language,
+    sight), plans (test_time_planning), kinds of model (ranking) or parts (gate: candidates, rounds; offline: ways,
     agents, deployment, corrections); [] for all.
     """
     overrides: tuple[str, ...] = ()

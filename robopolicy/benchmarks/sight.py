@@ -1,0 +1,168 @@
+"""From states to cameras: what a student learns of a teacher that sees more, beside imitation and PPO on the images.
+
+All policies see the scene at 64 px and their own joints, and nothing else. One imitates demonstrations, labelled by
+what the expert would have done without its noise, and is fine-tuned on the images; the others are taught where they
+lead themselves (DAgger): by the scripted expert, and by the policy that fine-tuning made of the simulator's state.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.rule import Rule
+
+from robopolicy.benchmarks.rates import mean_text, rate_text, short, spread_text
+from robopolicy.benchmarks.runs import Variant, chosen_from, run_variant, settings_of
+from robopolicy.configuration import Config, compose
+from robopolicy.core.storage import read_json, write_json
+from robopolicy.runs import is_complete, output
+from robopolicy.verbs import collect, finetune, teach, train
+from robopolicy.verbs.bench import Benchmark, Table
+
+CAMERAS = {"push_cube": ("top",), "push_t": ("top",), "pick_place": ("front", "wrist")}
+"""By task; the top one elsewhere."""
+SMALL = "policy.image.channels=[16,32,32]", "train.batch_size=128", "teach.batch_size=128", "world.image_size=64"
+TUNED = Variant("diffusion", ("finetune.videos=0",))
+"""The teacher that reads the state."""
+DEMONSTRATIONS = "collect.episodes=400", "collect.label_policy=expert", "run.name=seen"
+
+ARMS = {
+    "imitation": "imitation of 400 demonstrations with clean labels",
+    "ppo": "PPO on the images, from there",
+    "expert": "student of the scripted expert",
+    "tuned": "student of the fine-tuned policy",
+}
+"""What bench.only names."""
+BEFORE = {"ppo": "imitation"}
+"""What an arm begins with."""
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"tasks": {task: {arm: {seed: figures}}}}, after running what is missing under `root`."""
+    arms = chosen_from(config, ARMS)
+    return {
+        "tasks": {
+            task: {
+                arm: {str(seed): measure(config, root, task, arm, seed) for seed in config.bench.seeds} for arm in arms
+            }
+            for task in config.bench.tasks
+        }
+    }
+
+
+def measure(config: Config, root: Path, task: str, arm: str, seed: int) -> dict[str, Any]:
+    """Return an arm's success, with the minutes of everything that it took, kept in root/task/rows.
+
+    An arm that was interrupted counts the minutes since it was taken up again.
+    """
+    path = root / task / "rows" / arm / f"{seed}.json"
+    if path.exists():
+        return read_json(path)
+    before = measure(config, root, task, BEFORE[arm], seed)["minutes"] if arm in BEFORE else 0.0
+    output.print(Rule(f"[bold]{task}, seed {seed}: {ARMS[arm]}", align="left"))
+    started = time.perf_counter()
+    found = LEARN[arm](config, root, task, seed)
+    found["minutes"] = before + (time.perf_counter() - started) / 60
+    write_json(path, found)
+    return found
+
+
+def seeing(config: Config, root: Path, task: str, seed: int) -> list[str]:
+    """Return the settings of what sees."""
+    cameras = CAMERAS.get(task, ("top",))
+    keys = ",".join(("observation.state", *(f"observation.images.{camera}" for camera in cameras)))
+    seen = f"world.cameras=[{','.join(cameras)}]", f"policy.observation_keys=[{keys}]"
+    return [*SMALL, *seen, *settings_of(config, root, task, seed)]
+
+
+def imitation(config: Config, root: Path, task: str, seed: int) -> dict[str, Any]:
+    """Imitate demonstrations that cameras filmed."""
+    shared, place = seeing(config, root, task, seed), root / task / "train" / "seen" / str(seed)
+    if not is_complete(place):
+        collect.run(compose([*DEMONSTRATIONS, *shared]))
+        train.run(compose(["run.name=seen", *shared]))
+    collected = read_json(root / task / "collect" / "seen" / str(seed) / "result.json")
+    return _figures(read_json(place / "result.json"), "policy", collected["steps"])
+
+
+def ppo(config: Config, root: Path, task: str, seed: int) -> dict[str, Any]:
+    """Fine-tune on images the policy that imitated; its encoder stays as it is."""
+    place = root / task / "finetune" / "seen" / str(seed)
+    if not is_complete(place):
+        policy = root / task / "train" / "seen" / str(seed) / "checkpoint"
+        more = "finetune.train_encoder=false", "finetune.videos=0", "run.name=seen", f"finetune.policy={policy}"
+        finetune.run(compose([*more, *seeing(config, root, task, seed)]))
+    result = read_json(place / "result.json")
+    return _figures(result, "tuned", result["env_steps"])
+
+
+def taught_by_the_expert(config: Config, root: Path, task: str, seed: int) -> dict[str, Any]:
+    """Let the scripted expert teach."""
+    return _taught(config, root, task, seed, "expert", "expert")
+
+
+def taught_by_the_tuned(config: Config, root: Path, task: str, seed: int) -> dict[str, Any]:
+    """Let fine-tuning make a teacher that reads the state, and let that teach."""
+    result = run_variant(config, root, task, "teacher", TUNED, seed).result
+    teacher = root / task / "finetune" / "teacher" / str(seed) / "checkpoint"
+    found = _taught(config, root, task, seed, "tuned", str(teacher))
+    return {
+        **found,
+        "env_steps": found["env_steps"] + result["env_steps"],
+        "teacher": short(result["tuned"]["deterministic"]),
+    }
+
+
+def _taught(config: Config, root: Path, task: str, seed: int, name: str, teacher: str) -> dict[str, Any]:
+    place = root / task / "teach" / name / str(seed)
+    if not is_complete(place):
+        teach.run(compose([f"run.name={name}", f"teach.teacher={teacher}", *seeing(config, root, task, seed)]))
+    result = read_json(place / "result.json")
+    return _figures(result, "student", result["env_steps"])
+
+
+def _figures(result: Mapping[str, Any], who: str, steps: int) -> dict[str, Any]:
+    both = {mode: short(result[who][mode]) for mode in ("deterministic", "stochastic")}
+    return {**both, "env_steps": steps}
+
+
+LEARN: dict[str, Callable[[Config, Path, str, int], dict[str, Any]]] = {
+    "imitation": imitation,
+    "ppo": ppo,
+    "expert": taught_by_the_expert,
+    "tuned": taught_by_the_tuned,
+}
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return a table a task, a line an arm."""
+    header = ["policy that sees", "success", "each seed [Wilson 95 %]", "with noise", "thousand steps", "minutes"]
+    found: list[Table] = []
+    for task, arms in figures["tasks"].items():
+        lines: list[list[str]] = []
+        for arm, seeds in arms.items():
+            rows = list(seeds.values())
+            teachers = [row["teacher"]["success_rate"] for row in rows if "teacher" in row]
+            note = f", which succeeds in {spread_text(teachers)}" if teachers else ""
+            lines.append(
+                [
+                    ARMS[arm] + note,
+                    spread_text(row["deterministic"]["success_rate"] for row in rows),
+                    ", ".join(rate_text(row["deterministic"]) for row in rows),
+                    spread_text(row["stochastic"]["success_rate"] for row in rows),
+                    mean_text((row["env_steps"] / 1e3 for row in rows), 0),
+                    mean_text((row["minutes"] for row in rows), 0),
+                ]
+            )
+        cameras = " and ".join(CAMERAS.get(task, ("top",)))
+        found.append(Table(f"{task}, seen at 64 px by {cameras}: mean over seeds (range)", header, lines))
+    return found
+
+
+BENCHMARK = Benchmark(
+    "What does a policy with cameras learn of a teacher that sees more, beside imitation and PPO on the images?",
+    ("tasks", "seeds", "only", "overrides"),
+    benchmark,
+    tables,
+)
