@@ -39,9 +39,9 @@ class CollectSection:
     """Who says in every step what it would have done there, which `train` then learns in the place of what was done:
     expert (or collect.controller), without the noise with which it acts, or the checkpoint of a policy. "" for nobody.
     """
-    label_steps: int = 0
-    """Of the expert: control steps that it says ahead, by playing on in a copy of the world; 0 for the recipe's
-    policy.prediction_steps, where the world has snapshots, else 1.
+    label_steps: int = 8
+    """Of the expert: control steps that it says ahead, by playing on in a copy of the world; as many as the policy's
+    prediction_steps, or more. 1 where the world has no snapshots.
     """
     successes_only: bool = False
     """Drop failures; world models need them."""
@@ -66,8 +66,8 @@ class CollectSection:
                 "collect.label_policy labels what collect.noise or collect.policy do: leave out collect.quality, "
                 "collect.chains and collect.correct."
             )
-        if self.label_steps < 0:
-            raise ConfigError(f"collect.label_steps={self.label_steps} is 0 or more.")
+        if self.label_steps < 1:
+            raise ConfigError(f"collect.label_steps={self.label_steps} is at least 1.")
         if self.deterministic and self.policy is None:
             raise ConfigError("collect.deterministic is for a policy: set collect.policy=CHECKPOINT.")
         if self.correct.wanted and (self.policy is None or self.quality or self.chains or self.successes_only):

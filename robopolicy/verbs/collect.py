@@ -31,7 +31,6 @@ from robopolicy.build import (
     with_planning,
 )
 from robopolicy.configuration import Config
-from robopolicy.configuration.policy import PolicySection
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.interventions import interventions_in_words
@@ -107,7 +106,7 @@ def collect(config: Config) -> Episodes:
         require_fit(teacher.spec, world.spec)
     elif section.label_policy == EXPERT:
         expert = build_controller(config.world, world.spec, section.controller)
-        teacher = build_foresight(config.world, world, expert, section.label_steps or said_ahead(config.policy))
+        teacher = build_foresight(config.world, world, expert, section.label_steps)
     parts = []
     generators = Generators(config.run.seed, device)
     for index, (level, share) in enumerate(zip(levels, shares, strict=True)):
@@ -130,11 +129,6 @@ def collect(config: Config) -> Episodes:
     if isinstance(teacher, Foresight):
         teacher.close()
     return Episodes.concatenate(parts)
-
-
-def said_ahead(section: PolicySection) -> int:
-    """Return how many control steps the policy predicts that is to learn: what a teacher had best say at once."""
-    return int(getattr(section.config, "prediction_steps", None) or getattr(section.config, "chunk", 1))
 
 
 def collect_chains(config: Config) -> tuple[Episodes, dict[str, Tensor]]:

@@ -32,7 +32,7 @@ from robopolicy.origins import origin_of_section
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.teaching import Teacher, teach
-from robopolicy.verbs.collect import EXPERT, said_ahead
+from robopolicy.verbs.collect import EXPERT
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.train import new_policy
 from robopolicy.verbs.verb import Verb
@@ -94,8 +94,9 @@ def the_expert(config: Config, world: World) -> Teacher:
     """Return the world's expert as a teacher; raises ConfigError where the world has none."""
     seed = derive(config.run.seed, "teach/noise")
     plays = build_noisy_expert(config.world, world.spec, config.teach.noise, seed)
-    says = build_controller(config.world, world.spec)
-    return Teacher(build_foresight(config.world, world, says, said_ahead(config.policy)), plays)
+    says, learns = build_controller(config.world, world.spec), config.policy.config
+    ahead = getattr(learns, "prediction_steps", None) or getattr(learns, "chunk", 1)
+    return Teacher(build_foresight(config.world, world, says, int(ahead)), plays)
 
 
 def judged(config: Config, teacher: Policy | Controller | Foresight, student: Policy) -> dict[str, Any]:

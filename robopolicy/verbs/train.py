@@ -86,6 +86,9 @@ def run(config: Config) -> int:
         output.print(f"policy.text_encoder={TextEncoder.WORDS.value} lets it read them and keep the tasks apart.")
     if episodes.labels is not None and not isinstance(policy, Staged):  # which also learns what actions lead to
         output.print("Learns what a teacher would have done in every step (label.action), and not what was done.")
+        said, steps = episodes.labels.shape[1], policy.spec.prediction
+        if 1 < said < steps:
+            output.print(f"It said {said} steps ahead: what the policy predicts beyond, up to {steps}, is not learned.")
     elif said := interventions_in_words(episodes):
         output.print(f"{said}.\n{imitated_in_words(episodes, isinstance(policy, Staged))}.", soft_wrap=True)
     count, recorded = config.train.evaluate_episodes, recorded_origin(data)

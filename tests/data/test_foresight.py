@@ -109,18 +109,22 @@ def test_where_it_cannot_be_the_controller_says_a_step_or_the_reason_is_said():
     found.close()
 
 
-def test_the_verbs_say_whole_chunks_and_history_does_not_matter(tmp_path):
+def test_the_verbs_say_whole_chunks_and_history_does_not_matter(tmp_path, capsys):
     shared = [f"run.root={tmp_path}", "run.threads=1", "world=push_cube", "collect.episodes=3"]
     labelled = ["collect", *shared, "collect.noise=['0.4']", "collect.label_policy=expert"]
     for name, more, length in (
-        ("whole", ["policy.prediction_steps=3", "policy.chunk=2"], 3),
+        ("whole", [], 8),
         ("one", ["collect.label_steps=1"], 1),
-        ("past", ["world.options.history=2", "world.cameras=[top]", "world.image_size=16"], 4),
+        ("past", ["collect.label_steps=3", "world.options.history=2", "world.cameras=[top]", "world.image_size=16"], 3),
     ):
         assert main([*labelled, f"run.name={name}", *more]) == 0
         episodes = read_dataset(tmp_path / "collect" / name / "0" / "dataset")
         assert episodes.labels is not None and episodes.labels.shape[1] == length
         assert ENVIRONMENT_STATE in episodes.observation
+    states = ["run.name=past", "policy.width=8", "policy.depth=1", "train.fit.steps=1", "train.evaluate_episodes=0"]
+    states += ["policy.observation_keys=[observation.state,observation.environment_state]"]
+    assert main(["train", *shared[:3], *states]) == 0
+    assert "It said 3 steps ahead" in capsys.readouterr().out
     small = ["policy.width=16", "policy.depth=1", "teach.rounds=2", "teach.episodes=3", "teach.fit.steps=2"]
     assert main(["teach", *shared[:3], *small, "teach.last_steps=2", "teach.evaluate_episodes=0",
                  "teach.teacher=expert"]) == 0  # fmt: skip

@@ -264,6 +264,7 @@ def test_the_learner_scores_neither_pruned_decisions_nor_pruned_steps(monkeypatc
     assert {each[1:] for each in scored} == {(2, 0, 1)}  # the first two of four steps
     assert sum(each[0] for each in scored) < 0.8 * whole
     monkeypatch.setattr(Learner, "_live", lambda self, source: None)
+    monkeypatch.setattr(Learner, "_most_noisy", lambda self, source: STEPS)
     again, slowly = tuned(options=options)
     assert {each[1:] for each in slowly} == {(STEPS,)}
     for ours, theirs in zip(policy.parameters(), again.parameters(), strict=True):
