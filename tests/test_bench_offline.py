@@ -114,7 +114,7 @@ def test_arms_in_the_world_begin_alike_and_say_what_they_lose(tmp_path, capsys):
     assert len({row["base"]["success_rate"] for row in rows.values()}) == 1
     assert rows["dsrl"]["early"].keys() == {"1"} and rows["ppo"]["early"] == {}
     assert all(0 < row["env_steps"] <= 1.5 * 1000 and row["curve"] for row in rows.values())
-    log = tmp_path / "bench/online/push_cube/collect/log/0/dataset"
+    log = tmp_path / "bench/online/push_cube/collect/log_diffusion/0/dataset"
     assert log.is_dir()
     assert "RLPD" in capsys.readouterr().out
     assert "<svg" in online.picture({"tasks": {"push_cube": found}}).svg

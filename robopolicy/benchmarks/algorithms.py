@@ -8,18 +8,11 @@ from typing import Any
 import numpy as np
 
 from robopolicy.benchmarks.rates import pooled, rate_text, short, spread_text
-from robopolicy.benchmarks.runs import Variant, chosen_from, run_variant
-from robopolicy.build import build_world, choose_device
+from robopolicy.benchmarks.runs import Variant, chosen_from, few_iterations, run_variant
 from robopolicy.configuration import Config, compose
-from robopolicy.core.policy import require_trainable
 from robopolicy.core.progress import progress
-from robopolicy.core.run import RunFolder
-from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.curves import method_curves
 from robopolicy.evaluation.report import Section
-from robopolicy.policies import load_policy
-from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.finetune import finetune
 from robopolicy.verbs.bench import Benchmark, Table
 
 GENTLE = (
@@ -142,14 +135,7 @@ def time_per_iteration(config: Config, root: Path, task: str, rounds: int = 5) -
             for name, settings in EQUAL_LEAVES.items():
                 quick = ("finetune.iterations=2", "finetune.evaluate_every=0", "finetune.target_kl=null")
                 chosen = compose([f"recipe={task}", *GENTLE, *settings, *quick])
-                device = choose_device(chosen.run)
-                policy = require_trainable(load_policy(base, device))
-                policy.prepare_finetuning(chosen.finetune.finetuned_steps)
-                world = build_world(chosen.world, policy, batch_size=chosen.finetune.num_envs, device=device)
-                run = RunFolder(Path(folder) / f"{turn} {name}")
-                finetune(policy, None, world, narrowed(FinetuneConfig, chosen.finetune), run, seed=turn)
-                world.close()
-                last = run.metrics()[-1]
+                last, _, _ = few_iterations(chosen, base, Path(folder) / f"{turn} {name}", turn)
                 seconds[name].append((last["seconds_collect"], last["seconds_update"]))
                 advance()
     medians = {name: np.median(np.array(found), axis=0) for name, found in seconds.items()}

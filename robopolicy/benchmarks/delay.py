@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from robopolicy.benchmarks.rates import pooled, rate_text, short
-from robopolicy.benchmarks.runs import Variant, chosen_from, run_variant, settings_of
+from robopolicy.benchmarks.runs import Variant, chosen_from, each_row, run_variant, settings_of
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError, did_you_mean
@@ -60,16 +60,7 @@ TUNED = Variant("diffusion", ("finetune.target_success=0.95", "finetune.videos=0
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"tasks": {task: {chunking: {seed: {delay: success and smoothness}}}}}, after doing what is missing."""
-    kinds = chosen_from(config, dict.fromkeys(KINDS))
-    return {
-        "tasks": {
-            task: {
-                kind: {str(seed): measure(config, root, task, kind, seed) for seed in config.bench.seeds}
-                for kind in kinds
-            }
-            for task in config.bench.tasks
-        }
-    }
+    return {"tasks": each_row(config, root, chosen_from(config, dict.fromkeys(KINDS)), measure)}
 
 
 def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict[str, Any]:

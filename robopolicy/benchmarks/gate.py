@@ -17,7 +17,7 @@ import numpy as np
 
 from robopolicy.benchmarks.gate_candidates import BIASED, CANDIDATES, OFFERED, Material, flattering
 from robopolicy.benchmarks.rates import rate_of, rate_text, spread_text
-from robopolicy.benchmarks.runs import EXAMINED, chosen_from, pretrained, settings_of
+from robopolicy.benchmarks.runs import EXAMINED, chosen_from, each_task, logged, pretrained, settings_of
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config, compose
 from robopolicy.core.policy import Policy, Trainable, require_trainable
@@ -32,14 +32,14 @@ from robopolicy.evaluation.intervals import compare_paired
 from robopolicy.evaluation.ranking import spearman
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.runs import is_complete, output
-from robopolicy.verbs import collect, worldmodel
+from robopolicy.verbs import worldmodel
 from robopolicy.verbs.bench import Benchmark, Table
 from robopolicy.verbs.evaluate import evaluation_seeds
 from robopolicy.verbs.gate import build_judges
 from robopolicy.verbs.logged import split_data
 from robopolicy.verbs.offline import learn_critic
 
-SETTINGS = ("collect.episodes=512", "offline.evaluate_episodes=512", "gate.judges=[model,fqe,critic]")
+SETTINGS = ("offline.evaluate_episodes=512", "gate.judges=[model,fqe,critic]")
 """Episodes of the log, and those that say what a candidate is worth; bench.overrides can say otherwise."""
 
 JUDGES = ("model", "another model", "fqe", "critic")
@@ -84,12 +84,7 @@ class Attack:
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"tasks": {task: {seed: what was found}}}, after measuring what is missing under `root`."""
     parts = chosen_from(config, PARTS)
-    return {
-        "tasks": {
-            task: {str(seed): measure(config, root, task, seed, parts) for seed in config.bench.seeds}
-            for task in config.bench.tasks
-        }
-    }
+    return {"tasks": each_task(config, lambda task, seed: measure(config, root, task, seed, parts))}
 
 
 def measure(config: Config, root: Path, task: str, seed: int, parts: Sequence[str]) -> dict[str, Any]:
@@ -127,8 +122,7 @@ def prepared(config: Config, root: Path, task: str, seed: int) -> Attack:
     shared = [*SETTINGS, *settings_of(config, root, task, seed)]
     device = choose_device(compose(shared).run)
     path = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
-    log = root / task / "collect" / "log" / str(seed) / "dataset"
-    collect.run(compose([*shared, "run.name=log", f"collect.policy={path}"]))
+    log = logged(config, root, task, "diffusion", seed)
     model = partial(model_of, shared, root / task, log, seed)
     models = ",".join(str(model(name)) for name in ("judge", "judge_2"))
     places = f"offline.dataset={log}", f"offline.policy={path}", f"gate.models=[{models}]"

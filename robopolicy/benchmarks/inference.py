@@ -17,7 +17,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch.utils.flop_counter import FlopCounterMode
 
 from robopolicy.benchmarks.rates import mean_text, pooled, rate_text, short
-from robopolicy.benchmarks.runs import chosen_from, pretrained, settings_of
+from robopolicy.benchmarks.runs import chosen_from, each_row, pretrained, settings_of
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError
@@ -161,17 +161,8 @@ class DiffusersLoop:
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"tasks": {task: {policy: {seed: {arm: figures}}}}}, after doing what is missing."""
-    names = chosen_from(config, POLICIES)
-    return {
-        "tasks": {
-            task: {
-                name: {str(seed): measure(config, root, task, name, seed) for seed in config.bench.seeds}
-                for name in names
-            }
-            for task in config.bench.tasks
-        },
-        "rounds": config.bench.rounds,
-    }
+    tasks = each_row(config, root, chosen_from(config, POLICIES), measure)
+    return {"tasks": tasks, "rounds": config.bench.rounds}
 
 
 def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from typing import Any
 
 from rich.rule import Rule
 
+from robopolicy.benchmarks.algorithms import GRAPE
 from robopolicy.benchmarks.rates import rate_of, rate_text, short, spread_text
-from robopolicy.benchmarks.runs import chosen_from, settings_of
+from robopolicy.benchmarks.runs import Variant, chosen_from, pretrained, run_variant, settings_of
 from robopolicy.configuration import Config, compose
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json
 from robopolicy.runs import is_complete, output
-from robopolicy.verbs import collect, evaluate, finetune, teach, train
+from robopolicy.verbs import evaluate, teach
 from robopolicy.verbs.bench import Benchmark, Table
 
 TASK = "tidy"
@@ -28,15 +29,6 @@ HELD_OUT = 100
 BASE = "imitation"
 PPO = "PPO"
 
-GRAPE = (
-    "finetune.algorithm=grape",
-    "finetune.options.best_and_worst.pairs=4",
-    "finetune.options.tpo.reduction=mean",
-    "finetune.options.tpo.beta=400",
-    "finetune.minibatch_episodes=128",
-    "finetune.epochs=6",
-)
-"""As in `algorithms`: every episode is in a pair; beta holds the policy near the reference."""
 GROUPS = 512
 """Episodes that GRAPE plays an iteration."""
 
@@ -77,40 +69,33 @@ def measure(config: Config, root: Path, arm: str, seed: int) -> dict[str, Any]:
 
 def learned(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[str, float]]:
     """Return the checkpoint of an arm, and the control steps and seconds that learning it took beyond imitation."""
-    shared, folder = settings_of(config, root, TASK, seed), root / TASK
-    base = folder / "train" / TASK / str(seed)
     if arm == "distillation":
-        place = folder / "teach" / TASK / str(seed)
-        if not is_complete(place):
-            announce(arm, seed)
-            more = "teach.teacher=expert", "teach.rounds=8", "teach.episodes=200"
-            teach.run(compose([*more, "teach.evaluate_episodes=0", *shared]))
-        return place / "checkpoint", {"env_steps": read_json(place / "result.json")["env_steps"]}
-    if not is_complete(base):
-        announce(BASE, seed)
-        collect.run(compose(shared))
-        train.run(compose([*shared, "train.evaluate_episodes=0"]))
+        return taught(config, root, seed)
     if arm == BASE:
-        return base / "checkpoint", {"env_steps": 0}
-    place = folder / "finetune" / arm / str(seed)
+        return pretrained(config, root, TASK, "diffusion", seed) / "checkpoint", {"env_steps": 0}
+    settings = () if arm == PPO else as_many_episodes(config, root, seed)
+    result = run_variant(config, root, TASK, arm, Variant("diffusion", (*settings, "finetune.videos=0")), seed).result
+    place = root / TASK / "finetune" / arm / str(seed) / "checkpoint"
+    return place, {name: result[name] for name in ("env_steps", "seconds", "iterations")}
+
+
+def taught(config: Config, root: Path, seed: int) -> tuple[Path, dict[str, float]]:
+    """Return the checkpoint of a student of the expert, and the control steps that were played."""
+    place = root / TASK / "teach" / TASK / str(seed)
     if not is_complete(place):
-        if arm != PPO:
-            learned(config, root, PPO, seed)  # which says how many episodes that is
-            episodes = _episodes(folder / "finetune" / PPO / str(seed))
-            groups = compose([*shared, *GRAPE]).finetune.group_size
-            more = *GRAPE, f"finetune.groups={GROUPS // groups}", f"finetune.iterations={max(1, episodes // GROUPS)}"
-        else:
-            more = ()
-        announce(arm, seed)
-        named = f"run.name={arm}", f"finetune.policy={base / 'checkpoint'}", "finetune.videos=0"
-        finetune.run(compose([*shared, *more, *named]))
-    result = read_json(place / "result.json")
-    return place / "checkpoint", {name: result[name] for name in ("env_steps", "seconds", "iterations")}
+        output.print(Rule(f"[bold]{ARMS['distillation']}, seed {seed}", align="left"))
+        more = "teach.teacher=expert", "teach.rounds=8", "teach.episodes=200", "teach.evaluate_episodes=0"
+        teach.run(compose([*more, *settings_of(config, root, TASK, seed)]))
+    return place / "checkpoint", {"env_steps": read_json(place / "result.json")["env_steps"]}
 
 
-def _episodes(folder: Path) -> int:
-    """Return how many episodes a run of fine-tuning ended."""
-    return int(sum(record.get("episodes", 0) for record in RunFolder(folder).metrics()))
+def as_many_episodes(config: Config, root: Path, seed: int) -> tuple[str, ...]:
+    """Return the settings with which GRAPE plays about as many episodes as PPO did."""
+    learned(config, root, PPO, seed)
+    records = RunFolder(root / TASK / "finetune" / PPO / str(seed)).metrics()
+    iterations = max(1, int(sum(record.get("episodes", 0) for record in records)) // GROUPS)
+    size = compose([*settings_of(config, root, TASK, seed), *GRAPE]).finetune.group_size
+    return *GRAPE, f"finetune.groups={GROUPS // size}", f"finetune.iterations={iterations}"
 
 
 def judged(
@@ -122,11 +107,6 @@ def judged(
         given = f"evaluate.policy={policy}", f"run.name={name}", f"evaluate.episodes={episodes}", "evaluate.videos=0"
         evaluate.run(compose([*given, *settings_of(config, root, TASK, seed), *settings]))
     return read_json(folder / "result.json")
-
-
-def announce(arm: str, seed: int) -> None:
-    """Say what begins."""
-    output.print(Rule(f"[bold]{ARMS[arm]}, seed {seed}", align="left"))
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:

@@ -15,14 +15,13 @@ from typing import Any
 from rich.rule import Rule
 
 from robopolicy.benchmarks.rates import rate_text, short, spread_text
-from robopolicy.benchmarks.runs import BASES, chosen_from, pretrained, settings_of
+from robopolicy.benchmarks.runs import BASES, chosen_from, each_task, logged, pretrained, settings_of
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
 from robopolicy.runs import is_complete, output
 from robopolicy.verbs import collect, deploy, offline, online, train
 from robopolicy.verbs.bench import Benchmark, Table
 
-LOG = ("collect.episodes=512",)
 UNGATED = "offline.rounds=1", "offline.gated=false"
 UNREAD = ("offline.critic.steps=1",)
 """For ways that ask no critic."""
@@ -96,12 +95,7 @@ PARTS = {"ways": "candidates", "agents": "decide themselves", "deployment": "Ste
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"tasks": {task: {seed: {part: rows}}}}, after running what is missing under `root`."""
     parts = chosen_from(config, PARTS)
-    return {
-        "tasks": {
-            task: {str(seed): measure(config, root, task, seed, parts) for seed in config.bench.seeds}
-            for task in config.bench.tasks
-        }
-    }
+    return {"tasks": each_task(config, lambda task, seed: measure(config, root, task, seed, parts))}
 
 
 def measure(config: Config, root: Path, task: str, seed: int, parts: Sequence[str]) -> dict[str, Any]:
@@ -143,10 +137,7 @@ class Case:
 
     def log(self, base: str) -> Path:
         """Return the dataset that a pre-trained policy recorded."""
-        folder = self.place("collect", f"log_{base}")
-        if not is_complete(folder):
-            collect.run(self.settings(*LOG, f"run.name=log_{base}", f"collect.policy={self.base(base)}"))
-        return folder / "dataset"
+        return logged(self.config, self.root, self.task, base, self.seed)
 
     def learned(self, name: str) -> dict[str, Any]:
         """Return how well a candidate does, beside its base, without noise and with."""

@@ -15,21 +15,20 @@ from typing import Any
 from rich.rule import Rule
 
 from robopolicy.benchmarks.rates import mean_text, rate_text, short, spread_text
-from robopolicy.benchmarks.runs import chosen_from, pretrained, settings_of
+from robopolicy.benchmarks.runs import chosen_from, each_row, logged, pretrained, settings_of
 from robopolicy.configuration import Config, compose
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json
 from robopolicy.evaluation.curves import method_curves
 from robopolicy.evaluation.report import Section
 from robopolicy.runs import is_complete, output
-from robopolicy.verbs import collect, finetune, online
+from robopolicy.verbs import finetune, online
 from robopolicy.verbs.bench import Benchmark, Table
 
 STEPS = 100_000
 """Control steps in the world; bench.overrides=['online.steps=...'] can say otherwise."""
-LOG = "collect.episodes=512", "run.name=log"
-SMALL = "online.agent.width=128", "online.updates=0.5", "online.evaluate_at=[0,1,100,500,2000]"
-WATCHED = ("online.evaluate_every=4000",)
+SMALL = "online.agent.width=128", "online.updates=0.5"
+WATCHED = "online.evaluate_at=[0,1,100,500,2000]", "online.evaluate_every=4000"
 CAL_QL = ("online.method=actions", "online.agent=cal_ql", "online.agent.critics=4")
 EARLY = (1, 100, 500, 2000)
 """Updates by which a dip has been seen."""
@@ -62,16 +61,7 @@ ARMS = {
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"tasks": {task: {arm: {seed: figures}}}}, after running what is missing under `root`."""
-    chosen = chosen_from(config, ARMS)
-    return {
-        "tasks": {
-            task: {
-                name: {str(seed): measure(config, root, task, name, seed) for seed in config.bench.seeds}
-                for name in chosen
-            }
-            for task in config.bench.tasks
-        }
-    }
+    return {"tasks": each_row(config, root, chosen_from(config, ARMS), measure)}
 
 
 def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict[str, Any]:
@@ -102,11 +92,9 @@ def learn(config: Config, root: Path, task: str, name: str, seed: int) -> None:
     """Run an arm, after what it begins with."""
     arm, shared = ARMS[name], settings_of(config, root, task, seed)
     policy = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
-    if arm.logged:
-        collect.run(compose([*LOG, *shared, f"collect.policy={policy}", "run.name=log"]))
+    data = [f"online.dataset={logged(config, root, task, 'diffusion', seed)}"] if arm.logged else []
     output.print(Rule(f"[bold]{task}, seed {seed}: {arm.title}", align="left"))
     if not arm.rows:
-        data = [f"online.dataset={root / task / 'collect' / 'log' / str(seed) / 'dataset'}"] if arm.logged else []
         settings = f"online.steps={STEPS}", *SMALL, *WATCHED, *arm.settings, f"online.policy={policy}"
         online.run(compose([*settings, *shared, *data, f"run.name={name}"]))
         return

@@ -4,22 +4,23 @@ Success after as many iterations, over seeds; and seconds of an iteration, wall 
 process. A way is worth its seconds where success stays within what fp32 itself spreads over seeds.
 """
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from robopolicy.benchmarks.rates import rate_text, short, spread_text
-from robopolicy.benchmarks.runs import Variant, chosen_from, pretrained, run_variant, settings_of
-from robopolicy.build import build_critic, build_world, choose_device, load_policy
+from robopolicy.benchmarks.runs import (
+    Variant,
+    chosen_from,
+    each_row,
+    few_iterations,
+    pretrained,
+    run_variant,
+    settings_of,
+)
 from robopolicy.configuration import Config, compose
-from robopolicy.core.policy import require_trainable
 from robopolicy.core.progress import progress
-from robopolicy.core.run import RunFolder
-from robopolicy.core.structured import narrowed
-from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.finetune import finetune
 from robopolicy.verbs.bench import Benchmark, Table
 
 ITERATIONS = {"push_cube": 20, "pick_place": 20, "push_t": 30}
@@ -44,10 +45,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
     The second part is measured anew every time, unless bench.rounds is 0.
     """
     ways = chosen_from(config, WAYS)
-    tasks = {
-        task: {way: {str(seed): measure(config, root, task, way, seed) for seed in config.bench.seeds} for way in ways}
-        for task in config.bench.tasks
-    }
+    tasks = each_row(config, root, ways, measure)
     rounds = config.bench.rounds
     return {"tasks": tasks, "seconds": {task: taking_turns(config, root, task, ways) for task in tasks if rounds}}
 
@@ -80,25 +78,11 @@ def taking_turns(config: Config, root: Path, task: str, ways: tuple[str, ...]) -
         for turn in range(config.bench.rounds):
             for way in ways:
                 chosen = compose([*shared, *WAYS[way]])
-                wall, cpu = _seconds(chosen, base, Path(folder) / f"{turn} {way}", turn)
+                _, wall, cpu = few_iterations(chosen, base, Path(folder) / f"{turn} {way}", turn)
                 found[way]["wall"].append(wall / TIMED)
                 found[way]["cpu"].append(cpu / TIMED)
                 advance()
     return found
-
-
-def _seconds(config: Config, base: Path, folder: Path, seed: int) -> tuple[float, float]:
-    """Return wall and CPU seconds of fine-tuning `base`, without what is before and after it."""
-    section, device = config.finetune, choose_device(config.run)
-    policy = require_trainable(load_policy(base, device))
-    policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
-    world = build_world(config.world, policy, batch_size=section.num_envs, device=device)
-    critic = build_critic(world, section, seed).to(device)
-    started = time.perf_counter(), time.process_time()
-    finetune(policy, critic, world, narrowed(FinetuneConfig, section), RunFolder(folder), seed=seed)
-    ended = time.perf_counter(), time.process_time()
-    world.close()
-    return ended[0] - started[0], ended[1] - started[1]
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.rule import Rule
 
 from robopolicy.benchmarks.rates import rate_text, spread_text
+from robopolicy.benchmarks.runs import each_task
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
 from robopolicy.evaluation.stages import stage_summary
@@ -33,8 +34,7 @@ JUDGED = "imitation", *ALONE, "offline", "online", "one_step"
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"tasks": {task: {seed: {stage: summary}}}}, after running what is missing under `root`."""
-    seeds = [str(seed) for seed in config.bench.seeds]
-    return {"tasks": {task: {seed: measure(config, root, task, seed) for seed in seeds} for task in config.bench.tasks}}
+    return {"tasks": each_task(config, lambda task, seed: measure(config, root, task, str(seed)))}
 
 
 def measure(config: Config, root: Path, task: str, seed: str) -> dict[str, Any]:

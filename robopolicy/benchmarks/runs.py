@@ -3,6 +3,7 @@
 A benchmark that was interrupted goes on where it stopped, and each of its runs can be looked at by itself.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +11,18 @@ from typing import Any
 
 from rich.rule import Rule
 
+from robopolicy.build import build_critic, build_world, choose_device, load_policy
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.policy import require_trainable
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, write_json
+from robopolicy.core.structured import narrowed
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.registry import Need
 from robopolicy.runs import is_complete, output
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import finetune as learn
 from robopolicy.verbs import collect, finetune, train, worldmodel
 
 TOKEN = (
@@ -110,6 +118,9 @@ Token policies need more than the dozen demonstrations of pick_place. hundred_st
 RECIPES = {"push_cube_moving": ("recipe=push_cube", "world.name=push_cube_moving")}
 """Settings of tasks that have no recipe of their own."""
 
+LOG = ("collect.episodes=512",)
+"""Of a base's own episodes; bench.overrides can say otherwise."""
+
 TUNED_BASES: dict[str, tuple[str, ...]] = {
     "warm": ("finetune.target_success=0.7", "finetune.evaluate_every=1", "finetune.videos=0"),
 }
@@ -154,6 +165,16 @@ def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> P
     return base
 
 
+def logged(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
+    """Return the dataset that a base recorded of its own episodes, noise and all, after doing what is missing."""
+    recorded = root / task / "collect" / f"log_{name}" / str(seed)
+    if not is_complete(recorded):
+        policy = pretrained(config, root, task, name, seed) / "checkpoint"
+        shared = settings_of(config, root, task, seed)
+        collect.run(compose([*LOG, *shared, f"collect.policy={policy}", f"run.name=log_{name}"]))
+    return recorded / "dataset"
+
+
 def modelled(config: Config, root: Path, task: str, label: str, seed: int, settings: Sequence[str]) -> Path:
     """Return the run folder of a world model under root/task, trained with `settings` where it is missing.
 
@@ -187,6 +208,25 @@ def run_variant(config: Config, root: Path, task: str, label: str, variant: Vari
     return Outcome(read_json(tuned / "result.json"), RunFolder(tuned).metrics())
 
 
+def few_iterations(config: Config, base: Path, folder: Path, seed: int) -> tuple[Mapping[str, Any], float, float]:
+    """Fine-tune the checkpoint `base` as config says, unjudged; return the last iteration's metrics, wall, CPU seconds.
+
+    The seconds are those of fine-tuning alone, without what is before and after it.
+    """
+    section, device = config.finetune, choose_device(config.run)
+    learning = narrowed(FinetuneConfig, section)
+    policy = require_trainable(load_policy(base, device))
+    policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
+    world = build_world(config.world, policy, batch_size=section.num_envs, device=device)
+    values = Need.CRITIC in build_algorithm(learning).needs
+    critic = build_critic(world, section, seed).to(device) if values else None
+    run, started = RunFolder(folder), (time.perf_counter(), time.process_time())
+    learn(policy, critic, world, learning, run, seed=seed)
+    wall, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
+    world.close()
+    return run.metrics()[-1], wall, cpu
+
+
 def chosen_from(config: Config, known: Mapping[str, Any]) -> tuple[str, ...]:
     """Return bench.only, by default all that are `known`; ConfigError for one that is not."""
     for name in config.bench.only:
@@ -195,6 +235,23 @@ def chosen_from(config: Config, known: Mapping[str, Any]) -> tuple[str, ...]:
                 f"bench.only: there is no '{name}'.{did_you_mean(name, known)} There are {', '.join(known)}."
             )
     return config.bench.only or tuple(known)
+
+
+def each_task(config: Config, measure: Callable[[str, int], Any]) -> dict[str, dict[str, Any]]:
+    """Return {task: {seed: measure(task, seed)}} of bench.tasks and bench.seeds."""
+    seeds = config.bench.seeds
+    return {task: {str(seed): measure(task, seed) for seed in seeds} for task in config.bench.tasks}
+
+
+def each_row(
+    config: Config, root: Path, names: Sequence[str], measure: Callable[[Config, Path, str, str, int], Any]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return {task: {name: {seed: what `measure` found}}} of bench.tasks, `names` and bench.seeds."""
+    seeds = config.bench.seeds
+    return {
+        task: {name: {str(seed): measure(config, root, task, name, seed) for seed in seeds} for name in names}
+        for task in config.bench.tasks
+    }
 
 
 def each_seed(measure: Callable[[int, Path], dict[str, Any]]) -> Callable[[Config, Path], dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.rule import Rule
 
 from robopolicy.benchmarks.rates import mean_text, rate_text, short, spread_text
-from robopolicy.benchmarks.runs import Variant, chosen_from, run_variant, settings_of
+from robopolicy.benchmarks.runs import Variant, chosen_from, each_row, run_variant, settings_of
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.runs import is_complete, output
@@ -40,15 +40,7 @@ BEFORE = {"ppo": "imitation"}
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"tasks": {task: {arm: {seed: figures}}}}, after running what is missing under `root`."""
-    arms = chosen_from(config, ARMS)
-    return {
-        "tasks": {
-            task: {
-                arm: {str(seed): measure(config, root, task, arm, seed) for seed in config.bench.seeds} for arm in arms
-            }
-            for task in config.bench.tasks
-        }
-    }
+    return {"tasks": each_row(config, root, chosen_from(config, ARMS), measure)}
 
 
 def measure(config: Config, root: Path, task: str, arm: str, seed: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ Rows that end are left alone unless the body gives them another episode. Axes: B
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from robopolicy.core.spec import Observation, check_finite, require_fit, validat
 from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, Step, World
 
 
+@runtime_checkable
 class Actor[Info](Protocol):
     """Whatever turns a world's observation into action chunks, and can tell how it came to them."""
 
@@ -98,9 +99,11 @@ class ControllerActor:
 
 
 def actor_of(
-    actor: Policy | Controller, generator: torch.Generator, *, deterministic: bool = False
+    actor: Policy | Controller | Actor[None], generator: torch.Generator, *, deterministic: bool = False
 ) -> Actor[Decided] | Actor[None]:
-    """Return a policy or a controller (which draws nothing) as an actor; see `PolicyActor`."""
+    """Return a policy or a controller (which draws nothing) as an actor, see `PolicyActor`; an actor as it is."""
+    if isinstance(actor, Actor):
+        return actor
     if is_policy(actor):
         return PolicyActor(actor, generator, deterministic=deterministic)
     return ControllerActor(actor)

@@ -18,7 +18,6 @@ from robopolicy.core.world import Controller, Step, World
 from robopolicy.data.chains import Chains, chain_of
 from robopolicy.data.configuration import CorrectConfig
 from robopolicy.data.corrections import Operator, Turn
-from robopolicy.data.foresight import Foresight
 
 
 def record(
@@ -30,7 +29,7 @@ def record(
     successes_only: bool = False,
     generator: torch.Generator | None = None,
     deterministic: bool = False,
-    teacher: Controller | Policy | Foresight | None = None,
+    teacher: Controller | Policy | Actor[None] | None = None,
 ) -> Episodes:
     """Play the episodes of `seeds` and return them in that order, failures included unless `successes_only`.
 
@@ -42,9 +41,7 @@ def record(
     world do not fit) and ConfigError (successes only, of a world that reports none).
     """
     draws = torch.Generator() if generator is None else generator
-    labels: Actor[Any] | None = None
-    if teacher is not None:
-        labels = teacher if isinstance(teacher, Foresight) else actor_of(teacher, draws, deterministic=True)
+    labels = None if teacher is None else actor_of(teacher, draws, deterministic=True)
     takes = _play(world, actor, seeds, episodes, successes_only, generator, deterministic, teacher=labels)
     return _gather(takes, world.spec, episodes, successes_only)
 

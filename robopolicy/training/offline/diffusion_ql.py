@@ -1,5 +1,6 @@
 """Climbs a critic through the denoising chain while imitating what was recorded: Diffusion-QL."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +34,8 @@ class DiffusionQl:
         """Imitate recorded decisions and climb the critic; see `Improver`."""
         assert isinstance(policy, DecidesFromNoise)
         actor: DecidesFromNoise = policy
-        config, data, spec, found = self.config, lesson.data, policy.spec, list[Tensor]()
-
-        def batch(rows: Tensor) -> dict[str, Any]:
-            return lesson.episodes.windows(data.step[rows], spec.history, spec.prediction)
+        config, data, found = self.config, lesson.data, list[Tensor]()
+        batch = partial(lesson.recorded, spec=policy.spec)
 
         def climb(rows: Tensor, drawn: dict[str, Any]) -> Tensor:
             draws = generators["noise"]

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,7 +16,7 @@ from robopolicy.core.images import Images, cameras_in
 from robopolicy.core.policy import Policy, TensorObservation, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.core.spec import TASK
+from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.core.world import World
 from robopolicy.nn.optimisers import adamw, clip_gradients, require_finite, set_learning_rate
 from robopolicy.rl.algorithm import build_algorithm
@@ -60,6 +61,10 @@ class Lesson:
     def episodes(self) -> Episodes:
         """The recorded episodes."""
         return self.data.episodes
+
+    def recorded(self, rows: Tensor, spec: PolicySpec) -> dict[str, Any]:
+        """Return what `Trainable.loss` of a policy of `spec` takes of the recorded decisions `rows` [n]."""
+        return self.episodes.windows(self.data.step[rows], spec.history, spec.prediction)
 
     @torch.no_grad()
     def values(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,13 +207,10 @@ class WeightedImitation:
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Imitate recorded decisions by how good they were; see `Improver`."""
-        config, data, spec = self.config, lesson.data, policy.spec
+        config = self.config
         weight = imitation_weights(lesson, config.temperature, config.cap)
-
-        def batch(rows: Tensor) -> dict[str, Any]:
-            return lesson.episodes.windows(data.step[rows], spec.history, spec.prediction)
-
-        loss = imitate(policy, batch, len(data), config, step, generators, where, weight)
+        batch = partial(lesson.recorded, spec=policy.spec)
+        loss = imitate(policy, batch, len(lesson.data), config, step, generators, where, weight)
         return {"loss": loss, "largest_weight": float(weight.max())}
 
 

@@ -43,7 +43,7 @@ class Recap:
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Imitate all decisions under their indicators; see `Improver`."""
-        config, data, spec = self.config, lesson.data, policy.spec
+        config, data = self.config, lesson.data
         assert isinstance(policy, DenoisingPolicy) and isinstance(policy.network, AdvantageConditioned)
         policy.network.guidance.fill_(config.guidance)
         better = improvements(advantages(policy, lesson, config, generators), config.positive, corrections(lesson))
@@ -51,7 +51,7 @@ class Recap:
         draws = generators["indicator"]
 
         def batch(rows: Tensor) -> dict[str, Any]:
-            found = lesson.episodes.windows(data.step[rows], spec.history, spec.prediction)
+            found = lesson.recorded(rows, policy.spec)
             hidden = torch.rand(len(rows), generator=draws, device=draws.device).to(told.device) < config.dropout
             found["observation"][IMPROVEMENT] = told[rows].masked_fill(hidden, int(Improvement.NONE))
             return found
@@ -73,19 +73,19 @@ class FilteredImitation:
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Imitate the better decisions; see `Improver`. ConfigError where none is, or success is not recorded."""
-        config, data, spec = self.config, lesson.data, policy.spec
+        config = self.config
         if config.advantage == "success":
             better = successful(lesson)
         else:
             better = improvements(advantages(policy, lesson, config, generators), config.positive, corrections(lesson))
-        steps = data.step[better]
-        if not len(steps):
+        kept = better.nonzero().flatten()
+        if not len(kept):
             raise ConfigError("filtered_imitation found no recorded decision that is better than the others.")
 
         def batch(rows: Tensor) -> dict[str, Any]:
-            return lesson.episodes.windows(steps[rows], spec.history, spec.prediction)
+            return lesson.recorded(kept[rows], policy.spec)
 
-        loss = imitate(policy, batch, len(steps), config, step, generators, where)
+        loss = imitate(policy, batch, len(kept), config, step, generators, where)
         return {"loss": loss, "positive": float(better.float().mean())}
 
 
