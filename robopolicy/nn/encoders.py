@@ -35,7 +35,8 @@ class ImageEncoder(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return [N, features] of uint8 images [N, height, width, 3]."""
-        pixels = rearrange(images, "n h w c -> n c h w").float() / 127.5 - 1
+        # Channel by channel in memory: group norm takes up to nine times as long where channels lie innermost.
+        pixels = rearrange(images, "n h w c -> n c h w").float().contiguous() / 127.5 - 1
         maps = self.layers(pixels)
         height, width = maps.shape[-2:]
         # Each channel is a distribution over the pixels; its mean, in [-1, 1] x [-1, 1], says where the feature is.
