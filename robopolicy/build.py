@@ -19,6 +19,7 @@ from robopolicy.configuration.inference import AUTO, InferenceSection
 from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
+from robopolicy.core.delayed import QUEUE, with_latency_of, without_latency
 from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning
 from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
 from robopolicy.core.policy import Policy, Trainable, require_trainable
@@ -145,11 +146,11 @@ def images_of(fields: Mapping[str, Field]) -> dict[str, Any]:
     return {"cameras": cameras, "image_size": fields[IMAGE_PREFIX + cameras[0]].shape[0]} if cameras else {}
 
 
-def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: int) -> DemonstratedWorld:
+def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: int) -> World:
     if section.data is None:
         raise ConfigError("Which demonstrations? Set world.data=FOLDER, a LeRobotDataset such as collect writes.")
     episodes = read_dataset(section.data)
-    return DemonstratedWorld(
+    world = DemonstratedWorld(
         episodes.observation_fields,
         episodes.action_field,
         episodes.fps,
@@ -160,8 +161,9 @@ def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: in
         rows,
         history=history,
         seed=seed,
-        **section.options,
+        **without_latency(section.options),
     )
+    return with_latency_of(section.options, world)
 
 
 def _imagined_world(
@@ -225,11 +227,32 @@ def uncertainty_limit(section: ImaginationSection, model: LearnedModel) -> float
     return min(limits, default=None)
 
 
-def build_controller(world_section: WorldSection, spec: WorldSpec, dotted_path: str = "") -> Controller:
-    """Return the controller at `dotted_path`, else the scripted expert of the world's task."""
+def build_controller(section: WorldSection, world: World, dotted_path: str = "") -> Controller:
+    """Return the controller at `dotted_path`, else the scripted expert of the world's task.
+
+    Where decisions take time it looks so far ahead, for which the world needs snapshots; see `Foresight`.
+    """
+    return build_foresight(section, world, 1, dotted_path)
+
+
+def build_foresight(section: WorldSection, world: World, steps: int, dotted_path: str = "") -> Controller | Foresight:
+    """Return what says `steps` steps of such a controller from where `world` is, which `section` names.
+
+    That is the controller itself, which says one step, where the world has no snapshots.
+    """
+    controller = _controller(section, world.spec, dotted_path)
+    late = QUEUE in world.spec.observation
+    if not late and (steps == 1 or not isinstance(world, Snapshots)):
+        return controller
+    options = {"history": world.spec.history, **without_latency(section.options)}
+    like = replace(section, cameras=(), options=options)
+    return Foresight(controller, world, build_world(like, batch_size=world.batch_size), steps)
+
+
+def _controller(section: WorldSection, spec: WorldSpec, dotted_path: str) -> Controller:
     if dotted_path:
         return load_controller(dotted_path, spec)
-    name = world_section.simulator or world_section.name
+    name = section.simulator or section.name
     expert = make_expert(name, spec)
     if expert is not None:
         return expert
@@ -239,26 +262,15 @@ def build_controller(world_section: WorldSection, spec: WorldSpec, dotted_path: 
     )
 
 
-def build_foresight(section: WorldSection, world: World, controller: Controller, steps: int) -> Controller | Foresight:
-    """Return what says `steps` steps of a controller from where `world` is, which `section` names.
-
-    That is the controller itself, which says one step, where the world has no snapshots.
-    """
-    if steps == 1 or not isinstance(world, Snapshots):
-        return controller
-    like = replace(section, cameras=(), options={"history": world.spec.history, **section.options})
-    return Foresight(controller, world, build_world(like, batch_size=world.batch_size), steps)
-
-
 def build_noisy_expert(
-    section: WorldSection, spec: WorldSpec, level: str, seed: int, dotted_path: str = ""
+    section: WorldSection, world: World, level: str, seed: int, dotted_path: str = ""
 ) -> NoisyController:
     """Return the world's expert (or the controller at `dotted_path`) with action noise of a named or numeric level."""
     try:
         noise = Noise(gaussian=float(level))
     except ValueError:
         noise = noise_level(level)
-    return NoisyController(build_controller(section, spec, dotted_path), noise, seed, spec.action)
+    return NoisyController(build_controller(section, world, dotted_path), noise, seed, world.spec.action)
 
 
 def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Policy:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from robopolicy.core.delayed import with_latency_of, without_latency
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, did_you_mean, require_extra
 from robopolicy.core.origin import WorldOrigin, texts
 from robopolicy.core.registry import asked_for, fixed_arguments, is_dotted, load_dotted, note
@@ -36,8 +37,13 @@ def make_world(name: str, batch_size: int, **options: Any) -> World:
     a dotted path. A registered name and a dotted path stand for a `Task` or a function without arguments that returns
     one (it runs on the MuJoCo engine), a class derived from gymnasium.Env (it runs in the gymnasium suite), or a class
     or function that is called as make(batch_size, *, seed, history, **options) and gives a `World`; cameras and
-    image_size are passed only when they are asked for. Raises ConfigError.
+    image_size are passed only when they are asked for. latency_steps, of any of them: see `core.delayed.with_latency`.
+    Raises ConfigError.
     """
+    return with_latency_of(options, _made(name, batch_size, without_latency(options)))
+
+
+def _made(name: str, batch_size: int, options: dict[str, Any]) -> World:
     suite = suite_of(name)
     if suite is not None:
         note(name)

@@ -136,7 +136,7 @@ def test_without_a_quality_everything_is_as_it_was(tmp_path):
     parts = []
     for index, (level, share) in enumerate((("none", 5), ("medium", 4))):
         world = build_world(section, episodes=5)
-        expert = build_noisy_expert(section, world.spec, level, derive(0, f"collect/noise/{index}"))
+        expert = build_noisy_expert(section, world, level, derive(0, f"collect/noise/{index}"))
         parts.append(record(world, expert, episode_seeds(0, f"collect/{index}", share)))
     assert torch.equal(read_dataset(data).actions, torch.cat([part.actions for part in parts]))
 

@@ -2,7 +2,9 @@
 
 A controller says one control step, and a policy learns chunks. Where the policy itself or noise leads, what the
 controller says in four steps that follow one another is no plan: each was said somewhere else. So it plays on from a
-snapshot, undisturbed, and what it does there is the chunk. Axes: B row, C step, A action dimension.
+snapshot, undisturbed, and what it does there is the chunk. Where decisions take time (`core.delayed`), what is decided
+already is played first: the controller sees the moment at which its decision counts, and need not know of the delay.
+Axes: B row, C step, A action dimension, d steps that a decision takes.
 """
 
 import copy
@@ -10,16 +12,17 @@ import copy
 import numpy as np
 
 from robopolicy.core.arrays import Array
+from robopolicy.core.delayed import queued
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import Observation
 from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, World
 
 
 class Foresight:
-    """A `core.player.Actor`: says whole chunks of a controller, in the state that `world` is in.
+    """A `core.player.Actor`: says whole chunks of a controller, in the state that `world` is in; and a `Controller`.
 
-    ahead: a world like `world`, which needs no cameras, of as many rows; steps: C, of a chunk. Raises ConfigError where
-    a world has no snapshots, or the controller cannot be copied.
+    ahead: a world like `world`, which needs no cameras and whose decisions take no time, of as many rows; steps: C, of
+    a chunk. Raises ConfigError where a world has no snapshots, or the controller cannot be copied.
     """
 
     def __init__(self, controller: Controller, world: World, ahead: World, steps: int):
@@ -44,15 +47,23 @@ class Foresight:
     def choose(self, observation: Observation) -> tuple[Array, None]:
         """Return what the controller would do from here, [B, C, A] float64; in rows that ended it means nothing.
 
-        It sees `observation` itself, so that it remembers what really happened; a copy of it plays on.
+        It sees `observation` itself (with a delay: what will be seen d steps from now), so that it remembers what
+        really happened; a copy of it plays on.
         """
+        snapshot = self._now()
+        self._restore(Snapshot({name: snapshot.arrays[name] for name in self._known}))
+        decided = queued(snapshot)
+        if decided is not None:
+            observation = self.ahead.step(decided).observation
         actions = [self._one(self.controller, observation)]
-        thinking = copy.deepcopy(self.controller)
-        arrays = self._now().arrays
-        self._restore(Snapshot({name: arrays[name] for name in self._known}))
+        thinking = copy.deepcopy(self.controller) if self.steps > 1 else self.controller
         while len(actions) < self.steps:
             actions.append(self._one(thinking, self.ahead.step(actions[-1][:, None]).observation))
         return np.stack(actions, 1), None
+
+    def act(self, observation: Observation) -> Array:
+        """Return the first step of what `choose` returns, [B, A]."""
+        return self.choose(observation)[0][:, 0]
 
     def close(self) -> None:
         """Close the world in which it plays on."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.core.delayed import QUEUE
 from robopolicy.core.errors import SpecError, did_you_mean
 from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
@@ -139,7 +140,8 @@ class _Robots:
 def _check(world: World, metadata: Mapping[str, Any]) -> None:
     """Raise unless the world shows what the policy behind the server reads."""
     policy = described_policy(metadata)
-    for key, read in metadata["observation"].items():
+    observation = {key: read for key, read in metadata["observation"].items() if key != QUEUE}  # the driver's own
+    for key, read in observation.items():
         if key not in world.spec.observation:
             raise SpecError(
                 f"The served policy needs '{key}', which '{world.spec.name}' does not show."
@@ -153,7 +155,7 @@ def _check(world: World, metadata: Mapping[str, Any]) -> None:
             f"The served policy's actions have shape {list(policy.shape)}, '{world.spec.name}' takes "
             f"{list(world.spec.action.shape)}: it was trained for another world."
         )
-    fields = {key: _named(read) for key, read in metadata["observation"].items()}
+    fields = {key: _named(read) for key, read in observation.items()}
     require_fields(fields, _named(metadata["action"]), world.spec)
 
 

@@ -8,7 +8,9 @@
 The robot never misses its next step for the network: it waits for an answer for half a control step at most, chunks may
 be asked for ahead, an answer is cut by the steps that the robot has acted since its observation (those that it held
 still have used up nothing), and where no action is left that is young enough, the robot holds still. A server that
-offers a chunking other than synchronous (real-time chunking) is told what is left of the plan underway. Whatever comes
+offers a chunking other than synchronous (real-time chunking) is told what is left of the plan underway. A policy that
+decides ahead (it reads `observation.action_queue`, see `core.delayed`) is asked when just so many steps are left, and
+its answer follows on from them: a robot whose server is quicker than that never waits and never jumps. Whatever comes
 is clipped to the policy's bounds and to the robot's own, and counted. A server that fails is asked again, later and
 later; `error` and `away` say what is wrong and for how long. Axes: C chunk step, P predicted step, A action dimension
 (any shape).
@@ -24,6 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from robopolicy.core.delayed import QUEUE
 from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError
 from robopolicy.core.history import begin, move
 from robopolicy.core.spec import TASK
@@ -107,7 +110,8 @@ class Driver:
     returns it (for robots that are told positions: `lambda frames, last: frames["observation.state"]`). limits: the
     robot's own. prefetch: the next chunk is asked for when so many steps are left (a policy then acts on what was seen
     so many steps ago, which costs success: only where the server is slower than `grace`); of a server that offers
-    chunking it is asked for as soon as a chunk has been executed of the plan, which reaches further. grace: seconds
+    chunking it is asked for as soon as a chunk has been executed of the plan, which reaches further, and of one that
+    decides ahead when as many steps are left as it was trained for. grace: seconds
     that a step may wait for its action, half a control step for None. latency_steps: control steps that an answer is
     held back after its observation, to simulate a slow one; an episode's first is not. blend: over so many steps a new
     chunk takes over from the old one. max_age: seconds after which an observation is too old to act on (None: as long
@@ -116,7 +120,8 @@ class Driver:
     steps were taken ("steps"), held ("held"), clipped ("clipped"), late answers thrown away ("stale"), failures
     ("failures"). late: by how many steps the present chunk is executed later than it was meant, because the robot held
     still meanwhile. error: what the server did wrong last, None since it answered.
-    Raises ServingError where the server does not describe its policy, ConfigError on a prefetch beyond the chunk.
+    Raises ServingError where the server does not describe its policy, ConfigError on a prefetch beyond the chunk and
+    for a policy that decides further ahead than its chunks reach.
     """
 
     def __init__(
@@ -142,8 +147,13 @@ class Driver:
             raise ConfigError(f"latency_steps is {latency_steps}: an answer takes 0 control steps or more.")
         self.policy, self.hold, self.limits = described, hold, limits or ActionLimits()
         self.prefetch, self.blend, self.wait, self.patience = prefetch, blend, wait, patience
-        if described.overlap:
-            self.prefetch = described.overlap
+        if described.ahead > described.chunk:
+            raise ConfigError(
+                f"The policy decides {described.ahead} steps ahead and its chunks have {described.chunk}: one answer "
+                "would have to be asked for before the last is there. Train it with a longer chunk."
+            )
+        if described.overlap or described.ahead:
+            self.prefetch = described.overlap or described.ahead
         self.latency_steps = latency_steps
         self._delays = deque([latency_steps], REMEMBERED_DELAYS)
         self.grace = 0.5 / described.fps if grace is None else grace
@@ -200,8 +210,11 @@ class Driver:
         missing = [key for key in self.policy.fields if key not in frames]
         if missing:
             raise ServingError(f"The policy reads {', '.join(missing)}, and the robot does not show it.")
-        for key in self.policy.fields:
-            newest, seen = np.asarray(frames[key])[None, None], self._frames.get(key)
+        shown = {key: np.asarray(frames[key]) for key in self.policy.fields}
+        if self.policy.ahead:
+            shown[QUEUE] = self._queue()
+        for key, frame in shown.items():
+            newest, seen = frame[None, None], self._frames.get(key)
             self._frames[key] = begin(newest, self.policy.history) if seen is None else move(seen, newest)
         self._task = str(frames[TASK]) if TASK in frames else None
         self._take_answer()
@@ -219,11 +232,33 @@ class Driver:
         if action is None:
             self.counts["held"] += 1
             self._held += 1
-            frames = {key: value[0, -1] for key, value in self._frames.items()}
-            action = self.hold(frames, self._last) if callable(self.hold) else self.hold
+            action = self._still(self._last)
         self._step, self._first = self._step + 1, False
         self._last = self._limited(np.asarray(action, dtype=np.float64))
         return self._last
+
+    def _still(self, last: np.ndarray | None) -> np.ndarray:
+        """Return the action that holds the robot still [A] after its `last` one."""
+        frames = {key: value[0, -1] for key, value in self._frames.items()}
+        return np.asarray(self.hold(frames, last) if callable(self.hold) else self.hold, dtype=np.float64)
+
+    def _queue(self) -> np.ndarray:
+        """Return what is decided and not yet done, [d * A], as `DelayedWorld` shows it; at first all is still."""
+        policy, ahead = self.policy, self._chunk[max(self._step - self._begins, 0) :][: self.policy.ahead]
+        at_first = np.clip(np.zeros(policy.shape), policy.low, policy.high)
+        still = at_first if self._last is None else self._still(self._last)
+        missing = np.broadcast_to(still, (policy.ahead - len(ahead), *policy.shape))
+        return np.concatenate([ahead, missing]).astype(np.float32).reshape(-1)
+
+    def _after_queue(self, chunk: np.ndarray, begins: int) -> tuple[np.ndarray, int]:
+        """Return a chunk that begins at a later step behind what is done until then, and the step at which that begins.
+
+        In an episode's first steps, in which nothing is decided yet, the robot holds still.
+        """
+        before = self._chunk[max(self._step - self._begins, 0) :][: max(begins - self._step, 0)]
+        waits = max(begins - self._step - len(before), 0)
+        still = np.broadcast_to(self._still(chunk[0] if self._last is None else self._last), (waits, *chunk.shape[1:]))
+        return np.concatenate([before, still, chunk]), min(begins, self._step)
 
     def _ask(self) -> None:
         if self._request is None and self._clock() >= self._ask_after:
@@ -248,7 +283,7 @@ class Driver:
         request, self._request = self._request, None
         asked = self._asked
         late = self._held - asked.held
-        begins, seen = asked.step + late, asked.seen
+        begins, seen = asked.step + late + self.policy.ahead, asked.seen
         try:
             chunk = request.result()
             if chunk.shape[1:] != self.policy.shape:
@@ -266,7 +301,10 @@ class Driver:
         if begins + len(chunk) <= self._step or self._too_old(seen):
             self.counts["stale"] += 1
             return
-        self._chunk, self._begins, self._seen, self.late = self._blended(chunk, begins), begins, seen, late
+        chunk = self._blended(chunk, begins)
+        if self.policy.ahead:
+            chunk, begins = self._after_queue(chunk, begins)
+        self._chunk, self._begins, self._seen, self.late = chunk, begins, seen, late
 
     def _blended(self, chunk: np.ndarray, begins: int) -> np.ndarray:
         """Return a new chunk whose first steps from now on lead over from those of the old one."""
@@ -335,11 +373,13 @@ class _Asked:
 class DescribedPolicy:
     """A served policy, as its server describes it.
 
-    fields: what it reads; overlap: steps by which its plans reach beyond a chunk where the server offers a chunking
-    that follows on from the plan underway, else 0; shape, low, high: of an action [A].
+    fields: what it reads of the robot; ahead: steps after which its decisions are executed, 0 for at once; overlap:
+    steps by which its plans reach beyond a chunk where the server offers a chunking that follows on from the plan
+    underway, else 0; shape, low, high: of an action [A].
     """
 
     fields: tuple[str, ...]
+    ahead: int
     history: int
     chunk: int
     overlap: int
@@ -363,9 +403,12 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
         ]
         history, chunk, fps = int(metadata["history"]), int(metadata["chunk"]), float(metadata.get("fps", 10.0))
         overlap = int(metadata["prediction"]) - chunk if metadata.get("chunking") else 0
+        queue = metadata["observation"].get(QUEUE)
+        ahead = 0 if queue is None else int(np.prod(queue["shape"])) // max(int(np.prod(shape)), 1)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ServingError(f"The server describes its policy in a form that makes no sense ({error}).") from error
     sizes = 1 <= history <= LONGEST_HISTORY and 1 <= chunk <= LONGEST_HISTORY and 0 <= overlap <= LONGEST_HISTORY
     if not (sizes and 0 < fps < 1e4):
         raise ServingError(f"The server describes no policy: history {history}, chunk {chunk}, {fps} steps a second.")
-    return DescribedPolicy(tuple(metadata["observation"]), history, chunk, overlap, fps, shape, bounds[0], bounds[1])
+    fields = tuple(key for key in metadata["observation"] if key != QUEUE)
+    return DescribedPolicy(fields, ahead, history, chunk, overlap, fps, shape, bounds[0], bounds[1])

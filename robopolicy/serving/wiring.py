@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.core.delayed import QUEUE
 from robopolicy.core.errors import NonFiniteError, SpecError, did_you_mean
 from robopolicy.core.spec import IMAGE_PREFIX
 
@@ -113,6 +114,8 @@ def wired(
     vectors: dict[str, tuple[str, ...]] = {}
     units = {"action": str(metadata["action"].get("unit", ""))}
     for field, described in metadata["observation"].items():
+        if field == QUEUE:  # which the driver knows
+            continue
         units[field] = str(described.get("unit", ""))
         if field.startswith(IMAGE_PREFIX):
             cameras[field] = _camera(field, own, pictures)

@@ -105,15 +105,14 @@ def collect(config: Config) -> Episodes:
     if teacher is not None:
         require_fit(teacher.spec, world.spec)
     elif section.label_policy == EXPERT:
-        expert = build_controller(config.world, world.spec, section.controller)
-        teacher = build_foresight(config.world, world, expert, section.label_steps)
+        teacher = build_foresight(config.world, world, section.label_steps, section.controller)
     parts = []
     generators = Generators(config.run.seed, device)
     for index, (level, share) in enumerate(zip(levels, shares, strict=True)):
         if not share:
             continue
         actor = policy or build_noisy_expert(
-            config.world, world.spec, level, derive(config.run.seed, f"collect/noise/{index}"), section.controller
+            config.world, world, level, derive(config.run.seed, f"collect/noise/{index}"), section.controller
         )
         played = record(
             world,
@@ -158,7 +157,7 @@ def collect_corrected(config: Config) -> Episodes:
     policy, device = acting(config)
     assert policy is not None  # which the section asks for
     world = build_world(config.world, policy, episodes=section.episodes, seed=config.run.seed)
-    expert = build_controller(config.world, world.spec, section.controller)
+    expert = build_controller(config.world, world, section.controller)
     seeds, draws = episode_seeds(config.run.seed, "collect/0", section.episodes), Generators(config.run.seed, device)
     episodes = record_corrected(world, policy, expert, seeds, section.correct, generator=draws["act"])
     world.close()

@@ -15,6 +15,7 @@ from typing import Any
 
 from robopolicy.build import build_world
 from robopolicy.configuration import Config
+from robopolicy.core.delayed import without_latency
 from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import output, publish
@@ -23,6 +24,7 @@ from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
 from robopolicy.serving.drive_robot import drive_robot
+from robopolicy.serving.driver import described_policy
 from robopolicy.serving.lerobot_robot import AttachedLeRobot, make_lerobot_robot
 from robopolicy.serving.wiring import Wiring, wired
 from robopolicy.verbs.evaluate import evaluation_seeds
@@ -42,7 +44,10 @@ def run(config: Config) -> int:
     if section.robot:
         return _run_robot(config)
     with PolicyClient(section.host, section.port, api_key=section.api_key or None) as client:
-        world = build_world(config.world, batch_size=1, seed=config.run.seed)
+        simulated = config.world
+        if described_policy(client.metadata).ahead:  # then the driver lets decisions take their time
+            simulated = replace(simulated, options=without_latency(simulated.options))
+        world = build_world(simulated, batch_size=1, seed=config.run.seed)
         rate = world.spec.fps if section.rate == 0 else max(section.rate, 0.0)
         robot = _settings(config, client)
         result = drive(world, client, evaluation_seeds(config, section.episodes), rate=rate, robot=robot)

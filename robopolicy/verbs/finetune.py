@@ -255,7 +255,7 @@ def demonstrated(config: Config, world: World) -> Demonstrations | None:
         return None
     if not section.starts:
         raise ConfigError(f"finetune.hint={section.hint} needs starts that come back: set finetune.starts=N, say 64.")
-    expert = build_controller(config.world, spec, section.expert)
+    expert = build_controller(config.world, world, section.expert)
     seeds, tasks = start_pool(config.run.seed, section.starts, len(spec.instructions))
     return demonstrate(world, expert, seeds, tasks)
 

@@ -195,7 +195,7 @@ def _disturbed(
         return DisturbedController(Idle(world.spec.action), disturbances)
     if policy is not None:
         return DisturbedPolicy(policy, disturbances)
-    controller = build_controller(config.world, world.spec, config.collect.controller)
+    controller = build_controller(config.world, world, config.collect.controller)
     return DisturbedController(controller, disturbances)
 
 

@@ -144,7 +144,7 @@ def score(
         world = build_world(section, policy, episodes=config.rank.episodes, seed=config.run.seed, device=device)
         if isinstance(candidate, str):
             seed = derive(config.run.seed, f"rank/{name}")
-            actor: Policy | Controller = build_noisy_expert(section, world.spec, candidate, seed)
+            actor: Policy | Controller = build_noisy_expert(section, world, candidate, seed)
         else:
             actor = as_seen_in(world, candidate)
         results[name] = evaluate_policy(

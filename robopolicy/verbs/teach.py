@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from robopolicy.build import (
-    build_controller,
     build_foresight,
     build_noisy_expert,
     build_world,
@@ -93,10 +92,9 @@ def teacher_path(config: Config) -> Path:
 def the_expert(config: Config, world: World) -> Teacher:
     """Return the world's expert as a teacher; raises ConfigError where the world has none."""
     seed = derive(config.run.seed, "teach/noise")
-    plays = build_noisy_expert(config.world, world.spec, config.teach.noise, seed)
-    says, learns = build_controller(config.world, world.spec), config.policy.config
+    plays, learns = build_noisy_expert(config.world, world, config.teach.noise, seed), config.policy.config
     ahead = getattr(learns, "prediction_steps", None) or getattr(learns, "chunk", 1)
-    return Teacher(build_foresight(config.world, world, says, int(ahead)), plays)
+    return Teacher(build_foresight(config.world, world, int(ahead)), plays)
 
 
 def judged(config: Config, teacher: Policy | Controller | Foresight, student: Policy) -> dict[str, Any]:

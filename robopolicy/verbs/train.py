@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from robopolicy.build import behind, build_world, choose_device
 from robopolicy.configuration import Config
+from robopolicy.core.delayed import recorded_in
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.finite_values import require_finite_columns
@@ -131,11 +132,11 @@ def run(config: Config) -> int:
 def demonstrations(config: Config, data: Path) -> Episodes:
     """Return the episodes of the dataset `data` and of train.more; raises DataError for what is no data or no match."""
     section, keys = config.train, getattr(config.policy.config, "observation_keys", ()) or None
-    recorded = read_dataset(data)
+    recorded = recorded_in(config.world.options, read_dataset(data))
     episodes = recorded.select(range(min(section.episodes or len(recorded), len(recorded))))
     require_finite_columns(episodes, keys)
     for path in section.more:
-        other = read_dataset(path)
+        other = recorded_in(config.world.options, read_dataset(path))
         try:
             require_finite_columns(other, keys)
             episodes = Episodes.concatenate([episodes, other])

@@ -18,6 +18,7 @@ import torch
 from robopolicy.build import build_noisy_expert, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import DEMONSTRATIONS
+from robopolicy.core.delayed import recorded_in
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import remember_origin
@@ -94,7 +95,7 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
     """Return recorded episodes and fresh rollouts, an equal share of steps from each source."""
     section, seed = config.worldmodel, config.run.seed
     paths = section.data or (default_path(config, "collect", "dataset", None, "worldmodel.data"),)
-    parts = [read_dataset(path, cameras=config.world.cameras) for path in paths]
+    parts = [recorded_in(config.world.options, read_dataset(path, cameras=config.world.cameras)) for path in paths]
     if config.world.name == DEMONSTRATIONS:  # where nothing new can be played
         return Episodes.concatenate(parts)
     missing = max(0, section.transitions - sum(part.step_count for part in parts))
@@ -103,7 +104,7 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
         policies = tuple(dict.fromkeys((base_of(config), *policies)))
     actors: list[Any] = [load_policy(path, generator.device) for path in policies]
     actors += [
-        build_noisy_expert(config.world, world.spec, level, derive(seed, f"worldmodel/noise/{level}"))
+        build_noisy_expert(config.world, world, level, derive(seed, f"worldmodel/noise/{level}"))
         for level in section.noise
     ]
 

@@ -98,13 +98,13 @@ class NoSnapshots:
 def test_where_it_cannot_be_the_controller_says_a_step_or_the_reason_is_said():
     world, ahead = worlds(1)
     expert, section = load_task("push_cube").expert(), compose(["world=push_cube"]).world
-    assert build_foresight(section, NoSnapshots(world), expert, STEPS) is expert
-    assert build_foresight(section, world, expert, 1) is expert
+    assert isinstance(build_foresight(section, NoSnapshots(world), STEPS), type(expert))
+    assert isinstance(build_foresight(section, world, 1), type(expert))
     with pytest.raises(ConfigError, match="no snapshots"):
         Foresight(expert, NoSnapshots(world), ahead, STEPS)
     with pytest.raises(ConfigError, match="Locked cannot be copied"):
         Foresight(Locked(), world, ahead, STEPS)
-    found = build_foresight(section, world, expert, STEPS)
+    found = build_foresight(section, world, STEPS)
     assert isinstance(found, Foresight) and found.ahead.batch_size == 1
     found.close()
 
