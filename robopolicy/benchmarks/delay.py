@@ -3,13 +3,16 @@
 Flows that predict twice as far as they execute, and for `trained_rtc` the same taught to go on from given steps. Where
 the scripted expert is hard to imitate they learn from what fine-tuning made of the recipe's policy. What a decision
 costs is simulated (`evaluate.latency_steps`), so a delay is the same on every machine; all ways start in the same
-states. In `push_cube_moving` the goal moves on while the robot thinks.
+states. In `push_cube_moving` the goal moves on while the robot thinks. Beside them: the recipe's policy with as long
+chunks, fine-tuned in a world whose decisions take so long (`world.options.latency_steps`), for each delay anew.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.rule import Rule
 
 from robopolicy.benchmarks.rates import pooled, rate_text, short
 from robopolicy.benchmarks.runs import Variant, chosen_from, each_row, run_variant, settings_of
@@ -23,8 +26,8 @@ from robopolicy.evaluation.report import Section
 from robopolicy.evaluation.smoothness import SmoothnessMeter
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
-from robopolicy.runs import is_complete
-from robopolicy.verbs import collect, train
+from robopolicy.runs import is_complete, output
+from robopolicy.verbs import collect, finetune, train
 from robopolicy.verbs.bench import Benchmark, Table
 
 EPISODES = 200
@@ -35,6 +38,10 @@ HALF = "1/2"
 KINDS = ("synchronous", "prefetch", "ensembling", "bidirectional", "lerobot_rtc", "rtc", "trained_rtc")
 GIVEN = "trained_rtc"
 """The chunking of a policy that has learned to go on from given steps."""
+FINETUNED = "fine-tuned for it"
+"""No chunking, but a policy that fine-tuning has taught to decide ahead."""
+ANSWERED = {FINETUNED: ("0", HALF, "1")}
+"""Delays at which a way is measured, where that is not all of them: fine-tuning costs minutes each."""
 DECAY = 0.5
 """Its policy.prefix_decay, chosen on seed 0: 0 cost success where nothing is given; 1, on pick_place, kept less."""
 
@@ -60,7 +67,7 @@ TUNED = Variant("diffusion", ("finetune.target_success=0.95", "finetune.videos=0
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"tasks": {task: {chunking: {seed: {delay: success and smoothness}}}}}, after doing what is missing."""
-    return {"tasks": each_row(config, root, chosen_from(config, dict.fromkeys(KINDS)), measure)}
+    return {"tasks": each_row(config, root, chosen_from(config, dict.fromkeys((*KINDS, FINETUNED))), measure)}
 
 
 def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict[str, Any]:
@@ -68,34 +75,54 @@ def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict
     path = root / task / "kinds" / kind / f"{seed}.json"
     if path.exists():
         return read_json(path)
-    base = trained(config, root, task, seed, given=kind == GIVEN)
-    chosen = compose(settings_of(config, root, task, seed))
-    device = choose_device(chosen.run)
-    policy = load_policy(base / "checkpoint", device)
-    world = build_world(chosen.world, policy, episodes=EPISODES, device=device)
-    seeds = episode_seeds(seed, "evaluate", EPISODES)
-    found: dict[str, Any] = {}
-    for share, part in SHARES.items():
-        steps = round(part * policy.spec.chunk)
-        acting = with_chunking(policy, kind, Delay(steps, positions=("gripper",)))
-        meter = SmoothnessMeter(acting.seams if isinstance(acting, HasSeams) else (0,), steps)
+    chunk, found = course_of(task).chunk, dict[str, Any]()
+    for share in ANSWERED.get(kind, tuple(SHARES)):
+        steps = round(SHARES[share] * chunk)
+        late = kind == FINETUNED
+        place = finetuned(config, root, task, seed, steps) if late else trained(config, root, task, seed, kind == GIVEN)
+        chosen = compose([*settings_of(config, root, task, seed), *([_latency(steps)] if late else [])])
+        device = choose_device(chosen.run)
+        policy = load_policy(place / "checkpoint", device)
+        world = build_world(chosen.world, policy, episodes=EPISODES, device=device)
+        acting = policy if late else with_chunking(policy, kind, Delay(steps, positions=("gripper",)))
+        meter = SmoothnessMeter(acting.seams if isinstance(acting, HasSeams) else (0,), 0 if late else steps)
+        seeds = episode_seeds(seed, "evaluate", EPISODES)
         result = evaluate_policy(
             world, acting, seeds, deterministic=True, generator_seed=seed, device=device, watch=meter
         )
+        world.close()
         found[share] = {"steps": steps, **short(result.to_json()), "smoothness": meter.measured().to_json()}
-    world.close()
     write_json(path, found)
     return found
 
 
-def trained(config: Config, root: Path, task: str, seed: int, *, given: bool) -> Path:
-    """Return the run folder of a task's policy, after doing what is missing; given: goes on from given steps too.
-
-    Raises ConfigError for a task without a `Course`.
-    """
+def course_of(task: str) -> Course:
+    """Return how a task's policy comes about; raises ConfigError for one of which that is not known."""
     if task not in COURSES:
         raise ConfigError(f"bench.tasks: delay knows no '{task}'.{did_you_mean(task, COURSES)} {', '.join(COURSES)}.")
-    course, name = COURSES[task], "ahead_given" if given else "ahead"
+    return COURSES[task]
+
+
+def finetuned(config: Config, root: Path, task: str, seed: int, steps: int) -> Path:
+    """Return the run folder of the recipe's policy fine-tuned where decisions take `steps`, after what is missing."""
+    name, chunk = f"for_{steps}", course_of(task).chunk
+    folder = root / task / "finetune" / name / str(seed)
+    if not is_complete(folder):
+        output.print(Rule(f"[bold]{task}, seed {seed}: fine-tuned for a delay of {steps}", align="left"))
+        size = f"policy.chunk={chunk}", f"policy.prediction_steps={chunk}", _latency(steps)
+        chosen = compose([*settings_of(config, root, task, seed), f"run.name={name}", *size, *TUNED.settings])
+        for verb in (collect, train, finetune):
+            verb.run(chosen)
+    return folder
+
+
+def _latency(steps: int) -> str:
+    return f"world.options.latency_steps={steps}"
+
+
+def trained(config: Config, root: Path, task: str, seed: int, given: bool) -> Path:
+    """Return the run folder of a task's policy, after doing what is missing; given: goes on from given steps too."""
+    course, name = course_of(task), "ahead_given" if given else "ahead"
     folder = root / task / "train" / name / str(seed)
     if is_complete(folder):
         return folder
@@ -114,7 +141,7 @@ def trained(config: Config, root: Path, task: str, seed: int, *, given: bool) ->
 
 
 def at(seeds: Mapping[str, Any], delay: str) -> dict[str, float]:
-    """Return the success of all seeds together at a delay."""
+    """Return the success of all seeds together at a delay at which they were measured."""
     rows = [row[delay] for row in seeds.values()]
     return pooled([{**row, "successes": round(row["success_rate"] * row["episodes"])} for row in rows])
 
@@ -126,16 +153,22 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
     for task, kinds in figures["tasks"].items():
         lines: list[list[str]] = []
         for kind, seeds in kinds.items():
-            rates = {delay: at(seeds, delay) for delay in SHARES}
+            rates = {delay: at(seeds, delay) for delay in _delays(seeds)}
             kept = rates[HALF]["success_rate"] / max(rates["0"]["success_rate"], 1 / EPISODES)
             jumps = [_mean(seeds, name) for name in ("border_jump", "inner_jump")]
-            lines.append([kind, *map(rate_text, rates.values()), f"{100 * kept:.0f} %", *jumps])
+            shown = [rate_text(rates[delay]) if delay in rates else "" for delay in SHARES]
+            lines.append([kind, *shown, f"{100 * kept:.0f} %", *jumps])
         count = len(next(iter(kinds.values())))
         title = (
             f"{task}: success where a decision takes so many chunks of {COURSES[task].chunk} steps, {count} seeds of"
         )
         found.append(Table(f"{title} {EPISODES} episodes; mean jump of an action at a delay of {HALF}", header, lines))
     return found
+
+
+def _delays(seeds: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the delays at which every seed was measured."""
+    return tuple(delay for delay in SHARES if all(delay in row for row in seeds.values()))
 
 
 def _mean(seeds: Mapping[str, Any], name: str) -> str:
@@ -151,7 +184,7 @@ def picture(figures: Mapping[str, Any]) -> Section:
         return next(iter(seeds.values()))[delay]["steps"], rate["success_rate"], rate["low"], rate["high"]
 
     panels = {
-        task: {kind: [point(seeds, delay) for delay in SHARES] for kind, seeds in kinds.items()}
+        task: {kind: [point(seeds, delay) for delay in _delays(seeds)] for kind, seeds in kinds.items()}
         for task, kinds in figures["tasks"].items()
     }
     caption = "Control steps that a decision takes, up to a whole chunk, with Wilson 95 % intervals."
