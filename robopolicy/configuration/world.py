@@ -57,7 +57,9 @@ class WorldSection:
     """Task whose starts imagined episodes have, empty for the one that the model was trained on."""
     imagination: ImaginationSection = field(default_factory=ImaginationSection)
     options: dict[str, Any] = field(default_factory=dict)
-    """What else the world takes, such as world.options.style=3."""
+    """What else the world takes, such as world.options.style=3; latency_steps=d, in any world, lets every decision be
+    executed d control steps late, and shows what is decided and not yet done.
+    """
 
     def imagined_by(self, model: Path) -> "WorldSection":
         """Return the section of this world in the imagination of the world model at `model`, on the same starts."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.errors import ConfigError, DataError, SpecError
 from robopolicy.core.history import begin, held, move, select
 from robopolicy.core.spec import Field, Observation, WorldSpec, keeps_value, validate_actions
 from robopolicy.core.stages import Stage
@@ -70,6 +70,12 @@ def queue_field(action: Field, steps: int) -> Field:
     return Field((steps * action.size,), low=low, high=high, unit=action.unit, names=names)
 
 
+def steps_ahead(observation: Mapping[str, Field], action: Field) -> int:
+    """Return how many control steps ahead one decides that reads `observation`, key -> field, and acts by `action`."""
+    queue = observation.get(QUEUE)
+    return 0 if queue is None else queue.size // max(action.size, 1)
+
+
 class DelayedWorld:
     """A `World` whose chunks are executed `steps` control steps late; make one with `with_latency`.
 
@@ -112,7 +118,7 @@ class DelayedWorld:
     def reset(
         self, rows: Rows = None, seeds: Sequence[int] | Array | None = None, options: Mapping[str, Any] | None = None
     ) -> Observation:
-        """Start new episodes in `rows`, whose robots hold still at first; see `World.reset`."""
+        """Start new episodes in `rows` [R], whose robots hold still at first; see `World.reset`."""
         observation = self.world.reset(rows, seeds, options)
         index = np.arange(self.batch_size) if rows is None else np.asarray(rows)
         self._queue[index], self._fresh[index] = self._still, True
@@ -167,12 +173,15 @@ class DelayedSnapshots(DelayedWorld):
         return Snapshot({**self.world.snapshot(rows).arrays, **own})
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
-        """Overwrite `rows` [R] with `snapshot`; returns the observation of all rows, [B, H, ...]; see `Snapshots`."""
+        """Overwrite `rows` [R] with `snapshot`; returns the observation of all rows, [B, H, ...].
+
+        Raises SpecError for a snapshot of another delay, and as the world does.
+        """
         assert isinstance(self.world, Snapshots)
         arrays = dict(snapshot.arrays)
         own = {name: arrays.pop(_OURS + name, None) for name in self._arrays}
         if any(array is None or array.shape[1:] != self._arrays[name].shape[1:] for name, array in own.items()):
-            raise DataError(f"This snapshot is not of a world with {LATENCY}={self.steps}.")
+            raise SpecError(f"This snapshot is not of a world with {LATENCY}={self.steps}.")
         observation = self.world.restore(Snapshot(arrays), rows)
         index = slice(None) if rows is None else np.asarray(rows)
         for name, array in own.items():
@@ -209,7 +218,8 @@ def delayed(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
     if known is not None:
         if known.shape != field.shape:
             raise DataError(
-                f"These episodes were recorded with {LATENCY}={known.size // episodes.action_field.size}, not {steps}."
+                f"These episodes were recorded with {LATENCY}="
+                f"{steps_ahead(episodes.observation_fields, episodes.action_field)}, not {steps}."
             )
         return episodes
     if episodes.actions.ndim != 2:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from robopolicy.configuration import Config
 from robopolicy.configuration.offline import OfflineSection
-from robopolicy.core.delayed import recorded_in
+from robopolicy.core.delayed import delayed, steps_ahead
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, did_you_mean
 from robopolicy.core.finite_values import nonfinite_columns, require_finite_columns
@@ -45,9 +45,8 @@ def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Ep
     """
     section = config.offline
     first = default_path(config, "collect", "dataset", section.dataset, "offline.dataset")
-    options = config.world.options
-    parts = [read_log(first, policy, section, options, section.without)]
-    parts += [read_log(path, policy, section, options) for path in section.more]
+    parts = [read_log(first, policy, section, section.without)]
+    parts += [read_log(path, policy, section) for path in section.more]
     episodes = Episodes.concatenate(parts)
     draws = torch.Generator().manual_seed(derive(config.run.seed, "offline/holdout"))
     training, held = episodes.split(config.gate.holdout, draws)
@@ -55,18 +54,9 @@ def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Ep
     return training.to(device), held.to(device)
 
 
-def read_log(
-    path: Path,
-    policy: Policy,
-    section: OfflineSection,
-    options: Mapping[str, Any],
-    without: tuple[int, ...] = (),
-) -> Episodes:
-    """Return the episodes of a dataset but those `without`, paid as offline.reward says; raises as `split_data`.
-
-    options: of the world, whose latency_steps say how late decisions are executed.
-    """
-    recorded = recorded_in(options, read_dataset(path))
+def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple[int, ...] = ()) -> Episodes:
+    """Return the episodes of a dataset but those `without`, paid as offline.reward says; raises as `split_data`."""
+    recorded = delayed(read_dataset(path), steps_ahead(policy.spec.observation, policy.spec.action))
     require_fit_of(path, recorded, policy.spec)
     beyond = [number for number in without if not 0 <= number < len(recorded)]
     if beyond:

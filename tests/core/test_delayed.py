@@ -8,7 +8,7 @@ from robopolicy.build import build_controller
 from robopolicy.configuration import compose
 from robopolicy.core.conformance import check_world
 from robopolicy.core.delayed import QUEUE, DelayedSnapshots, delayed, with_latency
-from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.errors import ConfigError, DataError, SpecError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, PolicySpec
 from robopolicy.core.world import Snapshots, can_render
 from robopolicy.data.record import record
@@ -165,6 +165,6 @@ def test_what_a_world_cannot_do_it_cannot_do_with_a_delay_either():
         with_latency(world, 1, "still")
     with pytest.raises(ConfigError, match="action_queue already"):
         with_latency(with_latency(world, 1), 1)
-    with pytest.raises(DataError, match="not of a world with latency_steps=2"):
+    with pytest.raises(SpecError, match="not of a world with latency_steps=2"):
         world.reset()
         make_world("push_cube", 2, latency_steps=2).restore(world.snapshot())

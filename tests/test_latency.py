@@ -1,0 +1,92 @@
+"""A world whose decisions take time, by the verbs: recorded, learned, fine-tuned, judged, imagined, driven."""
+
+import json
+
+import pytest
+
+from robopolicy.cli import main
+from robopolicy.core.delayed import QUEUE
+from robopolicy.data.lerobot_reading import read_dataset
+from robopolicy.policies import load_policy
+
+LATE = "world.options.latency_steps=3"
+SMALL = [
+    "recipe=push_cube",
+    "run.threads=1",
+    "collect.episodes=8",
+    "policy.width=32",
+    "policy.depth=1",
+    "policy.sampling_steps=2",
+    "train.fit.steps=40",
+    "train.evaluate_episodes=4",
+    "finetune.iterations=1",
+    "finetune.num_envs=4",
+    "finetune.rollout_length=8",
+    "finetune.minibatch=16",
+    "finetune.evaluate_episodes=4",
+    "finetune.critic_width=16",
+    "finetune.critic_warmup=0",
+    "finetune.videos=0",
+    "evaluate.episodes=4",
+    "evaluate.videos=0",
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Run folders of collect, train and finetune in a world with a delay."""
+    folder = tmp_path_factory.mktemp("late")
+    for verb in ("collect", "train", "finetune"):
+        assert main([verb, *SMALL, LATE, f"run.root={folder}"]) == 0, verb
+    return folder
+
+
+def test_everything_that_is_made_there_remembers_the_delay(root, capsys):
+    data = root / "collect" / "push_cube" / "0" / "dataset"
+    episodes = read_dataset(data)
+    assert episodes.success is not None and bool(episodes.success.all())  # the expert looks ahead
+    assert episodes.observation[QUEUE].shape[1] == 6
+    tuned = root / "finetune" / "push_cube" / "0" / "checkpoint"
+    assert QUEUE in load_policy(tuned).spec.observation
+    assert main(["evaluate", str(tuned), *SMALL[1:], f"run.root={root}"]) == 0  # the world is the checkpoint's own
+    capsys.readouterr()
+    assert main(["evaluate", str(tuned), "world=push_cube", *SMALL[1:], f"run.root={root}", "run.name=now"]) == 2
+    assert "'observation.action_queue', which the world 'push_cube' does not show" in capsys.readouterr().err
+
+
+def test_what_was_recorded_without_a_delay_teaches_a_policy_that_decides_ahead(root, tmp_path, capsys):
+    shared = [*SMALL, f"run.root={tmp_path}"]
+    assert main(["collect", *shared]) == 0
+    recorded = tmp_path / "collect" / "push_cube" / "0" / "dataset"
+    assert QUEUE not in read_dataset(recorded).observation
+    assert main(["train", *shared, LATE, f"train.data={recorded}"]) == 0
+    policy = tmp_path / "train" / "push_cube" / "0" / "checkpoint"
+    assert QUEUE in load_policy(policy).spec.observation
+    late = root / "collect" / "push_cube" / "0" / "dataset"
+    other = "world.options.latency_steps=2"
+    capsys.readouterr()
+    assert main(["train", *shared, other, f"train.data={late}", "run.name=other"]) == 2
+    assert "recorded with latency_steps=3, not 2" in capsys.readouterr().err
+
+    model = ["worldmodel.fit.steps=20", "worldmodel.validation_episodes=4", "worldmodel.transitions=1"]
+    data = f"worldmodel.data=[{recorded}]"
+    assert main(["worldmodel", *shared, LATE, data, "worldmodel.include_base=false", *model]) == 0
+    spec = json.loads((tmp_path / "worldmodel" / "push_cube" / "0" / "checkpoint" / "config.json").read_text())
+    assert QUEUE in json.dumps(spec)
+    critic = ["offline.critic.steps=5", "offline.improve.steps=5", "offline.rounds=1", "offline.gated=false"]
+    judged = ["offline.evaluate_episodes=4", "offline.agent.width=16"]
+    given = f"offline.dataset={recorded}", f"offline.policy={policy}"
+    # The world is that of the policy, and the log is read as if it had been recorded there.
+    assert main(["offline", "run.threads=1", f"run.root={tmp_path}", *given, *critic, *judged]) == 0
+
+
+def test_a_teacher_that_looks_ahead_teaches_there(tmp_path):
+    settings = ["teach.teacher=expert", "teach.rounds=2", "teach.episodes=4", "teach.evaluate_episodes=4"]
+    settings += ["teach.fit.steps=5", "teach.last_steps=5", "teach.batch_size=16"]
+    small = [each for each in SMALL if each.startswith(("recipe", "run", "policy"))]
+    assert main(["teach", *small, LATE, *settings, f"run.root={tmp_path}"]) == 0
+
+
+def test_a_delay_of_no_sense_is_refused(tmp_path, capsys):
+    assert main(["collect", *SMALL, "world.options.latency_steps=-2", f"run.root={tmp_path}"]) == 2
+    assert "latency_steps is -2: a decision takes a whole number" in capsys.readouterr().err
