@@ -3,8 +3,9 @@
 Flows that predict twice as far as they execute, and for `trained_rtc` the same taught to go on from given steps. Where
 the scripted expert is hard to imitate they learn from what fine-tuning made of the recipe's policy. What a decision
 costs is simulated (`evaluate.latency_steps`), so a delay is the same on every machine; all ways start in the same
-states. In `push_cube_moving` the goal moves on while the robot thinks. Beside them: the recipe's policy with as long
-chunks, fine-tuned in a world whose decisions take so long (`world.options.latency_steps`), for each delay anew.
+states. In `push_cube_moving` the goal moves on while the robot thinks. Beside them: policies like the recipe's that learn
+from the same recordings, read as if every decision had been made so long before (`world.options.latency_steps`), and
+what fine-tuning makes of them where decisions take so long; for each delay anew.
 """
 
 from collections.abc import Mapping
@@ -38,10 +39,10 @@ HALF = "1/2"
 KINDS = ("synchronous", "prefetch", "ensembling", "bidirectional", "lerobot_rtc", "rtc", "trained_rtc")
 GIVEN = "trained_rtc"
 """The chunking of a policy that has learned to go on from given steps."""
-FINETUNED = "fine-tuned for it"
-"""No chunking, but a policy that fine-tuning has taught to decide ahead."""
-ANSWERED = {FINETUNED: ("0", HALF, "1")}
-"""Delays at which a way is measured, where that is not all of them: fine-tuning costs minutes each."""
+AHEAD, FINETUNED = "decides ahead", "decides ahead, fine-tuned"
+"""No chunkings, but policies that were taught for a delay."""
+ANSWERED = dict.fromkeys((AHEAD, FINETUNED), ("0", HALF, "1"))
+"""Delays at which a way is measured, where that is not all of them: each takes a policy of its own."""
 DECAY = 0.5
 """Its policy.prefix_decay, chosen on seed 0: 0 cost success where nothing is given; 1, on pick_place, kept less."""
 
@@ -67,7 +68,7 @@ TUNED = Variant("diffusion", ("finetune.target_success=0.95", "finetune.videos=0
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"tasks": {task: {chunking: {seed: {delay: success and smoothness}}}}}, after doing what is missing."""
-    return {"tasks": each_row(config, root, chosen_from(config, dict.fromkeys((*KINDS, FINETUNED))), measure)}
+    return {"tasks": each_row(config, root, chosen_from(config, dict.fromkeys((*KINDS, AHEAD, FINETUNED))), measure)}
 
 
 def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict[str, Any]:
@@ -78,9 +79,12 @@ def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict
     chunk, found = course_of(task).chunk, dict[str, Any]()
     for share in ANSWERED.get(kind, tuple(SHARES)):
         steps = round(SHARES[share] * chunk)
-        late = kind == FINETUNED
-        place = finetuned(config, root, task, seed, steps) if late else trained(config, root, task, seed, kind == GIVEN)
-        chosen = compose([*settings_of(config, root, task, seed), *([_latency(steps)] if late else [])])
+        late, case = kind in ANSWERED, (config, root, task, seed)
+        if late:
+            place = decides_ahead(*case, steps) if kind == AHEAD else finetuned(*case, steps)
+        else:
+            place = trained(*case, kind == GIVEN)
+        chosen = compose([*settings_of(*case), *([_latency(steps)] if late else [])])
         device = choose_device(chosen.run)
         policy = load_policy(place / "checkpoint", device)
         world = build_world(chosen.world, policy, episodes=EPISODES, device=device)
@@ -103,41 +107,58 @@ def course_of(task: str) -> Course:
     return COURSES[task]
 
 
+def recorded(config: Config, root: Path, task: str, seed: int) -> Path:
+    """Return the dataset that a task's policies learn from, after recording what is missing."""
+    folder, shared = root / task / "collect" / "ahead" / str(seed), settings_of(config, root, task, seed)
+    if not is_complete(folder):
+        course = course_of(task)
+        play = list(course.data)
+        if course.cloned:
+            run_variant(config, root, task, "tuned", TUNED, seed)
+            play.append(f"collect.policy={root / task / 'finetune' / 'tuned' / str(seed) / 'checkpoint'}")
+        collect.run(compose([*shared, "run.name=ahead", *play]))
+    return folder / "dataset"
+
+
+def trained(config: Config, root: Path, task: str, seed: int, given: bool) -> Path:
+    """Return the run folder of a task's policy, after doing what is missing; given: goes on from given steps too."""
+    name, chunk = "ahead_given" if given else "ahead", course_of(task).chunk
+    size = f"policy.chunk={chunk}", f"policy.prediction_steps={2 * chunk}", "policy.finetuned_steps=null"
+    settings = [*size, "policy.kind=flow", "policy.sampling_steps=5"]
+    settings += [f"policy.prefix_steps={chunk}", f"policy.prefix_decay={DECAY}"] if given else []
+    return _imitated(config, root, task, seed, name, settings)
+
+
+def decides_ahead(config: Config, root: Path, task: str, seed: int, steps: int) -> Path:
+    """Return the run folder of a policy like the recipe's that decides `steps` ahead, after doing what is missing."""
+    chunk = course_of(task).chunk
+    size = f"policy.chunk={chunk}", f"policy.prediction_steps={chunk}"
+    return _imitated(config, root, task, seed, f"late_{steps}", [*size, _latency(steps)])
+
+
 def finetuned(config: Config, root: Path, task: str, seed: int, steps: int) -> Path:
-    """Return the run folder of the recipe's policy fine-tuned where decisions take `steps`, after what is missing."""
-    name, chunk = f"for_{steps}", course_of(task).chunk
+    """Return the run folder of what fine-tuning makes of such a policy, after doing what is missing."""
+    name = f"late_{steps}"
     folder = root / task / "finetune" / name / str(seed)
     if not is_complete(folder):
+        base = decides_ahead(config, root, task, seed, steps) / "checkpoint"
         output.print(Rule(f"[bold]{task}, seed {seed}: fine-tuned for a delay of {steps}", align="left"))
-        size = f"policy.chunk={chunk}", f"policy.prediction_steps={chunk}", _latency(steps)
-        chosen = compose([*settings_of(config, root, task, seed), f"run.name={name}", *size, *TUNED.settings])
-        for verb in (collect, train, finetune):
-            verb.run(chosen)
+        chosen = f"run.name={name}", f"finetune.policy={base}", _latency(steps), *TUNED.settings
+        finetune.run(compose([*settings_of(config, root, task, seed), *chosen]))
+    return folder
+
+
+def _imitated(config: Config, root: Path, task: str, seed: int, name: str, settings: list[str]) -> Path:
+    folder = root / task / "train" / name / str(seed)
+    if not is_complete(folder):
+        data = recorded(config, root, task, seed)
+        more = "train.fit.steps=12000", "train.evaluate_episodes=0", f"train.data={data}", f"run.name={name}"
+        train.run(compose([*settings_of(config, root, task, seed), *settings, *more]))
     return folder
 
 
 def _latency(steps: int) -> str:
     return f"world.options.latency_steps={steps}"
-
-
-def trained(config: Config, root: Path, task: str, seed: int, given: bool) -> Path:
-    """Return the run folder of a task's policy, after doing what is missing; given: goes on from given steps too."""
-    course, name = course_of(task), "ahead_given" if given else "ahead"
-    folder = root / task / "train" / name / str(seed)
-    if is_complete(folder):
-        return folder
-    shared, play = settings_of(config, root, task, seed), list(course.data)
-    if course.cloned:
-        run_variant(config, root, task, "tuned", TUNED, seed)
-        play.append(f"collect.policy={root / task / 'finetune' / 'tuned' / str(seed) / 'checkpoint'}")
-    collect.run(compose([*shared, "run.name=ahead", *play]))
-    size = f"policy.chunk={course.chunk}", f"policy.prediction_steps={2 * course.chunk}", "policy.finetuned_steps=null"
-    settings = [*size, "policy.kind=flow", "policy.sampling_steps=5"]
-    settings += [f"policy.prefix_steps={course.chunk}", f"policy.prefix_decay={DECAY}"] if given else []
-    settings += ["train.fit.steps=12000", "train.evaluate_episodes=0"]
-    settings += [f"train.data={root / task / 'collect' / 'ahead' / str(seed) / 'dataset'}", f"run.name={name}"]
-    train.run(compose([*shared, *settings]))
-    return folder
 
 
 def at(seeds: Mapping[str, Any], delay: str) -> dict[str, float]:
