@@ -3,9 +3,9 @@
 Flows that predict twice as far as they execute, and for `trained_rtc` the same taught to go on from given steps. Where
 the scripted expert is hard to imitate they learn from what fine-tuning made of the recipe's policy. What a decision
 costs is simulated (`evaluate.latency_steps`), so a delay is the same on every machine; all ways start in the same
-states. In `push_cube_moving` the goal moves on while the robot thinks. Beside them: policies like the recipe's that learn
-from the same recordings, read as if every decision had been made so long before (`world.options.latency_steps`), and
-what fine-tuning makes of them where decisions take so long; for each delay anew.
+states. In `push_cube_moving` the goal moves on while the robot thinks. Beside them: policies like the recipe's that
+learn from the same recordings, read as if every decision had been made so long before (`world.options.latency_steps`),
+and what fine-tuning makes of them where decisions take so long; for each delay anew.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ GIVEN = "trained_rtc"
 """The chunking of a policy that has learned to go on from given steps."""
 AHEAD, FINETUNED = "decides ahead", "decides ahead, fine-tuned"
 """No chunkings, but policies that were taught for a delay."""
-ANSWERED = dict.fromkeys((AHEAD, FINETUNED), ("0", HALF, "1"))
+ANSWERED: dict[str, tuple[str, ...]] = dict.fromkeys((AHEAD, FINETUNED), ("0", HALF, "1"))
 """Delays at which a way is measured, where that is not all of them: each takes a policy of its own."""
 DECAY = 0.5
 """Its policy.prefix_decay, chosen on seed 0: 0 cost success where nothing is given; 1, on pick_place, kept less."""
