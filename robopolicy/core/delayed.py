@@ -39,7 +39,7 @@ def with_latency(world: World, steps: int, hold: str = "zero") -> World:
     hold: zero, where actions are velocities or differences; last, where they are positions: then the robot's first
     decision also stands for where it is. Raises ConfigError for other values.
     """
-    if steps < 0 or steps != int(steps):
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise ConfigError(f"{LATENCY} is {steps}: a decision takes a whole number of control steps, 0 or more.")
     if hold not in ("zero", "last"):
         raise ConfigError(f"{HOLD} is {hold}: zero (actions are velocities or differences) or last (positions).")
@@ -48,7 +48,7 @@ def with_latency(world: World, steps: int, hold: str = "zero") -> World:
     if QUEUE in world.spec.observation:
         raise ConfigError(f"'{world.spec.name}' shows {QUEUE} already: its decisions take time as they are.")
     made = DelayedSnapshots if isinstance(world, Snapshots) else DelayedWorld
-    return made(world, int(steps), hold)
+    return made(world, steps, hold)
 
 
 def with_latency_of(options: Mapping[str, Any], world: World) -> World:
