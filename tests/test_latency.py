@@ -89,4 +89,4 @@ def test_a_teacher_that_looks_ahead_teaches_there(tmp_path):
 
 def test_a_delay_of_no_sense_is_refused(tmp_path, capsys):
     assert main(["collect", *SMALL, "world.options.latency_steps=-2", f"run.root={tmp_path}"]) == 2
-    assert "latency_steps is -2: a decision takes a whole number" in capsys.readouterr().err
+    assert "latency_steps is -2: a decision takes 0 control steps or more" in capsys.readouterr().err

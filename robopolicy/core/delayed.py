@@ -39,8 +39,8 @@ def with_latency(world: World, steps: int, hold: str = "zero") -> World:
     hold: zero, where actions are velocities or differences; last, where they are positions: then the robot's first
     decision also stands for where it is. Raises ConfigError for other values.
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        raise ConfigError(f"{LATENCY} is {steps}: a decision takes a whole number of control steps, 0 or more.")
+    if steps < 0:
+        raise ConfigError(f"{LATENCY} is {steps}: a decision takes 0 control steps or more.")
     if hold not in ("zero", "last"):
         raise ConfigError(f"{HOLD} is {hold}: zero (actions are velocities or differences) or last (positions).")
     if steps == 0:
@@ -52,10 +52,16 @@ def with_latency(world: World, steps: int, hold: str = "zero") -> World:
 
 
 def with_latency_of(options: Mapping[str, Any], world: World) -> World:
-    """Return `world` with the latency among the options of a world, as it is where its decisions take time already."""
+    """Return `world` with the latency among the options of a world, as it is where its decisions take time already.
+
+    Raises ConfigError as `with_latency` does, and for what is no whole number.
+    """
+    steps = options.get(LATENCY, 0)
+    if type(steps) is not int:
+        raise ConfigError(f"{LATENCY} is {steps}: a decision takes a whole number of control steps.")
     if QUEUE in world.spec.observation:
         return world
-    return with_latency(world, options.get(LATENCY, 0), options.get(HOLD, "zero"))
+    return with_latency(world, steps, options.get(HOLD, "zero"))
 
 
 def without_latency(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -159,9 +159,11 @@ def test_what_a_world_cannot_do_it_cannot_do_with_a_delay_either():
     assert not isinstance(late, Snapshots) and not can_render(late)
     check_world(lambda batch: with_latency(Plain(make_world("push_cube", batch)), 2), snapshots=False, renders=False)
     assert with_latency(world, 0) is world and isinstance(with_latency(world, 1), DelayedSnapshots)
-    for wrong in (-1, "half a second", 1.5, True):
+    with pytest.raises(ConfigError, match="0 control steps or more"):
+        with_latency(world, -1)
+    for wrong in ("half a second", 1.5, True):
         with pytest.raises(ConfigError, match="whole number of control steps"):
-            with_latency(world, wrong)
+            make_world("push_cube", 2, latency_steps=wrong)
     with pytest.raises(ConfigError, match="latency_hold is still"):
         with_latency(world, 1, "still")
     with pytest.raises(ConfigError, match="action_queue already"):
