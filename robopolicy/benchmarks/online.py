@@ -35,11 +35,9 @@ CAL_QL = (
     "online.agent.critics=4",
     "online.agent.subset=2",
     "online.agent.layer_norm=true",
-    "online.agent.temperature=0.05",
+    "online.pretrain=2000",
 )
-"""WSRL's agent, small. At the usual price of entropy of 1 it drowns rewards that are paid once an episode, and so few
-updates do not bring it down: success fell to 0 and stayed there.
-"""
+"""WSRL's agent, small."""
 EARLY = (1, 100, 500, 2000)
 """Updates by which a dip has been seen."""
 

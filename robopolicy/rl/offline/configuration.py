@@ -216,8 +216,10 @@ class CqlConfig(SacConfig):
     """Of which the smallest counts, for targets and for the actor."""
     diversity: float = 0.0
     """Weight of the critics' penalty for agreeing about how Q changes with the action, which is EDAC's; 0 is none."""
-    alpha: float = 5.0
-    """Weight of the conservative term, which pushes Q down over all actions and up at recorded ones."""
+    alpha: float = 0.5
+    """Weight of the conservative term, which pushes Q down over all actions and up at recorded ones. The papers' 5 is
+    for returns in the hundreds: where an episode earns about 1 it lifts the recorded actions' Q to 8.
+    """
     samples: int = 10
     """Actions per state and source that stand for all of them: uniform, the actor's, the actor's in the next state."""
     calibrated: bool = False
@@ -226,6 +228,8 @@ class CqlConfig(SacConfig):
     """Whether targets pay for entropy too."""
     actor_rate: float | None = 1e-4
     """Learning rate of actor and temperature, null for that of the critics."""
+    temperature: float = 0.05
+    """The price of entropy, at first; the papers' 1 drowns rewards that are paid once an episode."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
