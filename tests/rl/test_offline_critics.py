@@ -234,7 +234,8 @@ def test_the_conservative_term_leaves_the_actor_alone_and_none_is_plain_sac():
     term.backward()
     assert all(parameter.grad is None for parameter in agent.actor.parameters())
     free = Cql(CqlConfig(**SMALL, alpha=0.0), 3, 4, 0)
-    plain = Sac(SacConfig(**SMALL, critics=2, diversity=0.0, entropy_backup=False, actor_rate=1e-4), 3, 4, 0)
+    alike = {"entropy_backup": False, "actor_rate": 1e-4, "temperature": free.config.temperature}
+    plain = Sac(SacConfig(**SMALL, critics=2, diversity=0.0, **alike), 3, 4, 0)
     for each in (free, plain):
         begun(each, data).update(data, generator(1))
     for one, two in zip(free.state_dict().values(), plain.state_dict().values(), strict=True):
