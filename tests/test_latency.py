@@ -62,6 +62,9 @@ def test_what_was_recorded_without_a_delay_teaches_a_policy_that_decides_ahead(r
     assert main(["train", *shared, LATE, f"train.data={recorded}"]) == 0
     policy = tmp_path / "train" / "push_cube" / "0" / "checkpoint"
     assert QUEUE in load_policy(policy).spec.observation
+    # A robot that takes positions, and data of a world that nobody can simulate.
+    known = "world=demonstrations", f"world.data={recorded}", "world.options.latency_hold=last", "run.name=known"
+    assert main(["train", *shared, LATE, f"train.data={recorded}", *known]) == 0
     late = root / "collect" / "push_cube" / "0" / "dataset"
     other = "world.options.latency_steps=2"
     capsys.readouterr()
