@@ -172,14 +172,14 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
     header = ["chunking", *SHARES, f"kept at {HALF}", "jump at borders", "elsewhere"]
     found: list[Table] = []
     for task, kinds in figures["tasks"].items():
-        lines: list[list[str]] = []
+        lines, count = list[list[str]](), max(map(len, kinds.values()))
         for kind, seeds in kinds.items():
+            name = kind if len(seeds) == count else f"{kind} (seed {', '.join(seeds)})"
             rates = {delay: at(seeds, delay) for delay in _delays(seeds)}
             kept = rates[HALF]["success_rate"] / max(rates["0"]["success_rate"], 1 / EPISODES)
             jumps = [_mean(seeds, name) for name in ("border_jump", "inner_jump")]
             shown = [rate_text(rates[delay]) if delay in rates else "" for delay in SHARES]
-            lines.append([kind, *shown, f"{100 * kept:.0f} %", *jumps])
-        count = len(next(iter(kinds.values())))
+            lines.append([name, *shown, f"{100 * kept:.0f} %", *jumps])
         title = (
             f"{task}: success where a decision takes so many chunks of {COURSES[task].chunk} steps, {count} seeds of"
         )
