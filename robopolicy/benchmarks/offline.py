@@ -67,7 +67,7 @@ WAYS = {
 AGENTS = ("td3_bc", "prdc", "rebrac", "iql")
 """Agents that decide themselves, after 4,000 updates on the log."""
 
-NEW = {"improved": "best of 16, imitated", "spoilt": "PPO in the chain (RL-100)"}
+NEW = {"improved": "best of 16, imitated", "spoilt": "Diffusion-QL, a critic that asks of no other action"}
 """What is deployed -> the way that it came of."""
 COINS = {"step": "StepMix", "episode": "EpsMix"}
 

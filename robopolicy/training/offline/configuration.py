@@ -11,8 +11,10 @@ from robopolicy.core.registry import Kinds
 class CriticFitConfig:
     """How an agent's critic is fitted to recorded decisions."""
 
-    steps: int = 4000
-    """Updates before the first round."""
+    steps: int = 1500
+    """Updates before the first round. More can do harm: the longer a critic learns from the same log, the steeper it is
+    wrong where nothing was recorded, and improvers that follow its gradient find that.
+    """
     batch_size: int = 256
     """Decisions an update."""
 
