@@ -39,7 +39,7 @@ HALF = "1/2"
 KINDS = ("synchronous", "prefetch", "ensembling", "bidirectional", "lerobot_rtc", "rtc", "trained_rtc")
 GIVEN = "trained_rtc"
 """The chunking of a policy that has learned to go on from given steps."""
-AHEAD, FINETUNED = "decides ahead", "decides ahead, fine-tuned"
+AHEAD, FINETUNED = "decides ahead", "tuned to decide ahead"
 """No chunkings, but policies that were taught for a delay."""
 ANSWERED: dict[str, tuple[str, ...]] = dict.fromkeys((AHEAD, FINETUNED), ("0", HALF, "1"))
 """Delays at which a way is measured, where that is not all of them: each takes a policy of its own."""
