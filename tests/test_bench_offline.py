@@ -36,7 +36,7 @@ QUICK = (
     "imitation of everything",
     "of the episodes that succeeded",
     "best of 16, imitated",
-    "PPO in the chain (RL-100)",
+    "Diffusion-QL, a critic that asks of no other action",
     "best of 16, imitated, of a flow",
 )
 
