@@ -56,6 +56,7 @@ WAYS = {
     "noise chosen (DSRL)": Way("dsrl"),
     "PPO in the chain (RL-100)": Way("chain_ppo"),
     "Diffusion-QL": Way("diffusion_ql", "rebrac"),
+    "Diffusion-QL, a critic of 4,000 updates": Way("diffusion_ql", "rebrac", ("offline.critic.steps=4000",)),
     "Diffusion-QL, last step": Way("diffusion_ql", "rebrac", LAST_STEP),
     "Diffusion-QL, a critic that asks of no other action": Way("diffusion_ql"),
     "adjoint matching": Way("adjoint_matching", "rebrac", base="flow"),
@@ -67,7 +68,7 @@ WAYS = {
 AGENTS = ("td3_bc", "prdc", "rebrac", "iql")
 """Agents that decide themselves, after 4,000 updates on the log."""
 
-NEW = {"improved": "best of 16, imitated", "spoilt": "Diffusion-QL, a critic that asks of no other action"}
+NEW = {"improved": "best of 16, imitated", "spoilt": "Diffusion-QL, a critic of 4,000 updates"}
 """What is deployed -> the way that it came of."""
 COINS = {"step": "StepMix", "episode": "EpsMix"}
 
