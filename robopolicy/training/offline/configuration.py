@@ -12,9 +12,8 @@ class CriticFitConfig:
     """How an agent's critic is fitted to recorded decisions."""
 
     steps: int = 1500
-    """Updates before the first round. More can do harm: the longer a critic learns from the same log, the steeper it is
-    wrong where nothing was recorded, and improvers that follow its gradient find that.
-    """
+    """Updates before the first round."""
+    # More did harm: the longer a critic learns from one log, the steeper it is wrong where nothing was recorded.
     batch_size: int = 256
     """Decisions an update."""
 
