@@ -276,8 +276,9 @@ def test_a_head_pays_the_first_step_that_it_takes_for_success_and_ends_the_task(
     model = load_world_model(made / "model")
     assert isinstance(model, EnsembleModel)
     heads = model.heads
-    with torch.no_grad():
-        heads.success_threshold.copy_(heads.success_logit(data.observation[STATE]).median())
+    with torch.no_grad():  # half of all frames succeed, and none is so near that rounding decides
+        logits = heads.success_logit(data.observation[STATE]).sort().values
+        heads.success_threshold.copy_(logits[len(logits) // 2 - 1 : len(logits) // 2 + 1].mean())
     save_world_model(model, made / "median")
     paid = with_reward(data, f"head:{made / 'median'}")
     assert paid.success is not None and int(paid.success.sum()) > 0

@@ -268,7 +268,8 @@ def test_the_learner_scores_neither_pruned_decisions_nor_pruned_steps(monkeypatc
     again, slowly = tuned(options=options)
     assert {each[1:] for each in slowly} == {(STEPS,)}
     for ours, theirs in zip(policy.parameters(), again.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+        # Adam enlarges what another number of rows rounds differently.
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.checks("advantage/branch_grpo", "BranchGRPO")

@@ -151,5 +151,7 @@ def test_a_policy_on_the_latent_plans_in_the_model_from_what_is_really_observed(
     assert list(planned.spec.observation) == [STATE, ENVIRONMENT_STATE]
     seen = to_tensors(starts(np.arange(4)).observation)
     chosen = planned.act(seen, torch.Generator().manual_seed(0))
-    assert torch.equal(chosen.actions, acting.act(seen, torch.Generator()).actions)
-    assert planned.last_scores.shape == (4, 2) and torch.equal(planned.last_scores[:, 0], planned.last_scores[:, 1])
+    # The same up to how a processor rounds another number of rows.
+    torch.testing.assert_close(chosen.actions, acting.act(seen, torch.Generator()).actions)
+    assert planned.last_scores.shape == (4, 2)
+    torch.testing.assert_close(planned.last_scores[:, 0], planned.last_scores[:, 1])
