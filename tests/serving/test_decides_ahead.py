@@ -61,12 +61,10 @@ def test_a_driven_robot_does_what_the_world_with_a_delay_does():
     found = drive(Remembering(), server, [5], robot=RobotSettings(positions=("gripper",)))
     assert found["held"] == found["stale"] == 0 and found["steps"] == now.spec.horizon
 
-    seen, queues, done = late.reset(seeds=[5]), [], []
+    seen, queues = late.reset(seeds=[5]), []
     for _ in range(now.spec.horizon // CHUNK):
         queues.append(seen[QUEUE][0, -1])
-        step = late.step(decided(seen[STATE][:, -1], seen[QUEUE][:, -1]))
-        seen = step.observation
-        done.append(seen[STATE][0, -1])
+        seen = late.step(decided(seen[STATE][:, -1], seen[QUEUE][:, -1])).observation
     assert len(queues) > 5
     np.testing.assert_allclose(server.seen[: len(queues)], queues, atol=1e-6)
     # The last d steps of every queue are what is done next: the actions that the robot got are those of the world.
