@@ -47,6 +47,8 @@ from robopolicy.verbs.bench import Benchmark, Table
 EPISODES, OBSERVATIONS, CALIBRATED = 200, 256, 32
 LEAN, COMPILED = InferenceConfig("lean"), InferenceConfig("compiled")
 REFERENCE = "reference"
+BUDGETS = (5, 10, 20)
+"""Updates a block of BAC's plans; its union adds to them."""
 
 MakesPlan = Callable[[Calibration], CachePlan]
 
@@ -67,12 +69,12 @@ def _cached(scheduler: str, budget: int, **settings: int) -> MakesPlan:
     return lambda found: make_plan(found, CacheConfig(scheduler, budget, **settings))
 
 
-def _uniform_at(budget: int) -> MakesPlan:
-    """Return a uniform plan that computes as many blocks as BAC's of this budget really does."""
+def _at_the_cost_of_bac(scheduler: str, budget: int) -> MakesPlan:
+    """Return a plan of all blocks together that computes as many of them as BAC's of this budget really does."""
 
     def plan(found: Calibration) -> CachePlan:
         share = make_plan(found, CacheConfig("bac", budget)).share
-        return make_plan(found, CacheConfig("uniform", max(3, round(share * found.steps))))
+        return make_plan(found, CacheConfig(scheduler, max(3, round(share * found.steps))))
 
     return plan
 
@@ -86,10 +88,13 @@ HUNDRED: dict[str, Arm] = {
     "diffusers loop": Arm(peer=True),
     "lean": Arm(LEAN),
     "compiled": Arm(COMPILED),
-    **{f"BAC {budget}": Arm(LEAN, _cached("bac", budget)) for budget in (5, 10, 20)},
-    **{f"uniform at the cost of BAC {budget}": Arm(LEAN, _uniform_at(budget)) for budget in (5, 10, 20)},
+    **{f"BAC {budget}": Arm(LEAN, _cached("bac", budget)) for budget in BUDGETS},
+    "BAC 10 without its union": Arm(LEAN, _cached("bac", 10, top_blocks=0)),
+    **{f"uniform at the cost of BAC {budget}": Arm(LEAN, _at_the_cost_of_bac("uniform", budget)) for budget in BUDGETS},
     "shared 10": Arm(LEAN, _cached("shared", 10)),
+    "shared at the cost of BAC 10": Arm(LEAN, _at_the_cost_of_bac("shared", 10)),
     "TaylorSeer 10": Arm(LEAN, _cached("uniform", 10, order=1)),
+    "TaylorSeer, shared 10": Arm(LEAN, _cached("shared", 10, order=1)),
     **{f"DDIM {steps}": _sampled(LEAN, "ddim", steps) for steps in (20, 10, 5)},
     **{f"DPM++ {steps}": _sampled(LEAN, "dpm++", steps) for steps in (10, 5)},
     "bf16": Arm(replace(LEAN, precision="bf16")),
