@@ -1,6 +1,7 @@
 """Tables of the READMEs are what assets/figures say; benchmarks are found by name and refuse what they do not read."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from robopolicy.benchmarks import rates, recipes, tables
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.resources import resource
+from robopolicy.core.storage import read_json
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import run_path
 from robopolicy.verbs import bench
@@ -109,6 +111,21 @@ def test_a_setting_that_a_benchmark_does_not_read_is_refused(tmp_path, name, set
     with pytest.raises(ConfigError, match=f"{setting.partition('=')[0]} says nothing to '{name}', which reads {read}"):
         run(tmp_path, f"bench.name={name}", setting)
     assert not list(tmp_path.iterdir()), "nothing was run"
+
+
+def test_the_command_beside_a_table_can_be_typed():
+    """It is quoted for the shell and for the settings' own grammar; a table of runs of several commands names one."""
+    for path in resource("assets", "figures").iterdir():
+        program, verb, name, *words = shlex.split(read_json(path)["command"])
+        if (program, verb) == ("robopolicy", "bench"):
+            assert compose([f"bench.name={name}", *words]).bench.name == name
+
+
+def test_a_benchmarks_command_says_the_same_settings_again():
+    settings = ["bench.only=['ensemble, one thread',GRPO]", "bench.overrides=['run.threads=1','a.b=[1,2]']"]
+    config = compose(["bench.name=imagination", "bench.seeds=[3,4]", *settings])
+    name, *words = shlex.split(bench.command_of(config))[2:]
+    assert compose([f"bench.name={name}", *words]).bench == config.bench
 
 
 def test_a_benchmark_of_another_package_is_run_by_its_dotted_path(tmp_path, monkeypatch, capsys):

@@ -37,6 +37,7 @@ where they were interrupted. A benchmark of your own is named by its dotted path
 """
 
 import dataclasses
+import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -167,11 +168,16 @@ def refuse_unread(config: Config, benchmark: Benchmark) -> None:
 
 def command_of(config: Config) -> str:
     """Return the command line that repeats this benchmark with the same settings."""
+
+    def written(item: object) -> str:
+        text = str(item)
+        return json.dumps(text) if set(text) & set("=,:[]{}'\"") else text
+
     defaults, words = type(config.bench)(), ["robopolicy", "bench", config.bench.name]
     for item in dataclasses.fields(config.bench):
         value = getattr(config.bench, item.name)
         if item.name != "name" and value != getattr(defaults, item.name):
-            text = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+            text = f"[{','.join(map(written, value))}]" if isinstance(value, tuple) else str(value)
             words.append(f"bench.{item.name}={text}")
     return shlex.join(words)
 
