@@ -52,7 +52,8 @@ def lean_transformer(network: Any, times: Tensor) -> Lean:
     for scale in (1, 4):
         table[..., scale * network.hidden_size : (scale + 1) * network.hidden_size] += 1
     attend = [_attention(block) for block in layers]
-    expand, shrink = ([_linear(block.mlp[place]) for block in layers] for place in (0, 2))
+    expand = [_linear(block.mlp[0], gelu=True) for block in layers]
+    shrink = [_linear(block.mlp[2]) for block in layers]
 
     def bind(condition: Tensor) -> AtWork:
         given = functional.silu(condition)
@@ -77,8 +78,7 @@ def lean_transformer(network: Any, times: Tensor) -> Lean:
         return attend[place](_modulated(x, scale, shift, layers[place].norm1.eps))
 
     def feed_forward(place: int, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        hidden = expand[place](_modulated(x, scale, shift, layers[place].norm2.eps))
-        return shrink[place](functional.gelu(hidden, approximate="tanh"))
+        return shrink[place](expand[place](_modulated(x, scale, shift, layers[place].norm2.eps)))
 
     names = tuple(f"{place}.{kind}" for place in range(len(layers)) for kind in ("attention", FEED_FORWARD))
     return Lean(names, bind)
@@ -101,33 +101,42 @@ def _attention(block: Any) -> Maps:
     else:
         enter = _linear(layer.qkv_proj)
         # Rotation of pairs (x1, x2) by an angle: x cos + (-x2, x1) sin. Rolling x by half gives (x2, x1), and the sign
-        # goes to the sine.
+        # goes to the sine. Both are written out for all heads of queries and keys: products of whole rows, [T, 2 H].
         cos, sin = layer.rope._cos_cached[0, 0], layer.rope._sin_cached[0, 0].clone()
         sin[:, : sin.shape[1] // 2] *= -1
-        rotate = cos, sin
+        rotate = cos.repeat(1, 2 * heads), sin.repeat(1, 2 * heads)
 
     def attend(x: Tensor) -> Tensor:
         rows, steps, width = x.shape
-        parts = enter(x).view(rows, steps, 3, heads, -1).permute(2, 0, 3, 1, 4)
-        turned, value = parts[:2], parts[2]
+        made = enter(x)
+        turned, value = made[..., : 2 * width], made[..., 2 * width :]
         if rotate is not None:
             cos, sin = rotate
-            turned = torch.addcmul(turned * cos[:steps], turned.roll(cos.shape[1] // 2, -1), sin[:steps])
-        mixed = functional.scaled_dot_product_attention(turned[0], turned[1], value)
+            halves = turned.unflatten(-1, (2 * heads, 2, -1))
+            turned = torch.addcmul(turned * cos[:steps], halves.roll(1, -2).flatten(2), sin[:steps])
+        query, key = turned.view(rows, steps, 2, heads, -1).permute(2, 0, 3, 1, 4)
+        value = value.view(rows, steps, heads, -1).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(query, key, value)
         return leave(mixed.transpose(1, 2).reshape(rows, steps, width))
 
     return attend
 
 
-def _linear(weight: Tensor | nn.Linear, bias: Tensor | None = None) -> Maps:
-    """Return a linear layer, [..., inputs] -> [..., outputs]; on a CPU by oneDNN on weights in its own layout."""
+def _linear(weight: Tensor | nn.Linear, bias: Tensor | None = None, *, gelu: bool = False) -> Maps:
+    """Return a linear layer, [..., inputs] -> [..., outputs]; on a CPU by oneDNN on weights in its own layout.
+
+    gelu: whether GELU (approximated by tanh) follows, which oneDNN applies while the product is at hand.
+    """
     if isinstance(weight, nn.Linear):
         weight, bias = weight.weight, weight.bias
     matrix = weight.detach()
-    if not _packs(matrix):
-        return lambda x: functional.linear(x, matrix, bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(matrix)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    if _packs(matrix):
+        packed = torch.ops.mkldnn._reorder_linear_weight(matrix)
+        after = ("gelu", [], "tanh") if gelu else ("none", [], "")
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, *after)
+    if gelu:
+        return lambda x: functional.gelu(functional.linear(x, matrix, bias), approximate="tanh")
+    return lambda x: functional.linear(x, matrix, bias)
 
 
 def lean_unet(network: Any, times: Tensor) -> Lean:
