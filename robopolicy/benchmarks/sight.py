@@ -23,7 +23,8 @@ from robopolicy.verbs.bench import Benchmark, Table
 CAMERAS = {"push_cube": ("top",), "push_t": ("top",), "pick_place": ("front", "wrist")}
 """By task; the top one elsewhere."""
 SMALL = "policy.image.channels=[16,32,32]", "train.batch_size=128", "teach.batch_size=128", "world.image_size=64"
-TUNED = Variant("diffusion", ("finetune.videos=0",))
+UNFILMED = "finetune.videos=0", "teach.videos=0"
+TUNED = Variant("diffusion", UNFILMED)
 """The teacher that reads the state."""
 DEMONSTRATIONS = "collect.episodes=400", "collect.label_policy=expert", "run.name=seen"
 
@@ -65,7 +66,7 @@ def seeing(config: Config, root: Path, task: str, seed: int) -> list[str]:
     cameras = CAMERAS.get(task, ("top",))
     keys = ",".join(("observation.state", *(f"observation.images.{camera}" for camera in cameras)))
     seen = f"world.cameras=[{','.join(cameras)}]", f"policy.observation_keys=[{keys}]"
-    return [*SMALL, *seen, *settings_of(config, root, task, seed)]
+    return [*SMALL, *UNFILMED, *seen, *settings_of(config, root, task, seed)]
 
 
 def imitation(config: Config, root: Path, task: str, seed: int) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def ppo(config: Config, root: Path, task: str, seed: int) -> dict[str, Any]:
     place = root / task / "finetune" / "seen" / str(seed)
     if not is_complete(place):
         policy = root / task / "train" / "seen" / str(seed) / "checkpoint"
-        more = "finetune.train_encoder=false", "finetune.videos=0", "run.name=seen", f"finetune.policy={policy}"
+        more = "finetune.train_encoder=false", "run.name=seen", f"finetune.policy={policy}"
         finetune.run(compose([*more, *seeing(config, root, task, seed)]))
     result = read_json(place / "result.json")
     return _figures(result, "tuned", result["env_steps"])

@@ -18,8 +18,10 @@ class TeachSection(TeachConfig):
     """
     evaluate_episodes: int = 200
     """Episodes that judge teacher and student at the end, 0 for none."""
+    videos: int = 8
+    """Of them in the student's film, 0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.evaluate_episodes < 0:
-            raise ConfigError("teach.evaluate_episodes is 0 or more.")
+        if min(self.evaluate_episodes, self.videos) < 0:
+            raise ConfigError("teach.evaluate_episodes and teach.videos are 0 or more.")

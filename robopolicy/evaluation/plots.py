@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.evaluation.image_quality import unit_of
+from robopolicy.evaluation.intervals import wilson
 
 matplotlib.use("Agg")
 
@@ -89,6 +90,23 @@ def imagined_and_real(records: Sequence[Mapping]) -> str:
             axes.annotate("parted", (parted[0]["env_steps"], 0.03), color=MUTED, ha="right")
         axes.set(xlabel="imagined steps", ylabel="success", ylim=(0, 1))
         axes.legend(frameon=False, loc="lower right")
+        return as_svg(figure)
+
+
+def taught_curve(records: Sequence[Mapping]) -> str:
+    """Draw success of a student while it plays, with Wilson intervals, against the steps that were played before.
+
+    records: of rounds in which the student played, with `steps`, `played_steps`, `student_episodes`,
+    `student_successes`.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure, axes = new_axes()
+        steps = [row["steps"] - row["played_steps"] for row in records]
+        counts = [(row["student_successes"], row["student_episodes"]) for row in records]
+        low, high = zip(*(wilson(*count) for count in counts), strict=True)
+        axes.plot(steps, [done / count for done, count in counts], color=TUNED, marker="o", markersize=3)
+        axes.fill_between(steps, low, high, color=TUNED, alpha=0.15, linewidth=0)
+        axes.set(xlabel="environment steps that it has learned from", ylabel="student's success", ylim=(0, 1))
         return as_svg(figure)
 
 

@@ -228,6 +228,13 @@ def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate
     elif tuning:
         caption = "Validation on seeds that the final judgement does not use; bands are Wilson 95 % intervals."
         report.sections.append(Section("Learning curve", caption, svg=plots.learning_curve(tuning, base)))
+    taught = [record for record in records if record.get("student_episodes")]
+    if taught:
+        caption = (
+            "Of the episodes that the student played, noise and all, before it learned from the round's; Wilson 95 % "
+            "intervals. The last round's learning is the longest, and is judged above."
+        )
+        report.sections.append(Section("Round by round", caption, svg=plots.taught_curve(taught)))
     if len(fitting) > 1:
         report.sections.append(Section("Training losses", svg=plots.loss_curves(fitting)))
 

@@ -107,6 +107,10 @@ class TeachConfig:
         """Of the last round."""
         return replace(self.fit, steps=self.last_steps)
 
+    def played_by_teacher(self, number: int) -> int:
+        """Return how many of a round's episodes the teacher plays, in the first one all of them."""
+        return round(self.teacher_share**number * self.episodes)
+
 
 @dataclass(frozen=True)
 class FinetuneConfig(AlgorithmConfig):

@@ -87,10 +87,10 @@ def teach(
         losses = _learn(student, everything, config, number, place, seed)
         folder.rewind("round", number - 1)
         counts = {"episodes": len(everything), "steps": everything.step_count}
-        folder.log({**_outcome(played[-1], number), **counts, **losses})
+        folder.log({**_outcome(played[-1], config, number), **counts, **losses})
         student.save(place.checkpoint)  # which comes last: the round is over
     assert student is not None  # there is a first round
-    rounds = [_outcome(part, number) for number, part in enumerate(played)]
+    rounds = [_outcome(part, config, number) for number, part in enumerate(played)]
     return Taught(student, sum(part.step_count for part in played), rounds)
 
 
@@ -106,7 +106,7 @@ def _play(
     """Return the labelled episodes of a round: the teacher's share of them first, then the student's."""
     seeds = episode_seeds(seed, f"teach/{number}", config.episodes)
     draws = Generators(derive(seed, f"teach/play/{number}"), torch.device(device))["act"]
-    share = len(seeds) if student is None else round(config.teacher_share**number * len(seeds))
+    share = config.played_by_teacher(number)
     parts: list[Episodes] = []
     for player, chosen in ((teacher.plays, seeds[:share]), (student, seeds[share:])):
         if player is not None and len(chosen):
@@ -126,8 +126,13 @@ def _learn(
     return dict(found.losses)
 
 
-def _outcome(episodes: Episodes, number: int) -> dict[str, Any]:
-    """Return how many steps a round played, and how often its episodes succeeded, None where nobody says."""
-    success = episodes.success
-    rate = None if success is None else float(success.double().mean())
-    return {"round": number, "played_steps": episodes.step_count, "played_success": rate}
+def _outcome(episodes: Episodes, config: TeachConfig, number: int) -> dict[str, Any]:
+    """Return how many steps a round played, and how many of the student's episodes succeeded where the world says so.
+
+    The student plays as it explores, and has learned in the rounds before.
+    """
+    found: dict[str, Any] = {"round": number, "played_steps": episodes.step_count}
+    if episodes.success is None:
+        return found
+    own = episodes.success[config.played_by_teacher(number) :]
+    return {**found, "student_episodes": len(own), "student_successes": int(own.sum())}

@@ -22,11 +22,13 @@ from robopolicy.configuration.inference import InferenceSection
 from robopolicy.core.origin import remember_origin
 from robopolicy.core.policy import Policy, is_policy, require_trainable
 from robopolicy.core.randomness import derive
+from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
-from robopolicy.core.world import Controller, World
+from robopolicy.core.world import Controller, World, can_render
 from robopolicy.data.foresight import Foresight
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare
+from robopolicy.evaluation.video import record_grid, write_video
 from robopolicy.origins import origin_of_section
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import TeachConfig
@@ -77,7 +79,7 @@ def run(config: Config) -> int:
         "rounds": taught.rounds,
     }
     if section.evaluate_episodes:
-        result |= judged(config, teacher.says, student)
+        result |= judged(config, teacher.says, student, folder)
     finish(config, folder, result)
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
@@ -97,8 +99,13 @@ def the_expert(config: Config, world: World) -> Teacher:
     return Teacher(build_foresight(config.world, world, int(ahead)), plays)
 
 
-def judged(config: Config, teacher: Policy | Controller | Foresight, student: Policy) -> dict[str, Any]:
-    """Return the verdicts on a teacher that is a policy, and on the student, on the same starts, printed."""
+def judged(
+    config: Config, teacher: Policy | Controller | Foresight, student: Policy, folder: RunFolder
+) -> dict[str, Any]:
+    """Return the verdicts on a teacher that is a policy, and on the student, on the same starts, printed.
+
+    The student is filmed on the first of them.
+    """
     seed, device = config.run.seed, choose_device(config.run)
     seeds = evaluation_seeds(config, config.teach.evaluate_episodes)
     both: dict[str, Policy] = {"student": student}
@@ -108,6 +115,9 @@ def judged(config: Config, teacher: Policy | Controller | Foresight, student: Po
     for name, each in both.items():
         world = build_world(config.world, each, episodes=len(seeds), seed=seed, device=device)
         verdicts[name] = judge(world, each, seeds, device, seed, name)
+        if each is student and config.teach.videos and can_render(world):
+            clip = record_grid(world, student, seeds[: config.teach.videos], label=name, device=device)
+            write_video(clip, folder.path / "student.mp4")
         world.close()
     print_verdicts(verdicts)
     found = {name: each.to_json() for name, each in verdicts.items()}
