@@ -27,7 +27,7 @@ from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import recorded_origin, write_dataset
 from robopolicy.data.lerobot_reading import read_dataset
-from robopolicy.evaluation.gate import Gate, Judge, judged
+from robopolicy.evaluation.gate import Gate, Judge, ceiling_of, judged
 from robopolicy.evaluation.intervals import compare_paired
 from robopolicy.evaluation.ranking import spearman
 from robopolicy.evaluation.success import evaluate_policy
@@ -153,8 +153,9 @@ def model_of(shared: Sequence[str], root: Path, log: Path, seed: int, name: str)
 
 
 def base_values(attack: Attack) -> Values:
-    """Return what the policy as it came is worth, for real and to every judge."""
-    return asked(attack, attack.material.base, "the policy as it came")
+    """Return what the policy as it came is worth, for real and to every judge, and up to where judges are believed."""
+    ceilings = {name: ceiling_of(judge) for name, judge in attack.judges.items()}
+    return {**asked(attack, attack.material.base, "the policy as it came"), "ceilings": ceilings}
 
 
 def candidate_values(name: str, attack: Attack) -> Values:
@@ -179,7 +180,8 @@ def verdicts(config: Config, base: Values, found: Values) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for name, values in found["values"].items():
         pair = np.array(values), np.array(base["values"][name])
-        verdict = judged(name, *pair, section.margin, section.relative, section.confidence)
+        rules = section.margin, section.relative, section.confidence, base["ceilings"][name]
+        verdict = judged(name, *pair, *rules)
         said[name] = {"difference": verdict.difference, "low": verdict.low, "better": verdict.better}
     return {
         "family": found["family"],

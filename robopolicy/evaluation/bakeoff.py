@@ -59,12 +59,13 @@ def score_judge(
     confidence: float = 0.95,
     comparable: bool = True,
     resamples: int = 1000,
+    ceiling: float | None = None,
 ) -> JudgeScore:
     """Score a judge's values `found` [k, S] of k policies, whose true values are `truth` [k].
 
     threshold: a candidate is good where it is truly better than the incumbent by more than this; margin, confidence: of
-    the gate. Every ordered pair of two policies is a candidate and its incumbent. Raises DataError with fewer than
-    three policies, and where values are not finite.
+    the gate; ceiling: the highest mean value that is believed. Every ordered pair of two policies is a candidate and
+    its incumbent. Raises DataError with fewer than three policies, and where values are not finite.
     """
     truth, found = np.asarray(truth, dtype=np.float64), np.asarray(found, dtype=np.float64)
     count = len(truth)
@@ -79,7 +80,10 @@ def score_judge(
     pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
     good = np.array([truth[one] - truth[other] > threshold for one, other in pairs])
     let = np.array(
-        [judged(judge, found[one], found[other], margin, confidence=confidence).better for one, other in pairs]
+        [
+            judged(judge, found[one], found[other], margin, confidence=confidence, ceiling=ceiling).better
+            for one, other in pairs
+        ]
     )
     return JudgeScore(
         judge=judge,

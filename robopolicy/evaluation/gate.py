@@ -2,8 +2,9 @@
 
 Both are scored anew every time on the same starts with the same draws, so that an incumbent that was lucky once is not
 kept by its luck, and a candidate is not chosen by it. What must exceed the margin is a lower confidence bound of the
-paired difference, by the bootstrap and by Student's t. Rules that were tried elsewhere and are avoided here: a strict
-`>` between means of different batches (a ratchet on noise), and a critic that judges the policy it has trained.
+paired difference, by the bootstrap and by Student's t; and no judge by recorded data is believed that values a policy,
+on average, above the best recorded episode. Rules that were tried elsewhere and are avoided here: a strict `>` between
+means of different batches (a ratchet on noise), and a critic that judges the policy it has trained.
 Sources: RL-100 (arXiv:2510.14830) and Uni-O4 (arXiv:2311.03351) for gated offline updates; high-confidence policy
 improvement, Thomas et al. 2015, for lower bounds.
 """
@@ -24,7 +25,8 @@ from robopolicy.evaluation.intervals import mean_interval
 class Judge(Protocol):
     """What says how good a policy is, start by start, without playing it in the real world.
 
-    name: in words, for the log; independent: whether it had no part in the training of the candidates.
+    name: in words, for the log; independent: whether it had no part in the training of the candidates. One that knows
+    the highest mean value that its data makes credible says so as `ceiling`.
     """
 
     name: str
@@ -42,7 +44,8 @@ class Judge(Protocol):
 class Judgement:
     """What one judge found: means over its starts, their difference, and lower and upper bounds of that.
 
-    bootstrap, student: (low, high) at `confidence`, by resampling starts and by Student's t.
+    bootstrap, student: (low, high) at `confidence`, by resampling starts and by Student's t; ceiling: the highest mean
+    that is believed, None for any.
     """
 
     judge: str
@@ -54,6 +57,7 @@ class Judgement:
     student: tuple[float, float]
     margin: float
     confidence: float
+    ceiling: float | None = None
 
     @property
     def low(self) -> float:
@@ -62,8 +66,13 @@ class Judgement:
 
     @property
     def better(self) -> bool:
-        """Whether the candidate is better by more than the margin, for sure."""
-        return self.low > self.margin
+        """Whether the candidate is better by more than the margin, for sure, and that can be believed."""
+        return self.low > self.margin and self.credible
+
+    @property
+    def credible(self) -> bool:
+        """Whether the data makes the candidate's value credible."""
+        return self.ceiling is None or self.candidate <= self.ceiling
 
     @property
     def text(self) -> str:
@@ -142,6 +151,7 @@ class Gate:
                 self.margin,
                 self.relative,
                 self.confidence,
+                ceiling_of(judge),
             )
             for judge in self.judges
         ]
@@ -157,11 +167,17 @@ class Gate:
 
 
 def judged(
-    judge: str, candidate: Array, incumbent: Array, margin: float, relative: float = 0.0, confidence: float = 0.95
+    judge: str,
+    candidate: Array,
+    incumbent: Array,
+    margin: float,
+    relative: float = 0.0,
+    confidence: float = 0.95,
+    ceiling: float | None = None,
 ) -> Judgement:
     """Return the judgement of paired values [S] of two policies from the same S starts.
 
-    Raises DataError unless they pair, are finite and at least two.
+    ceiling: the highest mean value that is believed. Raises DataError unless they pair, are finite and at least two.
     """
     candidate, incumbent = (np.asarray(values, dtype=np.float64) for values in (candidate, incumbent))
     if candidate.shape != incumbent.shape or candidate.ndim != 1 or len(candidate) < 2:
@@ -181,7 +197,13 @@ def judged(
         student=(mean - half, mean + half),
         margin=max(margin, relative * abs(float(incumbent.mean()))),
         confidence=confidence,
+        ceiling=ceiling,
     )
+
+
+def ceiling_of(judge: Judge) -> float | None:
+    """Return the highest mean value that a judge's data makes credible, None where it does not say."""
+    return getattr(judge, "ceiling", None)
 
 
 def _trials(judges: Sequence[Judge]) -> int:
@@ -197,6 +219,11 @@ def _clipped(judge: Judge) -> Sequence[float]:
 def _reason(found: Judgement) -> str:
     if found.better:
         return found.text
+    if not found.credible and found.low > found.margin:
+        return (
+            f"{found.text}: not credible, a mean of {found.candidate:.3g} where the best recorded episode earned "
+            f"{found.ceiling:.3g}"
+        )
     if found.margin and found.low > 0:
         return f"{found.text}: better, but not by the margin of {found.margin:.3g}"
     return f"{found.text}: {'worse' if max(found.bootstrap[1], found.student[1]) < 0 else 'not surely better'}"

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
+from robopolicy.core.returns import returns_to_go
 from robopolicy.core.world import World
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.rl.offline.decisions import Decisions, actions_at, observed_at
@@ -65,13 +66,15 @@ class ModelReturn:
 class Recorded:
     """What judges by recorded data look at: decisions, as critics see them, and the observations to judge from.
 
-    bounds: the lowest and highest value that rewards allow; starts: [S] int64, frames of the decisions' episodes.
+    bounds: the lowest and highest value that rewards allow; starts: [S] int64, frames of the decisions' episodes;
+    ceiling: the highest mean value from starts that is believed (`best_recorded`), None for any.
     """
 
     decisions: Decisions
     interface: Interface
     bounds: tuple[float, float]
     starts: Tensor
+    ceiling: float | None = None
 
     @property
     def episodes(self) -> Episodes:
@@ -95,6 +98,25 @@ def episode_starts(episodes: Episodes, count: int) -> Tensor:
     return episodes.frame_starts[place.to(episodes.device)]
 
 
+def best_recorded(episodes: Episodes, discount: float) -> float:
+    """Return the most that a recorded episode earned, discounted from its start. Raises DataError without rewards.
+
+    A critic that is asked about actions beyond its data errs upwards where a policy was made by climbing such errors,
+    and nothing recorded contradicts it; a mean over starts beyond the best single episode is no reading of the data any
+    more. Where a time limit ended an episode it may have gone on as before: R / (1 - discount^L) for its L steps, where
+    that is more.
+    """
+    reward = episodes.reward
+    if reward is None:
+        raise DataError("The best recorded episode is found by rewards, and this dataset has none.")
+    inside = episodes.to("cpu")
+    earned = returns_to_go(reward.cpu(), inside, discount)[inside.starts]
+    if inside.terminated is None or discount >= 1:
+        return float(earned.max())
+    going_on = torch.maximum(earned, earned / (1 - discount ** inside.lengths.to(earned)))
+    return float(torch.where(inside.terminated, earned, going_on).max())
+
+
 class FittedJudge:
     """Fits a critic to the policy (FQE) on data that training has not seen, and asks it at the starts.
 
@@ -115,7 +137,7 @@ class FittedJudge:
     ):
         self.data, self.config, self.independent, self.seed = data, config, independent, seed
         self.deterministic = deterministic
-        self.name = "fitted Q evaluation"
+        self.name, self.ceiling = "fitted Q evaluation", data.ceiling
         self.clipped: list[float] = []
 
     def values(self, policy: Policy) -> Array:
@@ -178,6 +200,7 @@ class CriticJudge:
         self.deterministic = deterministic
         where = "recorded observations" if world is None else f"{decisions} decisions in the {world.spec.name}"
         self.name = f"a critic's values at {where}"
+        self.ceiling = data.ceiling if world is None else None  # later in an episode values may be higher
 
     @torch.no_grad()
     def values(self, policy: Policy) -> Array:

@@ -15,6 +15,7 @@ from robopolicy.build import as_seen_in, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.evaluation.bakeoff import JudgeScore, best_judge, score_judge
+from robopolicy.evaluation.gate import ceiling_of
 from robopolicy.evaluation.importance import ImportanceJudge
 from robopolicy.evaluation.judges import ModelReturn
 from robopolicy.evaluation.report import report_for_run
@@ -73,6 +74,7 @@ def run(config: Config) -> int:
             margin=config.gate.margin,
             confidence=config.gate.confidence,
             comparable=isinstance(judge, ModelReturn),
+            ceiling=ceiling_of(judge),
         )
     warn_of_divergence(judges)
     what = config.gate.by

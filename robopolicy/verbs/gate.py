@@ -4,8 +4,8 @@ Both are scored from the same starts with the same draws by judges that had no p
 models (model; worldmodel.data=[DATASET] worldmodel.transitions=1 trains one on a log alone), a critic fitted to each
 policy on recorded data (fqe), a critic of the recorded actions (critic), logged decisions weighed by how likely each
 policy was to make them (importance, of data with collect.chains=true). The candidate is accepted where the lower
-bound of its improvement, by the bootstrap and by Student's t, exceeds gate.margin for every judge. Exit status 0:
-accepted, 1: rejected.
+bound of its improvement, by the bootstrap and by Student's t, exceeds gate.margin for every judge; fqe and critic are
+not believed where they value it above the best recorded episode. Exit status 0: accepted, 1: rejected.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,14 @@ from robopolicy.data.chains import read_chains
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.gate import Gate, Judge
 from robopolicy.evaluation.importance import ImportanceJudge, effective_text
-from robopolicy.evaluation.judges import CriticJudge, FittedJudge, ModelReturn, Recorded, episode_starts
+from robopolicy.evaluation.judges import (
+    CriticJudge,
+    FittedJudge,
+    ModelReturn,
+    Recorded,
+    best_recorded,
+    episode_starts,
+)
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.rl.offline.batches import value_bound
 from robopolicy.rl.offline.configuration import IqlConfig
@@ -117,7 +124,8 @@ def recorded_for_judges(section: GateSection, policy: Policy, episodes: Episodes
     interface = critic_interface(policy, episodes)
     decisions = recorded_decisions(episodes, interface, section.discount)
     bounds = value_bound(episodes.reward, section.discount)
-    return Recorded(decisions, interface, bounds, episode_starts(episodes, section.starts))
+    ceiling = best_recorded(episodes, section.discount)
+    return Recorded(decisions, interface, bounds, episode_starts(episodes, section.starts), ceiling)
 
 
 def critic_of(section: GateSection, recorded: Recorded, seed: int) -> Iql:

@@ -18,6 +18,7 @@ class Table:
     name: str = "a table"
     independent: bool = True
     asked: int = 0
+    ceiling: float | None = None
 
     def values(self, policy):
         self.asked += 1
@@ -53,6 +54,20 @@ def test_equal_values_are_no_improvement():
     same = np.ones(8)
     found = judged("x", same, same, margin=0.0)
     assert not found.better and found.low == 0.0
+
+
+def test_a_value_beyond_what_the_data_makes_credible_is_not_believed():
+    base, high = np.linspace(0.0, 1.0, 64), np.linspace(4.0, 5.0, 64)
+    for ceiling, believed in ((None, True), (4.5, True), (4.4, False)):
+        found = judged("x", high, base, margin=0.0, ceiling=ceiling)
+        assert found.low > 3.9 and found.better == found.credible == believed
+    judge = Table({"new": high, "old": base})
+    assert Gate([judge]).decide("new", "old").accepted
+    judge.ceiling = 4.4
+    found = Gate([judge]).decide("new", "old")
+    assert not found.accepted and "not credible, a mean of 4.5 where the best recorded episode earned 4.4" in str(found)
+    assert found.to_json()["judgements"][0]["ceiling"] == 4.4
+    assert "not surely better" in Gate([judge]).decide("old", "old").reasons[0], "nothing to believe or not"
 
 
 def test_every_judge_must_be_sure_and_the_incumbent_is_scored_anew():

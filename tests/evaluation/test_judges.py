@@ -1,6 +1,7 @@
 """Judges on a line where the best policy walks home, and judges judged."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,14 @@ from robopolicy.core.policy import Decision
 from robopolicy.core.spec import Field, PolicySpec
 from robopolicy.evaluation.bakeoff import best_judge, score_judge
 from robopolicy.evaluation.gate import Gate, judged
-from robopolicy.evaluation.judges import CriticJudge, FittedJudge, ModelReturn, Recorded, episode_starts
+from robopolicy.evaluation.judges import (
+    CriticJudge,
+    FittedJudge,
+    ModelReturn,
+    Recorded,
+    best_recorded,
+    episode_starts,
+)
 from robopolicy.rl.offline.batches import value_bound
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.fqe import FqeConfig
@@ -83,6 +91,30 @@ def test_a_fitted_judge_knows_what_walking_home_is_worth():
     assert np.array_equal(home, judge.values(Walk(0.1))), "the same policy is scored alike"
     assert len(judge.clipped) == 3 and max(judge.clipped) < 0.05
     assert judged("FQE", home, away, 0.0).better and not judged("FQE", away, home, 0.0).better
+
+
+def test_the_best_recorded_episode_is_found_by_discounted_rewards_and_goes_on_behind_a_time_limit():
+    discount = 0.5
+    data = replace(
+        recorded(3, 2).episodes,
+        rewards={"paid": torch.tensor([1.0, 2.0, 0.0, -4.0, 8.0, -20.0])},  # earns 1 + 1, 0 - 2, 8 - 10
+        terminated=torch.tensor([True, False, True]),
+    )
+    assert best_recorded(data, discount) == 2.0
+    endless = replace(data, terminated=torch.tensor([False, False, False]))
+    assert best_recorded(endless, discount) == pytest.approx(2.0 / (1 - 0.5**2)), "the same again and again"
+    worse = replace(data, rewards={"paid": -torch.ones(6)}, terminated=torch.zeros(3, dtype=torch.bool))
+    assert best_recorded(worse, discount) == pytest.approx(-1.5), "nothing more is paid"
+    assert best_recorded(replace(worse, terminated=None), discount) == pytest.approx(-1.5)
+    with pytest.raises(DataError, match="this dataset has none"):
+        best_recorded(replace(data, rewards=None), discount)
+
+
+def test_judges_by_recorded_data_say_up_to_where_they_are_believed():
+    data = replace(recorded(), ceiling=-1.0)
+    assert FittedJudge(data, QUICK).ceiling == CriticJudge(Critic(), data).ceiling == -1.0
+    assert CriticJudge(Critic(), data, world=LineWorld(8), seeds=np.arange(4)).ceiling is None
+    assert getattr(ModelReturn(LineWorld(8), np.arange(4)), "ceiling", None) is None
 
 
 class Critic:
