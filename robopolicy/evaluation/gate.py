@@ -3,8 +3,8 @@
 Both are scored anew every time on the same starts with the same draws, so that an incumbent that was lucky once is not
 kept by its luck, and a candidate is not chosen by it. What must exceed the margin is a lower confidence bound of the
 paired difference, by the bootstrap and by Student's t; and no judge by recorded data is believed that values a policy,
-on average, above the best recorded episode. Rules that were tried elsewhere and are avoided here: a strict `>` between
-means of different batches (a ratchet on noise), and a critic that judges the policy it has trained.
+on average, above nearly all recorded successes. Rules that were tried elsewhere and are avoided here: a strict `>`
+between means of different batches (a ratchet on noise), and a critic that judges the policy it has trained.
 Sources: RL-100 (arXiv:2510.14830) and Uni-O4 (arXiv:2311.03351) for gated offline updates; high-confidence policy
 improvement, Thomas et al. 2015, for lower bounds.
 """
@@ -221,7 +221,7 @@ def _reason(found: Judgement) -> str:
         return found.text
     if not found.credible and found.low > found.margin:
         return (
-            f"{found.text}: not credible, a mean of {found.candidate:.3g} where the best recorded episode earned "
+            f"{found.text}: not credible, a mean of {found.candidate:.3g} where the data shows no more than "
             f"{found.ceiling:.3g}"
         )
     if found.margin and found.low > 0:

@@ -67,7 +67,7 @@ class Recorded:
     """What judges by recorded data look at: decisions, as critics see them, and the observations to judge from.
 
     bounds: the lowest and highest value that rewards allow; starts: [S] int64, frames of the decisions' episodes;
-    ceiling: the highest mean value from starts that is believed (`best_recorded`), None for any.
+    ceiling: the highest mean value from starts that is believed (`highest_credible`), None for any.
     """
 
     decisions: Decisions
@@ -98,23 +98,26 @@ def episode_starts(episodes: Episodes, count: int) -> Tensor:
     return episodes.frame_starts[place.to(episodes.device)]
 
 
-def best_recorded(episodes: Episodes, discount: float) -> float:
-    """Return the most that a recorded episode earned, discounted from its start. Raises DataError without rewards.
+def highest_credible(episodes: Episodes, discount: float) -> float:
+    """Return the highest mean over starts that recorded episodes make credible: nine of ten successes earned less.
 
-    A critic that is asked about actions beyond its data errs upwards where a policy was made by climbing such errors,
-    and nothing recorded contradicts it; a mean over starts beyond the best single episode is no reading of the data any
-    more. Where a time limit ended an episode it may have gone on as before: R / (1 - discount^L) for its L steps, where
-    that is more.
+    A critic errs upwards about what was made by climbing such errors, and no recorded episode contradicts it; but that
+    a policy should do better from all starts than nearly all successes is no reading of the data any more. Where nobody
+    says what succeeded, or nothing did, it is the best episode's. What was earned is discounted from the start; an
+    episode that a time limit ended may have gone on as before, R / (1 - discount^L) for its L steps, where that is
+    more. Raises DataError without rewards.
     """
     reward = episodes.reward
     if reward is None:
-        raise DataError("The best recorded episode is found by rewards, and this dataset has none.")
+        raise DataError("What values are credible is found by rewards, and this dataset has none.")
     inside = episodes.to("cpu")
     earned = returns_to_go(reward.cpu(), inside, discount)[inside.starts]
-    if inside.terminated is None or discount >= 1:
+    if inside.terminated is not None and discount < 1:
+        going_on = torch.maximum(earned, earned / (1 - discount ** inside.lengths.to(earned)))
+        earned = torch.where(inside.terminated, earned, going_on)
+    if inside.success is None or not bool(inside.success.any()):
         return float(earned.max())
-    going_on = torch.maximum(earned, earned / (1 - discount ** inside.lengths.to(earned)))
-    return float(torch.where(inside.terminated, earned, going_on).max())
+    return float(earned[inside.success].quantile(0.9))
 
 
 class FittedJudge:

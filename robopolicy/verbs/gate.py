@@ -5,7 +5,7 @@ models (model; worldmodel.data=[DATASET] worldmodel.transitions=1 trains one on 
 policy on recorded data (fqe), a critic of the recorded actions (critic), logged decisions weighed by how likely each
 policy was to make them (importance, of data with collect.chains=true). The candidate is accepted where the lower
 bound of its improvement, by the bootstrap and by Student's t, exceeds gate.margin for every judge; fqe and critic are
-not believed where they value it above the best recorded episode. Exit status 0: accepted, 1: rejected.
+not believed where they value it above nine of ten recorded successes. Exit status 0: accepted, 1: rejected.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ from robopolicy.evaluation.judges import (
     FittedJudge,
     ModelReturn,
     Recorded,
-    best_recorded,
     episode_starts,
+    highest_credible,
 )
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.rl.offline.batches import value_bound
@@ -124,7 +124,7 @@ def recorded_for_judges(section: GateSection, policy: Policy, episodes: Episodes
     interface = critic_interface(policy, episodes)
     decisions = recorded_decisions(episodes, interface, section.discount)
     bounds = value_bound(episodes.reward, section.discount)
-    ceiling = best_recorded(episodes, section.discount)
+    ceiling = highest_credible(episodes, section.discount)
     return Recorded(decisions, interface, bounds, episode_starts(episodes, section.starts), ceiling)
 
 

@@ -65,7 +65,7 @@ def test_a_value_beyond_what_the_data_makes_credible_is_not_believed():
     assert Gate([judge]).decide("new", "old").accepted
     judge.ceiling = 4.4
     found = Gate([judge]).decide("new", "old")
-    assert not found.accepted and "not credible, a mean of 4.5 where the best recorded episode earned 4.4" in str(found)
+    assert not found.accepted and "not credible, a mean of 4.5 where the data shows no more than 4.4" in str(found)
     assert found.to_json()["judgements"][0]["ceiling"] == 4.4
     assert "not surely better" in Gate([judge]).decide("old", "old").reasons[0], "nothing to believe or not"
 

@@ -19,8 +19,8 @@ from robopolicy.evaluation.judges import (
     FittedJudge,
     ModelReturn,
     Recorded,
-    best_recorded,
     episode_starts,
+    highest_credible,
 )
 from robopolicy.rl.offline.batches import value_bound
 from robopolicy.rl.offline.decisions import recorded_decisions
@@ -93,21 +93,33 @@ def test_a_fitted_judge_knows_what_walking_home_is_worth():
     assert judged("FQE", home, away, 0.0).better and not judged("FQE", away, home, 0.0).better
 
 
-def test_the_best_recorded_episode_is_found_by_discounted_rewards_and_goes_on_behind_a_time_limit():
+def test_what_is_credible_is_found_by_discounted_rewards_and_goes_on_behind_a_time_limit():
     discount = 0.5
     data = replace(
         recorded(3, 2).episodes,
         rewards={"paid": torch.tensor([1.0, 2.0, 0.0, -4.0, 8.0, -20.0])},  # earns 1 + 1, 0 - 2, 8 - 10
         terminated=torch.tensor([True, False, True]),
     )
-    assert best_recorded(data, discount) == 2.0
+    assert highest_credible(data, discount) == 2.0
     endless = replace(data, terminated=torch.tensor([False, False, False]))
-    assert best_recorded(endless, discount) == pytest.approx(2.0 / (1 - 0.5**2)), "the same again and again"
+    assert highest_credible(endless, discount) == pytest.approx(2.0 / (1 - 0.5**2)), "the same again and again"
     worse = replace(data, rewards={"paid": -torch.ones(6)}, terminated=torch.zeros(3, dtype=torch.bool))
-    assert best_recorded(worse, discount) == pytest.approx(-1.5), "nothing more is paid"
-    assert best_recorded(replace(worse, terminated=None), discount) == pytest.approx(-1.5)
+    assert highest_credible(worse, discount) == pytest.approx(-1.5), "nothing more is paid"
+    assert highest_credible(replace(worse, terminated=None), discount) == pytest.approx(-1.5)
     with pytest.raises(DataError, match="this dataset has none"):
-        best_recorded(replace(data, rewards=None), discount)
+        highest_credible(replace(data, rewards=None), discount)
+
+
+def test_a_mean_above_nine_of_ten_successes_is_not_credible():
+    episodes = recorded(22, 2).episodes
+    earned = torch.arange(22.0)  # of which the successes are 0, 2, 4, ... 20, and nine of ten at most 18
+    rewards = torch.stack([earned, torch.zeros(22)], 1).flatten()
+    succeeded = (torch.arange(44) // 2 % 2 == 0) & (torch.arange(44) % 2 == 1)
+    data = replace(episodes, rewards={"paid": rewards}, terminated=torch.ones(22, dtype=torch.bool))
+    assert highest_credible(replace(data, step_success=succeeded), 0.9) == pytest.approx(18.0)
+    assert (
+        highest_credible(data, 0.9) == highest_credible(replace(data, step_success=~succeeded & succeeded), 0.9) == 21
+    )
 
 
 def test_judges_by_recorded_data_say_up_to_where_they_are_believed():
