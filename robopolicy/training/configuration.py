@@ -231,6 +231,8 @@ class FinetuneConfig(AlgorithmConfig):
     """Iterations between evaluations (one comes before the first), 0 for none."""
     target_success: float | None = None
     """Deterministic success that ends the run, once as many fresh episodes confirm it; null for none."""
+    patience: int = 0
+    """Evaluations in a row no better than the best one before them that end a run, 0 for never; imagine has its own."""
 
     def __post_init__(self):
         for name in ("iterations", "rollout_length", "groups", "group_size", "epochs", "minibatch", "checkpoint_every"):
@@ -243,6 +245,10 @@ class FinetuneConfig(AlgorithmConfig):
             raise ConfigError(
                 f"overprovision {self.overprovision}, staleness {self.staleness} and delay {self.delay} must be at "
                 "least 0."
+            )
+        if self.patience < 0 or (self.patience and not self.evaluate_every):
+            raise ConfigError(
+                f"patience {self.patience} counts evaluations, at least 0, and evaluate_every is {self.evaluate_every}."
             )
         if sum(value > 0 for value in (self.staleness, self.delay, self.props)) > 1:
             raise ConfigError(

@@ -22,12 +22,12 @@ class Ended(StrEnum):
 
 @dataclass(frozen=True)
 class Oversight:
-    """What a run that is watched for real is held to.
+    """What a run is held to that is watched for real, or is played there.
 
-    patience: evaluations in a row without a real gain, neither over the best one nor over the one before, that end it,
-    0 for never; leash: what the loss `bc`, nearness to
-    the base, is multiplied by at first, 0 for not at all; tighten: factor of that at every evaluation at which the gap
-    between the worlds has not narrowed, 1 for never.
+    patience: evaluations in a row without a gain that end it, 0 for never: where success is watched for real, a real
+    gain over the best one or over the one before, beyond chance; else a better score than the best one; leash: what the
+    loss `bc`, nearness to the base, is multiplied by at first, 0 for not at all; tighten: factor of that at every
+    evaluation at which the gap between the worlds has not narrowed, 1 for never.
     """
 
     patience: int = 0
@@ -64,6 +64,7 @@ class Course:
             return
         low = figures.get("deterministic_real_low")
         if low is None:
+            self._wait(score(figures))
             return
         rising = self.best is None or low > self.best
         fallen = self.best is not None and figures["deterministic_real_high"] < self.best
@@ -82,6 +83,15 @@ class Course:
             self.ended = Ended.PARTED
         elif gap >= before:
             self._tighten()
+
+    def _wait(self, found: float) -> None:
+        """Take in the score of an evaluation that nobody watches in another world."""
+        if self.best is None or found > self.best:
+            self.best, self.stale = found, 0
+            return
+        self.stale += 1
+        if 0 < self.oversight.patience <= self.stale:
+            self.ended = Ended.PATIENCE
 
     def reaches(self, figures: Mapping[str, float]) -> bool:
         """Whether this evaluation reaches the target, and so does what confirms it, if that has been measured."""

@@ -82,7 +82,6 @@ does); called after every checkpoint but the last, and when a run is resumed; co
 
 
 NO_GUIDANCE = Guidance()
-NO_OVERSIGHT = Oversight()
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def finetune(
     seed: int = 0,
     guidance: Guidance = NO_GUIDANCE,
     after_checkpoint: AfterCheckpoint | None = None,
-    oversight: Oversight = NO_OVERSIGHT,
+    oversight: Oversight | None = None,
 ) -> FinetuneResult:
     """Improve `policy` in `world`, in place.
 
@@ -122,12 +121,12 @@ def finetune(
     `evaluate`) and the resume point; the same call again after a kill goes on from there and ends, on a CPU with as
     many threads, byte for byte in the same place. guidance: for mechanisms that need it. At the end `policy` holds what
     is in `checkpoint/`. seed: root of every random number drawn. oversight: what a run that is watched for real is held
-    to.
+    to, instead of config.patience alone.
 
     Raises ConfigError for a combination that cannot work, NonFiniteError naming the quantity
     and the iteration, and RuntimeError if the policy scores its decisions differently from when it acted.
     """
-    course = Course(oversight, config.target_success)
+    course = Course(oversight or Oversight(config.patience), config.target_success)
     judged = evaluate, confirm
     return _Finetuning(policy, critic, world, config, run, judged, seed, guidance, course).run(after_checkpoint)
 
@@ -405,7 +404,7 @@ class _Finetuning:
         require_same_parts(tree, current, self.run_folder.resume_point)
         for part in ("config", "collector"):
             require_same_parts(tree[part], current[part], self.run_folder.resume_point)
-        require_same_config(tree["config"], self._settings(), may_change=("iterations", "target_success"))
+        require_same_config(tree["config"], self._settings(), may_change=("iterations", "target_success", "patience"))
         self.iteration, self.env_steps, self.best = tree["iteration"], tree["env_steps"], tree["best"]
         self.course.restore(tree["course"])
         self.best_believed = tree["best_believed"]

@@ -52,7 +52,7 @@ from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.collection import start_pool
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations, demonstrate
-from robopolicy.training.finetune import finetune
+from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.memory import MemoryBudget, held_by, plan_memory
 from robopolicy.training.needs import keeps_images
@@ -129,20 +129,10 @@ def tune(config: Config) -> int:
         film(config, judging, {"base": base, "fine-tuned": policy}, folder)
     for each in (world, judging):
         each.close()
+    output.print(f"Ended after {tuned.iterations} iterations: {tuned.ended.value}.")
     print_verdicts(verdicts)
     print_advice(verdicts, section.discount, world.spec.horizon)
-    finish(
-        config,
-        folder,
-        summary(verdicts)
-        | {
-            "base_checkpoint": str(path),
-            "iterations": tuned.iterations,
-            "env_steps": tuned.env_steps,
-            "reached_target": tuned.reached_target,
-            "seconds": seconds,
-        },
-    )
+    finish(config, folder, summary(verdicts) | {"base_checkpoint": str(path), **course_of(tuned), "seconds": seconds})
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
 
@@ -211,6 +201,16 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     with learning_in(learning.precision):
         step = planned(plain, rows * length, minibatch, 1)
     return replace(budget, activations=budget.activations + step.activations, each=budget.each + step.each)
+
+
+def course_of(tuned: FinetuneResult) -> dict[str, Any]:
+    """Return how long a run went on, and why it ended."""
+    return {
+        "iterations": tuned.iterations,
+        "env_steps": tuned.env_steps,
+        "reached_target": tuned.reached_target,
+        "ended": tuned.ended.value,
+    }
 
 
 def require_target(target: float | None, world: World) -> None:

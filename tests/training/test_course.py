@@ -1,13 +1,16 @@
 """A run that imagines goes on while real success rises, is held nearer to its base when the worlds part, and says truly
 why it ended."""
 
+import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from bandit_toys import FIELDS, BanditWorld, ChainPolicy
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.run import RunFolder
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.rl.critic import state_critic
@@ -153,3 +156,34 @@ def test_a_run_that_was_broken_off_while_it_was_held_ends_in_the_same_place(tmp_
     assert told.ended is Ended.PARTED and told.iterations == 4
     for file in ("checkpoint/model.safetensors", "last/model.safetensors", "resume/trainer.json"):
         assert (whole / file).read_bytes() == (broken / file).read_bytes(), file
+
+
+def test_a_run_that_nobody_watches_elsewhere_ends_when_the_best_policy_has_stood_for_so_long(tmp_path):
+    """The best policy so far is what is kept, and a run that was killed counts on."""
+    policy, asked, rates = ChainPolicy(), [], (0.3, 0.5, 0.4, 0.6, 0.6, 0.5, 0.9)
+
+    def evaluate(candidate, deterministic: bool, crash_at: int | None = None) -> dict[str, float]:
+        if deterministic:
+            if len(asked) == crash_at:
+                raise KeyboardInterrupt
+            asked.append(copy.deepcopy(candidate.state_dict()))
+        return {"success": rates[len(asked) - 1]}
+
+    def run(**settings):
+        return finetune(
+            policy,
+            state_critic(FIELDS, 1, width=8),
+            BanditWorld(16, horizon=5),
+            replace(CONFIG, iterations=6, patience=2),
+            RunFolder(tmp_path),
+            evaluate=partial(evaluate, **settings),
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        run(crash_at=5)
+    found = run()
+    assert (found.ended, found.iterations, found.best["iteration"]) == (Ended.PATIENCE, 5, 3)
+    assert all(torch.equal(value, asked[3][name]) for name, value in policy.state_dict().items())
+    for wrong in ({"patience": -1}, {"patience": 2, "evaluate_every": 0}):
+        with pytest.raises(ConfigError, match="counts evaluations"):
+            replace(CONFIG, **wrong)
