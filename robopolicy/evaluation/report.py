@@ -145,9 +145,11 @@ def _add_gate(report: Report, result: Mapping[str, Any]) -> None:
         if verdict is not None
     ]
     if rows:
+        steps = sum(verdict.get("env_steps", 0) for _, verdict in verdicts if verdict is not None)
+        played = f"Trials in the world took {steps:,} steps" if steps else "Neither was played in the real world"
         caption = (
-            "The candidate's value minus the incumbent's on the same starts, with its bootstrap interval. Neither was "
-            "played in the real world; a candidate is accepted where the lower bound exceeds the margin."
+            "The candidate's value minus the incumbent's on the same starts, with its bootstrap interval. "
+            f"{played}; a candidate is accepted where the lower bound exceeds the margin."
         )
         report.sections.append(Section("Gate", caption, header=("candidate", "verdict", "why"), rows=rows))
     if "accepted" in result and "rounds" in result:

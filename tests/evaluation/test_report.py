@@ -99,3 +99,19 @@ def test_a_runs_report_agrees_with_its_figures(tmp_path):
 def test_a_folder_without_a_run_is_told(tmp_path):
     with pytest.raises(DataError, match="holds no run"):
         report_for_run(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(("steps", "said"), [(0, "Neither was played in the real world"), (1234, "took 1,234 steps")])
+def test_a_gates_report_says_whether_the_world_was_played(tmp_path, steps, said):
+    verdict = {"accepted": False, "reasons": ["not surely better"], "env_steps": steps}
+    (tmp_path / "result.json").write_text(json.dumps({"rounds": [{"round": 1, "verdict": verdict}], "accepted": 0}))
+    page = report_for_run(tmp_path).read_text()
+    assert said in page and "not surely better" in page and "0 of 1" in page
+
+
+def test_wide_tables_wrap_their_cells_and_others_do_not():
+    cells = [f"{number} of a hundred seeds" for number in range(9)]
+    page = render(Report("a", sections=[Section("x", header=cells, rows=[cells])]))
+    assert 'class="wide"' in page and 'class="short"' not in page
+    page = render(Report("a", sections=[Section("x", header=cells[:3], rows=[cells[:3]])]))
+    assert 'class="wide"' not in page and page.count('class="short"') == 3
