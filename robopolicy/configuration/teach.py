@@ -17,7 +17,7 @@ class TeachSection(TeachConfig):
     action as a share of half its range. A policy plays with its exploration noise.
     """
     evaluate_episodes: int = 200
-    """Episodes that judge teacher and student at the end, 0 for none."""
+    """Episodes that judge both at the end, 0 for none."""
     videos: int = 8
     """Of them in the student's film, 0 for none."""
 

@@ -88,7 +88,7 @@ class TeachConfig:
     episodes: int = 100
     """A round."""
     teacher_share: float = 0.3
-    """Share of the second round's episodes that the teacher plays; its square of the third's, and so on."""
+    """Share of the second round that the teacher plays, its square of the third."""
     batch_size: int = 256
     """Samples a training step."""
     fit: FitConfig = field(default_factory=lambda: FitConfig(steps=500))
@@ -194,7 +194,7 @@ class FinetuneConfig(AlgorithmConfig):
     learning_rate: float = 5e-4
     """The policy's learning rate."""
     actor_warmup: int = 30
-    """Steps over which it is reached, because Adam's first are its largest."""
+    """Steps over which it is reached: Adam's first are its largest."""
     critic_learning_rate: float = 1e-3
     """The critic's learning rate."""
     optimiser: Optimiser = "adamw"
@@ -232,7 +232,9 @@ class FinetuneConfig(AlgorithmConfig):
     target_success: float | None = None
     """Deterministic success that ends the run, once as many fresh episodes confirm it; null for none."""
     patience: int = 0
-    """Evaluations in a row no better than the best one before them that end a run, 0 for never; imagine has its own."""
+    """Evaluations in a row without gain that end a run, 0 for never. A gain is over the best one so far; imagine has a
+    patience of its own.
+    """
 
     def __post_init__(self):
         for name in ("iterations", "rollout_length", "groups", "group_size", "epochs", "minibatch", "checkpoint_every"):
