@@ -231,8 +231,13 @@ def learn(
         seed=config.run.seed,
         guidance=guidance_of(config, worlds.training, model),
         after_checkpoint=refresh,
-        oversight=Oversight(chosen.patience, leash, chosen.tighten),
+        oversight=Oversight(patience_of(chosen), leash, chosen.tighten),
     )
+
+
+def patience_of(chosen: ImagineSection) -> int:
+    """Return how many evaluations without a real gain end a run; where nobody watches none do."""
+    return chosen.patience if chosen.watch else 0
 
 
 def held_near(tuning: FinetuneConfig, chosen: ImagineSection) -> tuple[FinetuneConfig, float]:
@@ -275,7 +280,7 @@ def imitate(
         seed=config.run.seed,
         evaluate=watch.evaluate,
         confirm=watch.confirm,
-        course=Course(Oversight(chosen.patience), config.finetune.target_success),
+        course=Course(Oversight(patience_of(chosen)), config.finetune.target_success),
         run=folder,
         acting=acting,
     )
