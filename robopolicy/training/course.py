@@ -22,17 +22,19 @@ class Ended(StrEnum):
 
 @dataclass(frozen=True)
 class Oversight:
-    """What a run is held to that is watched for real, or is played there.
+    """What a run is held to.
 
-    patience: evaluations in a row without a gain that end it, 0 for never: where success is watched for real, a real
-    gain over the best one or over the one before, beyond chance; else a better score than the best one; leash: what the
-    loss `bc`, nearness to the base, is multiplied by at first, 0 for not at all; tighten: factor of that at every
-    evaluation at which the gap between the worlds has not narrowed, 1 for never.
+    watched: whether success is also watched in the real world, and only what is real counts; patience: evaluations in a
+    row without a gain that end it, 0 for never: of a watched run neither over the best one nor over the one before,
+    beyond chance, of another no better score than the best one; leash: what the loss `bc`, nearness to the base, is
+    multiplied by at first, 0 for not at all; tighten: factor of that at every evaluation at which the gap between the
+    worlds has not narrowed, 1 for never.
     """
 
     patience: int = 0
     leash: float = 1.0
     tighten: float = 1.0
+    watched: bool = True
 
 
 class Course:
@@ -62,10 +64,11 @@ class Course:
         if self.reaches(figures):
             self.ended = Ended.TARGET
             return
+        if not self.oversight.watched:
+            self._wait(score(figures))
+            return
         low = figures.get("deterministic_real_low")
         if low is None:
-            if "deterministic_score" not in figures:  # which is what a watched run is judged by
-                self._wait(score(figures))
             return
         rising = self.best is None or low > self.best
         fallen = self.best is not None and figures["deterministic_real_high"] < self.best
@@ -86,7 +89,7 @@ class Course:
             self._tighten()
 
     def _wait(self, found: float) -> None:
-        """Take in the score of an evaluation that nobody watches in another world."""
+        """Take in the score of a run that is not watched elsewhere."""
         if self.best is None or found > self.best:
             self.best, self.stale = found, 0
             return

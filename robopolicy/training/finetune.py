@@ -126,7 +126,7 @@ def finetune(
     Raises ConfigError for a combination that cannot work, NonFiniteError naming the quantity
     and the iteration, and RuntimeError if the policy scores its decisions differently from when it acted.
     """
-    course = Course(oversight or Oversight(config.patience), config.target_success)
+    course = Course(oversight or Oversight(config.patience, watched=False), config.target_success)
     judged = evaluate, confirm
     return _Finetuning(policy, critic, world, config, run, judged, seed, guidance, course).run(after_checkpoint)
 

@@ -23,6 +23,7 @@ from robopolicy.configuration.evaluate import EvaluateSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.run import RunFolder
 from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.instructions import Control, controls_of, judge_controls, with_instruction
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
@@ -99,6 +100,15 @@ def judge(
         return found
 
     return Verdict(result(True), result(False), smoothness)
+
+
+def film_alone(
+    world: World, policy: Policy, seeds: np.ndarray, folder: RunFolder, name: str, device: torch.device
+) -> None:
+    """Write <name>.mp4 of a policy's episodes with these seeds; nothing without any, or where a world has no images."""
+    if len(seeds) and can_render(world):
+        clip = record_grid(world, policy, seeds, label=name, device=device)
+        write_video(clip, folder.path / f"{name.replace(' ', '_')}.mp4")
 
 
 def controlled(
@@ -215,9 +225,7 @@ def run(config: Config) -> int:
         verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name, meter=meter)
         controls[name] = controlled(config, world, acting, verdicts[name].deterministic, device, name)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
-        if section.videos and can_render(world):
-            clip = record_grid(world, policy, seeds[: section.videos], label=name, device=device)
-            write_video(clip, folder.path / f"{name.replace(' ', '_')}.mp4")
+        film_alone(world, policy, seeds[: section.videos], folder, name, device)
         world.close()
     if len(verdicts) > 1:
         beside = next(iter(verdicts.values()))

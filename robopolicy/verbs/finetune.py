@@ -132,7 +132,8 @@ def tune(config: Config) -> int:
     output.print(f"Ended after {tuned.iterations} iterations: {tuned.ended.value}.")
     print_verdicts(verdicts)
     print_advice(verdicts, section.discount, world.spec.horizon)
-    finish(config, folder, summary(verdicts) | {"base_checkpoint": str(path), **course_of(tuned), "seconds": seconds})
+    result = {"base_checkpoint": str(path), **course_of(tuned), "env_steps": tuned.env_steps, "seconds": seconds}
+    finish(config, folder, summary(verdicts) | result)
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
 
@@ -205,12 +206,7 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
 
 def course_of(tuned: FinetuneResult) -> dict[str, Any]:
     """Return how long a run went on, and why it ended."""
-    return {
-        "iterations": tuned.iterations,
-        "env_steps": tuned.env_steps,
-        "reached_target": tuned.reached_target,
-        "ended": tuned.ended.value,
-    }
+    return {"iterations": tuned.iterations, "reached_target": tuned.reached_target, "ended": tuned.ended.value}
 
 
 def require_target(target: float | None, world: World) -> None:

@@ -51,7 +51,7 @@ from robopolicy.training.course import Course, Ended, Oversight
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
-from robopolicy.verbs.finetune import confirming_seeds, film, guidance_of, require_target, summary
+from robopolicy.verbs.finetune import confirming_seeds, course_of, film, guidance_of, require_target, summary
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import save_encoder
 from worldmodels.env import ImaginedWorld
@@ -144,12 +144,10 @@ def run(config: Config) -> int:
         "imagined": {name: verdict.to_json() for name, verdict in imagined.items()},
         "base_checkpoint": str(path),
         "model": str(model),
-        "iterations": tuned.iterations,
+        **course_of(tuned),
         "imagined_steps": tuned.env_steps,
         "env_steps": 0 if refresh is None else refresh.env_steps,
         "watched_steps": watched_steps(folder),
-        "ended": tuned.ended.value,
-        "reached_target": tuned.reached_target,
         "kept": dict(tuned.best),
         "seconds": seconds,
     }
@@ -231,13 +229,8 @@ def learn(
         seed=config.run.seed,
         guidance=guidance_of(config, worlds.training, model),
         after_checkpoint=refresh,
-        oversight=Oversight(patience_of(chosen), leash, chosen.tighten),
+        oversight=Oversight(chosen.patience, leash, chosen.tighten),
     )
-
-
-def patience_of(chosen: ImagineSection) -> int:
-    """Return how many evaluations without a real gain end a run; where nobody watches none do."""
-    return chosen.patience if chosen.watch else 0
 
 
 def held_near(tuning: FinetuneConfig, chosen: ImagineSection) -> tuple[FinetuneConfig, float]:
@@ -280,7 +273,7 @@ def imitate(
         seed=config.run.seed,
         evaluate=watch.evaluate,
         confirm=watch.confirm,
-        course=Course(Oversight(patience_of(chosen)), config.finetune.target_success),
+        course=Course(Oversight(chosen.patience), config.finetune.target_success),
         run=folder,
         acting=acting,
     )

@@ -24,17 +24,16 @@ from robopolicy.core.policy import Policy, is_policy, require_trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
-from robopolicy.core.world import Controller, World, can_render
+from robopolicy.core.world import Controller, World
 from robopolicy.data.foresight import Foresight
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare
-from robopolicy.evaluation.video import record_grid, write_video
 from robopolicy.origins import origin_of_section
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.teaching import Teacher, teach
 from robopolicy.verbs.collect import EXPERT
-from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.evaluate import evaluation_seeds, film_alone, judge, print_verdicts
 from robopolicy.verbs.train import new_policy
 from robopolicy.verbs.verb import Verb
 
@@ -115,9 +114,8 @@ def judged(
     for name, each in both.items():
         world = build_world(config.world, each, episodes=len(seeds), seed=seed, device=device)
         verdicts[name] = judge(world, each, seeds, device, seed, name)
-        if each is student and config.teach.videos and can_render(world):
-            clip = record_grid(world, student, seeds[: config.teach.videos], label=name, device=device)
-            write_video(clip, folder.path / "student.mp4")
+        if each is student:
+            film_alone(world, student, seeds[: config.teach.videos], folder, name, device)
         world.close()
     print_verdicts(verdicts)
     found = {name: each.to_json() for name, each in verdicts.items()}

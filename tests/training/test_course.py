@@ -10,7 +10,6 @@ import pytest
 import torch
 from bandit_toys import FIELDS, BanditWorld, ChainPolicy
 
-from robopolicy.configuration.imagine import ImagineSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.run import RunFolder
 from robopolicy.evaluation.intervals import wilson
@@ -18,7 +17,6 @@ from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.course import Course, Ended, Oversight
 from robopolicy.training.finetune import finetune
-from robopolicy.verbs.imagine import patience_of
 
 CONFIG = FinetuneConfig(
     rollout_length=3, epochs=2, minibatch=32, discount=0.9, evaluate_every=1, checkpoint_every=1, critic_warmup=0
@@ -191,9 +189,9 @@ def test_a_run_that_nobody_watches_elsewhere_ends_when_the_best_policy_has_stood
             replace(CONFIG, **wrong)
 
 
-def test_where_nobody_watches_an_imagined_run_its_patience_ends_nothing():
-    assert (patience_of(ImagineSection(patience=3)), patience_of(ImagineSection(patience=3, watch=0))) == (3, 0)
-    course = Course(Oversight(patience=2))
-    for _ in range(5):  # a real return is watched, whose score is no success
-        course.observe({"deterministic_success": 0.0, "deterministic_score": 1.0})
-    assert course.ended is None
+def test_a_watched_run_has_no_patience_with_what_is_not_real():
+    for unreal in ({"deterministic_success": 0.0}, {"deterministic_success": 0.0, "deterministic_score": 1.0}):
+        course = Course(Oversight(patience=2))
+        for _ in range(5):
+            course.observe(unreal)
+        assert course.ended is None
