@@ -30,12 +30,13 @@ from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.curves import speed_beside_success
 from robopolicy.evaluation.report import Section
 from robopolicy.evaluation.success import evaluate_policy
-from robopolicy.inference.caching import CachePlan
+from robopolicy.inference.caching import CachePlan, FirstBlockCaching
 from robopolicy.inference.calibration import Calibration, calibrate
 from robopolicy.inference.comparison import EXACT, action_error, decided, timed
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.schedules import CacheConfig, make_plan
+from robopolicy.nn.branches import Caching
 from robopolicy.nn.configuration import Prediction
 from robopolicy.nn.schedules import DiffusionSchedule
 from robopolicy.policies.denoising import DenoisingPolicy
@@ -49,27 +50,29 @@ LEAN, COMPILED = InferenceConfig("lean"), InferenceConfig("compiled")
 REFERENCE = "reference"
 BUDGETS = (5, 10, 20)
 """Updates a block of BAC's plans; its union adds to them."""
+CHANGES = (0.05, 0.2)
+"""Of the first block's output, at which first-block caching computes the others again."""
 
-MakesPlan = Callable[[Calibration], CachePlan]
+RemembersBlocks = Callable[[Calibration], Caching]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way of deciding. config: the engine and sampler; cache: who plans the block cache; students: denoising steps of
+    """A way of deciding. config: the engine and sampler; cache: who remembers blocks; students: denoising steps of
     the distilled policy that decides instead, 0 for the policy itself; peer: diffusers' own loop.
     """
 
     config: InferenceConfig = InferenceConfig()  # noqa: RUF009 (frozen)
-    cache: MakesPlan | None = None
+    cache: RemembersBlocks | None = None
     student: int = 0
     peer: bool = False
 
 
-def _cached(scheduler: str, budget: int, **settings: int) -> MakesPlan:
+def _cached(scheduler: str, budget: int, **settings: int) -> RemembersBlocks:
     return lambda found: make_plan(found, CacheConfig(scheduler, budget, **settings))
 
 
-def _at_the_cost_of_bac(scheduler: str, budget: int) -> MakesPlan:
+def _at_the_cost_of_bac(scheduler: str, budget: int) -> RemembersBlocks:
     """Return a plan of all blocks together that computes as many of them as BAC's of this budget really does."""
 
     def plan(found: Calibration) -> CachePlan:
@@ -77,6 +80,10 @@ def _at_the_cost_of_bac(scheduler: str, budget: int) -> MakesPlan:
         return make_plan(found, CacheConfig(scheduler, max(3, round(share * found.steps))))
 
     return plan
+
+
+def _when_the_first_changes(threshold: float) -> RemembersBlocks:
+    return lambda _: FirstBlockCaching(threshold)
 
 
 def _sampled(engine: InferenceConfig, sampler: str, steps: int, precision: str = "fp32") -> Arm:
@@ -95,6 +102,7 @@ HUNDRED: dict[str, Arm] = {
     "shared at the cost of BAC 10": Arm(LEAN, _at_the_cost_of_bac("shared", 10)),
     "TaylorSeer 10": Arm(LEAN, _cached("uniform", 10, order=1)),
     "TaylorSeer, shared 10": Arm(LEAN, _cached("shared", 10, order=1)),
+    **{f"first block, {threshold}": Arm(LEAN, _when_the_first_changes(threshold)) for threshold in CHANGES},
     **{f"DDIM {steps}": _sampled(LEAN, "ddim", steps) for steps in (20, 10, 5)},
     **{f"DPM++ {steps}": _sampled(LEAN, "dpm++", steps) for steps in (10, 5)},
     "bf16": Arm(replace(LEAN, precision="bf16")),
@@ -185,8 +193,8 @@ def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict
     for label, way in ways.items():
         error = action_error(decided(way.policy, seen), own)
         rows[label] = {**times[label].to_json(), "error": error, "flops": flops(ways, label, arms, first)}
-        if way.plan is not None:
-            rows[label] |= {"share": way.plan.share, "masks": way.plan.masks}
+        if isinstance(way.caching, CachePlan):
+            rows[label] |= {"share": way.caching.share, "masks": way.caching.masks}
         if label == REFERENCE or error > EXACT:
             rows[label]["success"] = judged(chosen, way.lean(arms[label]), seed)
     write_json(path, rows)
@@ -195,17 +203,17 @@ def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict
 
 @dataclass(frozen=True)
 class Way:
-    """An arm made: the policy that decides, the denoising policy inside, and the plan of its block cache."""
+    """An arm made: the policy that decides, the denoising policy inside, and who remembers its blocks."""
 
     policy: Policy
     inner: DenoisingPolicy
-    plan: CachePlan | None = None
+    caching: Caching | None = None
 
     def lean(self, arm: Arm) -> Policy:
         """Return what decides the same, to 1e-5, without being compiled for every number of rows."""
         if arm.config.engine != "compiled":
             return self.policy
-        return with_engine(self.inner, replace(arm.config, engine="lean"), self.plan)
+        return with_engine(self.inner, replace(arm.config, engine="lean"), self.caching)
 
 
 def made(config: Config, root: Path, task: str, name: str, seed: int, device: torch.device) -> dict[str, Way]:
@@ -219,8 +227,8 @@ def made(config: Config, root: Path, task: str, name: str, seed: int, device: to
     ways: dict[str, Way] = {}
     for label, arm in arms.items():
         inner = loaded(distilled(config, root, task, name, seed, arm.student), device) if arm.student else policy
-        plan = None if arm.cache is None or found is None else arm.cache(found)
-        ways[label] = Way(DiffusersLoop(inner) if arm.peer else with_engine(inner, arm.config, plan), inner, plan)
+        caching = None if arm.cache is None or found is None else arm.cache(found)
+        ways[label] = Way(DiffusersLoop(inner) if arm.peer else with_engine(inner, arm.config, caching), inner, caching)
     return ways
 
 

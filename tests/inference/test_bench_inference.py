@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from robopolicy.benchmarks.inference import HUNDRED, POLICIES, DiffusersLoop, picture, tables
+from robopolicy.benchmarks.inference import CHANGES, HUNDRED, LEAN, POLICIES, DiffusersLoop, picture, tables
 from robopolicy.core.spec import Field
-from robopolicy.inference.calibration import calibrate
+from robopolicy.inference.caching import CachePlan, FirstBlockCaching
+from robopolicy.inference.calibration import Calibration, calibrate
+from robopolicy.inference.comparison import EXACT, action_error, decided
+from robopolicy.inference.engine import with_engine
 from robopolicy.nn.configuration import DenoiserKind, Prediction
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import PolicyKind
@@ -32,6 +35,13 @@ def test_the_peer_s_loop_decides_as_the_policy_does(prediction: Prediction, clip
     assert torch.allclose(own, theirs, atol=1e-4)
 
 
+def _plan(arm: str, found: Calibration) -> CachePlan:
+    made = HUNDRED[arm].cache
+    plan = made and made(found)
+    assert isinstance(plan, CachePlan)
+    return plan
+
+
 def test_the_peer_is_for_diffusions():
     with pytest.raises(Exception, match="for diffusions"):
         DiffusersLoop(_policy(kind=PolicyKind.FLOW, sampling_steps=4))
@@ -42,8 +52,18 @@ def test_uniform_plans_cost_what_bac_costs():
     found = calibrate(policy, {"observation.state": torch.randn(4, 1, 3)}, torch.Generator().manual_seed(0))
     for budget in (5, 10, 20):
         names = f"BAC {budget}", f"uniform at the cost of BAC {budget}"
-        own, beside = (HUNDRED[name].cache(found).share for name in names)  # type: ignore[misc]
+        own, beside = (_plan(name, found).share for name in names)
         assert abs(own - beside) < 1 / 40
+
+
+def test_first_block_caching_computes_less_the_more_it_lets_pass():
+    """Where nothing may change all is computed, so it decides as the reference does."""
+    policy = _policy(denoiser=DenoiserKind.TRANSFORMER, sampling_steps=40)
+    seen: Any = {"observation.state": torch.randn(1, 1, 3)}
+    own = decided(policy, seen)
+    ways = [with_engine(policy, LEAN, FirstBlockCaching(each)) for each in (0.0, *CHANGES)]
+    errors = [action_error(decided(way, seen), own) for way in ways]
+    assert errors[0] < EXACT < errors[1] < errors[2]
 
 
 def test_tables_and_plot_show_every_way():
