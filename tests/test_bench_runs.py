@@ -192,13 +192,15 @@ def test_precisions_are_judged_after_as_many_iterations_and_take_turns(tmp_path,
 def test_policies_that_are_told_are_judged_under_controls_and_on_what_was_held_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(language, "GROUPS", 16)
     few = [
-        "collect.episodes=64",
-        "teach.episodes=64",
+        "collect.episodes=32",
+        "teach.episodes=24",
         "teach.rounds=2",
         "teach.last_steps=2",
         "teach.fit.steps=2",
         "finetune.group_size=4",
         "policy.text_features=8",
+        "world.image_size=16",
+        "policy.image.channels=[8,8,8]",
     ]
     overrides = ",".join(f"'{setting}'" for setting in (*TINY, *few))
     given = ["bench.name=language", "bench.seeds=[0]", f"run.root={tmp_path}", f"bench.overrides=[{overrides}]"]
@@ -206,7 +208,11 @@ def test_policies_that_are_told_are_judged_under_controls_and_on_what_was_held_o
     arms = json.loads((tmp_path / "bench" / "language" / "benchmark.json").read_text())["arms"]
     assert set(arms) == set(language.ARMS)
     rows = {arm: seeds["0"] for arm, seeds in arms.items()}
-    assert rows["imitation"]["env_steps"] == 0 < min(row["env_steps"] for row in list(rows.values())[1:])
+    assert {arm for arm, row in rows.items() if not row["env_steps"]} == set(language.IMITATED)
+    assert {arm for arm, row in rows.items() if "refused" not in row["controls"]["paraphrase"]} == {"hidden words"}
+    students = tmp_path / "bench" / "language" / "tidy" / "teach"
+    read = {arm: (students / arm / "0" / "checkpoint" / "config.json").read_text() for arm in language.TAUGHT}
+    assert "images.wrist" in read["cameras"] and "images.wrist" not in read["distillation"]
     for row in rows.values():
         assert set(row["controls"]) == {"wrong_instruction", "paraphrase"}
         assert row["asked"]["episodes"] == row["held_out"]["episodes"] == 8

@@ -2,8 +2,9 @@
 
 `tidy`: nine instructions are trained, three compositions of known words are held out. PPO and GRAPE begin with the
 imitated policy and play about as many episodes; on-policy distillation begins with nothing, and the scene's expert
-says what it would have done where the student led (DAgger). Every policy is judged on the same starts: as asked, told
-another instruction, told the same in words that it has not heard, and asked for what was held out.
+says what it would have done where the student led (DAgger), one that reads the state and one that sees. Every policy is
+judged on the same starts: as asked, told another instruction, told the same in words that it has not heard, and asked
+for what was held out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,11 +35,23 @@ GROUPS = 512
 
 ARMS = {
     BASE: "imitation of 1,000 demonstrations",
+    "hidden words": "imitation, a tenth of the words hidden",
     PPO: "PPO in the flow",
     "GRAPE": "GRAPE",
     "distillation": "on-policy distillation from the expert",
+    "cameras": "the same, by two cameras in the place of the state",
 }
 """What bench.only names."""
+IMITATED = {BASE: "diffusion", "hidden words": "hidden_words"}
+"""Arm -> name of its pre-trained policy (`runs.BASES`)."""
+SEEING = (
+    "world.cameras=[front,wrist]",
+    "world.image_size=64",
+    "policy.observation_keys=[observation.state,observation.images.front,observation.images.wrist]",
+    "policy.image.channels=[16,32,32]",
+)
+TAUGHT: dict[str, tuple[str, ...]] = {"distillation": (), "cameras": (*SEEING, "teach.batch_size=128")}
+"""Arm -> further settings of its student."""
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
@@ -69,23 +82,24 @@ def measure(config: Config, root: Path, arm: str, seed: int) -> dict[str, Any]:
 
 def learned(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[str, float]]:
     """Return the checkpoint of an arm, and the control steps and seconds that learning it took beyond imitation."""
-    if arm == "distillation":
-        return taught(config, root, seed)
-    if arm == BASE:
-        return pretrained(config, root, TASK, "diffusion", seed) / "checkpoint", {"env_steps": 0}
+    if arm in TAUGHT:
+        return taught(config, root, arm, seed)
+    if arm in IMITATED:
+        return pretrained(config, root, TASK, IMITATED[arm], seed) / "checkpoint", {"env_steps": 0}
     settings = () if arm == PPO else as_many_episodes(config, root, seed)
     result = run_variant(config, root, TASK, arm, Variant("diffusion", (*settings, "finetune.videos=0")), seed).result
     place = root / TASK / "finetune" / arm / str(seed) / "checkpoint"
     return place, {name: result[name] for name in ("env_steps", "seconds", "iterations")}
 
 
-def taught(config: Config, root: Path, seed: int) -> tuple[Path, dict[str, float]]:
+def taught(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[str, float]]:
     """Return the checkpoint of a student of the expert, and the control steps that were played."""
-    place = root / TASK / "teach" / TASK / str(seed)
+    place = root / TASK / "teach" / arm / str(seed)
     if not is_complete(place):
-        output.print(Rule(f"[bold]{ARMS['distillation']}, seed {seed}", align="left"))
+        output.print(Rule(f"[bold]{ARMS[arm]}, seed {seed}", align="left"))
         more = "teach.teacher=expert", "teach.rounds=8", "teach.episodes=200", "teach.evaluate_episodes=0"
-        teach.run(compose([*more, *settings_of(config, root, TASK, seed)]))
+        own = f"run.name={arm}", "teach.videos=0"
+        teach.run(compose([*more, *own, *TAUGHT[arm], *settings_of(config, root, TASK, seed)]))
     return place / "checkpoint", {"env_steps": read_json(place / "result.json")["env_steps"]}
 
 

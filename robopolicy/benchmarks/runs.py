@@ -108,11 +108,13 @@ BASES = {
     "hundred_steps": Changes((*TRANSFORMER, "policy.sampling_steps=100")),
     "ten_steps": Changes(("policy.sampling_steps=10", "policy.finetuned_steps=null")),
     "ten_steps_of_a_transformer": Changes((*TRANSFORMER, "policy.sampling_steps=10")),
+    "hidden_words": Changes(("policy.hidden_words=0.1",)),
     "novice": Changes(("train.fit.steps=60",)),
     "token_novice": Changes((*TOKEN, "train.fit.steps=150")),
 }
 """Pre-trained policies by name. few, many: how many demonstrations; novice: training stopped while success is rare.
 Token policies need more than the dozen demonstrations of pick_place. hundred_steps, ten_steps...: of denoising.
+hidden_words: now and then a word is not heard, so that words that never were heard are not refused later.
 """
 
 RECIPES = {"push_cube_moving": ("recipe=push_cube", "world.name=push_cube_moving")}
