@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from robopolicy.core.delayed import QUEUE
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Decision, Policy, TensorObservation
@@ -111,6 +112,11 @@ def plans_of(policy: Policy, kind: str, options: Mapping[str, Any] | None = None
     """
     if kind == SYNCHRONOUS:
         return None
+    if QUEUE in policy.spec.observation:
+        raise ConfigError(
+            f"chunking={kind}: this policy decides ahead, for a delay that it was trained for ({QUEUE}), and its robot "
+            "need not go on with an old plan: leave chunking=synchronous."
+        )
     made = with_chunking(policy, kind, Delay(), options)
     if not isinstance(made, OverlappingPolicy):
         raise ConfigError(

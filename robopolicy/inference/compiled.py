@@ -45,10 +45,11 @@ def compiled(policy: Policy, config: InferenceConfig, caching: Caching | None = 
             "as it goes: use engine=lean, or a cache plan."
         )
     made = CompiledDenoising(denoising, config, caching)
-    if caching is not None and made.longest > UNROLLED:
+    steps = len(made.samplers[True].steps)
+    if caching is not None and steps > UNROLLED:
         raise ConfigError(
             f"engine=compiled remembers blocks in chains of at most {UNROLLED} steps, which it unrolls; this one has "
-            f"{made.longest}: use engine=lean."
+            f"{steps}: use engine=lean."
         )
     return made
 
@@ -60,10 +61,9 @@ class CompiledDenoising(LeanDenoising):
         super().__init__(policy, config, caching)
         self._programs: dict[tuple[Any, ...], Program] = {}
 
-    @property
-    def longest(self) -> int:
-        """The number of steps of its longer chain."""
-        return max(len(sampler.steps) for sampler in self.samplers.values())
+    def _is_long(self, quiet: bool) -> bool:
+        """Whether the chain of such decisions, noise-free or not, has too many steps to be unrolled."""
+        return len(self.samplers[quiet].steps) > UNROLLED
 
     def _prepare(self) -> None:
         known = self._known
@@ -71,9 +71,9 @@ class CompiledDenoising(LeanDenoising):
         if self._known == known:
             return
         self._programs.clear()
-        if self.longest > UNROLLED:
-            policy = self.policy
-            for flag, (_, _, first) in self._at.items():
+        policy = self.policy
+        for flag, (_, _, first) in self._at.items():
+            if self._is_long(flag):
                 times = self.samplers[flag].times.to(policy.action_low.device)
                 late = self._each_step(policy.network, times)
                 early = self._each_step(policy.base, times) if first and policy.base is not None else late
@@ -107,7 +107,7 @@ class CompiledDenoising(LeanDenoising):
             return super()._chain(quiet, condition, before, draws)
         rows, same = rows_in(condition), before is condition
         wanted = bucket(rows)
-        if self.longest > UNROLLED:
+        if self._is_long(quiet):
             chosen = {name: filled(value, wanted) for name, value in condition.items()}
             early = chosen if same else {name: filled(value, wanted) for name, value in before.items()}
             steps = None if draws.steps is None else filled(draws.steps, wanted, 1)

@@ -26,6 +26,7 @@ from robopolicy.nn.denoisers import Denoiser
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.likelihood import matching_latents
 from robopolicy.policies.network import (
     ChunkNetwork,
     Condition,
@@ -65,19 +66,18 @@ def require_denoising(policy: Policy, engine: str) -> DenoisingPolicy:
 class LeanDenoising:
     """A `core.policy.Policy` that decides as a denoising policy does; make one with `lean`.
 
-    Its tables follow the policy's weights: they are computed again where those have changed. With a sampler of its own
-    every decision is noise-free.
+    Its tables follow the policy's weights: they are computed again where those have changed. Another sampler and
+    remembered blocks are for noise-free decisions, of which it is known what they cost: what explores takes the
+    policy's own chain, every step computed.
     """
 
     def __init__(self, policy: DenoisingPolicy, config: InferenceConfig, caching: Caching | None = None):
         self.policy, self.config, self.caching = policy, config, caching
         schedule = policy.schedule
-        if config.sampler:
-            quiet = make_sampler(config.sampler, schedule, config.steps)
-            self.samplers = {True: quiet, False: quiet}
-        else:
-            self.samplers = {flag: own_sampler(schedule, deterministic=flag) for flag in (True, False)}
-        self.noisy = not config.sampler and not policy.scored_by_matching
+        own = {flag: own_sampler(schedule, deterministic=flag) for flag in (True, False)}
+        self._still = own[True]
+        self.samplers = own | ({True: make_sampler(config.sampler, schedule, config.steps)} if config.sampler else {})
+        """Noise-free or not -> the steps that are taken."""
         self._weights = [*policy.parameters(), *policy.buffers()]
         self._known = -1
         self._vectors = Vectors.of(policy)
@@ -111,16 +111,20 @@ class LeanDenoising:
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Tensor:
         """Return all P steps that a decision predicts, [B, P, A] in the world's units and bounds; see `act`."""
-        return self.policy.to_predictions(self._latents(observation, generator, deterministic))
+        latents = self._latents(observation, generator, deterministic)
+        return self.policy.to_predictions(latents[:, self.policy.part.first :])
 
     def _latents(self, observation: TensorObservation, generator: torch.Generator, deterministic: bool) -> Tensor:
         """Return the clean latents [B, P, A] of a decision."""
-        policy, quiet = self.policy, deterministic or not self.noisy
+        policy, quiet = self.policy, deterministic or self.policy.scored_by_matching
         condition, before = self._conditions(observation)
         if quiet:  # what `draw` draws for it
             shape = rows_in(condition), *self._noise_shape
             start = torch.randn(shape, generator=generator, device=generator.device)
-            return self._chain(True, condition, before, Draws(start.to(self._device)))
+            final = self._chain(True, condition, before, Draws(start.to(self._device)))
+            if policy.scored_by_matching:  # the next decision's noise is that of the policy itself
+                matching_latents(final, policy.schedule, policy.config.matching_samples, generator)
+            return final
         draws = draw(
             policy.schedule,
             (rows_in(condition), *policy.noise_shape),
@@ -131,6 +135,8 @@ class LeanDenoising:
             scored=slice(policy.first_step, None),
             noisy_steps=policy.config.noisy_steps,
         )
+        if draws.steps is not None and policy.has_own_latents:
+            draws.steps[..., policy.part.size :] = 0.0  # what pads an action explores nothing
         return self._chain(False, condition, before, draws)
 
     @torch.no_grad()
@@ -174,12 +180,12 @@ class LeanDenoising:
         """Return the weights of x and clean in the steps of which some rows are noise-free; their `noise` becomes 0."""
         if draws.quiet is None:
             return None
-        first, still = self.policy.first_step, self.samplers[True]
+        first = self.policy.first_step
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for place in range(draws.quiet.shape[1]):
             index, rows = first + place, draws.quiet[:, place, None, None]
             noise[index].masked_fill_(rows, 0.0)
-            pairs = [(own.latents[0][1], own.cleans[0][1]) for own in (still.steps[index], sampler.steps[index])]
+            pairs = [(own.latents[0][1], own.cleans[0][1]) for own in (self._still.steps[index], sampler.steps[index])]
             of_x, of_clean = (torch.where(rows, *each) for each in zip(*pairs, strict=True))
             found[index] = of_x, of_clean
         return found
@@ -204,9 +210,9 @@ class LeanDenoising:
             times = sampler.times.to(policy.action_low.device)
             # The frozen base takes what is noisier than the first step that was fine-tuned.
             first = int((times > policy.schedule.times[policy.first_step] + 1e-6).sum()) if policy.base else 0
-            scored = prepared(policy.network, times, config.precision, self.caching)
-            base = policy.base if first else None
-            leading = prepared(base, times, config.precision, self.caching) if base is not None else scored
+            caching, base = self.caching if flag else None, policy.base if first else None
+            scored = prepared(policy.network, times, config.precision, caching)
+            leading = prepared(base, times, config.precision, caching) if base is not None else scored
             self._at[flag] = leading, scored, first
         self._vectors = Vectors.of(policy)
         self._first, self._noise_shape, self._device = policy.first_step, policy.noise_shape, policy.action_low.device

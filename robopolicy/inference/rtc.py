@@ -26,7 +26,7 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhead, Underway
-from robopolicy.nn.prefix import with_prefix
+from robopolicy.nn.prefix import given_steps, with_prefix
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.network import Steps
@@ -85,13 +85,16 @@ def continued(
     *,
     deterministic: bool,
 ) -> Tensor:
-    """Return the plan [B, P, A] that continues the next d steps of the one underway; see `Plans`."""
+    """Return the plan [B, P, A] that continues the next d steps of the one underway, with these; see `Plans`."""
     assert isinstance(policy, DenoisingPolicy)
     overlap, steps = underway.rest.shape[1], policy.config.prediction_steps
-    target = torch.nn.functional.pad(policy.action_normalizer(underway.rest), (0, 0, 0, steps - overlap))
+    behind = (0, 0, 0, steps - overlap)
+    target = torch.nn.functional.pad(policy.action_normalizer(underway.rest), behind)
     count = min(underway.delay, policy.config.prefix_steps) * underway.known  # a robot may be slower than was learned
     guided: Callable[[Steps], Steps] = lambda inner: PrefixedSteps(inner, target, count)  # noqa: E731
-    return policy.predict(observation, generator, deterministic=deterministic, guided=guided)
+    plan = policy.predict(observation, generator, deterministic=deterministic, guided=guided)
+    # What the network says of given steps means nothing, and a robot that is answered sooner executes some of them.
+    return torch.where(given_steps(count, steps)[..., None], torch.nn.functional.pad(underway.rest, behind), plan)
 
 
 class PrefixedSteps:
@@ -115,6 +118,11 @@ def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobi
             f"Real-time chunking guides the denoising of a diffusion or flow policy, and this is a "
             f"{type(policy).__name__}: choose prefetch, ensembling, bidirectional or synchronous. Of a policy that an "
             "engine computes choose engine=reference."
+        )
+    if policy.has_own_latents:
+        raise ConfigError(
+            "Real-time chunking guides normalised actions, and this policy's network denoises something else "
+            "(`policies.latents.OwnLatents`): choose prefetch, ensembling, bidirectional or synchronous."
         )
     if strongest <= 0:
         raise ConfigError(f"max_guidance_weight is {strongest}; it is positive.")

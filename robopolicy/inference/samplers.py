@@ -86,7 +86,16 @@ class MakesSampler(Protocol):
 
 
 def own_sampler(schedule: NoiseSchedule, *, deterministic: bool) -> Sampler:
-    """Return the steps that a policy takes by itself, noise-free or not."""
+    """Return the steps that a policy takes by itself, noise-free or not.
+
+    Raises ConfigError where its steps are not linear in latents and clean estimates: noise that does not follow a
+    bounded estimate.
+    """
+    if schedule.signals is not None and schedule.clip is not None:
+        raise ConfigError(
+            "This policy bounds its clean estimates and leaves the noise as it was (as diffusers' DDIM does): only "
+            "engine=reference takes such steps."
+        )
     table = schedule.deterministic_table if deterministic else schedule.table
     steps = list[SamplerStep]()
     for place, (time, row) in enumerate(zip(schedule.times.tolist(), table.tolist(), strict=True)):
@@ -108,7 +117,13 @@ def ddim(schedule: NoiseSchedule, steps: int) -> Sampler:
     """DDIM without noise (Song et al. 2021, arXiv:2010.02502), evenly spaced from the noisiest step on."""
     diffusion = _diffusion(schedule, "ddim")
     fewer = DiffusionSchedule(
-        diffusion.training_steps, steps, diffusion.prediction, eta=0.0, clip=diffusion.clip, spacing=diffusion.spacing
+        diffusion.training_steps,
+        steps,
+        diffusion.prediction,
+        eta=0.0,
+        clip=diffusion.clip,
+        spacing=diffusion.spacing,
+        beta_schedule=diffusion.beta_schedule,
     )
     return own_sampler(fewer, deterministic=True)
 

@@ -121,6 +121,11 @@ class DenoisingPolicy(nn.Module):
         )
 
     @property
+    def has_own_latents(self) -> bool:
+        """Whether the network denoises another thing than normalised actions; see `latents.OwnLatents`."""
+        return bool(self._own)
+
+    @property
     def finetuning(self) -> dict[str, Any] | None:
         """The arguments of `prepare_finetuning`, None before it was called."""
         if not self._prepared:

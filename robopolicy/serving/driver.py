@@ -119,7 +119,7 @@ class Driver:
     simulator that stands still meanwhile. requests: shared with other drivers of the same connection. counts: how many
     steps were taken ("steps"), held ("held"), clipped ("clipped"), late answers thrown away ("stale"), failures
     ("failures"). late: by how many steps the present chunk is executed later than it was meant, because the robot held
-    still meanwhile. error: what the server did wrong last, None since it answered.
+    still meanwhile, which the policy had not foreseen. error: what the server did wrong last, None since it answered.
     Raises ServingError where the server does not describe its policy, ConfigError on a prefetch beyond the chunk and
     for a policy that decides further ahead than its chunks reach.
     """
@@ -173,7 +173,7 @@ class Driver:
         self._chunk = np.zeros((0, *self.policy.shape))
         self._begins, self._seen, self.late = 0, 0.0, 0
         self._request: Future[np.ndarray] | None = None
-        self._asked, self._held = _Asked(0, 0.0, 0), 0
+        self._asked, self._held, self._shown = _Asked(0, 0.0, 0, 0), 0, 0
         self._last: np.ndarray | None = None
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ class Driver:
         self.counts["steps"] += 1
         if action is None:
             self.counts["held"] += 1
-            self._held += 1
+            self._held += not self._foreseen
             action = self._still(self._last)
         self._step, self._first = self._step + 1, False
         self._last = self._limited(np.asarray(action, dtype=np.float64))
@@ -247,8 +247,15 @@ class Driver:
         policy, ahead = self.policy, self._chunk[max(self._step - self._begins, 0) :][: self.policy.ahead]
         at_first = np.clip(np.zeros(policy.shape), policy.low, policy.high)
         still = at_first if self._last is None else self._still(self._last)
+        self._shown = len(ahead)
         missing = np.broadcast_to(still, (policy.ahead - len(ahead), *policy.shape))
         return np.concatenate([ahead, missing]).astype(np.float32).reshape(-1)
+
+    @property
+    def _foreseen(self) -> bool:
+        """Whether a step that is held still was in the queue that the policy was shown: its decision is not late."""
+        since = self._step - self._asked.step
+        return self._request is not None and self._asked.shown <= since < self.policy.ahead
 
     def _after_queue(self, chunk: np.ndarray, begins: int) -> tuple[np.ndarray, int]:
         """Return a chunk that begins at a later step behind what is done until then, and the step at which that begins.
@@ -270,7 +277,7 @@ class Driver:
                 left = left[:0] if self._too_old(self._seen) else left
                 message |= {PLAN: left.astype(np.float32), DELAY: min(max(self._delays), len(left))}
             self._request = self._requests.ask(message)
-            self._asked = _Asked(self._step, self._clock(), self._held)
+            self._asked = _Asked(self._step, self._clock(), self._held, self._shown)
 
     def _take_answer(self) -> None:
         """Put an answer that has come in the place of the chunk before."""
@@ -297,7 +304,7 @@ class Driver:
             self._back_off = min(2 * self._back_off, BACK_OFF[1])
             return
         self.error, self._answered, self._back_off = None, self._clock(), BACK_OFF[0]
-        self._delays.append(self._step - asked.step if self.wait else round((self._clock() - seen) * self.policy.fps))
+        self._delays.append(self._step - asked.step)
         if begins + len(chunk) <= self._step or self._too_old(seen):
             self.counts["stale"] += 1
             return
@@ -311,7 +318,7 @@ class Driver:
         chunk = chunk.astype(np.float64)
         for index in range(self.blend):
             new, old = self._step - begins + index, self._step - self._begins + index
-            if new < len(chunk) and old < len(self._chunk):
+            if 0 <= new < len(chunk) and old < len(self._chunk):  # what is decided ahead has not begun yet
                 share = (index + 1) / (self.blend + 1)
                 chunk[new] = (1 - share) * self._chunk[old] + share * chunk[new]
         return chunk
@@ -362,11 +369,15 @@ class Driver:
 
 @dataclass(frozen=True)
 class _Asked:
-    """When a question was asked: the control step, the seconds, and how many steps had been held still before."""
+    """When a question was asked: the control step, the seconds, and how many steps had been held still unforeseen.
+
+    shown: how many actions were decided already and shown to a policy that decides ahead, which then saw stillness.
+    """
 
     step: int
     seen: float
     held: int
+    shown: int
 
 
 @dataclass(frozen=True)

@@ -243,3 +243,34 @@ def test_token_policies_read_an_instruction_once(decoding: TokenDecoding, monkey
         policy.head.weight.mul_(-1)
     both = [each.act({**seen, "task": list(TASKS[:1] * 5)}, torch.Generator()).actions for each in (policy, fast)]
     assert torch.equal(*both) and len(reads) == 5 + 2
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_stream_of_decisions_scored_by_matching_is_that_of_the_reference(deterministic: bool):
+    policy = _policy(DenoisingPolicyConfig(width=16, depth=2, sampling_steps=3, likelihood=Likelihood.MATCHING))
+    streams = [torch.Generator().manual_seed(7) for _ in range(2)]
+    for _ in range(3):
+        own, found = (
+            each.act(_seen(policy), stream, deterministic=deterministic).actions
+            for each, stream in zip((policy, with_engine(policy, LEAN)), streams, strict=True)
+        )
+        assert torch.allclose(found, own, atol=1e-5)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_explores_takes_the_policys_own_chain(cached: bool):
+    """Another sampler or remembered blocks would take away its noise, or cost what nobody has measured."""
+    policy = _policy(DenoisingPolicyConfig(width=16, depth=2, sampling_steps=6))
+    steps = 6 if cached else 2
+    updates = torch.zeros(len(policy.network.denoiser.block_names), steps, dtype=torch.bool)
+    updates[:, 0] = True
+    plan = CachePlan.of(policy.network.denoiser.block_names, updates) if cached else None
+    fast = with_engine(policy, LEAN if cached else replace(LEAN, sampler="ddim", steps=steps), plan)
+    errors = {
+        quiet: (
+            fast.act(_seen(policy), torch.Generator().manual_seed(7), deterministic=quiet).actions
+            - policy.act(_seen(policy), torch.Generator().manual_seed(7), deterministic=quiet).actions
+        )
+        for quiet in (True, False)
+    }
+    assert errors[False].abs().max() < 1e-5 < 1e-3 < errors[True].abs().max()

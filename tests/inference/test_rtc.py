@@ -8,8 +8,16 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import STATE, Field
-from robopolicy.inference.chunking import Delay, with_chunking
-from robopolicy.inference.rtc import Guidance, GuidedSteps, Mask, guidance_gains, noise_levels, prefix_weights
+from robopolicy.inference.chunking import Delay, Underway, with_chunking
+from robopolicy.inference.rtc import (
+    Guidance,
+    GuidedSteps,
+    Mask,
+    continued,
+    guidance_gains,
+    noise_levels,
+    prefix_weights,
+)
 from robopolicy.nn.configuration import DenoiserKind, Prediction
 from robopolicy.nn.prefix import draw_counts, with_prefix
 from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule
@@ -209,6 +217,18 @@ def test_a_policy_that_was_trained_to_continue_does_so_unguided():
     )
     assert crossed_blindly > 0.35 and crossed < 0.25 * crossed_blindly
     assert jump < 0.5 * jump_blindly
+
+
+def test_steps_that_are_given_stay_in_the_plan_as_they_were_given():
+    """A robot that is answered sooner than it expected executes some of them."""
+    policy = trained(made(PolicyKind.FLOW, prefix_steps=3), torch.Generator().manual_seed(0), steps=20)
+    rest = torch.tensor([[0.6, 0.5, 0.4, 0.3], [-0.6, -0.5, -0.4, -0.3]])[..., None]
+    underway = Underway(rest, torch.tensor([1, 0]), delay=3, chunk=4)
+    seen, draws = {STATE: torch.zeros(2, 1, 1)}, torch.Generator().manual_seed(0)
+    plan = continued(policy, seen, draws, underway, deterministic=True)
+    assert torch.equal(plan[0, :3], rest[0, :3]) and not torch.allclose(plan[0, 3], rest[0, 3])
+    free = policy.predict(seen, torch.Generator().manual_seed(0), deterministic=True)
+    assert torch.equal(plan[1], free[1])  # nothing is underway there
 
 
 @pytest.mark.parametrize("denoiser", list(DenoiserKind))

@@ -119,3 +119,15 @@ def test_samplers_of_other_policies_and_step_counts_are_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             make_sampler(name, schedule, steps)
+
+
+def test_ddim_keeps_the_schedules_betas():
+    schedule = DiffusionSchedule(50, 10, eta=0.0, beta_schedule="linear")
+    assert make_sampler("ddim", schedule, 10) == own_sampler(schedule, deterministic=True)
+
+
+def test_steps_that_a_table_cannot_say_are_refused():
+    """Where the bound leaves the noise as it was, a step is not linear in latents and bounded estimates."""
+    with pytest.raises(ConfigError, match="only engine=reference"):
+        own_sampler(DiffusionSchedule(20, 10, rederived=False), deterministic=True)
+    own_sampler(DiffusionSchedule(20, 10, clip=None, rederived=False), deterministic=True)

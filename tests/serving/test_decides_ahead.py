@@ -120,3 +120,49 @@ def test_what_cannot_be_driven_is_refused_and_robots_need_not_show_the_queue():
     motors = dict.fromkeys(world.spec.observation[STATE].names, float)
     takes = dict.fromkeys(world.spec.action.names, float)
     assert list(wired(Decides(world).metadata, motors, takes, {}, {}).vectors) == [STATE]
+
+
+def test_what_is_decided_ahead_does_not_lead_over_from_what_is_done_before_it():
+    plain, blended = ([*_driven(blend=blend)] for blend in (0, 2))
+    assert plain == blended
+
+
+def _driven(**options):
+    world = make_world(NAME, 1)
+    with Driver(Decides(world), hold=np.zeros(4), wait=True, **options) as driver:
+        for _ in range(3 * CHUNK):
+            yield driver.step({STATE: np.zeros(world.spec.observation[STATE].shape)}).tolist()
+
+
+def test_stillness_that_the_policy_was_shown_is_not_lateness():
+    """A short queue was shown as one that ends in holding still: its decision is for the step after that."""
+    world = make_world(NAME, 1)
+    server = Slow(world)
+    frames = {STATE: np.zeros(world.spec.observation[STATE].shape)}
+    with Driver(server, hold=np.zeros(4), patience=20.0, grace=0.0, max_age=60.0) as driver:
+        server.go.release()
+        for _ in range(STEPS + CHUNK):  # the first chunk is executed, and the second is not there
+            driver.step(frames)
+        driver.step(frames)
+        assert driver.counts["held"] == 1
+        _answer(server, driver)  # one step late: the queue, three steps long, was shown full
+        driver.look(frames)
+        assert driver.late == 1
+        driver._chunk = driver._chunk[: driver._step - driver._begins + 1]  # one action is left, two are still
+        driver.look(frames)
+        shown = server.seen[-1] if driver._request is None else driver._frames[QUEUE].reshape(-1)
+        assert not shown.reshape(STEPS, 4)[1:].any() and shown.reshape(STEPS, 4)[0].any()
+        for _ in range(STEPS):
+            driver.act()
+            driver.look(frames)
+        assert driver.counts["held"] == 3
+        _answer(server, driver)
+        driver.look(frames)
+        assert driver.late == 0 and driver._chunk[driver._step - driver._begins].any()
+
+
+def _answer(server, driver):
+    request = driver._request
+    assert request is not None
+    server.go.release()
+    request.result(timeout=20)
