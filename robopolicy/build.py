@@ -302,9 +302,10 @@ def load_acting(
     """Load a policy that is to act and not to learn, computed by the engine that the section names.
 
     With engine=auto by what `robopolicy optimize` has stored beside the checkpoint, if anything: a plan made for other
-    weights is refused with a warning, one measured elsewhere is used with one. Engines say what is executed and not
-    always what is planned beyond it: for a chunking other than synchronous, which needs that, auto is the policy as it
-    was trained. Raises as `load_policy` does, and ConfigError where the engine does not compute such policies.
+    weights is refused with a warning, and so is one that does not fit the policy or this machine; one measured
+    elsewhere is used with one. Engines say what is executed and not always what is planned beyond it: for a chunking
+    other than synchronous, which needs that, auto is the policy as it was trained. Raises as `load_policy` does, and
+    ConfigError where the engine does not compute such policies.
     """
     folder = checkpoint_in(folder)
     policy = load_policy(folder, device)
@@ -318,7 +319,11 @@ def load_acting(
         return policy
     if said := plan.elsewhere(torch.device(device)):
         warnings.warn(f"{said} robopolicy optimize {folder} chooses anew.", RobopolicyWarning, stacklevel=2)
-    return with_engine(policy, plan.config, plan.cache)
+    try:
+        return with_engine(policy, plan.config, plan.cache)
+    except ConfigError as error:  # config.json, or this machine, is not what the plan was made for
+        warnings.warn(plan.useless(folder, error), RobopolicyWarning, stacklevel=2)
+        return policy
 
 
 def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:

@@ -38,7 +38,9 @@ class OptimizeSection:
     """Episodes that judge reference and choice on the same starts, 0 for none."""
 
     def __post_init__(self) -> None:
-        if min(self.episodes, self.observations, self.batch, self.rounds, *self.steps, *self.budgets) < 1:
-            raise ConfigError("optimize: episodes, observations, batch, rounds, steps and budgets are at least 1.")
+        if min(self.episodes, self.observations - 1, self.batch, self.rounds, *self.steps, *self.budgets) < 1:
+            raise ConfigError(
+                "optimize: episodes, batch, rounds, steps and budgets are at least 1, and observations at least 2."
+            )
         if self.error < 0 or self.evaluate_episodes < 0 or not self.engines:
             raise ConfigError("optimize: error and evaluate_episodes are at least 0, and there is an engine to try.")

@@ -61,6 +61,10 @@ class CompiledDenoising(LeanDenoising):
         super().__init__(policy, config, caching)
         self._programs: dict[tuple[Any, ...], Program] = {}
 
+    def sizes(self, most: int) -> tuple[int, ...]:
+        """Return the buckets of up to `most` rows; see `engine.CompilesForRows`."""
+        return tuple(dict.fromkeys(map(bucket, range(1, most + 1))))
+
     def _is_long(self, quiet: bool) -> bool:
         """Whether the chain of such decisions, noise-free or not, has too many steps to be unrolled."""
         return len(self.samplers[quiet].steps) > UNROLLED

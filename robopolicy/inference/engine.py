@@ -4,7 +4,7 @@ An engine takes a policy and returns one that decides the same faster, or approx
 returns acts and nothing else: scores, gradients and checkpoints stay with the policy that it was made of.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin
@@ -32,6 +32,15 @@ class Engine(Protocol):
 
         caching: who remembers its blocks from step to step, None for nobody. Raises ConfigError where it cannot.
         """
+        ...
+
+
+@runtime_checkable
+class CompilesForRows(Policy, Protocol):
+    """A policy whose first decision for a number of rows takes long, because code is made for it."""
+
+    def sizes(self, most: int) -> tuple[int, ...]:
+        """Return for which numbers of rows code is made where at most so many decide together."""
         ...
 
 

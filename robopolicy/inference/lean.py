@@ -78,6 +78,8 @@ class LeanDenoising:
         self._still = own[True]
         self.samplers = own | ({True: make_sampler(config.sampler, schedule, config.steps)} if config.sampler else {})
         """Noise-free or not -> the steps that are taken."""
+        if caching is not None and isinstance(policy.network, ChunkNetwork):
+            caching.check(policy.network.denoiser.block_names, len(self.samplers[True].steps))
         self._weights = [*policy.parameters(), *policy.buffers()]
         self._known = -1
         self._vectors = Vectors.of(policy)

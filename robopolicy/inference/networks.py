@@ -101,7 +101,7 @@ def _transformer(denoiser: TransformerDenoiser, table: Tensor) -> Callable[[Tens
         modulated = one if rows == 1 else many
 
         def predict(x: Tensor, step: int) -> Tensor:
-            context = contexts(step).view(rows, -1, width)
+            context = contexts(step).view(rows, table.shape[-1] // width, width)
             parts = context[0].unbind(0) if rows == 1 else context[:, :, None].unbind(1)
             tokens = linear(x, embedding) + position
             apart = *x.shape[:2], 3, heads, width // heads

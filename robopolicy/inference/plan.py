@@ -44,9 +44,13 @@ class InferencePlan:
         """Return why the plan is not for the checkpoint in `folder`, "" where it is."""
         if weights_hash(folder) == self.weights:
             return ""
+        return self.useless(folder, "it was made for other weights than those beside it")
+
+    def useless(self, folder: Path, why: object) -> str:
+        """Return that the plan beside the checkpoint in `folder` is not used, why, and the way out."""
         return (
-            f"{folder / FILE} was made for other weights than those beside it: robopolicy optimize {folder} makes it "
-            "anew. Until then the policy decides as it was trained (inference.engine=reference)."
+            f"{folder / FILE} is not used: {why}. robopolicy optimize {folder} makes it anew; until then the policy "
+            "decides as it was trained (inference.engine=reference)."
         )
 
     def elsewhere(self, device: torch.device) -> str:

@@ -19,6 +19,11 @@ class RatioLevel(Enum):
     EPISODE_MEAN = "episode_mean"
 
     @property
+    def needs_all_steps(self) -> bool:
+        """Whether a random choice of a decision's steps says something else: a sum, or which action a token is of."""
+        return self not in (RatioLevel.STEP, RatioLevel.DECISION_MEAN, RatioLevel.EPISODE_MEAN)
+
+    @property
     def whole_episodes(self) -> bool:
         """Whether minibatches must hold whole episodes."""
         return self in (RatioLevel.EPISODE_SUM, RatioLevel.EPISODE_MEAN)

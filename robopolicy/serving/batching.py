@@ -119,6 +119,12 @@ class InferenceQueue:
             return f"The policy has been computing for {self.pass_age:.0f} s: restart the server if it does not end."
         return None
 
+    async def first(self, observation: Observation, rows: int) -> None:
+        """Answer one observation [1, H, ...] in a batch of so many rows, however long that takes; raises as `infer`."""
+        nobody: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        batch = [Waiting(observation, nobody, None, None)] * rows
+        await self._thread.call(lambda: self._act(batch))
+
     async def infer(
         self, observation: Observation, generator: torch.Generator | None = None, left: Left | None = None
     ) -> Answer:

@@ -63,7 +63,7 @@ def drive(
         "requests": len(robots.requests.latencies),
         "wall_seconds": time.perf_counter() - started,
         "rate": rate,
-        "prefetch": robot.prefetch,
+        "prefetch": robots.drivers[0].prefetch,
         "latency_steps": robot.latency_steps,
         **{name: counts[name] for name in ("held", "clipped", "stale", "failures")},
         "deadline_misses": clock.misses,
@@ -89,8 +89,9 @@ class _Robots:
                 patience=settings.patience,
                 wait=clock.period == 0,
                 requests=self.requests,
+                session=str(row) if world.batch_size > 1 else "",
             )
-            for _ in range(world.batch_size)
+            for row in range(world.batch_size)
         ]
         self.player = Player(world, self)
 

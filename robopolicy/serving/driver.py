@@ -32,7 +32,7 @@ from robopolicy.core.history import begin, move
 from robopolicy.core.spec import TASK
 from robopolicy.serving.client import RefusedError
 from robopolicy.serving.holding import Hold
-from robopolicy.serving.protocol import DELAY, PLAN
+from robopolicy.serving.protocol import DELAY, PLAN, SESSION
 
 BACK_OFF = 0.1, 5.0
 """Seconds before a server that failed is asked again: at first, and at most; doubled in between."""
@@ -116,7 +116,8 @@ class Driver:
     held back after its observation, to simulate a slow one; an episode's first is not. blend: over so many steps a new
     chunk takes over from the old one. max_age: seconds after which an observation is too old to act on (None: as long
     as two chunks take). patience: seconds that an episode's first chunk is waited for. wait: wait for every chunk, in a
-    simulator that stands still meanwhile. requests: shared with other drivers of the same connection. counts: how many
+    simulator that stands still meanwhile. requests: shared with other drivers of the same connection, each of which
+    then has a `session` of its own, by which the server tells them apart. counts: how many
     steps were taken ("steps"), held ("held"), clipped ("clipped"), late answers thrown away ("stale"), failures
     ("failures"). late: by how many steps the present chunk is executed later than it was meant, because the robot held
     still meanwhile, which the policy had not foreseen. error: what the server did wrong last, None since it answered.
@@ -138,6 +139,7 @@ class Driver:
         patience: float = 5.0,
         wait: bool = False,
         requests: Requests | None = None,
+        session: str = "",
         clock: Callable[[], float] = time.monotonic,
     ):
         described = described_policy(client.metadata)
@@ -154,7 +156,7 @@ class Driver:
             )
         if described.overlap or described.ahead:
             self.prefetch = described.overlap or described.ahead
-        self.latency_steps = latency_steps
+        self.latency_steps, self.session = latency_steps, session
         self._delays = deque([latency_steps], REMEMBERED_DELAYS)
         self.grace = 0.5 / described.fps if grace is None else grace
         self.max_age = 2 * described.chunk / described.fps if max_age is None else max_age
@@ -270,6 +272,8 @@ class Driver:
     def _ask(self) -> None:
         if self._request is None and self._clock() >= self._ask_after:
             message: dict[str, Any] = {key: value[0] for key, value in self._frames.items()}
+            if self.session:
+                message[SESSION] = self.session
             if self._task is not None:
                 message[TASK] = self._task
             if self.policy.overlap:

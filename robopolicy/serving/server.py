@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, cast
 
-import numpy as np
 import torch
 from websockets.asyncio.server import Server, ServerConnection
 from websockets.asyncio.server import serve as listen
@@ -35,7 +34,7 @@ from robopolicy.core.errors import NonFiniteError, RobopolicyError, ServingError
 from robopolicy.core.origin import origin_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
+from robopolicy.core.spec import Observation
 from robopolicy.inference.chunking import Plans, plans_of
 from robopolicy.serving.batching import Answer, BusyError, InferenceQueue
 from robopolicy.serving.configuration import ServerConfig
@@ -46,6 +45,7 @@ from robopolicy.serving.metrics import Metrics
 from robopolicy.serving.protocol import REQUEST, RESET, SEED, fingerprint, pack, sealed, unpack
 from robopolicy.serving.sessions import Sessions
 from robopolicy.serving.underway import Left
+from robopolicy.serving.warmup import warmed_up
 
 LARGE = 64 * 1024
 """Bytes of a message that is decoded off the event loop."""
@@ -149,7 +149,8 @@ class PolicyServer:
         """Serve until `stop` is set, then close every connection in order, within SHUTDOWN seconds."""
         self.queue.start()
         try:
-            await self.queue.infer(blank_observation(self.policy))
+            if not await warmed_up(self.queue, self.log, stop):
+                return
             server = await self._listen()
             port = next(iter(server.sockets)).getsockname()[1]
             self.log("listening", host=self.settings.host, port=port)
@@ -395,17 +396,6 @@ def _settled(outcome: bytes | Exception) -> asyncio.Future[bytes]:
     else:
         reply.set_result(outcome)
     return reply
-
-
-def blank_observation(policy: Policy) -> Observation:
-    """Return a zero observation [1, H, ...] that fits the policy, to warm it up before the first client waits."""
-    spec = policy.spec
-    observation: Observation = {
-        key: np.zeros((1, spec.history, *field.shape), np.uint8 if key.startswith(IMAGE_PREFIX) else np.float32)
-        for key, field in spec.observation.items()
-    }
-    observation[TASK] = np.array([spec.instructions[0] if spec.instructions else ""])
-    return observation
 
 
 def _tls(settings: ServerSettings) -> ssl.SSLContext | None:

@@ -53,6 +53,23 @@ def minibatch_rows(algorithm: Algorithm, config: FinetuneConfig, rows: int) -> i
     return config.minibatch
 
 
+def _require_steps(algorithm: Algorithm, config: FinetuneConfig) -> None:
+    """Raise ConfigError where some random steps would be scored of decisions whose steps all count together."""
+    if not config.scored_steps:
+        return
+    if algorithm.ratio_level.needs_all_steps:
+        raise ConfigError(
+            f"scored_steps={config.scored_steps} scores some random steps of a decision, and with "
+            f"ratio_level={algorithm.ratio_level.value} all of them make one ratio: set scored_steps=0, or "
+            "ratio_level=step, decision_mean or episode_mean."
+        )
+    if Need.WHOLE_GROUPS in algorithm.needs:
+        raise ConfigError(
+            f"scored_steps={config.scored_steps} scores some random steps of a decision, and this algorithm compares "
+            "episodes by the sum over all their steps: set scored_steps=0."
+        )
+
+
 class Learner:
     """Policy, critic (or None) and their optimisers."""
 
@@ -68,6 +85,7 @@ class Learner:
         teacher: Policy | None = None,
         experts: Iterator[dict[str, Any]] | None = None,
     ):
+        _require_steps(algorithm, config)
         self.policy, self.critic, self.base, self.teacher = policy, critic, base, teacher
         self.models, self.experts = models or {}, experts
         self.algorithm, self.config, self.instructions = algorithm, config, instructions

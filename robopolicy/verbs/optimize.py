@@ -38,6 +38,7 @@ from robopolicy.inference.schedules import CacheConfig, make_plan
 from robopolicy.nn.schedules import FlowSchedule
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.loading import checkpoint_in
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
@@ -75,6 +76,7 @@ def run(config: Config) -> int:
     path = default_path(config, "finetune", "checkpoint", section.policy, "optimize.policy")
     if holds_world_model(path):
         return optimize_model(config, path, device)
+    path = checkpoint_in(path)
     policy = load_policy(path, device)
     folder = open_fresh_run(config, "optimize", VERB.sections)
     seen = observations(config, policy, device)

@@ -274,3 +274,10 @@ def test_what_explores_takes_the_policys_own_chain(cached: bool):
         for quiet in (True, False)
     }
     assert errors[False].abs().max() < 1e-5 < 1e-3 < errors[True].abs().max()
+
+
+@pytest.mark.parametrize("denoiser", list(DenoiserKind))
+def test_nobody_may_decide(denoiser: DenoiserKind):
+    policy = _policy(DenoisingPolicyConfig(denoiser=denoiser, width=16, depth=2, heads=2, sampling_steps=2))
+    actions = with_engine(policy, LEAN).act(_seen(policy, rows=0), torch.Generator(), deterministic=True).actions
+    assert actions.shape == (0, policy.spec.chunk, 2)

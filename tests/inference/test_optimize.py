@@ -97,6 +97,18 @@ def test_a_plan_for_other_weights_is_refused_with_a_reason(tmp_path: Path):
     assert isinstance(acting, DenoisingPolicy)
 
 
+def test_a_plan_that_the_policy_no_longer_fits_is_refused_when_it_is_loaded(tmp_path: Path):
+    """The weights are the same, and config.json asks for a chain of other steps."""
+    policy = _checkpoint(tmp_path / "checkpoint")
+    blocks = policy.network.denoiser.block_names
+    cache = CachePlan.of(blocks, torch.ones(len(blocks), policy.schedule.steps + 1, dtype=torch.bool))
+    save_plan(
+        tmp_path / "checkpoint", InferencePlan(InferenceConfig("lean"), weights_hash(tmp_path / "checkpoint"), cache)
+    )
+    with pytest.warns(RobopolicyWarning, match=r"inference.json is not used: The cache plan is for chains of .* steps"):
+        assert isinstance(load_acting(InferenceSection(), tmp_path / "checkpoint"), DenoisingPolicy)
+
+
 def test_a_plan_measured_elsewhere_is_used_and_said(tmp_path: Path):
     _checkpoint(tmp_path / "checkpoint")
     save_plan(

@@ -12,6 +12,7 @@ from robopolicy.core.world import Step
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
 from robopolicy.serving.holding import holding
+from robopolicy.serving.protocol import SESSION
 
 
 class Counter:
@@ -130,3 +131,14 @@ def test_what_does_not_fit_is_refused():
         drive(Counter(), Forecaster(), [1], robot=RobotSettings(prefetch=5))
     with pytest.raises(NonFiniteError):
         drive(Counter(), Forecaster(bad=True), [1])
+
+
+def test_robots_behind_one_connection_are_told_apart():
+    client = Forecaster()
+    named: list[str] = []
+    answer, client.infer = client.infer, lambda message: (named.append(message.pop(SESSION, "")), answer(message))[1]
+    drive(Counter(2), client, np.arange(2))
+    assert set(named) == {"0", "1"}
+    named.clear()
+    drive(Counter(1), client, np.arange(1))
+    assert set(named) == {""}

@@ -222,6 +222,19 @@ def test_random_units_need_a_policy_that_can_score_them():
         _tune(replace(CONFIG, scored_steps=1), policy=policy)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ratio_level": RatioLevel.DECISION_SUM},
+        {"ratio_level": RatioLevel.ACTION_MEAN},
+        {"coefficient": "dpo", "minibatch_episodes": 8, "group_size": 2},
+    ],
+)
+def test_random_steps_are_refused_where_all_of_them_count_together(changes):
+    with pytest.raises(ConfigError, match="set scored_steps=0"):
+        _tune(replace(CONFIG, scored_steps=1, **changes))
+
+
 class OneNoisyStep(ChainPolicy):
     """Of each decision one step, drawn at random, is a choice."""
 

@@ -1,0 +1,48 @@
+"""The first decisions of a server, before anybody waits for them."""
+
+import asyncio
+
+import numpy as np
+
+from robopolicy.core.policy import Policy
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
+from robopolicy.inference.engine import CompilesForRows
+from robopolicy.serving.batching import InferenceQueue
+from robopolicy.serving.log import Log
+
+
+async def warmed_up(queue: InferenceQueue, log: Log, stop: asyncio.Event) -> bool:
+    """Let the policy decide before anybody asks, and return whether it was not stopped meanwhile.
+
+    Where code is made for numbers of rows, it is made for all that may ask together, however long that takes. Raises
+    what the policy raises, and BusyError where a decision takes longer than a request may.
+    """
+    deciding, stopping = asyncio.ensure_future(_decide(queue, log)), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([deciding, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if stop.is_set():
+        deciding.cancel()
+        return False
+    await deciding
+    return True
+
+
+async def _decide(queue: InferenceQueue, log: Log) -> None:
+    policy = queue.policy
+    seen = blank_observation(policy)
+    if isinstance(policy, CompilesForRows):
+        for rows in policy.sizes(queue.maximum_batch):
+            log("compiling", rows=rows)
+            await queue.first(seen, rows)
+    await queue.infer(seen)
+
+
+def blank_observation(policy: Policy) -> Observation:
+    """Return a zero observation [1, H, ...] that fits the policy."""
+    spec = policy.spec
+    observation: Observation = {
+        key: np.zeros((1, spec.history, *field.shape), np.uint8 if key.startswith(IMAGE_PREFIX) else np.float32)
+        for key, field in spec.observation.items()
+    }
+    observation[TASK] = np.array([spec.instructions[0] if spec.instructions else ""])
+    return observation
