@@ -242,7 +242,7 @@ def delayed(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
     within, frame = _places(longer + 1)
     seen = episodes.frame_starts[within] + (frame - steps).clamp_min(0)
     success, rewards = episodes.step_success, episodes.rewards
-    columns = {name: getattr(episodes, name) for name in ("actor", "segment", "labels")}
+    columns = {name: getattr(episodes, name) for name in ("actor", "segment", "labels", "label_steps")}
     return replace(
         episodes,
         observation_fields={**episodes.observation_fields, QUEUE: field},

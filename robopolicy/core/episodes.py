@@ -21,7 +21,7 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 
-_OF_STEPS = ("step_success", "actor", "segment", "labels")
+_OF_STEPS = ("step_success", "actor", "segment", "labels", "label_steps")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Episodes:
     terminated: [E] bool, the task ended (False: time limit); seeds: [E] int64; final_known: [E] bool, False where the
     data lacks the observation after the last action (the last frame then repeats the one before); actor, segment: [N]
     int64, who acted and in what kind of segment, as `interventions` counts; labels: [N, L, A] in world units, what a
-    teacher would have done in each step and, of one that decides on chunks, in the L - 1 steps after it. fps: steps per
-    second. Optional entries are None where a dataset does not say. Raises DataError where lengths do not fit together,
+    teacher would have done in each step and, of one that decides on chunks, in the L - 1 steps after it; label_steps:
+    [N] int64, how many of these L come before the end of the teacher's episode, None for all. fps: steps per second.
+    Optional entries are None where a dataset does not say. Raises DataError where lengths do not fit together,
     an episode is empty, or keys and fields differ.
     """
 
@@ -54,6 +55,7 @@ class Episodes:
     actor: Tensor | None = None
     segment: Tensor | None = None
     labels: Tensor | None = None
+    label_steps: Tensor | None = None
 
     def __post_init__(self):
         steps, count = int(self.lengths.sum()), len(self.lengths)
@@ -176,7 +178,7 @@ class Episodes:
         """
         if self.labels is None:
             return self
-        return replace(self, actions=self.labels[:, 0], actor=None, segment=None, labels=None)
+        return replace(self, actions=self.labels[:, 0], actor=None, segment=None, labels=None, label_steps=None)
 
     def split(self, share: float, generator: torch.Generator) -> tuple["Episodes", "Episodes"]:
         """Hold out a share of the episodes, at least one: (training, validation).
@@ -193,7 +195,8 @@ class Episodes:
     def concatenate(parts: Sequence["Episodes"]) -> "Episodes":
         """Join episodes of the same fields and fps; what one part does not know is None in the whole.
 
-        But who acted: what only some parts know is -1 in the others; and labels: there they are what was done. Raises
+        But who acted: what only some parts know is -1 in the others; and labels: there they are what was done until
+        the episode's end. Raises
         DataError where shapes, observation keys, names of elements, control rates or the length of labels differ.
         """
         if not parts:
@@ -233,7 +236,7 @@ class Episodes:
             final_known=torch.cat(known),
             actor=acted("actor"),
             segment=acted("segment"),
-            labels=_joined_labels(parts),
+            **_joined_labels(parts),
         )
 
     def statistics(self) -> dict[str, dict[str, Tensor]]:
@@ -283,6 +286,15 @@ class Episodes:
         last = (self.starts + self.lengths - 1)[self.episode_of_step]
         steps = torch.arange(self.step_count, device=self.device)[:, None] + torch.arange(count, device=self.device)
         return self.actions[torch.minimum(steps, last[:, None])]
+
+    def before(self, steps: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return what was done in the `count` steps before the given ones [M], [M, count, A], and which there were.
+
+        Those before an episode's first step are its first action, and False in [M, count].
+        """
+        wanted = steps[:, None] + torch.arange(-count, 0, device=self.device)
+        first = self.starts[self.episode_of_step[steps]][:, None]
+        return self.actions[torch.maximum(wanted, first)], wanted >= first
 
     def windows(
         self, steps: Tensor, history: int, prediction: int, keys: Sequence[str] | None = None
@@ -368,15 +380,29 @@ def _all_known(part: Episodes) -> Tensor:
     return torch.ones(len(part), dtype=torch.bool, device=part.device)
 
 
-def _joined_labels(parts: Sequence[Episodes]) -> Tensor | None:
-    """Return the labels [N, L, A] of all parts, of those without what was done next; None where nobody has any."""
+def _joined_labels(parts: Sequence[Episodes]) -> dict[str, Tensor | None]:
+    """Return labels [N, L, A] and label_steps [N] of all parts, of those without what was done next until the end."""
     lengths = {part.labels.shape[1] for part in parts if part.labels is not None}
     if not lengths:
-        return None
+        return {"labels": None, "label_steps": None}
     if len(lengths) > 1:
         raise DataError(f"Labels of {sorted(lengths)} steps cannot be joined: they are of teachers with other chunks.")
     ahead = lengths.pop()
-    return torch.cat([part.actions_ahead(ahead) if part.labels is None else part.labels for part in parts])
+    labels = [part.actions_ahead(ahead) if part.labels is None else part.labels for part in parts]
+    every = all(part.labels is not None and part.label_steps is None for part in parts)
+    return {
+        "labels": torch.cat(labels),
+        "label_steps": None if every else torch.cat([_said(each, ahead) for each in parts]),
+    }
+
+
+def _said(part: Episodes, ahead: int) -> Tensor:
+    """Return how many of `ahead` labels of each step come before the end, [N] int64."""
+    if part.labels is None:
+        after = (part.starts + part.lengths)[part.episode_of_step]
+        return (after - torch.arange(part.step_count, device=part.device)).clamp(max=ahead)
+    every = torch.full((part.step_count,), ahead, device=part.device)
+    return every if part.label_steps is None else part.label_steps
 
 
 def _require_alike(first: Episodes, other: Episodes) -> None:

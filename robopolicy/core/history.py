@@ -3,9 +3,12 @@
 Axes: R row, H history frame (oldest first), C new frame (oldest first).
 """
 
+from collections.abc import Collection
+
 import numpy as np
 
 from robopolicy.core.arrays import Array
+from robopolicy.core.spec import Observation
 
 
 def begin(frames: Array, history: int) -> Array:
@@ -16,6 +19,16 @@ def begin(frames: Array, history: int) -> Array:
     if frames.shape[1] == history:
         return frames
     return frames[:, np.maximum(np.arange(-history, 0), -frames.shape[1])]
+
+
+def newest(observation: Observation, keys: Collection[str], history: int) -> Observation:
+    """Return an observation whose fields `keys` hold the newest H frames where they hold more, [R, H, *shape].
+
+    For who reads less of the past than somebody else in the same world.
+    """
+    long = [key for key in keys if key in observation and observation[key].ndim > 1 < observation[key].shape[1]]
+    cut = {key: observation[key][:, -history:] for key in long if observation[key].shape[1] > history}
+    return {**observation, **cut} if cut else observation
 
 
 def places(length: Array, history: int) -> Array:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError
+from robopolicy.core.history import newest
 from robopolicy.core.policy import Decision, Policy, Resumes, TensorObservation, is_policy, to_tensors
 from robopolicy.core.spec import Observation, check_finite, require_fit, validate_observation
 from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, Step, World
@@ -70,6 +71,7 @@ class PolicyActor:
         Raises SpecError and NonFiniteError on an observation that does not fit, NonFiniteError on a bad decision.
         """
         spec = self.policy.spec
+        observation = newest(observation, spec.observation, spec.history)
         validate_observation(observation, spec.observation, history=spec.history)
         seen = to_tensors(observation, self.generator.device)
         if self.kept is not None and isinstance(self.policy, Resumes):

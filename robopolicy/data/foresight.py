@@ -22,7 +22,8 @@ class Foresight:
     """A `core.player.Actor`: says whole chunks of a controller, in the state that `world` is in; and a `Controller`.
 
     ahead: a world like `world`, which needs no cameras and whose decisions take no time, of as many rows; steps: C, of
-    a chunk. Raises ConfigError where a world has no snapshots, or the controller cannot be copied.
+    a chunk; before_end: how many steps of the last chunk come before the row's episode would end, [B]. Raises
+    ConfigError where a world has no snapshots, or the controller cannot be copied.
     """
 
     def __init__(self, controller: Controller, world: World, ahead: World, steps: int):
@@ -37,6 +38,7 @@ class Foresight:
             ) from error
         self.controller, self.ahead, self.steps = controller, ahead, steps
         self._now, self._restore = world.snapshot, ahead.restore
+        self.before_end = np.full(ahead.batch_size, steps)
         ahead.reset()
         self._known = tuple(ahead.snapshot().arrays)
 
@@ -53,12 +55,18 @@ class Foresight:
         snapshot = self._now()
         self._restore(Snapshot({name: snapshot.arrays[name] for name in self._known}))
         decided = queued(snapshot)
+        goes_on = np.ones(self.ahead.batch_size, bool)
         if decided is not None:
-            observation = self.ahead.step(decided).observation
+            step = self.ahead.step(decided)
+            observation, goes_on = step.observation, ~step.ended
         actions = [self._one(self.controller, observation)]
+        self.before_end = goes_on.astype(np.int64)
         thinking = copy.deepcopy(self.controller) if self.steps > 1 else self.controller
         while len(actions) < self.steps:
-            actions.append(self._one(thinking, self.ahead.step(actions[-1][:, None]).observation))
+            step = self.ahead.step(actions[-1][:, None])
+            goes_on = goes_on & ~step.ended
+            self.before_end += goes_on
+            actions.append(self._one(thinking, step.observation))
         return np.stack(actions, 1), None
 
     def act(self, observation: Observation) -> Array:

@@ -28,6 +28,7 @@ from robopolicy.core.tensors import save_tree
 from robopolicy.data.lerobot_reading import (
     ACTOR,
     INTERVENTIONS,
+    LABEL_STEPS,
     LABELS,
     SEGMENT,
     SIDECAR,
@@ -147,6 +148,8 @@ def _features(episodes: Episodes, images: str) -> dict[str, Any]:
         ahead = episodes.labels.shape[1]
         names = episodes.action_field.names
         features[LABELS] = _vector((ahead * episodes.action_field.size,), names if ahead == 1 else ())
+    if episodes.label_steps is not None:
+        features[LABEL_STEPS] = _scalar("int64")
     return features
 
 

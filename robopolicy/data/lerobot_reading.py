@@ -111,7 +111,10 @@ def _read_table(
         for key, feature in information["features"].items()
         if (
             feature["dtype"] in _NUMERIC
-            and (key.startswith(("observation.", "next.")) or key in (*_OWN, *WHO_ACTED, LABELS, "action", *further))
+            and (
+                key.startswith(("observation.", "next."))
+                or key in (*_OWN, *WHO_ACTED, LABELS, LABEL_STEPS, "action", *further)
+            )
         )
         or (feature["dtype"] == "image" and key in image_keys)
     ]
@@ -148,6 +151,8 @@ INTERVENTIONS = ("intervention", "complementary_info.is_intervention")
 WHO_ACTED = (ACTOR, SEGMENT, *INTERVENTIONS)
 LABELS = "label.action"
 """Column that says what a teacher would have done in a step and in those after it: actions, one behind the other."""
+LABEL_STEPS = "label.steps"
+"""Column that says how many of these actions come before the end of the teacher's episode; all where it is missing."""
 _OWN = ("episode_index", "frame_index", "timestamp", "task_index", "episode_seed")
 
 
@@ -343,6 +348,7 @@ def _assemble(
         seeds=_flat(columns["episode_seed"])[first] if "episode_seed" in columns else None,
         final_known=known,
         labels=_labels(columns),
+        label_steps=_flat(columns[LABEL_STEPS]) if LABEL_STEPS in columns else None,
         **_who_acted(columns),
     )
 

@@ -20,7 +20,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.interventions import intervened
 from robopolicy.core.progress import Advance, progress
 from robopolicy.data.lerobot_images import encode_png, quiet_encoder, video_information, write_videos
-from robopolicy.data.lerobot_reading import ACTOR, INTERVENTIONS, LABELS, SEGMENT
+from robopolicy.data.lerobot_reading import ACTOR, INTERVENTIONS, LABEL_STEPS, LABELS, SEGMENT
 from robopolicy.data.lerobot_statistics import Statistics, image_statistics, pooled, vector_statistics
 
 _FILES_IN_A_CHUNK = 1000
@@ -130,6 +130,7 @@ def _columns(
     values["episode_seed"] = None if episodes.seeds is None else episodes.seeds[episode]
     values |= {ACTOR: episodes.actor, SEGMENT: episodes.segment, INTERVENTIONS[0]: intervened(episodes)}
     values[LABELS] = None if episodes.labels is None else episodes.labels.flatten(1)
+    values[LABEL_STEPS] = episodes.label_steps
     columns: dict[str, np.ndarray] = {}
     for key, feature in features.items():
         if feature["dtype"] in ("image", "video"):

@@ -18,6 +18,7 @@ from robopolicy.core.world import Controller, Step, World
 from robopolicy.data.chains import Chains, chain_of
 from robopolicy.data.configuration import CorrectConfig
 from robopolicy.data.corrections import Operator, Turn
+from robopolicy.data.foresight import Foresight
 
 
 def record(
@@ -154,6 +155,7 @@ class _Recording:
     chains: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     turns: list[tuple[int, int]] = field(default_factory=list)
     labels: list[np.ndarray] = field(default_factory=list)
+    label_steps: list[int] = field(default_factory=list)
 
 
 class _Takes:
@@ -185,6 +187,8 @@ class _Takes:
                 recording.chains.append(chain_of(played.info.decision, row))
             if self.labels is not None and played.step.valid[row].any():
                 recording.labels.append(np.clip(self.labels[row], low, high))
+                if isinstance(self.teacher, Foresight):
+                    recording.label_steps.append(int(self.teacher.before_end[row]))
             _append(recording, played.step, executed, row, self.player.world.spec)
         self.decided = played.chunk_done
 
@@ -278,4 +282,7 @@ def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: 
         labels=None
         if takes.teacher is None
         else torch.from_numpy(np.stack([label for item in kept for label in item.labels])).float(),
+        label_steps=torch.tensor([count for item in kept for count in item.label_steps])
+        if isinstance(takes.teacher, Foresight)
+        else None,
     )

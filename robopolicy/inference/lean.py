@@ -25,6 +25,7 @@ from robopolicy.nn.branches import Caching
 from robopolicy.nn.denoisers import Denoiser
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.latents import OwnLatents
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.likelihood import matching_latents
 from robopolicy.policies.network import (
@@ -137,7 +138,7 @@ class LeanDenoising:
             scored=slice(policy.first_step, None),
             noisy_steps=policy.config.noisy_steps,
         )
-        if draws.steps is not None and policy.has_own_latents:
+        if draws.steps is not None and isinstance(policy.network, OwnLatents):
             draws.steps[..., policy.part.size :] = 0.0  # what pads an action explores nothing
         return self._chain(False, condition, before, draws)
 

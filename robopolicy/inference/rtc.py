@@ -29,6 +29,7 @@ from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhea
 from robopolicy.nn.prefix import given_steps, with_prefix
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
 from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.latents import OwnLatents
 from robopolicy.policies.network import Steps
 
 
@@ -119,7 +120,7 @@ def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobi
             f"{type(policy).__name__}: choose prefetch, ensembling, bidirectional or synchronous. Of a policy that an "
             "engine computes choose engine=reference."
         )
-    if policy.has_own_latents:
+    if isinstance(policy.network, OwnLatents):
         raise ConfigError(
             "Real-time chunking guides normalised actions, and this policy's network denoises something else "
             "(`policies.latents.OwnLatents`): choose prefetch, ensembling, bidirectional or synchronous."

@@ -25,6 +25,21 @@ def check_chunks(batch: Mapping[str, Any], steps: int, size: int) -> tuple[Tenso
     return actions, valid
 
 
+def check_predicted(batch: Mapping[str, Any], steps: int, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return actions [N, P, A] and which of them are valid [N, P], of which the first `first` lie before the decision.
+
+    Those are the batch's "past" [N, first, A] with "past_valid" [N, first], as `Episodes.before` returns them; where it
+    has none they are zero and not valid. P: `steps`, A: `size`. Raises as `check_chunks`.
+    """
+    actions, valid = check_chunks(batch, steps - first, size)
+    if not first:
+        return actions, valid
+    past, known = actions.new_zeros(len(actions), first, size), valid.new_zeros(len(actions), first)
+    if "past" in batch:
+        past, known = check_chunks({"actions": batch["past"], "action_valid": batch["past_valid"]}, first, size)
+    return torch.cat([past, actions], 1), torch.cat([known, valid], 1)
+
+
 def register_range(policy: nn.Module, action: Field) -> None:
     """Keep the least and greatest actions [A] in buffers of `policy`, `action_low` and `action_high`, unsaved."""
     for name, bound in (("action_low", action.low), ("action_high", action.high)):

@@ -20,7 +20,7 @@ from robopolicy.core.world import Rows
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.nn.precision import as_kept, multiplied
 from robopolicy.nn.prefix import draw_counts, given_steps, with_prefix
-from robopolicy.policies.chunks import check_chunks, in_range, register_range
+from robopolicy.policies.chunks import check_predicted, in_range, register_range
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.fields import select_fields
 from robopolicy.policies.latents import OwnLatents, OwnSchedule, executed_part, size_of_latents, step_errors
@@ -119,11 +119,6 @@ class DenoisingPolicy(nn.Module):
             fps=self.fps,
             instructions=self.instructions,
         )
-
-    @property
-    def has_own_latents(self) -> bool:
-        """Whether the network denoises another thing than normalised actions; see `latents.OwnLatents`."""
-        return bool(self._own)
 
     @property
     def finetuning(self) -> dict[str, Any] | None:
@@ -266,7 +261,7 @@ class DenoisingPolicy(nn.Module):
         "actions" [N, P, A] in the world's units, "action_valid" [N, P] bool (padding is not learned, nor is what
         prefix_steps has given). Raises SpecError on wrong shapes.
         """
-        actions, valid = check_chunks(batch, self.config.prediction_steps - self.part.first, self.action.size)
+        actions, valid = check_predicted(batch, self.config.prediction_steps, self.part.first, self.action.size)
         clean = self._own[0].to_latents(actions.float()) if self._own else self.action_normalizer(actions.float())
         levels = self.config.levels_per_sample
         clean, valid = clean.repeat_interleave(levels, 0), valid.repeat_interleave(levels, 0)
@@ -280,7 +275,7 @@ class DenoisingPolicy(nn.Module):
             valid = valid & ~given_steps(count.to(valid.device), valid.shape[1])
         times = self.schedule.level_times(level)
         prediction = multiplied(lambda: self.network.denoise(noisy, times, condition), noisy.device)
-        error = step_errors(self.network, self.part, prediction, self.schedule.target(clean, noise, level))
+        error = step_errors(self.network, self.action.size, prediction, self.schedule.target(clean, noise, level))
         weight = valid.to(error.dtype)
         return {"denoising": ((error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)).view(-1, levels).mean(-1)}
 

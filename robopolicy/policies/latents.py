@@ -59,7 +59,7 @@ class OwnLatents(Protocol):
         ...
 
     def to_latents(self, actions: Tensor) -> Tensor:
-        """Return the clean latents [N, P, L] of actions [N, P - first_step, A] in the world's units."""
+        """Return the clean latents [N, P, L] of actions [N, P, A] in the world's units."""
         ...
 
     def to_actions(self, latents: Tensor) -> Tensor:
@@ -99,9 +99,8 @@ def size_of_latents(network: object, action_size: int) -> int:
     return network.latent_size if isinstance(network, OwnLatents) else action_size
 
 
-def step_errors(network: object, part: Executed, prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the error of each predicted step from the first executed one on, [N, P - first], of [N, P, L]."""
-    prediction, target = prediction[:, part.first :], target[:, part.first :]
+def step_errors(network: object, size: int, prediction: Tensor, target: Tensor) -> Tensor:
+    """Return the error of each predicted step, [N, P], of [N, P, L]; size: A."""
     if isinstance(network, OwnError):
         return network.errors(prediction, target)
-    return (prediction - target)[..., : part.size].square().mean(-1)
+    return (prediction - target)[..., :size].square().mean(-1)

@@ -77,6 +77,13 @@ class LeRobotStart:
     """Noise levels at which each sample is denoised, with its observation read once."""
 
 
+def folder_of(start: LeRobotStart) -> Path:
+    """Return the folder of the policy to be trained further; raises ConfigError without one."""
+    if start.path is None:
+        raise ConfigError("Which policy of LeRobot's? Set policy.path=FOLDER, one with a config.json.")
+    return start.path
+
+
 @dataclass(frozen=True)
 class LeRobotSettings:
     """What a LeRobot checkpoint does not say about the world it acts in; read from `robopolicy.json`.

@@ -33,7 +33,7 @@ from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read_settings
 from robopolicy.policies.lerobot_act import GaussianACT
-from robopolicy.policies.lerobot_configuration import LeRobotStart
+from robopolicy.policies.lerobot_configuration import LeRobotStart, folder_of
 from robopolicy.policies.lerobot_families import FAMILIES, why_not_trainable
 from robopolicy.policies.lerobot_fast import FastTokens
 from robopolicy.policies.lerobot_module import LeRobotModule
@@ -95,9 +95,7 @@ class FromLeRobot:
 
         Raises ConfigError without a path, and as `load_lerobot_policy` and `trainable_lerobot` do.
         """
-        if config.path is None:
-            raise ConfigError("Which policy of LeRobot's? Set policy.path=FOLDER, one with a config.json.")
-        folder = recover_folder(config.path)
+        folder = recover_folder(folder_of(config))
         known = read_settings(folder)
         tuning = replace(known.tuning, tuned=config.tuned)
         settings = replace(known, fps=spec.fps, instructions=spec.instructions, tuning=tuning)
@@ -136,10 +134,8 @@ class LeRobotNetwork(LeRobotModule):
         return Recomputed(every) if self.tuning.checkpointing else every
 
     def to_latents(self, actions: Tensor) -> Tensor:
-        """Return normalised actions [N, P, L], of actions [N, P - first_step, A], padded in front and at the end."""
-        actions = self.normalised(actions)
-        before = actions[:, :1].expand(-1, self.first_step, -1)
-        return pad(torch.cat([before, actions], 1), (0, self.latent_size - actions.shape[-1]))
+        """Return normalised actions [N, P, L] of actions [N, P, A], padded at the end."""
+        return pad(self.normalised(actions), (0, self.latent_size - actions.shape[-1]))
 
     def to_actions(self, latents: Tensor) -> Tensor:
         """Return what LeRobot's postprocessor makes of latents [N, S, L], [N, S, A] in the world's units."""

@@ -15,6 +15,7 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import PolicySpec
 from robopolicy.nn.configuration import LearningPrecision
+from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.training.conditions import read_once, with_conditions
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.experience import require_lowering
@@ -71,7 +72,16 @@ def regression_batches(
         batches = _worthy_batches(data, worth, spec, batch_size, generator, columns)
     else:
         batches = data.sampler(spec.history, spec.prediction, batch_size, generator, keys=columns)
+    if isinstance(policy, DenoisingPolicy) and policy.part.first:
+        batches = _with_past(batches, data, policy.part.first)
     return batches if kept is None else with_conditions(batches, kept)
+
+
+def _with_past(batches: Iterator[dict[str, Any]], data: Episodes, count: int) -> Iterator[dict[str, Any]]:
+    """Yield `batches` with what was done in the `count` steps before, for chunks that begin in the past."""
+    for batch in batches:
+        past, known = data.before(batch["steps"], count)
+        yield {**batch, "past": past, "past_valid": known}
 
 
 def _labelled_batches(
@@ -84,14 +94,15 @@ def _labelled_batches(
 ) -> Iterator[dict[str, Any]]:
     """Yield decisions as `Episodes.sampler` does, whose actions are what a teacher decided on there, chunks [N, L, A].
 
-    Of a policy that predicts further than the teacher, the rest is not valid.
+    Of a policy that predicts further than the teacher, or than its episode goes on, the rest is not valid.
     """
-    chosen = torch.arange(spec.prediction, device=data.device)
-    known, last = chosen < labels.shape[1], chosen.clamp(max=labels.shape[1] - 1)
+    chosen, length = torch.arange(spec.prediction, device=data.device), labels.shape[1]
+    last = chosen.clamp(max=length - 1)
+    said = torch.full((data.step_count,), length, device=data.device) if data.label_steps is None else data.label_steps
     while True:
         steps = torch.randint(data.step_count, (size,), generator=generator, device=generator.device).to(data.device)
         batch = data.windows(steps, spec.history, spec.prediction, columns)
-        batch["actions"], batch["action_valid"] = labels[steps][:, last], known.expand(size, -1)
+        batch["actions"], batch["action_valid"] = labels[steps][:, last], chosen < said[steps, None]
         yield batch
 
 

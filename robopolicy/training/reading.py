@@ -9,7 +9,7 @@ from typing import Any
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.finite_values import listed
 from robopolicy.core.spec import TASK
-from robopolicy.data.lerobot_reading import LABELS, WHO_ACTED
+from robopolicy.data.lerobot_reading import LABEL_STEPS, LABELS, WHO_ACTED
 
 _KEPT = (
     "episode_index",
@@ -20,6 +20,7 @@ _KEPT = (
     "episode_seed",
     "action",
     LABELS,
+    LABEL_STEPS,
     *WHO_ACTED,
 )
 _READING = {

@@ -33,11 +33,12 @@ from robopolicy.training.pretrain import regression_batches
 class Teacher:
     """Who teaches: says what it would do, and plays, disturbed, where the student does not yet.
 
-    says: without noise; plays: with some, so that it gets into states beside its way.
+    says: without noise; plays: number of a round -> who plays in it with some, so that it gets into states beside its
+    way; anew in every round, which then is the same whether those before it have just been played or are read.
     """
 
     says: Policy | Controller | Foresight
-    plays: Policy | Controller
+    plays: Callable[[int], Policy | Controller]
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _play(
     draws = Generators(derive(seed, f"teach/play/{number}"), torch.device(device))["act"]
     share = config.played_by_teacher(number)
     parts: list[Episodes] = []
-    for player, chosen in ((teacher.plays, seeds[:share]), (student, seeds[share:])):
+    for player, chosen in ((teacher.plays(number), seeds[:share]), (student, seeds[share:])):
         if player is not None and len(chosen):
             parts.append(record(world, player, chosen, generator=draws, teacher=teacher.says))
     return Episodes.concatenate(parts)

@@ -6,6 +6,7 @@ read: world.cameras for the student, the state for the teacher. Demonstrations d
 that only the student makes; this does. Killed? Run the same command again: it goes on with the round that it was in.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from robopolicy.build import (
 )
 from robopolicy.configuration import Config
 from robopolicy.configuration.inference import InferenceSection
+from robopolicy.configuration.world import WorldSection
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import remember_origin
 from robopolicy.core.policy import Policy, is_policy, require_trainable
 from robopolicy.core.randomness import derive
@@ -29,6 +32,7 @@ from robopolicy.data.foresight import Foresight
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare
 from robopolicy.origins import origin_of_section
+from robopolicy.policies.reach import Reach, reach_of
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.teaching import Teacher, teach
@@ -54,8 +58,10 @@ def run(config: Config) -> int:
         return 0
     device, section, seed = choose_device(config.run), config.teach, config.run.seed
     policy = None if section.teacher == EXPERT else load_acting(InferenceSection(), teacher_path(config), device)
-    world = build_world(config.world, policy, episodes=section.episodes, seed=seed, device=device, filmed=True)
-    teacher = the_expert(config, world) if policy is None else Teacher(policy, policy)
+    reach = reach_of(config.policy.config)
+    shown = world_for_both(config.world, policy, reach)
+    world = build_world(shown, policy, episodes=section.episodes, seed=seed, device=device, filmed=True)
+    teacher = the_expert(config, world, reach) if policy is None else Teacher(policy, lambda _: policy)
     taught = teach(
         teacher,
         world,
@@ -90,12 +96,30 @@ def teacher_path(config: Config) -> Path:
     return default_path(config, "finetune", "checkpoint", given, "teach.teacher")
 
 
-def the_expert(config: Config, world: World) -> Teacher:
-    """Return the world's expert as a teacher; raises ConfigError where the world has none."""
-    seed = derive(config.run.seed, "teach/noise")
-    plays, learns = build_noisy_expert(config.world, world, config.teach.noise, seed), config.policy.config
-    ahead = getattr(learns, "prediction_steps", None) or getattr(learns, "chunk", 1)
-    return Teacher(build_foresight(config.world, world, int(ahead)), plays)
+def world_for_both(section: WorldSection, teacher: Policy | None, student: Reach | None) -> WorldSection:
+    """Return the settings of a world that shows the past as far as both look back.
+
+    Raises ConfigError where the student would execute more than the teacher says; student: None where nobody knows.
+    """
+    if student is None:
+        return section
+    if teacher is not None and 1 < teacher.spec.chunk < student.chunk:
+        raise ConfigError(
+            f"The teacher says {teacher.spec.chunk} steps at a time, and the student would execute {student.chunk}, "
+            f"of which it would never learn the rest: set policy.chunk={teacher.spec.chunk} or less."
+        )
+    past = max(student.history, 1 if teacher is None else teacher.spec.history, int(section.options.get("history", 1)))
+    return section if past == 1 else replace(section, options={**section.options, "history": past})
+
+
+def the_expert(config: Config, world: World, student: Reach | None) -> Teacher:
+    """Return the world's expert as a teacher of whole chunks; raises ConfigError where the world has none."""
+
+    def plays(number: int) -> Controller:
+        seed = derive(config.run.seed, f"teach/noise/{number}")
+        return build_noisy_expert(config.world, world, config.teach.noise, seed)
+
+    return Teacher(build_foresight(config.world, world, student.prediction if student else 1), plays)
 
 
 def judged(

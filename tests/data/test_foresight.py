@@ -1,6 +1,7 @@
 """What a controller would do for several steps, from wherever somebody else has got to."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,11 +10,14 @@ import torch
 from robopolicy.build import build_foresight
 from robopolicy.cli import main
 from robopolicy.configuration import compose
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.data.foresight import Foresight
-from robopolicy.data.lerobot_format import read_dataset
+from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from robopolicy.training.pretrain import regression_batches
 from sims.experts import Noise, NoisyController
 from sims.registry import load_task, make_world
 
@@ -34,6 +38,7 @@ def test_undisturbed_it_says_what_the_controller_then_does():
     left = episodes.lengths[episodes.episode_of_step] - (torch.arange(episodes.step_count) - begun)
     inside = left >= STEPS
     assert int(inside.sum()) > 40
+    assert torch.equal(episodes.label_steps, left.clamp(max=STEPS))  # what it would do when all is over means nothing
     np.testing.assert_allclose(episodes.labels[inside].numpy(), done[inside].numpy(), atol=1e-6)
 
 
@@ -107,6 +112,26 @@ def test_where_it_cannot_be_the_controller_says_a_step_or_the_reason_is_said():
     found = build_foresight(section, world, STEPS)
     assert isinstance(found, Foresight) and found.ahead.batch_size == 1
     found.close()
+
+
+def test_what_lies_behind_the_end_is_not_learned_and_the_disk_remembers_it(tmp_path):
+    world, ahead = worlds(2)
+    expert = load_task("push_cube").expert()
+    episodes = record(world, expert, np.arange(2), teacher=Foresight(expert, world, ahead, STEPS))
+    write_dataset(episodes, tmp_path / "dataset")
+    read = read_dataset(tmp_path / "dataset")
+    assert torch.equal(read.label_steps, episodes.label_steps)
+    config = DenoisingPolicyConfig(width=8, depth=1, chunk=2, prediction_steps=STEPS + 1, sampling_steps=2)
+    policy = DenoisingPolicy(config, read.observation_fields, read.action_field, fps=read.fps)
+    batch = next(regression_batches(policy, read, 200, torch.Generator().manual_seed(0)))
+    valid = batch["action_valid"].sum(1)
+    assert torch.equal(valid, read.label_steps[batch["steps"]]) and set(valid.tolist()) == {1, 2, 3, 4}
+    # Beside episodes without labels, these say what was done until their end.
+    unlabelled = replace(read, labels=None, label_steps=None)
+    joined = Episodes.concatenate([read, unlabelled])
+    half = read.step_count
+    assert torch.equal(joined.label_steps[half:], joined.label_steps[:half])
+    assert Episodes.concatenate([unlabelled, unlabelled]).label_steps is None
 
 
 def test_the_verbs_say_whole_chunks_and_history_does_not_matter(tmp_path, capsys):

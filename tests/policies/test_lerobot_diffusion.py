@@ -20,12 +20,14 @@ from test_lerobot_policies import (
 )
 
 from robopolicy.build import load_trainable
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch
 from robopolicy.core.spec import TASK
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.policies.loading import load_policy
+from robopolicy.training.pretrain import regression_batches
 
 SEED = 11
 
@@ -106,21 +108,21 @@ def test_keeps_the_promises_of_a_policy_that_learns(folders, kind):
 
 
 @pytest.mark.parametrize(("kind", "changes"), [("diffusion", {}), ("multi_task_dit", {}), ("multi_task_dit", DIFFUSES)])
-def test_the_loss_is_lerobots_own_of_the_steps_from_now_on(folders, tmp_path, kind, changes, monkeypatch):
+def test_the_loss_is_lerobots_own_the_step_before_included(folders, tmp_path, kind, changes, monkeypatch):
     policy = loaded(edited(folders[kind], tmp_path / "copy", **changes))
     observation = observed(policy)
     batch = example_batch(policy.spec, observation)
     assert batch["actions"].shape == (ROWS, 7, 2)
     batch["action_valid"][:] = True
+    batch |= {"past": torch.rand(ROWS, 1, 2), "past_valid": torch.ones(ROWS, 1, dtype=torch.bool)}
     ours = policy.loss(batch, torch.Generator().manual_seed(3))["denoising"]
     draws = torch.Generator().manual_seed(3)
     level = policy.network.levels(ROWS, draws)
     noise = torch.randn((ROWS, 8, 2), generator=draws)
     inner, reader = policy.network.policy, policy.network.reader
     known = frames(reader, observation)
-    known["action"] = policy.network.to_latents(batch["actions"])
+    known["action"] = policy.network.to_latents(torch.cat([batch["past"], batch["actions"]], 1))
     known["action_is_pad"] = torch.zeros((ROWS, 8), dtype=torch.bool)
-    known["action_is_pad"][:, 0] = True  # what was done before is in no batch of ours
     inner.config.do_mask_loss_for_padding = True
     monkeypatch.setattr(torch, "randn", lambda *asked, **options: noise)
     monkeypatch.setattr(torch, "randn_like", lambda *asked, **options: noise)
@@ -130,6 +132,26 @@ def test_the_loss_is_lerobots_own_of_the_steps_from_now_on(folders, tmp_path, ki
         inner.objective._sample_timesteps = lambda *asked: 1 - level
     expected, _ = inner.forward(known)
     torch.testing.assert_close(ours.mean(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_was_done_before_is_learned_as_it_was_done(folders):
+    """A copy of the action to come in the place of the one before would tell the network what it shall predict."""
+    policy = loaded(folders["diffusion"])
+    spec, count = policy.spec, 12
+    actions = torch.rand(count, 2)
+    episodes = Episodes(
+        dict(spec.observation), spec.action, 10.0,
+        {key: torch.zeros(count + 2, *field.shape) for key, field in spec.observation.items()},
+        actions, torch.tensor([5, 7]), ("", ""),
+    )  # fmt: skip
+    batch = next(regression_batches(policy, episodes, 100, torch.Generator().manual_seed(0)))
+    before = [0, *range(4), 5, *range(5, 11)]
+    assert torch.equal(batch["past"][:, 0], actions[before][batch["steps"]])
+    assert torch.equal(batch["past_valid"][:, 0], (batch["steps"] != 0) & (batch["steps"] != 5))
+    unknown = {name: value for name, value in batch.items() if not name.startswith("past")}
+    zeros = {**batch, "past": torch.zeros_like(batch["past"]), "past_valid": torch.zeros_like(batch["past_valid"])}
+    losses = [policy.loss(each, torch.Generator().manual_seed(3))["denoising"] for each in (unknown, zeros, batch)]
+    assert torch.equal(losses[0], losses[1]) and not torch.equal(losses[0], losses[2])
 
 
 def frames(reader: Any, observation: dict) -> dict:

@@ -7,15 +7,20 @@ import pytest
 import torch
 
 from robopolicy.cli import main
+from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE, Field, PolicySpec
+from robopolicy.core.storage import write_json
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from robopolicy.policies.lerobot_configuration import LeRobotStart
 from robopolicy.policies.loading import load_policy
+from robopolicy.policies.reach import Reach, reach_of
 from robopolicy.training import teaching
 from robopolicy.training.configuration import FitConfig, TeachConfig
 from robopolicy.training.teaching import Teacher, teach
+from robopolicy.verbs.teach import the_expert, world_for_both
 from sims.registry import load_task, make_world
 
 SMALL = DenoisingPolicyConfig(width=16, depth=1, sampling_steps=2, denoising_steps=10, chunk=2, prediction_steps=2)
@@ -47,7 +52,7 @@ def student_for(episodes):
 
 def taught(folder, config: TeachConfig = CONFIG):
     world = make_world("push_cube", 8)
-    teacher = Teacher(says=Constant(0.25), plays=Constant(0.75))
+    teacher = Teacher(says=Constant(0.25), plays=lambda _: Constant(0.75))
     found = teach(teacher, world, student_for, load_policy, config, RunFolder(folder), seed=3)
     world.close()
     return found
@@ -111,7 +116,7 @@ def test_a_student_with_a_camera_learns_from_a_teacher_that_sees_the_state(tmp_p
     teacher.save(tmp_path / "teacher")
     shared = [f"run.root={tmp_path}", "run.threads=1", "world=push_cube", "world.cameras=[top]", "world.image_size=16"]
     student = ["policy.observation_keys=[observation.state,observation.images.top]", "policy.image.channels=[8,8,8]"]
-    student += ["policy.width=16", "policy.depth=1", "policy.sampling_steps=2"]
+    student += ["policy.width=16", "policy.depth=1", "policy.sampling_steps=2", "policy.chunk=2"]
     short = ["teach.rounds=2", "teach.episodes=3", "teach.fit.steps=2", "teach.last_steps=2"]
     short += ["teach.batch_size=8", "teach.evaluate_episodes=3"]
     command = ["teach", str(tmp_path / "teacher"), *shared, *student, *short]
@@ -136,3 +141,53 @@ def test_it_learns_what_the_expert_does(tmp_path):
     played = [row["student_successes"] / row["student_episodes"] for row in result["rounds"][1:]]
     assert rate > 0.8 and played[-1] > played[0], (rate, played)
     assert np.isfinite(result["student"]["deterministic"]["low"])
+
+
+@pytest.mark.parametrize(("teacher", "student"), [(1, 3), (3, 1), (2, 2)])
+def test_teacher_and_student_may_look_back_differently(teacher: int, student: int, tmp_path):
+    """The world shows as much of the past as either reads, and each sees its own window."""
+    shared = [f"run.root={tmp_path}", "run.threads=1", "world=push_cube", "policy.width=8", "policy.depth=1"]
+    quick = ["collect.episodes=2", "train.fit.steps=1", "train.evaluate_episodes=0"]
+    assert main(["collect", *shared[:3], quick[0]]) == 0
+    assert main(["train", *shared, quick[1], quick[2], f"policy.history={teacher}", "run.name=teacher",
+                 f"train.data={tmp_path / 'collect/push_cube/0/dataset'}"]) == 0  # fmt: skip
+    few = ["teach.rounds=2", "teach.episodes=4", "teach.fit.steps=1", "teach.last_steps=1", "teach.evaluate_episodes=0"]
+    given = [*shared, *few, f"policy.history={student}", f"teach.teacher={tmp_path / 'train/teacher/0/checkpoint'}"]
+    assert main(["teach", *given]) == 0
+    spec = load_policy(tmp_path / "teach/push_cube/0/checkpoint").spec
+    assert spec.history == student
+
+
+def test_a_student_that_would_execute_more_than_it_is_told_is_refused():
+    told = Reach(history=1, chunk=8, prediction=8)
+    section = compose(["world=push_cube"]).world
+    with pytest.raises(ConfigError, match=r"policy\.chunk=2 or less"):
+        world_for_both(section, Constant(0.0), told)
+    assert world_for_both(section, Constant(0.0), Reach(4, 2, 8)).options["history"] == 4
+    assert world_for_both(section, None, Reach(1, 8, 8)) == section
+    assert world_for_both(section, Constant(0.0), None) == section
+
+
+def test_the_experts_noise_of_a_round_does_not_depend_on_the_rounds_before():
+    config = compose(["world=push_cube", "run.seed=3"])
+    world = make_world("push_cube", 2)
+    seen = world.reset(seeds=[0, 1])
+    played = [the_expert(config, world, None).plays(number).act(seen) for number in (0, 1, 1)]
+    teacher = the_expert(config, world, None)
+    teacher.plays(0).act(seen)
+    assert np.array_equal(played[1], played[2]) and np.array_equal(teacher.plays(1).act(seen), played[1])
+    assert not np.array_equal(played[0], played[1])
+    world.close()
+
+
+def test_a_policy_of_lerobots_is_told_as_far_as_it_predicts(tmp_path):
+    for settings, expected in (
+        ({"type": "diffusion", "n_obs_steps": 2, "horizon": 16, "n_action_steps": 8}, Reach(2, 8, 15)),
+        ({"type": "act", "n_obs_steps": 1, "chunk_size": 100, "n_action_steps": 50}, Reach(1, 50, 100)),
+        ({"type": "pi0_fast", "n_obs_steps": 1, "chunk_size": 50, "n_action_steps": 50}, Reach(1, 50, 50)),
+    ):
+        write_json(tmp_path / "config.json", settings)
+        assert reach_of(LeRobotStart(tmp_path)) == expected
+    with pytest.raises(ConfigError, match=r"policy\.path=FOLDER"):
+        reach_of(LeRobotStart())
+    assert reach_of(SMALL) == Reach(1, 2, 2) and reach_of(object()) is None
