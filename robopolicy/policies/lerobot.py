@@ -135,6 +135,10 @@ class LeRobotPolicy:
         """What it reads, by our keys, and writes; it scores nothing."""
         return self._spec
 
+    def key_of(self, feature: str) -> str:
+        """Return the observation key of a feature of LeRobot's, its own name where the policy does not read it."""
+        return self._keys.get(feature, feature)
+
     @property
     def device(self) -> torch.device:
         """Where its weights are."""

@@ -38,7 +38,7 @@ class LeRobotTuning:
     eta: float = 1.0
     """Of a diffusion's steps while exploring: 1 is DDPM's noise, 0 none but the least one."""
     least_noise: float = 0.1
-    """Floor of each step's standard deviation, in exploring and in log-probabilities."""
+    """Floor of each step's standard deviation, in exploring and in log-probabilities; of a constant noise no floor."""
     noisy_steps: int | None = None
     """So many random steps of each decision are noisy and scored, null for all."""
     std: float = 0.1

@@ -6,8 +6,9 @@ unless fewer are asked for, because LeRobot runs one network in all of them. Wha
 Axes: N row, P predicted step, L latent element, A action dimension.
 """
 
+import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from robopolicy.core.randomness import drawing_from
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.tensors import load_tensors
+from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.pieces import recomputed
 from robopolicy.nn.precision import lowering, to_keep
 from robopolicy.nn.schedules import Schedule
@@ -33,10 +35,11 @@ from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read_settings
 from robopolicy.policies.lerobot_act import GaussianACT
-from robopolicy.policies.lerobot_configuration import LeRobotStart, folder_of
+from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, folder_of
 from robopolicy.policies.lerobot_families import FAMILIES, why_not_trainable
 from robopolicy.policies.lerobot_fast import FastTokens
 from robopolicy.policies.lerobot_module import LeRobotModule
+from robopolicy.policies.lerobot_statistics import fill_in, require_statistics
 from robopolicy.policies.network import Condition, EveryStep, Steps
 
 BASE_FILE = "robopolicy_base.safetensors"
@@ -55,6 +58,7 @@ def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> Trai
     reason = why_not_trainable(inner)
     if reason:
         raise ConfigError(f"LeRobot's '{inner.config.type}' acts but cannot be trained here: {reason}")
+    require_statistics(policy)
     whole = {"act": GaussianACT, "pi0_fast": FastTokens}.get(inner.config.type)
     if whole is not None:
         learner = whole(policy).to(policy.device)
@@ -66,8 +70,7 @@ def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> Trai
         **{
             "eta": tuning.eta,
             "noisy_steps": tuning.noisy_steps,
-            "min_sampling_std": tuning.least_noise,
-            "min_logprob_std": tuning.least_noise,
+            **_least_noise(tuning, chain),
             "levels_per_sample": levels_per_sample,
             **chain,
         }
@@ -86,12 +89,24 @@ def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> Trai
     return made.eval()
 
 
+def _least_noise(tuning: LeRobotTuning, chain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the floors of noise, and bounds of an element's log-probability that leave room for one of so little."""
+    least = tuning.least_noise
+    if chain.get("flow_noise") is FlowNoise.CONSTANT:  # a smaller constant is no accident
+        least = min(least, tuning.flow_noise_level)
+    highest = max(2.0, -math.log(least)) if least > 0 else None
+    clamp = None if highest is None else (-5.0, highest)
+    return {"min_sampling_std": least, "min_logprob_std": least, "logp_clamp": clamp}
+
+
 class FromLeRobot:
     """Makes policies of kind lerobot; see `POLICIES`."""
 
     @staticmethod
     def build(config: LeRobotStart, spec: WorldSpec, episodes: Episodes, seed: int) -> Trainable:
-        """Return the policy in config.path, which shall learn from data of `spec`; nothing is drawn or fitted.
+        """Return the policy in config.path, which shall learn from data of `spec`; nothing is drawn.
+
+        Nothing is fitted either, but statistics that its processors lack.
 
         Raises ConfigError without a path, and as `load_lerobot_policy` and `trainable_lerobot` do.
         """
@@ -99,7 +114,9 @@ class FromLeRobot:
         known = read_settings(folder)
         tuning = replace(known.tuning, tuned=config.tuned)
         settings = replace(known, fps=spec.fps, instructions=spec.instructions, tuning=tuning)
-        return trainable_lerobot(load_lerobot_policy(folder, settings=settings), config.levels_per_sample)
+        policy = load_lerobot_policy(folder, settings=settings)
+        fill_in(policy, episodes)
+        return trainable_lerobot(policy, config.levels_per_sample)
 
 
 class LeRobotNetwork(LeRobotModule):

@@ -80,8 +80,12 @@ class XVLA:
         return [self.model.transformer]
 
     def draw_levels(self, count: int) -> Tensor:
-        """Draw times [count] that are evenly spread over [0, 1), all moved by one draw; see `Family`."""
-        return (torch.rand(1) + torch.arange(count) / count) % (1 - 1e-5)
+        """Draw times [count] that are evenly spread over [0, 1), all moved by one draw; see `Family`.
+
+        In random order: the levels of one sample, which lie beside each other, shall not be alike.
+        """
+        spread = (torch.rand(1) + torch.arange(count) / count) % (1 - 1e-5)
+        return spread[torch.randperm(count)]
 
     def schedule(self, config: DenoisingPolicyConfig) -> EstimateSchedule:
         """See `Family`."""

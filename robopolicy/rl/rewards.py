@@ -153,7 +153,8 @@ def guided_cost(
         return nothing.scatter(-1, last, per_decision[..., None].float())
 
     final = torch.zeros_like(alive).scatter(1, (alive.sum(1, keepdim=True) - 1).clamp(min=0), True) & alive
-    likelihood = torch.where(alive, rollouts.logp_behaviour.sum(-1), 0.0)
+    chosen = rollouts.mask & alive[..., None]  # a step without noise was no choice, whatever its density is
+    likelihood = torch.where(chosen, rollouts.logp_behaviour, 0.0).sum(-1)
     score = torch.zeros(len(alive), 1, device=alive.device)
     if external:
         costs = _stage_costs(rollouts, context, stages, (parts, weight, threshold), ("success", *keep))

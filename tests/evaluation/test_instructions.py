@@ -16,7 +16,7 @@ from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
 from sims.engine import MujocoWorld
-from sims.registry import load_task
+from sims.registry import load_task, make_world
 from sims.tasks.push_choice import INSTRUCTIONS, PushChoiceExpert
 from sims.wording import InPlainWords
 
@@ -169,3 +169,15 @@ def test_evaluate_prints_and_keeps_instructions_and_controls(tmp_path, capsys):
     assert "Does it listen?" in next(tmp_path.glob("evaluate/*/0/report.html")).read_text()
     assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked, "evaluate.controls=[]"]) == 0
     assert "controls" not in json.loads(next(tmp_path.glob("evaluate/*/0/result.json")).read_text())
+
+
+def test_the_wrong_instruction_is_said_in_words_that_the_world_uses():
+    """A world that speaks in paraphrases may have taught its policy no plain word."""
+    spec = make_world("tidy", 1, phrasing="paraphrased").spec
+    nobody = Told(make_world("push_choice", 1))
+    told = OtherInstruction(nobody, "wrong", spec)
+    for row, text in enumerate(spec.instructions):
+        other = told._told(text, row)
+        assert other in spec.instructions and spec.meaning(other) != spec.meaning(text)
+    plain = make_world("tidy", 1).spec
+    assert OtherInstruction(nobody, "wrong", plain)._told(plain.goals[0], 0) == plain.goals[1]

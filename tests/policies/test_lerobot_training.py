@@ -396,3 +396,13 @@ def test_weights_with_openpis_names_are_read_and_none_may_lack(folders, tmp_path
     save_file(known, path)
     with pytest.raises(CheckpointError, match=r"lacks \['model.action_out_proj.bias'\]"):
         load_policy(folder)
+
+
+@pytest.mark.parametrize("level", [0.2, 0.02])
+def test_little_noise_is_what_was_asked_for_and_has_gradients(folders, level):
+    policy = load_trainable(folders["pi0"], LeRobotTuning(flow_noise_level=level, flow_noise=FlowNoise.CONSTANT))
+    assert policy.schedule.table[:, 4].unique().tolist() == pytest.approx([level])
+    observation = observed(policy)
+    decision = policy.act(observation, torch.Generator().manual_seed(1))
+    scores = policy.log_prob(observation, decision.latents)
+    assert float(scores.extras["logp_clamped"].float().mean()) < 0.01

@@ -162,7 +162,8 @@ def test_what_is_seen_said_and_driven_decides(folder, tmp_path):
 
 
 @pytest.mark.parametrize("mode", SIZES)
-def test_the_loss_is_lerobots_own(tmp_path, words, mode):
+def test_the_loss_is_lerobots_own(tmp_path, words, mode, monkeypatch):
+    monkeypatch.setattr(torch, "randperm", lambda count, **options: torch.arange(count))  # LeRobot's levels ascend
     target = made(tmp_path / mode, words, mode)
     policy = load_trainable(target, LeRobotTuning())
     observation = observed(policy)
@@ -256,3 +257,10 @@ def test_a_run_in_bfloat16_scores_it_as_it_acted(folder):
     policy.prepare_finetuning()
     _, apart, moved = scored_again(policy, observed(policy))
     assert float(apart) <= tolerance_in("bf16", 1e-5) and 0 < float(moved) < 0.1
+
+
+def test_the_levels_of_a_sample_are_not_alike(folder):
+    levels = load_trainable(folder, LeRobotTuning()).network.levels(64 * 4, torch.Generator().manual_seed(0))
+    assert levels.sort().values.diff().max() < 1.01 / 256  # evenly spread, as LeRobot's
+    within = levels.view(64, 4)
+    assert (within.amax(1) - within.amin(1)).median() > 0.4

@@ -91,6 +91,10 @@ def test_the_ranking_by_hand():
     assert set(paid.rewards) == {"own", "external", "success"}
     by_likelihood = guided_cost(rollouts, CONTEXT, own=1.0, external=0.0, success=0.0)
     assert by_likelihood.row_return.tolist() == [-4.0, -9.0, -2.0, -2.0]
+    mask = rollouts.mask.clone()
+    mask[0, :, 1] = False  # steps without noise were no choices
+    by_choices = guided_cost(replace(rollouts, mask=mask), CONTEXT, own=1.0, external=0.0, success=0.0)
+    assert by_choices.row_return.tolist() == [-1.0, -9.0, -2.0, -2.0]
     split = guided_cost(rollouts, CONTEXT, own=0.0, success=0.0, parts=2, weight=2.0, threshold=0.25)
     expected = [
         np.exp(-2 * sum(max(0, undone - 0.25) for undone in each)) for each in ([0, 0], [0, 1], [0, 0], [0.5, 1])

@@ -1,0 +1,96 @@
+"""The statistics by which LeRobot's processors normalise: which of them are missing, and how data fills them in.
+
+A checkpoint that nobody has trained on data of its own may hold none, and LeRobot then leaves values as they are:
+actions in radians or pixels would be taken for normalised ones. Axes: N value.
+"""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.policies.lerobot import LeRobotPolicy
+
+FRAMES = 500
+"""Images whose statistics are taken, at most."""
+
+
+def lacking(policy: LeRobotPolicy) -> tuple[str, ...]:
+    """Return LeRobot's features that the policy's processors shall normalise and have no statistics of."""
+    return tuple(dict.fromkeys(name for step in _normalisers(policy) for name in _lacking_in(step)))
+
+
+def require_statistics(policy: LeRobotPolicy) -> None:
+    """Raise ConfigError where a policy that shall learn has no statistics of what its processors normalise."""
+    if missing := lacking(policy):
+        raise ConfigError(
+            f"The processors beside this checkpoint have no statistics of {', '.join(missing)}, so that LeRobot "
+            "normalises nothing there. Imitate data first, which fills them in: robopolicy train policy.kind=lerobot "
+            "policy.path=FOLDER train.data=DATASET. Or save the processors with "
+            "make_pre_post_processors(config, dataset_stats=...)."
+        )
+
+
+def fill_in(policy: LeRobotPolicy, episodes: Episodes) -> None:
+    """Take from `episodes` the statistics that the policy's processors lack, with a warning that names them.
+
+    Raises ConfigError where the episodes do not have such a field.
+    """
+    missing = lacking(policy)
+    if not missing:
+        return
+    found = {name: _statistics(_values(policy, episodes, name)) for name in missing}
+    for step in _normalisers(policy):
+        step.stats = {**(step.stats or {}), **{name: found[name] for name in _lacking_in(step)}}
+        step.to(device=policy.device)
+    warnings.warn(
+        f"The checkpoint's processors had no statistics of {', '.join(missing)}: they are those of the data now.",
+        RobopolicyWarning,
+        stacklevel=2,
+    )
+
+
+def _normalisers(policy: LeRobotPolicy) -> Iterator[Any]:
+    from lerobot.processor import NormalizerProcessorStep, UnnormalizerProcessorStep
+
+    for step in (*policy.preprocess.steps, *policy.postprocess.steps):
+        if isinstance(step, NormalizerProcessorStep | UnnormalizerProcessorStep):
+            yield step
+
+
+def _lacking_in(step: Any) -> list[str]:
+    from lerobot.configs.types import NormalizationMode
+
+    modes = {
+        name: step.norm_map.get(feature.type, NormalizationMode.IDENTITY) for name, feature in step.features.items()
+    }
+    known = step.stats or {}
+    return [name for name, mode in modes.items() if mode is not NormalizationMode.IDENTITY and not known.get(name)]
+
+
+def _values(policy: LeRobotPolicy, episodes: Episodes, name: str) -> Tensor:
+    """Return what the episodes hold of LeRobot's feature `name`, [N, *shape], images as it sees them."""
+    if name == "action":
+        return episodes.actions
+    key = policy.key_of(name)
+    if key not in episodes.observation:
+        raise ConfigError(f"The processors need statistics of '{name}', and the data has no '{key}'.")
+    found = episodes.observation[key]
+    if not key.startswith(IMAGE_PREFIX):
+        return found
+    some = found[:: max(1, len(found) // FRAMES)]
+    return some.movedim(-1, 0).flatten(1).T.float() / 255  # a value a pixel, a column a channel
+
+
+def _statistics(values: Tensor) -> dict[str, Any]:
+    """Return those of values [N, *shape] that any of LeRobot's modes asks for, [*shape]."""
+    values = values.float().cpu()
+    rows = values[:: max(1, len(values) // 100_000)]
+    quantiles = {f"q{share:02d}": torch.quantile(rows, share / 100, dim=0) for share in (1, 10, 50, 90, 99)}
+    plain = {"min": values.amin(0), "max": values.amax(0), "mean": values.mean(0), "std": values.std(0, correction=0)}
+    return {name: value.numpy() for name, value in {**plain, **quantiles}.items()}
