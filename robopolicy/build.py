@@ -20,7 +20,7 @@ from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
 from robopolicy.core.delayed import QUEUE, with_latency_of, without_latency
-from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning
+from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, SpecError
 from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import derive
@@ -36,6 +36,7 @@ from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
+from robopolicy.policies.lerobot_module import lerobots_own
 from robopolicy.policies.loading import checkpoint_in
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.training.acting import Acting
@@ -101,8 +102,11 @@ def build_world(
     if policy is not None:
         try:
             require_fit(as_seen_in(world, policy).spec, world.spec)
-        except RobopolicyError:
+        except RobopolicyError as error:
             world.close()
+            reader = lerobots_own(policy)
+            if isinstance(error, SpecError) and reader is not None and (advice := reader.mapping_for(world.spec)):
+                raise SpecError(f"{error} {advice}") from error
             raise
     return world
 

@@ -33,7 +33,7 @@ from robopolicy.core.errors import (
 from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
 from robopolicy.core.policy import Decision, TensorObservation, Trainable
 from robopolicy.core.randomness import drawing_from
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, validate_observation
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, WorldSpec, validate_observation
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
@@ -212,6 +212,26 @@ class LeRobotPolicy:
         if len(size) != 2:
             raise ConfigError(f"image_sizes of '{name}' is [height, width], not {list(size)}.")
         return Field((*size, 3), "uint8", 0.0, 255.0)
+
+    def mapping_for(self, world: WorldSpec) -> str:
+        """Return what to write where the names or sizes of what it reads are others in `world`, "" where they are not.
+
+        A world shows all its cameras in one size, and square.
+        """
+        visual = {name for name, feature in self._features.items() if feature.type.value == "VISUAL"}
+        other = {
+            name: f"{IMAGE_PREFIX}<camera of the world>" if name in visual else "<key of the world>"
+            for name, key in self._keys.items()
+            if key not in world.observation
+        }
+        read = {name: self.spec.observation[self._keys[name]].shape for name in visual}
+        shown = {name: world.observation[self._keys[name]].shape for name in visual - set(other)}
+        sizes: dict[str, list[int]] = {}
+        if any(read[name] != shape for name, shape in shown.items()) or len({*read.values()}) > 1:
+            size = max(max(shape[:2]) for shape in read.values())
+            sizes = {name: [size, size] for name in sorted(visual)}
+        example = {**({"features": other} if other else {}), **({"image_sizes": sizes} if sizes else {})}
+        return f"Where only names or sizes differ, put {json.dumps(example)} into {SETTINGS_FILE}." if example else ""
 
     def _require(self, observation: TensorObservation) -> None:
         missing = [name for name, key in self._keys.items() if key not in observation]

@@ -120,3 +120,9 @@ def merged_weights(policy: nn.Module) -> dict[str, Tensor]:
             value = value + adapted[owner].get_delta_weight("default").to(value.dtype)
         found[f"{owner}.{leaf}" if owner else name] = value.detach().contiguous()
     return found
+
+
+def lerobots_own(policy: object) -> LeRobotPolicy | None:
+    """Return LeRobot's policy that `policy` is, or learns over the weights of; None for others."""
+    inner = getattr(policy, "network", policy)
+    return policy if isinstance(policy, LeRobotPolicy) else inner.reader if isinstance(inner, LeRobotModule) else None

@@ -5,7 +5,7 @@ and scored, what it keeps is counted, and multiplied by the rows of an iteration
 libraries take is not in it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.images import cameras_in
 from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import TensorObservation, Trainable
-from robopolicy.core.policy_conformance import example_observation
+from robopolicy.core.policy_conformance import example_batch, example_observation
 from robopolicy.nn.configuration import Optimiser
 from robopolicy.nn.optimisers import optimiser_bytes
 from robopolicy.rl.registry import Need
@@ -134,8 +134,9 @@ def plan_memory(
     if 0 < scored_steps < policy.spec.scored_steps:
         latents["chosen"] = torch.arange(scored_steps, device=device)[None]
     with FlopCounterMode(display=False) as scoring:
-        one = _saved(policy, seen, latents)
-    each = _saved(policy, *(_twice(given) for given in (seen, latents))) - one
+        one = _saved(policy, lambda: policy.log_prob(seen, latents).logp)
+    doubled = _twice(seen), _twice(latents)
+    each = _saved(policy, lambda: policy.log_prob(*doubled).logp) - one
     learns = list(policy.trainable_parameters())
     return MemoryBudget(
         weights=sum(_bytes(weight) for weight in policy.parameters()),
@@ -160,19 +161,21 @@ def plan_pretraining(
     available: int | None,
     micro_batch: int = 0,
     optimiser: Optimiser = "adamw",
-    steps: int = 0,
 ) -> str:
     """Return in one line what imitation by batches of so many decisions will take beside the weights.
 
-    micro_batch: how many of them are computed at once, 0 for all; steps: how many of a decision's K steps a loss looks
-    at, 0 for all. Raises ConfigError where that is more than is available, in bytes; None: not known.
+    micro_batch: how many of them are computed at once, 0 for all. Raises ConfigError where that is more than is
+    available, in bytes; None: not known.
     """
     device = next(policy.parameters()).device
     seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
-    decision = policy.act(seen, torch.Generator(device).manual_seed(0))
-    latents = {**decision.latents, **({"chosen": torch.arange(steps, device=device)[None]} if steps else {})}
+
+    def losses(seen: TensorObservation) -> list[Tensor]:
+        batch = example_batch(policy.spec, seen, device)
+        return list(policy.loss(batch, torch.Generator(device).manual_seed(0)).values())
+
     at_once = min(micro_batch or batch_size, batch_size)
-    one, two = _saved(policy, seen, latents), _saved(policy, _twice(seen), _twice(latents))
+    one, two = (_saved(policy, lambda given=given: losses(given)) for given in (seen, _twice(seen)))
     activations = one + (at_once - 1) * (two - one)
     learns = list(policy.trainable_parameters())
     # The gradient, and the average of the weights themselves
@@ -211,8 +214,8 @@ def _twice(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _saved(policy: Trainable, observation: TensorObservation, latents: Mapping[str, Tensor]) -> int:
-    """Return the bytes that the gradient of scores keeps, weights apart; what is kept twice counts once."""
+def _saved(policy: Trainable, compute: Callable[[], object]) -> int:
+    """Return the bytes that the gradient of what is computed keeps, weights apart; what is kept twice counts once."""
     # By the storage's own address: where there are no numbers (`nn.shapes`) that of its data is 0.
     own = {weight.untyped_storage()._cdata for weight in policy.parameters()}
     kept: dict[int, int] = {}
@@ -224,7 +227,7 @@ def _saved(policy: Trainable, observation: TensorObservation, latents: Mapping[s
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        held = policy.log_prob(observation, latents).logp  # while it is, no storage is given away again
+        held = compute()  # while it is, no storage is given away again
     found = sum(kept.values())
     del held
     return found

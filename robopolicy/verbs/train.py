@@ -37,7 +37,7 @@ from robopolicy.nn.precision import learning_in
 from robopolicy.origins import origin_of_section
 from robopolicy.policies.configuration import TextEncoder
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot_training import LeRobotNetwork
+from robopolicy.policies.lerobot_module import LeRobotModule
 from robopolicy.policies.loading import build_policy
 from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.runs import default_path, finish, finished, open_run, output
@@ -150,14 +150,14 @@ def say_model(policy: Trainable, section: PretrainConfig) -> None:
 
     That is a token policy of a checkpoint, or one of LeRobot's. Of others nothing is said: they are small.
     """
-    lerobots = isinstance(policy, DenoisingPolicy) and isinstance(policy.network, LeRobotNetwork)
+    network = policy.network if isinstance(policy, DenoisingPolicy) else policy
     if isinstance(policy, TokenPolicy) and policy.described:
         output.print(policy.described, soft_wrap=True, highlight=False)
-    if not (lerobots or (isinstance(policy, TokenPolicy) and policy.config.token.model)):
+    if not (isinstance(network, LeRobotModule) or (isinstance(policy, TokenPolicy) and policy.config.token.model)):
         return
-    free, steps = free_memory(next(policy.parameters()).device), int(lerobots)  # its loss looks at one step's noise
+    free = free_memory(next(policy.parameters()).device)
     with learning_in(section.precision):
-        said = plan_pretraining(policy, section.batch_size, free, section.micro_batch, section.fit.optimiser, steps)
+        said = plan_pretraining(policy, section.batch_size, free, section.micro_batch, section.fit.optimiser)
     output.print(said, soft_wrap=True, highlight=False)
 
 

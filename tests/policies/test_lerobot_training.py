@@ -9,7 +9,7 @@ import pytest
 import torch
 from lerobot_models import FRONT, pi_config, smolvla_config, tiny_pi, tiny_smolvlm, word_tokenizer
 from safetensors.torch import load_file, save_file
-from test_lerobot_policies import features, save, statistics
+from test_lerobot_policies import act_config, features, save, statistics
 
 from robopolicy.benchmarks.tiny_vla import pi_processors
 from robopolicy.build import load_trainable
@@ -357,11 +357,18 @@ def test_training_says_what_it_takes_and_what_fits(folders, capsys, monkeypatch)
     said = capsys.readouterr().out
     assert "activations of 8 decisions" in said and "gradients, optimiser and moving average" in said
     learns = 4 * 4 * sum(weight.numel() for weight in policy.trainable_parameters())
-    each = plan_memory(policy, 8, 8, scored_steps=1).each
-    monkeypatch.setattr("robopolicy.verbs.train.free_memory", lambda device: learns + 4 * each)
-    with pytest.raises(ConfigError, match=r"micro_batch=[34] fits"):
+    monkeypatch.setattr("robopolicy.verbs.train.free_memory", lambda device: learns)
+    with pytest.raises(ConfigError, match=r"Training needs about .* more of memory"):
         say_model(policy, PretrainConfig(batch_size=8))
-    say_model(policy, PretrainConfig(batch_size=8, micro_batch=3))
+
+
+def test_training_of_what_does_not_denoise_says_what_it_takes_too(tmp_path, monkeypatch, capsys):
+    policy = load_trainable(save(act_config(), tmp_path / "act"), LeRobotTuning())
+    say_model(policy, PretrainConfig())
+    assert "gradients, optimiser and moving average" in capsys.readouterr().out
+    monkeypatch.setattr("robopolicy.verbs.train.free_memory", lambda device: 0)
+    with pytest.raises(ConfigError, match=r"Training needs about .* more of memory"):
+        say_model(policy, PretrainConfig())
 
 
 def test_images_of_another_size_are_refused(folders):

@@ -8,7 +8,6 @@ from seeing_toys import SeeingWorld, denoising_policy
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.memory import free_memory
-from robopolicy.core.policy import Scores
 from robopolicy.nn.optimisers import optimiser_bytes
 from robopolicy.nn.precision import learning_in
 from robopolicy.rl.registry import Need
@@ -46,17 +45,13 @@ def test_frames_of_a_history_are_counted_once_but_in_copies():
 
 
 def test_activations_are_those_of_what_is_scored():
-    class Squares(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(3))
-
-        def log_prob(self, observation, latents):
-            return Scores((self.weight * latents["x"]).exp().sum(), torch.zeros(()))
+    policy = torch.nn.Module()
+    policy.weight = torch.nn.Parameter(torch.ones(3))
+    x = torch.ones(5, 3)
 
     from robopolicy.training.memory import _saved
 
-    assert _saved(Squares(), {}, {"x": torch.ones(5, 3)}) == 2 * 60  # x, and the result of exp
+    assert _saved(policy, lambda: (policy.weight * x).exp().sum()) == 2 * 60  # x, and the result of exp
     policy = prepared()
     few, all_of_them = (plan_memory(policy, 8, 8, scored_steps=steps).activations for steps in (1, 2))
     assert 0 < few < all_of_them
@@ -99,12 +94,30 @@ def test_everybody_who_holds_the_weights_is_counted():
 
 def test_pretraining_that_does_not_fit_is_told_the_micro_batch_that_does():
     policy = denoising_policy(SeeingWorld(1), cameras=True)
-    learning = 4 * 4 * sum(weight.numel() for weight in policy.trainable_parameters())
-    three = plan_memory(policy, 3, 3).activations
+    enough = next(size for size in range(0, 10**9, 10_000) if _fits(policy, 3, size))
     with pytest.raises(ConfigError, match=r"micro_batch=3 fits: activations of 8 decisions .* lower batch_size=8"):
-        plan_pretraining(policy, 8, learning + three)
-    assert "activations of 3 decisions" in plan_pretraining(policy, 8, learning + three, 3)
+        plan_pretraining(policy, 8, enough)
+    assert "activations of 3 decisions" in plan_pretraining(policy, 8, enough, 3)
     plan_pretraining(policy, 8, None)
+
+
+def test_what_imitation_keeps_is_what_its_loss_keeps():
+    """A sample that is denoised at eight levels keeps about eight times as much as at one."""
+    one, eight = (denoising_policy(SeeingWorld(1), levels_per_sample=levels) for levels in (1, 8))
+    learning = [4 * 4 * sum(weight.numel() for weight in each.trainable_parameters()) for each in (one, eight)]
+    needed = [
+        next(size for size in range(base, 10**9, 5_000) if _fits(each, 64, size)) - base
+        for each, base in zip((one, eight), learning, strict=True)
+    ]
+    assert 4 < needed[1] / needed[0] < 9
+
+
+def _fits(policy, batch_size: int, available: int) -> bool:
+    try:
+        plan_pretraining(policy, batch_size, available)
+    except ConfigError:
+        return False
+    return True
 
 
 def test_activations_grow_by_the_row_and_casts_of_weights_do_not():

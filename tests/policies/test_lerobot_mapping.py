@@ -1,0 +1,60 @@
+"""A LeRobot policy whose names or image sizes are not the world's: what it says, and that doing so works."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_lerobot_policies import save, tiny_act
+
+from robopolicy.build import build_world
+from robopolicy.configuration.world import WorldSection
+from robopolicy.core.errors import SpecError
+from robopolicy.core.policy import to_tensors
+from robopolicy.core.spec import STATE
+from robopolicy.policies.lerobot import load_lerobot_policy
+from sims.registry import make_world
+
+FRONT, TOP, LONE = "observation.images.front", "observation.images.top", "observation.image"
+
+
+def policy_reading(images: dict[str, tuple[int, int]], folder: Path) -> Any:
+    from lerobot.configs.types import FeatureType, PolicyFeature
+
+    spec = make_world("push_cube", 1).spec
+    inputs = {STATE: PolicyFeature(FeatureType.STATE, spec.observation[STATE].shape)}
+    inputs |= {name: PolicyFeature(FeatureType.VISUAL, (3, *size)) for name, size in images.items()}
+    return save(tiny_act(inputs, {"action": PolicyFeature(FeatureType.ACTION, spec.action.shape)}), folder)
+
+
+@pytest.mark.parametrize(
+    ("images", "written"),
+    [
+        ({FRONT: (32, 48)}, {"image_sizes": {FRONT: [48, 48]}}),
+        ({FRONT: (32, 32), TOP: (48, 32)}, {"image_sizes": {FRONT: [48, 48], TOP: [48, 48]}}),
+        ({LONE: (32, 32)}, {"features": {LONE: "observation.images.<camera of the world>"}}),
+    ],
+)
+def test_what_to_write_is_said_and_works(images, written, tmp_path):
+    folder = policy_reading(images, tmp_path / "policy")
+    section = WorldSection(name="push_cube")
+    with pytest.raises(SpecError, match="Where only names or sizes differ, put") as refused:
+        build_world(section, load_lerobot_policy(folder), batch_size=2)
+    (said,) = re.findall(r"put (\{.*\}) into robopolicy\.json", str(refused.value))
+    assert json.loads(said) == written
+    done = said.replace("<camera of the world>", "top")
+    (folder / "robopolicy.json").write_text(done)
+    policy = load_lerobot_policy(folder)
+    world = build_world(section, policy, batch_size=2)
+    seen = to_tensors(world.reset(seeds=[0, 1]))
+    assert policy.act(seen, torch.Generator()).actions.shape[0] == 2
+    world.close()
+
+
+def test_a_vector_of_another_size_is_no_matter_of_names(tmp_path):
+    folder = policy_reading({TOP: (32, 32)}, tmp_path / "policy")
+    with pytest.raises(SpecError, match="observation.state") as refused:
+        build_world(WorldSection(name="pick_place"), load_lerobot_policy(folder), batch_size=1)
+    assert "robopolicy.json" not in str(refused.value)
