@@ -19,13 +19,13 @@ from robopolicy.configuration.inference import AUTO, InferenceSection
 from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
-from robopolicy.core.delayed import QUEUE, with_latency_of, without_latency
+from robopolicy.core.delayed import with_latency_of, without_latency
 from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, SpecError
 from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.registry import is_dotted
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, WorldSpec, cameras_of, require_fit
+from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, TASK, Field, WorldSpec, cameras_of, require_fit
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, Snapshots, World
 from robopolicy.data.foresight import Foresight

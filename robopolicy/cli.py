@@ -115,7 +115,8 @@ def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
             more = "no more bare words" if verb.targets else "no bare word"
             raise ConfigError(f"'{name}' takes {more} ('{argument}'): settings are written key=value.")
         else:
-            result.append(f"{targets.pop(0)}={_quoted(argument) if is_path else argument}")
+            key, text = targets.pop(0), _quoted(argument) if is_path else argument
+            result.append(f"{key}=[{text}]" if key in verb.lists else f"{key}={text}")
     return result
 
 

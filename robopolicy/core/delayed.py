@@ -20,12 +20,10 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, SpecError
 from robopolicy.core.history import begin, held, move, select
-from robopolicy.core.spec import Field, Observation, WorldSpec, keeps_value, validate_actions
+from robopolicy.core.spec import QUEUE, Field, Observation, WorldSpec, keeps_value, validate_actions
 from robopolicy.core.stages import Stage
 from robopolicy.core.world import Renders, Rows, Snapshot, Snapshots, Step, World, can_render
 
-QUEUE = "observation.action_queue"
-"""What is decided and not yet done, [d * A] in the world's units, the next action first."""
 LATENCY, HOLD = "latency_steps", "latency_hold"
 """Options of every world: how many control steps a decision takes; how robots hold still before the first."""
 POSITIONS = ("gripper",)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STATE = "observation.state"
+QUEUE = "observation.action_queue"
+"""What is decided and not yet done, [d * A] in the world's units, the next action first; see `core.delayed`."""
 ENVIRONMENT_STATE = "observation.environment_state"
 IMAGE_PREFIX = "observation.images."
 TASK = "task"

@@ -16,12 +16,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from robopolicy.core.delayed import QUEUE
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.registry import fixed_arguments
-from robopolicy.core.spec import PolicySpec, keeps_value
+from robopolicy.core.spec import QUEUE, PolicySpec, keeps_value
 from robopolicy.core.world import Rows
 from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
 

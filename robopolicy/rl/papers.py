@@ -100,7 +100,7 @@ def effect(paper: Paper, checks: Mapping[str, Any]) -> str:
     """
     name, _, variant = paper.check.partition("/")
     if name not in checks:
-        return "not measured" if paper.status != "absent" else ""
+        return "not in bench mechanisms" if paper.status != "absent" else ""
     rows = checks[name]
     method = rows[variant or list(rows)[-1]]["last deterministic"]
     baseline = next(iter(rows.values()))["last deterministic"]

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.core.delayed import QUEUE
 from robopolicy.core.errors import SpecError, did_you_mean
 from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
-from robopolicy.core.spec import TASK, Field, Observation, require_fields
+from robopolicy.core.spec import QUEUE, TASK, Field, Observation, require_fields
 from robopolicy.core.world import Rows, World
 from robopolicy.serving.clock import Clock, latency_figures
 from robopolicy.serving.configuration import RobotSettings

@@ -26,10 +26,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from robopolicy.core.delayed import QUEUE
 from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError
 from robopolicy.core.history import begin, move
-from robopolicy.core.spec import TASK
+from robopolicy.core.spec import QUEUE, TASK
 from robopolicy.serving.client import RefusedError
 from robopolicy.serving.holding import Hold
 from robopolicy.serving.protocol import DELAY, PLAN, SESSION

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.core.delayed import QUEUE
 from robopolicy.core.errors import NonFiniteError, SpecError, did_you_mean
-from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.core.spec import IMAGE_PREFIX, QUEUE
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ from robopolicy.verbs.verb import Verb
 VERB = Verb(
     summary="Measure success in a simulator or in a world model",
     sections=("run", "world", "plan", "inference", "evaluate"),
-    example="robopolicy evaluate runs/finetune/push_cube/0/checkpoint world=worldmodel",
+    example="robopolicy evaluate runs/finetune/push_cube/0/checkpoint world=worldmodel "
+    "world.model=runs/worldmodel/push_cube/0/checkpoint",
     targets=("evaluate.policy",),
     world_from={"evaluate.policy": ""},
 )

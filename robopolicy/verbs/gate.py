@@ -174,5 +174,6 @@ def warn_of_divergence(judges: Sequence[Judge]) -> None:
         if isinstance(judge, FittedJudge) and judge.diverged:
             output.print(
                 f"Note: {max(judge.clipped):.0%} of the targets of {judge.name} left what the rewards allow: it has "
-                "diverged, so its verdict means little. Give more data (gate.data), or judge by gate.judges=[model]."
+                "diverged, so its verdict means little. Give more data (gate.data), or judge by gate.judges=[model].",
+                markup=False,
             )

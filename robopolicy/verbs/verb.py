@@ -47,14 +47,16 @@ VERBS = Registry("verb", "robopolicy.verbs", {name: f"robopolicy.verbs.{name}:ru
 @dataclass(frozen=True)
 class Verb:
     """One job: a line for the table, the sections of the configuration it reads, an example, and what bare words after
-    it set, keys in their order. text: the docstring of its module. world_from: keys of what says in which world the
-    verb acts where none is named -> "verb/part", where that lies by default ("" for nowhere, "server" for a server's).
+    it set, keys in their order; lists: those of them that hold several, of which the word is one. text: the docstring
+    of its module. world_from: keys of what says in which world the verb acts where none is named -> "verb/part", where
+    that lies by default ("" for nowhere, "server" for a server's).
     """
 
     summary: str
     sections: tuple[str, ...]
     example: str
     targets: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
     text: str = ""
     world_from: Mapping[str, str] = field(default_factory=dict[str, str])
 

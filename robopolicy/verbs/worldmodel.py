@@ -47,6 +47,7 @@ VERB = Verb(
     sections=("run", "world", "worldmodel"),
     example="robopolicy worldmodel recipe=push_cube",
     targets=("worldmodel.data",),
+    lists=("worldmodel.data",),
     world_from={"worldmodel.data": "collect/dataset"},
 )
 

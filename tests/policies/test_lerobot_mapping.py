@@ -55,6 +55,6 @@ def test_what_to_write_is_said_and_works(images, written, tmp_path):
 
 def test_a_vector_of_another_size_is_no_matter_of_names(tmp_path):
     folder = policy_reading({TOP: (32, 32)}, tmp_path / "policy")
-    with pytest.raises(SpecError, match="observation.state") as refused:
+    with pytest.raises(SpecError, match=r"observation\.state") as refused:
         build_world(WorldSection(name="pick_place"), load_lerobot_policy(folder), batch_size=1)
     assert "robopolicy.json" not in str(refused.value)

@@ -129,7 +129,7 @@ def test_an_effect_is_a_difference_with_newcombes_interval():
     assert effect(paper, {"stale": {"old": old, "new": new, "newer": old}}) == "shown: +20.0 points [+5.2, +33.4]"
     assert effect(paper, {"stale": {"old": new, "new": old}}) == "reversed: -20.0 points [-33.4, -5.2]"
     assert effect(paper, {"stale": {"old": old, "new": old}}).startswith("not shown: +0.0 points")
-    assert effect(paper, {}) == "not measured"
+    assert effect(paper, {}) == "not in bench mechanisms"
 
 
 def test_the_verb_prints_papers_and_says_whose_a_mechanism_is(tmp_path: Path, capsys):
