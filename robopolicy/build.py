@@ -108,6 +108,13 @@ def build_world(
             if isinstance(error, SpecError) and reader is not None and (advice := reader.mapping_for(world.spec)):
                 raise SpecError(f"{error} {advice}") from error
             raise
+        if QUEUE in world.spec.observation and QUEUE not in policy.spec.observation:
+            warnings.warn(
+                f"Decisions take time in '{world.spec.name}', and this policy does not read what is still to be done "
+                f"({QUEUE}): it decides as if they took none. Train it with the same world.options.latency_steps.",
+                RobopolicyWarning,
+                stacklevel=2,
+            )
     return world
 
 

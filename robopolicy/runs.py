@@ -103,9 +103,16 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
 def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     """Open the run folder of a verb that simply runs again; earlier results are replaced as new ones appear.
 
-    What a killed process left half-written is removed.
+    That is said where they are of other settings. What a killed process left half-written is removed.
     """
     folder = open_folder(run_path(config, verb))
+    written = folder.path / "config.yaml"
+    if is_complete(folder.path) and written.exists() and written.read_text() != to_yaml(config, sections):
+        output.print(
+            f"{folder.path} holds a run with other settings, which this one replaces; run.name=NAME keeps both.",
+            markup=False,
+            soft_wrap=True,
+        )
     folder.describe(to_yaml(config, sections), config.run.seed, config.run.threads)
     return folder
 

@@ -108,3 +108,14 @@ def test_a_judge_that_knows_too_little_of_a_policy_is_left_out_of_the_bakeoff(ro
 def test_mistakes_end_with_a_sentence_and_status_2(arguments, text, capsys, tmp_path):
     assert main([*arguments, f"run.root={tmp_path}"]) == 2
     assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_verb_that_runs_again_says_what_it_replaces(root, capsys):
+    base = root / "train" / "reach_planar" / "0" / "checkpoint"
+    shared = [f"evaluate.policy={base}", "run.name=twice"]
+    assert run(root, "evaluate", *shared) == 0 and run(root, "evaluate", *shared) == 0
+    assert "replaces" not in capsys.readouterr().out  # the same settings: the same result
+    assert run(root, "evaluate", *shared, "evaluate.episodes=4") == 0
+    assert "holds a run with other settings, which this one replaces; run.name=NAME keeps both" in " ".join(
+        capsys.readouterr().out.split()
+    )

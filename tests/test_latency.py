@@ -4,10 +4,14 @@ import json
 
 import pytest
 
+from robopolicy.build import build_world
 from robopolicy.cli import main
+from robopolicy.configuration.world import WorldSection
 from robopolicy.core.delayed import QUEUE
+from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.data.lerobot_reading import read_dataset
-from robopolicy.policies import load_policy
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
+from sims.registry import make_world
 
 LATE = "world.options.latency_steps=3"
 SMALL = [
@@ -93,3 +97,14 @@ def test_a_teacher_that_looks_ahead_teaches_there(tmp_path):
 def test_a_delay_of_no_sense_is_refused(tmp_path, capsys):
     assert main(["collect", *SMALL, "world.options.latency_steps=-2", f"run.root={tmp_path}"]) == 2
     assert "latency_steps is -2: a decision takes 0 control steps or more" in capsys.readouterr().err
+
+
+def test_a_policy_that_does_not_see_what_is_underway_is_warned_of():
+    with pytest.warns(RobopolicyWarning, match=r"does not read what is still to be done \(observation.action_queue\)"):
+        build_world(WorldSection(name="reach_planar", options={"latency_steps": 2}), _plain(), batch_size=1).close()
+
+
+def _plain():
+    spec = make_world("reach_planar", 1).spec
+    config = DenoisingPolicyConfig(width=8, depth=1, sampling_steps=2)
+    return DenoisingPolicy(config, spec.observation, spec.action, fps=spec.fps)

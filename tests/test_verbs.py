@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from robopolicy.cli import INTERRUPTED, main, print_help
+from robopolicy.cli import INTERRUPTED, main, overrides, print_help
 from robopolicy.configuration import compose, described, groups
 from robopolicy.core.run import RunFolder
 from robopolicy.evaluation.success import evaluate_policy
@@ -405,3 +405,10 @@ def test_bench_algorithms_compares_methods_on_the_same_base_and_can_be_gone_on_w
     assert main(arguments) == 0
     assert "seed 0" not in capsys.readouterr().out
     assert "<svg" in (root / "bench" / "algorithms" / "report.html").read_text()
+
+
+def test_a_folder_may_stand_where_a_list_of_them_is_meant(tmp_path):
+    for name, expected in (("worldmodel", (tmp_path,)), ("train", tmp_path)):
+        (given,) = overrides(name, declaration(name), [str(tmp_path)])
+        section, key = given.split("=")[0].split(".")
+        assert getattr(getattr(compose([given]), section), key) == expected
