@@ -42,6 +42,25 @@ def test_links_lead_to_files(path):
     assert not missing
 
 
+def slug(heading):
+    """Return a heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_headings(path):
+    for file, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", path.read_text()):
+        if not file.startswith("http"):
+            text = (path.parent / file if file else path).read_text()
+            assert anchor in map(slug, re.findall(r"^#+ (.*)$", text, re.MULTILINE)), (file, anchor)
+
+
+def test_every_benchmark_is_in_the_contents_of_their_page():
+    text = (ROOT / "robopolicy" / "benchmarks" / "README.md").read_text()
+    headings = set(re.findall(r"^## .*`(\w+)`$", text, re.MULTILINE))
+    assert headings == set(re.findall(r"\[`(\w+)`\]\(#", text)) and len(headings) > 20
+
+
 def test_every_verb_is_in_the_readme_and_every_verb_there_exists():
     text = (ROOT / "README.md").read_text()
     assert first_column(text[text.index("| verb |") : text.index("`robopolicy VERB --help`")]) == set(VERBS.names())

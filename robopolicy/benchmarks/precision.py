@@ -33,7 +33,6 @@ WAYS: dict[str, tuple[str, ...]] = {
     "bf16": ("finetune.precision=bf16",),
     "bf16 backward": ("finetune.precision=bf16_backward",),
     "two scored steps": ("finetune.scored_steps=2",),
-    "bf16 backward and two scored steps": ("finetune.precision=bf16_backward", "finetune.scored_steps=2"),
     "bf16 and two scored steps": ("finetune.precision=bf16", "finetune.scored_steps=2"),
 }
 """Row of the results -> settings of fine-tuning; the first is what the others are compared with."""

@@ -3,12 +3,12 @@
 Axes: R row, H history frame (oldest first), C new frame (oldest first).
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import numpy as np
 
 from robopolicy.core.arrays import Array
-from robopolicy.core.spec import Observation
+from robopolicy.core.spec import Field, Observation
 
 
 def begin(frames: Array, history: int) -> Array:
@@ -21,13 +21,18 @@ def begin(frames: Array, history: int) -> Array:
     return frames[:, np.maximum(np.arange(-history, 0), -frames.shape[1])]
 
 
-def newest(observation: Observation, keys: Collection[str], history: int) -> Observation:
-    """Return an observation whose fields `keys` hold the newest H frames where they hold more, [R, H, *shape].
+def newest(observation: Observation, fields: Mapping[str, Field], history: int) -> Observation:
+    """Return an observation whose `fields` hold the newest H frames where they hold more, [R, H, *shape].
 
-    For who reads less of the past than somebody else in the same world.
+    For who reads less of the past than somebody else in the same world. What is no such window stays as it is.
     """
-    long = [key for key in keys if key in observation and observation[key].ndim > 1 < observation[key].shape[1]]
-    cut = {key: observation[key][:, -history:] for key in long if observation[key].shape[1] > history}
+    cut = {
+        key: value[:, -history:]
+        for key, field in fields.items()
+        if (value := observation.get(key)) is not None
+        and value.ndim == len(field.shape) + 2
+        and value.shape[1] > history
+    }
     return {**observation, **cut} if cut else observation
 
 

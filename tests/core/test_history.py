@@ -5,7 +5,8 @@ from collections import deque
 import numpy as np
 import pytest
 
-from robopolicy.core.history import begin, held, latest, move, places
+from robopolicy.core.history import begin, held, latest, move, newest, places
+from robopolicy.core.spec import Field
 
 
 def slow(frames: list[np.ndarray], history: int) -> np.ndarray:
@@ -45,3 +46,12 @@ def test_frames_after_the_end_repeat_the_last_and_places_say_which_frames_are_ne
     assert held(np.arange(8).reshape(2, 4), np.array([1, 3])).tolist() == [[0, 0, 0, 0], [4, 5, 6, 6]]
     assert places(np.array([0, 2]), 3).tolist() == [[0, 1, 2], [2, 3, 4]]
     assert held(np.arange(8).reshape(2, 4), None).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_who_reads_less_of_the_past_sees_its_newest_frames():
+    seen = {"a": np.arange(24.0).reshape(2, 4, 3), "b": np.arange(8.0).reshape(2, 4), "task": np.array(["", ""])}
+    fields = {"a": Field((3,)), "b": Field((4,)), "c": Field((1,))}
+    found = newest(seen, fields, 2)
+    assert np.array_equal(found["a"], seen["a"][:, 2:])
+    assert found["b"] is seen["b"] and found["task"] is seen["task"]  # no window, and nobody's field
+    assert newest(seen, fields, 4) is seen and newest(seen, fields, 5) is seen
