@@ -30,8 +30,8 @@ def require_statistics(policy: LeRobotPolicy) -> None:
     if missing := lacking(policy):
         raise ConfigError(
             f"The processors beside this checkpoint have no statistics of {', '.join(missing)}, so that LeRobot "
-            "normalises nothing there. Imitate data first, which fills them in: robopolicy train policy.kind=lerobot "
-            "policy.path=FOLDER train.data=DATASET. Or save the processors with "
+            "normalises nothing there. Imitate data first, which fills them in: robopolicy train DATASET "
+            "policy.kind=lerobot policy.path=FOLDER. Or save the processors with "
             "make_pre_post_processors(config, dataset_stats=...)."
         )
 

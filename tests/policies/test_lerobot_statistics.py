@@ -40,7 +40,7 @@ def episodes_for(policy: Any) -> Episodes:
 def test_a_policy_that_shall_learn_is_refused_without_them(tmp_path):
     folder = bare(act_config(), tmp_path / "act")
     assert "action" in lacking(load_lerobot_policy(folder))
-    with pytest.raises(ConfigError, match=r"no statistics of .*action.*train policy.kind=lerobot"):
+    with pytest.raises(ConfigError, match=r"no statistics of .*action.*train DATASET policy.kind=lerobot"):
         load_trainable(folder, LeRobotTuning())
     assert lacking(load_lerobot_policy(save(act_config(), tmp_path / "whole"))) == ()
 
