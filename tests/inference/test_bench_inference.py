@@ -1,15 +1,19 @@
 """The benchmark of ways of deciding: its peer decides as the policy does, its plans cost what they say."""
 
+import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from robopolicy.benchmarks import inference
 from robopolicy.benchmarks.inference import CHANGES, HUNDRED, LEAN, POLICIES, DiffusersLoop, picture, tables
+from robopolicy.configuration import compose
 from robopolicy.core.spec import Field
 from robopolicy.inference.caching import CachePlan, FirstBlockCaching
 from robopolicy.inference.calibration import Calibration, calibrate
-from robopolicy.inference.comparison import EXACT, action_error, decided
+from robopolicy.inference.comparison import EXACT, Timing, action_error, decided
 from robopolicy.inference.engine import with_engine
 from robopolicy.nn.configuration import DenoiserKind, Prediction
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
@@ -81,3 +85,25 @@ def test_tables_and_plot_show_every_way():
     assert lines["DDIM 5"][5:7] == ["50 (50, 50) %", "0.250"]
     assert lines["diffusers loop"][2:4] == ["0.5 (0.5, 0.5)", "1.0 (1.0, 1.0)"]
     assert picture(figures).svg.count("push_t, ten steps") >= 1
+
+
+def test_times_are_taken_anew_and_success_is_not(tmp_path, monkeypatch):
+    policy, judged, clock = _policy(), list[int](), itertools.count(1)
+    seen: Any = {"observation.state": torch.randn(4, 1, 3)}
+    ways = {"reference": inference.Way(policy, policy), "lean": inference.Way(with_engine(policy, LEAN), policy)}
+    monkeypatch.setattr(inference, "POLICIES", {"tiny": {"reference": inference.Arm(), "lean": inference.Arm(LEAN)}})
+    monkeypatch.setattr(inference, "made", lambda *case: ways)
+    monkeypatch.setattr(inference, "recorded", lambda *case: seen)
+    monkeypatch.setattr(inference, "judged", lambda *case: judged.append(1) or {"success_rate": 0.5})
+    monkeypatch.setattr(
+        inference, "timed", lambda made, first, rounds: dict.fromkeys(made, Timing(np.full(rounds, next(clock))))
+    )
+
+    def found(*settings: str) -> dict[str, Any]:
+        return inference.measure(compose(list(settings)), tmp_path, "push_cube", "tiny", 0)
+
+    first = found()
+    assert len(judged) == 1 and first["lean"]["error"] < EXACT and first["lean"]["least_ms"] == 1e3
+    again = found("bench.rounds=3")
+    assert len(judged) == 1 and again["lean"] == {**first["lean"], "median_ms": 2e3, "least_ms": 2e3}
+    assert found("bench.rounds=0") == again and next(clock) == 3
