@@ -249,7 +249,8 @@ def build_controller(section: WorldSection, world: World, dotted_path: str = "")
 def build_foresight(section: WorldSection, world: World, steps: int, dotted_path: str = "") -> Controller | Foresight:
     """Return what says `steps` steps of such a controller from where `world` is, which `section` names.
 
-    That is the controller itself, which says one step, where the world has no snapshots.
+    That is the controller itself, which says one step, where the world has no snapshots. It plays on in a world that
+    does not end with success, where there is such a one: what it would do then is what a policy should that came later.
     """
     controller = _controller(section, world.spec, dotted_path)
     late = QUEUE in world.spec.observation
@@ -257,7 +258,13 @@ def build_foresight(section: WorldSection, world: World, steps: int, dotted_path
         return controller
     options = {"history": world.spec.history, **without_latency(section.options)}
     like = replace(section, cameras=(), options=options)
-    return Foresight(controller, world, build_world(like, batch_size=world.batch_size), steps)
+    try:
+        ahead = build_world(
+            replace(like, options={**options, "terminate_on_success": False}), batch_size=world.batch_size
+        )
+    except ConfigError:  # a world without that option
+        ahead = build_world(like, batch_size=world.batch_size)
+    return Foresight(controller, world, ahead, steps)
 
 
 def _controller(section: WorldSection, spec: WorldSpec, dotted_path: str) -> Controller:

@@ -134,6 +134,23 @@ def test_what_lies_behind_the_end_is_not_learned_and_the_disk_remembers_it(tmp_p
     assert Episodes.concatenate([unlabelled, unlabelled]).label_steps is None
 
 
+def test_it_plays_on_behind_success_but_not_behind_the_time_limit():
+    """A policy that comes a little later still has to know what to do; nobody comes after the time limit."""
+    section = compose(["world=push_cube"]).world
+    world = make_world("push_cube", 4)
+    says = build_foresight(section, world, STEPS)
+    assert isinstance(says, Foresight)
+    expert = load_task("push_cube").expert()
+    episodes = record(world, expert, np.arange(4), teacher=says)
+    last = episodes.starts + episodes.lengths - 1
+    assert episodes.success.all() and (episodes.label_steps[last] == STEPS).all()
+    still = NoisyController(expert, Noise(random=1.0, hold=5), 0, world.spec.action)
+    failed = record(world, still, np.arange(4), teacher=says)
+    late = (failed.starts + failed.lengths - 1)[~failed.success]
+    assert len(late) and (failed.label_steps[late] == 1).all()
+    says.close()
+
+
 def test_the_verbs_say_whole_chunks_and_history_does_not_matter(tmp_path, capsys):
     shared = [f"run.root={tmp_path}", "run.threads=1", "world=push_cube", "collect.episodes=3"]
     labelled = ["collect", *shared, "collect.noise=['0.4']", "collect.label_policy=expert"]
