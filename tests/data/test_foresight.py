@@ -144,7 +144,7 @@ def test_it_plays_on_behind_success_but_not_behind_the_time_limit():
     episodes = record(world, expert, np.arange(4), teacher=says)
     last = episodes.starts + episodes.lengths - 1
     assert episodes.success.all() and (episodes.label_steps[last] == STEPS).all()
-    still = NoisyController(expert, Noise(random=1.0, hold=5), 0, world.spec.action)
+    still = NoisyController(expert, Noise(random=0.95, hold=5), 0, world.spec.action)
     failed = record(world, still, np.arange(4), teacher=says)
     late = (failed.starts + failed.lengths - 1)[~failed.success]
     assert len(late) and (failed.label_steps[late] == 1).all()
