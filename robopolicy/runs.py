@@ -105,15 +105,15 @@ def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunF
 
     That is said where they are of other settings. What a killed process left half-written is removed.
     """
-    folder = open_folder(run_path(config, verb))
+    folder, settings = open_folder(run_path(config, verb)), to_yaml(config, sections)
     written = folder.path / "config.yaml"
-    if is_complete(folder.path) and written.exists() and written.read_text() != to_yaml(config, sections):
+    if is_complete(folder.path) and written.exists() and written.read_text() != settings:
         output.print(
             f"{folder.path} holds a run with other settings, which this one replaces; run.name=NAME keeps both.",
             markup=False,
             soft_wrap=True,
         )
-    folder.describe(to_yaml(config, sections), config.run.seed, config.run.threads)
+    folder.describe(settings, config.run.seed, config.run.threads)
     return folder
 
 

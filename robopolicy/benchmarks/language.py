@@ -15,7 +15,8 @@ from rich.rule import Rule
 
 from robopolicy.benchmarks.algorithms import GRAPE
 from robopolicy.benchmarks.rates import rate_of, rate_text, short, spread_text
-from robopolicy.benchmarks.runs import Variant, chosen_from, pretrained, run_variant, settings_of
+from robopolicy.benchmarks.runs import Variant, chosen_from, pretrained, run_variant, seen_by, settings_of
+from robopolicy.benchmarks.sight import SMALL
 from robopolicy.configuration import Config, compose
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json
@@ -44,13 +45,7 @@ ARMS = {
 """What bench.only names."""
 IMITATED = {BASE: "diffusion", "hidden words": "hidden_words"}
 """Arm -> name of its pre-trained policy (`runs.BASES`)."""
-SEEING = (
-    "world.cameras=[front,wrist]",
-    "world.image_size=64",
-    "policy.observation_keys=[observation.state,observation.images.front,observation.images.wrist]",
-    "policy.image.channels=[16,32,32]",
-)
-TAUGHT: dict[str, tuple[str, ...]] = {"distillation": (), "cameras": (*SEEING, "teach.batch_size=128")}
+TAUGHT: dict[str, tuple[str, ...]] = {"distillation": (), "cameras": (*SMALL, *seen_by("front", "wrist"))}
 """Arm -> further settings of its student."""
 
 

@@ -152,6 +152,12 @@ def settings_of(config: Config, root: Path, task: str, seed: int) -> list[str]:
     return [*recipe, *run, *config.bench.overrides]
 
 
+def seen_by(*cameras: str) -> tuple[str, ...]:
+    """Return the settings of a policy that sees its own joints and these cameras, and nothing else."""
+    keys = ",".join(("observation.state", *(f"observation.images.{camera}" for camera in cameras)))
+    return f"world.cameras=[{','.join(cameras)}]", f"policy.observation_keys=[{keys}]"
+
+
 def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
     """Return the run folder of a base under root/task, after recording and training what is missing."""
     settings = BASES[name].of(task)

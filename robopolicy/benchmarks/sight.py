@@ -13,7 +13,7 @@ from typing import Any
 from rich.rule import Rule
 
 from robopolicy.benchmarks.rates import mean_text, rate_text, short, spread_text
-from robopolicy.benchmarks.runs import Variant, chosen_from, each_row, run_variant, settings_of
+from robopolicy.benchmarks.runs import Variant, chosen_from, each_row, run_variant, seen_by, settings_of
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.runs import is_complete, output
@@ -63,9 +63,7 @@ def measure(config: Config, root: Path, task: str, arm: str, seed: int) -> dict[
 
 def seeing(config: Config, root: Path, task: str, seed: int) -> list[str]:
     """Return the settings of what sees."""
-    cameras = CAMERAS.get(task, ("top",))
-    keys = ",".join(("observation.state", *(f"observation.images.{camera}" for camera in cameras)))
-    seen = f"world.cameras=[{','.join(cameras)}]", f"policy.observation_keys=[{keys}]"
+    seen = seen_by(*CAMERAS.get(task, ("top",)))
     return [*SMALL, *UNFILMED, *seen, *settings_of(config, root, task, seed)]
 
 

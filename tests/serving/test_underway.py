@@ -92,7 +92,7 @@ def test_a_delay_is_measured_where_it_is_not_simulated():
     answer, server.infer = server.infer, lambda message: (__import__("time").sleep(0.08), answer(message))[1]
     drive(world, server, [0], rate=20.0)
     assert server.asked[0][2] == 0
-    assert max(delay for _, _, delay in server.asked[1:]) >= 2  # of 20 control steps a second, whatever the policy's
+    assert max(delay for _, _, delay in server.asked[1:]) in (2, 3)  # .08 s at 20 control steps a second
 
 
 def test_the_server_answers_the_plan_that_the_chunking_makes():
