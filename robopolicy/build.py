@@ -19,13 +19,13 @@ from robopolicy.configuration.inference import AUTO, InferenceSection
 from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
-from robopolicy.core.delayed import with_latency_of, without_latency
+from robopolicy.core.delayed import latency_in, seen_ahead, steps_ahead, with_latency_of, without_latency
 from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, SpecError
 from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.registry import is_dotted
-from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, TASK, Field, WorldSpec, cameras_of, require_fit
+from robopolicy.core.spec import IMAGE_PREFIX, LATENCY, QUEUE, TASK, Field, WorldSpec, cameras_of, require_fit
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, Snapshots, World
 from robopolicy.data.foresight import Foresight
@@ -183,6 +183,7 @@ def _imagined_world(
     if section.model is None:
         raise ConfigError("Which world model? Set world.model=runs/worldmodel/push_cube/0/checkpoint.")
     model = load_imagining(section.model, device)
+    _require_imagined_latency(section.options, model)
     imagination = section.imagination
     if imagination.starts == "simulator":
         starts = simulator_starts(section, model, rows)
@@ -193,7 +194,8 @@ def _imagined_world(
                 f"world.imagination.starts={imagination.starts} begins in recorded steps, and {data} does not exist: "
                 "set world.data=FOLDER."
             )
-        episodes = read_dataset(data, cameras=cameras_of(fields_read(model)))
+        fields = fields_read(model)
+        episodes = seen_ahead(fields, origin_of(model), read_dataset(data, cameras=cameras_of(fields)))
         chosen = keyframes(episodes) if imagination.starts == "keyframes" else None
         starts = recorded_starts(episodes, model.context, chosen)
     return ImaginedWorld(
@@ -206,6 +208,17 @@ def _imagined_world(
         debounce=imagination.debounce,
         seed=seed,
     )
+
+
+def _require_imagined_latency(options: Mapping[str, Any], model: WorldModel) -> None:
+    """Raise ConfigError where decisions shall take another time than the model has learned."""
+    steps, _ = latency_in(options)
+    learned = steps_ahead(fields_read(model), model.spec.action)
+    if steps not in (0, learned):
+        raise ConfigError(
+            f"{LATENCY} is {steps}, and in this world model decisions take {learned} control steps: it has to learn "
+            f"from data in which they take {steps}, which worldmodel makes with the same {LATENCY}."
+        )
 
 
 def simulator_starts(section: WorldSection, model: WorldModel, rows: int) -> Starts:

@@ -13,6 +13,7 @@ from typing import Any
 
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, WorldSection
+from robopolicy.core.delayed import with_latency_options
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.origin import WorldOrigin, origin_of
 from robopolicy.core.registry import ask_for
@@ -109,7 +110,8 @@ def origin_of_section(section: WorldSection, world: World | None = None) -> Worl
     Of imagination it is the simulator behind the model (world: the imagined one), of demonstrations what they say.
     """
     if section.name == DEMONSTRATIONS:
-        return None if section.data is None else recorded_origin(section.data)
+        recorded = None if section.data is None else recorded_origin(section.data)
+        return with_latency_options(recorded, section.options)
     if section.name != WORLD_MODEL:
         return WorldOrigin(section.name, _plain(section.options))
     if section.simulator:

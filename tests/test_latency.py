@@ -87,6 +87,61 @@ def test_what_was_recorded_without_a_delay_teaches_a_policy_that_decides_ahead(r
     assert main(["offline", "run.threads=1", f"run.root={tmp_path}", *given, *critic, *judged]) == 0
 
 
+def test_a_policy_of_data_without_a_delay_takes_its_delay_with_it(tmp_path, capsys):
+    shared, late = [*SMALL, f"run.root={tmp_path}"], [LATE, "world.options.latency_hold=last"]
+    assert main(["collect", *shared]) == 0
+    recorded = tmp_path / "collect" / "push_cube" / "0" / "dataset"
+    assert main(["train", *shared, *late, f"train.data={recorded}", "train.evaluate_episodes=0"]) == 0
+    policy = tmp_path / "train" / "push_cube" / "0" / "checkpoint"
+    options = json.loads((policy / "config.json").read_text())["world"]["options"]
+    assert (options["latency_steps"], options["latency_hold"]) == (3, "last")
+    alone = ["run.threads=1", f"run.root={tmp_path}"]
+    judged = ["evaluate.episodes=4", "evaluate.videos=0"]
+    assert main(["evaluate", str(policy), *alone, *judged]) == 0
+    # What asks it at recordings without a delay reads them as it learned them.
+    steps = ["distill.fit.steps=2", "distill.batch_size=8", "distill.evaluate_episodes=0"]
+    assert main(["distill", str(policy), *alone, *steps, f"distill.data=[{recorded}]"]) == 0
+    ways = ["optimize.rounds=1", "optimize.engines=[lean]", "optimize.evaluate_episodes=0", "optimize.observations=8"]
+    assert main(["optimize", str(policy), *alone, *ways, f"optimize.data=[{recorded}]"]) == 0
+    capsys.readouterr()
+    given = "world=push_cube", f"doctor.data={recorded}", f"doctor.policy={policy}"
+    assert main(["doctor", *given, *alone]) in (0, 1)
+    assert "standard deviations from the reference" in " ".join(capsys.readouterr().out.split())
+    # Its delay is its world's, and another one would add to it.
+    assert main(["evaluate", str(policy), *alone, *judged, "evaluate.latency_steps=3", "run.name=twice"]) == 2
+    assert "this policy decides ahead, for a delay of 3 steps" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["latency_steps=-2"], "latency_steps is -2"),
+        (["latency_steps=2.5"], "latency_steps is 2.5"),
+        (["latency_steps=2", "latency_hold=lst"], "latency_hold is lst"),
+    ],
+)
+def test_recordings_are_not_read_with_a_delay_of_no_sense(root, capsys, options, said):
+    data = root / "collect" / "push_cube" / "0" / "dataset"
+    given = [f"world.options.{option}" for option in options]
+    chosen = [*SMALL, f"run.root={root}", f"train.data={data}", "train.evaluate_episodes=0", "run.name=no_sense"]
+    assert main(["train", *chosen, *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_world_model_of_a_world_without_a_delay_imagines_none(tmp_path, capsys):
+    shared = [*SMALL, f"run.root={tmp_path}"]
+    assert main(["collect", *shared]) == 0
+    assert main(["train", *shared]) == 0
+    model = ["worldmodel.fit.steps=5", "worldmodel.validation_episodes=2", "worldmodel.transitions=1"]
+    assert main(["worldmodel", *shared, "worldmodel.include_base=false", *model]) == 0
+    imagined = "world=worldmodel", f"world.model={tmp_path / 'worldmodel' / 'push_cube' / '0' / 'checkpoint'}"
+    policy = tmp_path / "train" / "push_cube" / "0" / "checkpoint"
+    capsys.readouterr()
+    assert main(["evaluate", str(policy), *imagined, LATE, f"run.root={tmp_path}", "evaluate.episodes=4"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "latency_steps is 3, and in this world model decisions take 0 control steps" in said
+
+
 def test_a_teacher_that_looks_ahead_teaches_there(tmp_path):
     settings = ["teach.teacher=expert", "teach.rounds=2", "teach.episodes=4", "teach.evaluate_episodes=4"]
     settings += ["teach.fit.steps=5", "teach.last_steps=5", "teach.batch_size=16"]

@@ -20,12 +20,12 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, SpecError
 from robopolicy.core.history import begin, held, move, select
-from robopolicy.core.spec import QUEUE, Field, Observation, WorldSpec, keeps_value, validate_actions
+from robopolicy.core.origin import WorldOrigin, origin_of
+from robopolicy.core.policy import Policy
+from robopolicy.core.spec import HOLD, LATENCY, QUEUE, Field, Observation, WorldSpec, keeps_value, validate_actions
 from robopolicy.core.stages import Stage
 from robopolicy.core.world import Renders, Rows, Snapshot, Snapshots, Step, World, can_render
 
-LATENCY, HOLD = "latency_steps", "latency_hold"
-"""Options of every world: how many control steps a decision takes; how robots hold still before the first."""
 POSITIONS = ("gripper",)
 """Elements of an action whose zero is a movement: robots that hold still keep them as the first decision has them."""
 _OURS = "latency/"
@@ -37,10 +37,7 @@ def with_latency(world: World, steps: int, hold: str = "zero") -> World:
     hold: zero, where actions are velocities or differences; last, where they are positions: then the robot's first
     decision also stands for where it is. Raises ConfigError for other values.
     """
-    if steps < 0:
-        raise ConfigError(f"{LATENCY} is {steps}: a decision takes 0 control steps or more.")
-    if hold not in ("zero", "last"):
-        raise ConfigError(f"{HOLD} is {hold}: zero (actions are velocities or differences) or last (positions).")
+    _require_latency(steps, hold)
     if steps == 0:
         return world
     if QUEUE in world.spec.observation:
@@ -52,14 +49,28 @@ def with_latency(world: World, steps: int, hold: str = "zero") -> World:
 def with_latency_of(options: Mapping[str, Any], world: World) -> World:
     """Return `world` with the latency among the options of a world, as it is where its decisions take time already.
 
-    Raises ConfigError as `with_latency` does, and for what is no whole number.
+    Raises ConfigError as `with_latency` does.
     """
-    steps = options.get(LATENCY, 0)
-    if type(steps) is not int:
-        raise ConfigError(f"{LATENCY} is {steps}: a decision takes a whole number of control steps.")
+    steps, hold = latency_in(options)
     if QUEUE in world.spec.observation:
         return world
-    return with_latency(world, steps, options.get(HOLD, "zero"))
+    return with_latency(world, steps, hold)
+
+
+def latency_in(options: Mapping[str, Any]) -> tuple[int, str]:
+    """Return latency_steps and latency_hold of a world's options; raises ConfigError for what they cannot be."""
+    steps, hold = options.get(LATENCY, 0), options.get(HOLD, "zero")
+    _require_latency(steps, hold)
+    return steps, hold
+
+
+def _require_latency(steps: Any, hold: Any) -> None:
+    if type(steps) is not int or steps < 0:
+        raise ConfigError(
+            f"{LATENCY} is {steps}: a decision takes 0 control steps or more, a whole number of control steps."
+        )
+    if hold not in ("zero", "last"):
+        raise ConfigError(f"{HOLD} is {hold}: zero (actions are velocities or differences) or last (positions).")
 
 
 def without_latency(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,7 +215,27 @@ def queued(snapshot: Snapshot) -> Array | None:
 
 def recorded_in(options: Mapping[str, Any], episodes: Episodes) -> Episodes:
     """Return episodes as they would have been recorded in a world with such options; see `delayed`."""
-    return delayed(episodes, options.get(LATENCY, 0), options.get(HOLD, "zero"))
+    return delayed(episodes, *latency_in(options))
+
+
+def recorded_for(policy: Policy, episodes: Episodes) -> Episodes:
+    """Return episodes as a policy sees them that decides ahead, unchanged for others; see `delayed`."""
+    return seen_ahead(policy.spec.observation, origin_of(policy), episodes)
+
+
+def seen_ahead(observation: Mapping[str, Field], origin: WorldOrigin | None, episodes: Episodes) -> Episodes:
+    """Return episodes as one sees them who reads `observation`, key -> field, and was trained in the world of `origin`.
+
+    Raises as `delayed` does.
+    """
+    _, hold = latency_in({} if origin is None else origin.options)
+    return delayed(episodes, steps_ahead(observation, episodes.action_field), hold)
+
+
+def with_latency_options(origin: WorldOrigin | None, options: Mapping[str, Any]) -> WorldOrigin | None:
+    """Return the world of a recording that was read as if decisions had taken what a world's options say."""
+    given = {name: options[name] for name in (LATENCY, HOLD) if name in options}
+    return None if origin is None else WorldOrigin(origin.name, {**origin.options, **given})
 
 
 def delayed(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
@@ -213,8 +244,10 @@ def delayed(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
     Every step shows what was seen so many steps before it, and the actions that had been decided by then; an episode
     begins with `steps` steps of holding still, in which nothing moves. What is decided in an episode's last steps is
     never done: there the last action stands. hold: as in `with_latency`. Episodes that show a queue of this length are
-    returned as they are. Raises DataError where it is another, or actions are no vectors.
+    returned as they are. Raises DataError where it is another, or actions are no vectors; ConfigError as `with_latency`
+    does.
     """
+    _require_latency(steps, hold)
     if not steps:
         return episodes
     field = queue_field(episodes.action_field, steps)

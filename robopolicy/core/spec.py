@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 STATE = "observation.state"
 QUEUE = "observation.action_queue"
 """What is decided and not yet done, [d * A] in the world's units, the next action first; see `core.delayed`."""
+LATENCY, HOLD = "latency_steps", "latency_hold"
+"""Options of every world: how many control steps a decision takes; how robots hold still before the first."""
 ENVIRONMENT_STATE = "observation.environment_state"
 IMAGE_PREFIX = "observation.images."
 TASK = "task"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from robopolicy.core.delayed import recorded_for
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
@@ -26,6 +27,7 @@ def check_plan(folder: Path, policy: Policy, episodes: Episodes) -> list[Finding
     again = f"robopolicy optimize {folder} makes it anew, and without inference.json the policy decides as trained."
     if plan.refusal(folder):
         return [Finding(CHECK, Health.WARNING, "inference.json was made for other weights", again)]
+    episodes = recorded_for(policy, episodes)
     frames = torch.linspace(0, episodes.step_count - 1, min(FRAMES, episodes.step_count)).long()
     frames = frames + episodes.episode_of_step.cpu()[frames]
     seen = observed_at(episodes, frames.to(episodes.device), policy.spec.history, list(policy.spec.observation))

@@ -9,6 +9,7 @@ Axes: B row, P predicted step, A action dimension; s chunk, d delay.
 """
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -16,11 +17,12 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from robopolicy.core.delayed import steps_ahead
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.registry import fixed_arguments
-from robopolicy.core.spec import QUEUE, PolicySpec, keeps_value
+from robopolicy.core.spec import LATENCY, QUEUE, PolicySpec, keeps_value
 from robopolicy.core.world import Rows
 from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
 
@@ -89,15 +91,18 @@ class HasSeams(Protocol):
 def with_chunking(policy: Policy, kind: str, delay: Delay, options: Mapping[str, Any] | None = None) -> Policy:
     """Return `policy` as it acts with a delay; as it is where decisions take no time and are waited for.
 
-    kind: a name in `CHUNKINGS` or a dotted path; options: its own settings. Raises ConfigError.
+    kind: a name in `CHUNKINGS` or a dotted path; options: its own settings. Raises ConfigError, also for a policy that
+    decides ahead, whose delay is its world's.
     """
     if kind == SYNCHRONOUS and not delay.steps and not options:
         return policy
+    _require_deciding_now(policy, kind, delay.steps)
     make: Chunking = CHUNKINGS.load(kind)
     known = [name for name in fixed_arguments(make) if name not in ("policy", "delay")]
-    for name in options or {}:
+    for name, value in (options or {}).items():
         if name not in known and not _takes_anything(make):
             raise ConfigError(f"The chunking '{kind}' has no option '{name}'.{did_you_mean(name, known)}")
+        _require_option(make, kind, name, value)
     made = make(policy, delay, **(options or {}))
     remember_origin(made, origin_of(policy))
     return made
@@ -111,11 +116,6 @@ def plans_of(policy: Policy, kind: str, options: Mapping[str, Any] | None = None
     """
     if kind == SYNCHRONOUS:
         return None
-    if QUEUE in policy.spec.observation:
-        raise ConfigError(
-            f"chunking={kind}: this policy decides ahead, for a delay that it was trained for ({QUEUE}), and its robot "
-            "need not go on with an old plan: leave chunking=synchronous."
-        )
     made = with_chunking(policy, kind, Delay(), options)
     if not isinstance(made, OverlappingPolicy):
         raise ConfigError(
@@ -304,6 +304,28 @@ class OverlappingPolicy:
         if len(self._rest) != rows:
             raise SpecError(f"{rows} rows act where {len(self._rest)} did: reset the policy before other rows act.")
         return Underway(self._rest, self._decisions, self.delay.steps, spec.chunk)
+
+
+def _require_deciding_now(policy: Policy, kind: str, steps: int) -> None:
+    """Raise ConfigError for a policy that decides ahead."""
+    ahead = steps_ahead(policy.spec.observation, policy.spec.action)
+    if ahead:
+        raise ConfigError(
+            f"chunking={kind}, latency_steps={steps}: this policy decides ahead, for a delay of {ahead} steps that it "
+            f"was trained for ({QUEUE}), and its robot need not go on with an old plan: leave chunking=synchronous and "
+            f"latency_steps=0. Its delay is its world's ({LATENCY} among its options), and any other adds to it."
+        )
+
+
+def _require_option(make: Chunking, kind: str, name: str, value: Any) -> None:
+    """Raise ConfigError where an option is not of the type that its parameter says: a finite number, a text."""
+    parameter = inspect.signature(make).parameters.get(name)
+    wanted = None if parameter is None else parameter.annotation
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    fits = {int: type(value) is int, float: number, str: isinstance(value, str), bool: isinstance(value, bool)}
+    if not fits.get(wanted, True):
+        words = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
+        raise ConfigError(f"The chunking '{kind}' takes {words[wanted]} as {name}, not {value!r}.")
 
 
 def _takes_anything(make: Chunking) -> bool:

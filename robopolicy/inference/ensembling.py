@@ -57,9 +57,9 @@ class Averaged:
         # The plan of i decisions ago says something of the steps up to P - 1 - i s: so many plans are in the average.
         reach = torch.arange(overlap, 0, -1, device=plan.device)  # overlap - step
         count = torch.minimum(underway.decisions[:, None], (reach + underway.chunk - 1) // underway.chunk)
-        old = torch.exp(-self.decay * torch.arange(int(count.max()) + 1, device=plan.device)).cumsum(0)
-        before = torch.where(count > 0, old[(count - 1).clamp_min(0)], 0.0)
-        share = (torch.exp(-self.decay * count) / (before + torch.exp(-self.decay * count)))[..., None]
+        # The share of the newest of `count` + 1, exp(-decay count) / sum_i exp(-decay i), without what overflows.
+        sums = torch.exp(self.decay * torch.arange(int(count.max()) + 1, device=plan.device)).cumsum(0)
+        share = (1 / sums[count])[..., None]
         averaged = share * plan[:, :overlap] + (1 - share) * underway.rest
         return torch.cat([averaged, plan[:, overlap:]], 1)
 

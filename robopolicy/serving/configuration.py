@@ -1,9 +1,11 @@
 """What can be set about a policy server and about a simulated robot, without importing either."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.structured import REGISTRY
 
 
@@ -58,8 +60,10 @@ class RobotSettings:
     """Control steps that every answer is held back, an episode's first excepted: how a slower server would do."""
     blend: int = 0
     """Over so many steps a new chunk takes over from the old one."""
-    hold: Literal["zero", "last"] = "zero"
-    """What a robot does that has nothing to do: nothing (velocities, differences), or the last action (positions)."""
+    hold: Literal["auto", "zero", "last"] = "auto"
+    """What a robot does that has nothing to do: nothing (zero: velocities, differences), or the last action (last:
+    positions). auto: as the served policy's world has it (its latency_hold), zero where that does not say.
+    """
     positions: tuple[str, ...] = ("gripper",)
     """Elements of the action that keep their last value even so, by name."""
     max_age: float | None = None
@@ -68,3 +72,17 @@ class RobotSettings:
     """Most by which an action may differ from the one before, in the world's units."""
     patience: float = 5.0
     """Seconds that a server may fail before the drive ends; the robot holds still meanwhile."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what no robot can be driven by."""
+        if self.change is not None and not 0 < self.change < math.inf:
+            raise ConfigError(f"change is {self.change}: an action may differ from the last by more than 0, or null.")
+        if self.max_age is not None and not self.max_age > 0:
+            raise ConfigError(f"max_age is {self.max_age}: more than 0 seconds, or null.")
+        if min(self.prefetch, self.latency_steps, self.blend) < 0:
+            raise ConfigError(
+                f"prefetch is {self.prefetch}, latency_steps {self.latency_steps} and blend {self.blend}: choose 0 "
+                "control steps or more."
+            )
+        if not self.patience >= 0:
+            raise ConfigError(f"patience is {self.patience}: 0 seconds or more.")

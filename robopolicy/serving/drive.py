@@ -15,7 +15,7 @@ from robopolicy.core.world import Rows, World
 from robopolicy.serving.clock import Clock, latency_figures
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.driver import ActionLimits, Driver, Requests, Server, described_policy
-from robopolicy.serving.holding import holding
+from robopolicy.serving.holding import as_served, holding
 
 STANDARD = RobotSettings()
 
@@ -42,7 +42,7 @@ def drive(
     seeds = np.asarray(seeds, dtype=np.int64)
     _check(world, client.metadata)
     clock = Clock(rate)
-    robots = _Robots(world, client, robot, clock)
+    robots = _Robots(world, client, as_served(robot, client.metadata), clock)
     successes = steps = 0
     started = time.perf_counter()
     try:

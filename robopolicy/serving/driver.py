@@ -70,6 +70,13 @@ class ActionLimits:
     change: np.ndarray | float | None = None
     workspace: Callable[[np.ndarray], np.ndarray] | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for bounds that bind nothing (NaN) and changes below 0, which would drive a robot away."""
+        if np.isnan([np.max(each) for each in (self.low, self.high, self.change) if each is not None]).any():
+            raise ConfigError(f"low is {self.low}, high {self.high} and change {self.change}: none may be NaN.")
+        if self.change is not None and np.min(self.change) < 0:
+            raise ConfigError(f"change is {self.change}: an action may differ from the last by 0 or more.")
+
 
 class Requests:
     """One conversation with a server, in a thread of its own: questions of one or several drivers in their order.
@@ -121,7 +128,8 @@ class Driver:
     ("failures"). late: by how many steps the present chunk is executed later than it was meant, because the robot held
     still meanwhile, which the policy had not foreseen. error: what the server did wrong last, None since it answered.
     Raises ServingError where the server does not describe its policy, ConfigError on a prefetch beyond the chunk and
-    for a policy that decides further ahead than its chunks reach.
+    for a policy that decides further ahead than its chunks reach, `act` NonFiniteError where what holds the robot still
+    or limits it is no number.
     """
 
     def __init__(
@@ -144,8 +152,8 @@ class Driver:
         described = described_policy(client.metadata)
         if not 0 <= prefetch < described.chunk:
             raise ConfigError(f"prefetch is between 0 and {described.chunk - 1}, chunks have {described.chunk} steps.")
-        if latency_steps < 0:
-            raise ConfigError(f"latency_steps is {latency_steps}: an answer takes 0 control steps or more.")
+        if latency_steps < 0 or blend < 0:
+            raise ConfigError(f"latency_steps is {latency_steps} and blend {blend}: choose 0 control steps or more.")
         self.policy, self.hold, self.limits = described, hold, limits or ActionLimits()
         self.prefetch, self.blend, self.wait, self.patience = prefetch, blend, wait, patience
         if described.ahead > described.chunk:
@@ -366,6 +374,8 @@ class Driver:
         action = np.clip(action, low, high)
         if limits.workspace is not None:
             action = np.asarray(limits.workspace(action), dtype=np.float64)
+        if not np.isfinite(action).all():  # of what holds the robot still, or of the workspace
+            raise NonFiniteError(f"The robot would be sent {action.tolist()}; no action was executed.")
         self.counts["clipped"] += not np.allclose(action, wanted, rtol=1e-5, atol=1e-7)  # float32 rounds bounds
         return action
 

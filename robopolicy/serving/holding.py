@@ -1,14 +1,27 @@
 """What a robot does that has nothing to do. Axes: A action element."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from robopolicy.core.spec import keeps_value
+from robopolicy.core.narrowing import is_mapping
+from robopolicy.core.spec import HOLD, keeps_value
 from robopolicy.serving.configuration import RobotSettings
 
 type Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]
 """(newest frames by field, last action [A] or None) -> the action [A] that keeps the robot still."""
+
+
+def as_served(settings: RobotSettings, metadata: Mapping[str, Any]) -> RobotSettings:
+    """Return settings whose hold is that of the world which a server's policy comes from, where they leave it open."""
+    if settings.hold != "auto":
+        return settings
+    said = metadata.get("world")
+    options = said.get("options") if is_mapping(said) else None
+    positions = is_mapping(options) and options.get(HOLD) == "last"
+    return replace(settings, hold="last" if positions else "zero")
 
 
 def holding(settings: RobotSettings, names: Sequence[str], size: int) -> Hold:

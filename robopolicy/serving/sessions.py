@@ -76,7 +76,7 @@ class Sessions:
             raise SpecError(f"'{SESSION}' is text of at most {self.limits.name} characters.")
         now = time.monotonic()
         session = self._known.get((connection, name))
-        if session is None:
+        if session is None or now - session.used > self.expiry:
             self._forget_idle(now)
             if sum(owner == connection for owner, _ in self._known) >= self.limits.sessions:
                 raise SpecError(f"One connection serves at most {self.limits.sessions} sessions: open another.")

@@ -12,6 +12,7 @@ import torch
 
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
+from robopolicy.core.delayed import recorded_for
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy
@@ -87,7 +88,9 @@ def asked_at(config: Config, teacher: Policy, device: torch.device) -> Episodes:
     section = config.distill
     if section.data:
         cameras = cameras_of(teacher.spec.observation)
-        return Episodes.concatenate([read_dataset(path, cameras=cameras) for path in section.data])
+        return Episodes.concatenate(
+            [recorded_for(teacher, read_dataset(path, cameras=cameras)) for path in section.data]
+        )
     world = build_world(config.world, teacher, episodes=section.episodes, device=device)
     seeds = episode_seeds(config.run.seed, "distill", section.episodes)
     played = record(world, teacher, seeds, generator=Generators(config.run.seed, device)["distill/play"])

@@ -25,6 +25,7 @@ from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
 from robopolicy.serving.drive_robot import drive_robot
 from robopolicy.serving.driver import described_policy
+from robopolicy.serving.holding import as_served
 from robopolicy.serving.lerobot_robot import AttachedLeRobot, make_lerobot_robot
 from robopolicy.serving.wiring import Wiring, wired
 from robopolicy.verbs.evaluate import evaluation_seeds
@@ -90,7 +91,8 @@ def _run_robot(config: Config) -> int:
 def _settings(config: Config, client: PolicyClient) -> RobotSettings:
     """Return how the robot is driven, with a prefetch that chunks allow."""
     chunk = int(client.metadata.get("chunk", 1))
-    return replace(narrowed(RobotSettings, config.drive), prefetch=min(config.drive.prefetch, chunk - 1))
+    settings = as_served(narrowed(RobotSettings, config.drive), client.metadata)
+    return replace(settings, prefetch=min(settings.prefetch, chunk - 1))
 
 
 def _figures(result: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.optimize import OptimizeSection
+from robopolicy.core.delayed import recorded_for
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, TensorObservation
@@ -115,7 +116,8 @@ def observations(config: Config, policy: Policy, device: torch.device) -> Tensor
     """Return observations [N, H, ...] of recorded episodes, or of some that the policy plays in its world."""
     section, spec = config.optimize, policy.spec
     if section.data:
-        episodes = Episodes.concatenate([read_dataset(path, cameras=spec.cameras) for path in section.data])
+        parts = [recorded_for(policy, read_dataset(path, cameras=spec.cameras)) for path in section.data]
+        episodes = Episodes.concatenate(parts)
     else:
         world = build_world(config.world, policy, episodes=section.episodes, device=device)
         seeds = episode_seeds(config.run.seed, "optimize", section.episodes)

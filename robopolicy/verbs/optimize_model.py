@@ -12,8 +12,10 @@ from torch import Tensor
 
 from robopolicy.configuration import Config
 from robopolicy.configuration.optimize import OptimizeSection
+from robopolicy.core.delayed import seen_ahead
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.origin import origin_of
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import derive
 from robopolicy.core.spec import IMAGE_PREFIX
@@ -121,7 +123,8 @@ def _recorded(section: OptimizeSection, path: Path, model: LearnedModel) -> Epis
         if not folder.exists():
             raise ConfigError(f"{folder} does not exist: name recorded episodes with optimize.data=[FOLDER].")
     cameras = [key.removeprefix(IMAGE_PREFIX) for key in fields_read(model) if key.startswith(IMAGE_PREFIX)]
-    return Episodes.concatenate([read_dataset(folder, cameras=cameras) for folder in folders])
+    read = [read_dataset(folder, cameras=cameras) for folder in folders]
+    return Episodes.concatenate([seen_ahead(fields_read(model), origin_of(model), part) for part in read])
 
 
 def _starts(episodes: Episodes, count: int, steps: int, seed: int) -> Tensor:

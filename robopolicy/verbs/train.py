@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from robopolicy.build import behind, build_world, choose_device
 from robopolicy.configuration import Config
-from robopolicy.core.delayed import recorded_in
+from robopolicy.core.delayed import recorded_in, with_latency_options
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.finite_values import require_finite_columns
@@ -92,7 +92,8 @@ def run(config: Config) -> int:
             output.print(f"It said {said} steps ahead: what the policy predicts beyond, up to {steps}, is not learned.")
     elif said := interventions_in_words(episodes):
         output.print(f"{said}.\n{imitated_in_words(episodes, isinstance(policy, Staged))}.", soft_wrap=True)
-    count, recorded = config.train.evaluate_episodes, recorded_origin(data)
+    count = config.train.evaluate_episodes
+    recorded = with_latency_options(recorded_origin(data), config.world.options)
     world: World | None = None
     if count:  # before training, so that a policy that does not fit is refused before it costs anything
         world = build_world(config.world, seen, episodes=count, seed=config.run.seed, device=device)

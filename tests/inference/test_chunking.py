@@ -136,6 +136,29 @@ def test_ensembling_weighs_all_plans_of_a_step_as_act_does():
         assert torch.allclose(executed[:, step], expected, atol=1e-6), step
 
 
+@pytest.mark.parametrize(("decay", "newest"), [(-200.0, 1.0), (200.0, 0.0)])
+def test_ensembling_trusts_one_plan_alone_where_its_decay_is_large(decay, newest):
+    policy = with_chunking(Numbered(), "ensembling", Delay(0), {"decay": decay})
+    policy.reset()
+    first, second = chunk_of(policy, 0)[0], chunk_of(policy, 9)[0]
+    assert first == [0, 1, 2, 3]
+    assert second == pytest.approx([900 * newest + place + 4 * (1 - newest) for place in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value"),
+    [
+        ("ensembling", "decay", "a"),
+        ("ensembling", "decay", float("nan")),
+        ("bidirectional", "samples", 2.5),
+        ("rtc", "mask", 3),
+    ],
+)
+def test_options_of_another_type_are_refused(kind, option, value):
+    with pytest.raises(ConfigError, match=f"'{kind}' takes .* as {option}, not"):
+        with_chunking(Numbered(), kind, Delay(0), {option: value})
+
+
 def test_bidirectional_decoding_takes_the_plan_that_is_closest_to_the_last():
     class Sampled(Numbered):
         """Predicts constants 0, 1, 2, ... down its rows, a sample each."""

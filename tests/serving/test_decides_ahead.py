@@ -45,9 +45,12 @@ def decided(state, queue):
     return np.sin(9 * state.sum(-1)[:, None, None] * step + queue.sum(-1)[:, None, None] + place)
 
 
-def test_a_driven_robot_does_what_the_world_with_a_delay_does():
-    now, late = make_world(NAME, 1), make_world(NAME, 1, latency_steps=STEPS)
+@pytest.mark.parametrize("hold", ["zero", "last"])
+def test_a_driven_robot_does_what_the_world_with_a_delay_does(hold):
+    options = {"latency_steps": STEPS, "latency_hold": hold}
+    now, late = make_world(NAME, 1), make_world(NAME, 1, **options)
     server = Decides(now)
+    server.metadata["world"] = {"name": NAME, "options": options}
     actions: list[np.ndarray] = []
 
     class Remembering:

@@ -11,7 +11,7 @@ from robopolicy.core.spec import STATE, TASK, Field, WorldSpec
 from robopolicy.core.world import Step
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
-from robopolicy.serving.holding import holding
+from robopolicy.serving.holding import as_served, holding
 from robopolicy.serving.protocol import SESSION
 
 
@@ -88,6 +88,14 @@ def test_what_is_held_lets_nothing_go():
     assert holding(RobotSettings(), names, 3)({}, None).tolist() == [0.0] * 3  # nothing was done yet
     assert holding(RobotSettings(), (), 3)({}, last).tolist() == [0.0] * 3
     assert holding(RobotSettings(hold="last"), (), 3)({}, last).tolist() == last.tolist()
+
+
+def test_what_is_held_is_what_the_policy_was_trained_with():
+    said = {"world": {"name": "arm", "options": {"latency_steps": 3, "latency_hold": "last"}}}
+    assert as_served(RobotSettings(), said).hold == "last"
+    assert as_served(RobotSettings(hold="zero"), said).hold == "zero"
+    for unsaid in ({}, {"world": None}, {"world": {"name": "arm", "options": {}}}, {"world": "arm"}):
+        assert as_served(RobotSettings(), unsaid).hold == "zero"
 
 
 class Carrier(Counter):

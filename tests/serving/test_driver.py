@@ -5,9 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from robopolicy.core.errors import ConfigError, ServingError
+from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError
 from robopolicy.core.spec import STATE, Field
 from robopolicy.serving.client import RefusedError
+from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.driver import ActionLimits, Driver, described_policy
 
 STILL = np.array([0.25])
@@ -103,6 +104,24 @@ def test_actions_are_clipped_to_the_policys_bounds_and_the_robots_own():
     assert driver.counts["clipped"] == 3
     wide, _ = make(Scripted(), limits=ActionLimits(low=-5.0, high=5.0))
     assert wide._limited(np.array([3.0])) == 1.0
+
+
+@pytest.mark.parametrize("wrong", [{"change": -0.05}, {"change": np.nan}, {"low": np.nan}, {"high": [1.0, np.nan]}])
+def test_limits_that_would_drive_a_robot_away_are_refused(wrong):
+    with pytest.raises(ConfigError, match=r"NaN|0 or more"):
+        ActionLimits(**{name: np.asarray(value) for name, value in wrong.items()})
+
+
+@pytest.mark.parametrize("wrong", [{"change": -0.05}, {"change": float("nan")}, {"blend": -3}, {"max_age": 0.0}])
+def test_settings_that_no_robot_is_driven_by_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        RobotSettings(**wrong)
+
+
+def test_what_holds_a_robot_still_is_a_number_or_nothing_is_executed():
+    driver, _ = make(Scripted(), hold=lambda frames, last: np.array([np.nan]))
+    with pytest.raises(NonFiniteError, match="no action was executed"):
+        driver.step(see())
 
 
 def test_a_new_chunk_leads_over_from_the_old_one():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import integers
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import DataError
+from robopolicy.core.errors import DataError, SpecError, did_you_mean
 from robopolicy.core.interventions import before_intervention, last_of_turn
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.returns import returns_to_go
@@ -50,8 +50,11 @@ class Decisions:
 def observed_at(episodes: Episodes, frames: Tensor, history: int, keys: Sequence[str]) -> TensorObservation:
     """Return the observations that end with recorded `frames` [n]: key -> [n, H, ...], and `task` texts.
 
-    Before an episode's first frame that frame repeats.
+    Before an episode's first frame that frame repeats. Raises SpecError where the episodes do not show a key.
     """
+    for key in keys:
+        if key not in episodes.observation:
+            raise SpecError(f"The episodes do not show '{key}'.{did_you_mean(key, episodes.observation)}")
     device = episodes.device
     bounds = episodes.frame_starts + episodes.lengths
     episode = torch.searchsorted(bounds, frames)
