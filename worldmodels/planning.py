@@ -49,6 +49,15 @@ class PlannedPolicy(nn.Module):
         spec = self.policy.spec
         return replace(spec, observation={**spec.observation, **fields_read(self.model)})
 
+    @property
+    def inner(self) -> Policy:
+        """The policy."""
+        return self.policy
+
+    def around(self, inner: Policy) -> "PlannedPolicy":
+        """Return what looks ahead as this one does, for another policy."""
+        return PlannedPolicy(inner, self.model, self.config, self.value)
+
     def reset(self, rows: Rows = None) -> None:
         """Reset the policy. rows: indices [R] of the episodes to forget, None for all."""
         self.policy.reset(rows)

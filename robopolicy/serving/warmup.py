@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 
-from robopolicy.core.policy import Policy
+from robopolicy.core.policy import Policy, PolicyWrapper
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
 from robopolicy.inference.engine import CompilesForRows
 from robopolicy.serving.batching import InferenceQueue
@@ -14,8 +14,9 @@ from robopolicy.serving.log import Log
 async def warmed_up(queue: InferenceQueue, log: Log, stop: asyncio.Event) -> bool:
     """Let the policy decide before anybody asks, and return whether it was not stopped meanwhile.
 
-    Where code is made for numbers of rows, it is made for all that may ask together, however long that takes. Raises
-    what the policy raises, and BusyError where a decision takes longer than a request may.
+    Where code is made for numbers of rows, by the policy or by what it decides by means of, it is made for all that may
+    ask together, however long that takes. Raises what the policy raises, and BusyError where a decision takes longer
+    than a request may.
     """
     deciding, stopping = asyncio.ensure_future(_decide(queue, log)), asyncio.ensure_future(stop.wait())
     await asyncio.wait([deciding, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -30,8 +31,13 @@ async def warmed_up(queue: InferenceQueue, log: Log, stop: asyncio.Event) -> boo
 async def _decide(queue: InferenceQueue, log: Log) -> None:
     policy = queue.policy
     seen = blank_observation(policy)
-    if isinstance(policy, CompilesForRows):
-        for rows in policy.sizes(queue.maximum_batch):
+    innermost = policy
+    while isinstance(innermost, PolicyWrapper):
+        innermost = innermost.inner
+    if isinstance(innermost, CompilesForRows):
+        # Who asks several times for each row asks so for more of these sizes, which are powers of one number: all of
+        # them have been asked for once each of the first has.
+        for rows in innermost.sizes(queue.maximum_batch):
             log("compiling", rows=rows)
             await queue.first(seen, rows)
     await queue.infer(seen)

@@ -61,6 +61,37 @@ def test_code_is_made_for_every_number_of_rows_longer_than_a_request_may_take():
     assert logged == [{"compiling": {"rows": 1}}, {"compiling": {"rows": 4}}]
 
 
+class Around(Echo):
+    """Decides by means of a policy, of which it asks `times` decisions for every row."""
+
+    def __init__(self, inner, times):
+        super().__init__()
+        self.inner, self.times = inner, times
+
+    def around(self, inner):
+        return Around(inner, self.times)
+
+    def act(self, observation, generator, *, deterministic=False):
+        several = {
+            key: value * self.times if isinstance(value, list) else torch.cat([value] * self.times)
+            for key, value in observation.items()
+        }
+        self.inner.act(several, generator, deterministic=deterministic)
+        return super().act(observation, generator, deterministic=deterministic)
+
+
+def test_code_is_made_for_what_a_policy_decides_by_means_of():
+    go = threading.Event()
+    inner = Compiling(go)
+
+    async def let(stop):
+        await asyncio.sleep(0.3)
+        go.set()
+
+    done, _ = _run(Around(Around(inner, 2), 3), let, deadline=0.1, maximum_batch=4)
+    assert done and inner.rows == [6, 24, 6]
+
+
 def test_a_server_that_is_stopped_meanwhile_does_not_wait_for_it():
     go = threading.Event()
     policy = Compiling(go)

@@ -148,8 +148,8 @@ class SteeredPolicy(nn.Module):
 
     @property
     def inner(self) -> Policy:
-        """The base."""
-        return self.base
+        """What decides: the base, or what computes its decisions in its place."""
+        return self.base if self._fast is None else self._fast
 
     def around(self, inner: Policy) -> "SteeredPolicy":
         """Return this policy, weights shared, that acts by means of what computes its base's decisions.
@@ -245,8 +245,8 @@ class BestOfPolicy(nn.Module):
 
     @property
     def inner(self) -> Policy:
-        """The base."""
-        return self.base
+        """What decides: the base, or what computes its decisions in its place."""
+        return self.base if self._fast is None else self._fast
 
     def around(self, inner: Policy) -> "BestOfPolicy":
         """Return this policy, weights shared, that acts by means of what computes its base's decisions."""
