@@ -26,6 +26,12 @@ from robopolicy.core.spec import LATENCY, QUEUE, PolicySpec, keeps_value
 from robopolicy.core.world import Rows
 from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
 
+REACH = (
+    "train it with more prediction_steps, or let it execute fewer of those that it predicts (of LeRobot's policies "
+    "n_action_steps in config.json, and more are chunk_size or horizon)"
+)
+"""What to do about plans that end too soon."""
+
 
 @dataclass(frozen=True)
 class Delay:
@@ -124,7 +130,7 @@ def plans_of(policy: Policy, kind: str, options: Mapping[str, Any] | None = None
     if policy.spec.prediction == policy.spec.chunk:
         raise ConfigError(
             f"chunking={kind} goes on with what is left of the last plan, and this policy predicts no more than the "
-            f"{policy.spec.chunk} steps that it executes (chunk): train it with more prediction_steps."
+            f"{policy.spec.chunk} steps that it executes (chunk): {REACH}."
         )
     return made.plans
 
@@ -247,8 +253,8 @@ class OverlappingPolicy:
         if spec.prediction < spec.chunk + steps:
             raise ConfigError(
                 f"The policy predicts {spec.prediction} steps (prediction_steps) and executes {spec.chunk} (chunk). "
-                f"With latency_steps={steps} its plans must reach {spec.chunk + steps} steps: train it with "
-                f"prediction_steps={spec.chunk + steps} or more, or wait for it (synchronous)."
+                f"With latency_steps={steps} its plans must reach that far (prediction_steps={spec.chunk + steps}): "
+                f"{REACH}, or wait for it (synchronous)."
             )
         if not isinstance(policy, PredictsAhead):
             raise ConfigError(

@@ -22,6 +22,7 @@ from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, TensorObservation
@@ -30,6 +31,9 @@ from robopolicy.nn.prefix import given_steps, with_prefix
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.latents import OwnLatents
+from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.lerobot_families import FAMILIES
+from robopolicy.policies.lerobot_training import LeRobotNetwork
 from robopolicy.policies.network import Steps
 
 
@@ -90,12 +94,12 @@ def continued(
     assert isinstance(policy, DenoisingPolicy)
     overlap, steps = underway.rest.shape[1], policy.config.prediction_steps
     behind = (0, 0, 0, steps - overlap)
-    target = torch.nn.functional.pad(policy.action_normalizer(underway.rest), behind)
+    target = pad(policy.action_normalizer(underway.rest), behind)
     count = min(underway.delay, policy.config.prefix_steps) * underway.known  # a robot may be slower than was learned
     guided: Callable[[Steps], Steps] = lambda inner: PrefixedSteps(inner, target, count)  # noqa: E731
     plan = policy.predict(observation, generator, deterministic=deterministic, guided=guided)
     # What the network says of given steps means nothing, and a robot that is answered sooner executes some of them.
-    return torch.where(given_steps(count, steps)[..., None], torch.nn.functional.pad(underway.rest, behind), plan)
+    return torch.where(given_steps(count, steps)[..., None], pad(underway.rest, behind), plan)
 
 
 class PrefixedSteps:
@@ -114,33 +118,43 @@ class PrefixedSteps:
 
 
 def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobian: bool) -> Policy:
-    if not isinstance(policy, DenoisingPolicy):
+    guided, quiet = policy, False
+    if isinstance(policy, LeRobotPolicy) and policy.policy.config.type in FAMILIES:
+        guided, quiet = policy.to_trainable(), True  # the same weights, whose denoising can be looked into
+    if not isinstance(guided, DenoisingPolicy):
         raise ConfigError(
             f"Real-time chunking guides the denoising of a diffusion or flow policy, and this is a "
-            f"{type(policy).__name__}: choose prefetch, ensembling, bidirectional or synchronous. Of a policy that an "
-            "engine computes choose engine=reference."
+            f"{type(policy).__name__}: choose synchronous, or prefetch, ensembling or bidirectional where it predicts "
+            "more than it executes. Of a policy that an engine computes choose engine=reference."
         )
-    if isinstance(policy.network, OwnLatents):
+    if isinstance(guided.network, LeRobotNetwork) and not guided.network.denoises_actions:
         raise ConfigError(
-            "Real-time chunking guides normalised actions, and this policy's network denoises something else "
-            "(`policies.latents.OwnLatents`): choose prefetch, ensembling, bidirectional or synchronous."
+            "Real-time chunking guides normalised actions, and this policy's network denoises what actions are made of "
+            "(such as a gripper's logits): choose prefetch, ensembling, bidirectional or synchronous."
         )
     if strongest <= 0:
         raise ConfigError(f"max_guidance_weight is {strongest}; it is positive.")
     kinds = [each.value for each in Mask]
     if mask not in kinds:
         raise ConfigError(f"There is no mask '{mask}': choose {', '.join(kinds)}.")
-    bound = min(strongest, policy.schedule.steps) if jacobian else strongest
-    return OverlappingPolicy(policy, delay, Inpainted(bound, Mask(mask), jacobian))
+    bound = min(strongest, guided.schedule.steps) if jacobian else strongest
+    return OverlappingPolicy(policy, delay, Inpainted(guided, bound, Mask(mask), jacobian, quiet))
 
 
 @dataclass(frozen=True)
 class Inpainted:
-    """`Plans` that agree with the one underway; strongest: beta; jacobian: whether the network is differentiated."""
+    """`Plans` that agree with the one underway.
 
+    guided: whose denoising is corrected, the policy that is asked or, of LeRobot's, the same weights taken apart;
+    strongest: beta; jacobian: whether the network is differentiated; quiet: whether no step draws noise, whatever is
+    asked for: LeRobot's flows draw none, and its diffusions are walked by DDIM.
+    """
+
+    guided: DenoisingPolicy
     strongest: float
     mask: Mask
     jacobian: bool
+    quiet: bool = False
 
     def __call__(
         self,
@@ -152,13 +166,17 @@ class Inpainted:
         deterministic: bool,
     ) -> Tensor:
         """Return the guided plan [B, P, A], an unguided one where nothing is underway; see `Plans`."""
-        assert isinstance(policy, DenoisingPolicy)
-        overlap, steps = underway.rest.shape[1], policy.config.prediction_steps
+        policy, deterministic = self.guided, deterministic or self.quiet
+        overlap, steps = underway.rest.shape[1], policy.spec.prediction
         weights = prefix_weights(underway.delay, overlap, steps, self.mask).to(underway.rest)
         weights = weights * underway.known[:, None]
         if not bool(weights.any()):
             return policy.predict(observation, generator, deterministic=deterministic)
-        target = torch.nn.functional.pad(policy.action_normalizer(underway.rest), (0, 0, 0, steps - overlap))
+        own = policy.network if isinstance(policy.network, OwnLatents) else None
+        latents = own.to_latents(underway.rest) if own else policy.action_normalizer(underway.rest)
+        # Of a chunk that begins in the past nothing is asked there, nor behind the end of the last one.
+        target = pad(latents, (0, 0, policy.part.first, steps - overlap))
+        weights = pad(weights, (policy.part.first, 0))
         guidance = Guidance(target, weights[..., None], self.strongest, self.jacobian)
         guided: Callable[[Steps], Steps] = lambda inner: GuidedSteps(inner, policy.schedule, guidance)  # noqa: E731
         return policy.predict(observation, generator, deterministic=deterministic, guided=guided)
@@ -185,8 +203,8 @@ def prefix_weights(delay: int, overlap: int, steps: int, mask: Mask = Mask.EXPON
 class Guidance:
     """What clean latents are led to.
 
-    target: [B, P, A] in normalised actions; weights: W, [B, P, 1] in [0, 1]; strongest: beta; jacobian: whether the
-    error is pulled back through the network, or taken as it is (J = 1).
+    target: [B, P, L], clean latents; weights: W, [B, P, 1] in [0, 1]; strongest: beta; jacobian: whether the error is
+    pulled back through the network, or taken as it is (J = 1).
     """
 
     target: Tensor

@@ -50,6 +50,9 @@ ACTING = ("act", "diffusion", "multi_task_dit", "smolvla", "pi0", "pi05", "pi0_f
 CHUNK_KEYS = {**dict.fromkeys(ACTING, "n_action_steps"), "vqbet": "action_chunk_size"}
 """LeRobot's `type` -> the setting that says how many steps are executed between two predictions."""
 
+HORIZONS = ("diffusion", "multi_task_dit")
+"""Types whose prediction begins in the past: `horizon` steps, the first of them that of the oldest frame."""
+
 LANGUAGE_MODELS = ("smolvla", "pi0", "pi05", "pi0_fast")
 EMBODIMENT = "domain_id"
 """What a processor says beside the observation: the robot or data set of a policy that was trained on many."""
@@ -89,6 +92,14 @@ def load_lerobot_policy(
     return made
 
 
+def _predicted_steps(config: Any, chunk: int) -> int:
+    """Return how many steps a LeRobot policy predicts from the one on that is executed first, of `chunk` executed."""
+    if config.type in HORIZONS:
+        return config.horizon - config.n_obs_steps + 1
+    # A pi0_fast says as many as it executes, and a vqbet's are those of its codes.
+    return chunk if config.type in ("pi0_fast", "vqbet") else int(config.chunk_size)
+
+
 def read_settings(folder: Path) -> LeRobotSettings:
     """Return what robopolicy.json in `folder` says, the defaults without one; raises ConfigError for unknown keys."""
     path = folder / SETTINGS_FILE
@@ -124,7 +135,7 @@ class LeRobotPolicy:
             action=Field(tuple(config.action_feature.shape)),
             history=config.n_obs_steps,
             chunk=chunk,
-            prediction=chunk,
+            prediction=_predicted_steps(config, chunk),
             scored_steps=0,
             fps=self.settings.fps,
             instructions=self.settings.instructions,
@@ -144,7 +155,6 @@ class LeRobotPolicy:
         """Where its weights are."""
         return next(self.policy.parameters()).device
 
-    @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
@@ -155,6 +165,28 @@ class LeRobotPolicy:
         policies have no exploration noise to leave out. Raises SpecError or NonFiniteError as `validate_observation`,
         CheckpointError where a pi0_fast says what is no action.
         """
+        return Decision(self._decided(observation, generator, self.spec.chunk))
+
+    def predict(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Tensor:
+        """Return all steps [B, P, A] that LeRobot's policy predicts, of which `act` executes C; draws and errors as it.
+
+        LeRobot's own policies drop what diffusions predict beyond n_action_steps; here it is kept.
+        """
+        inner: Any = self.policy
+        executed = getattr(inner.config, "n_action_steps", None)
+        try:
+            if inner.config.type in HORIZONS:
+                inner.config.n_action_steps = self.spec.prediction
+            return self._decided(observation, generator, self.spec.prediction)
+        finally:
+            if inner.config.type in HORIZONS:
+                inner.config.n_action_steps = executed
+
+    @torch.no_grad()
+    def _decided(self, observation: TensorObservation, generator: torch.Generator, steps: int) -> Tensor:
+        """Return the first `steps` steps of a prediction, [B, steps, A]."""
         frames = self.frames(observation)
         batch, options = frames[-1], self._noise(_rows(observation), generator)
         policy: Any = self.policy
@@ -165,7 +197,7 @@ class LeRobotPolicy:
             policy._queues = {**policy._queues, **shown}
         try:
             with drawing_from(generator, self.device):
-                actions: Tensor = policy.predict_action_chunk(batch, **options)[:, : self.spec.chunk]
+                actions: Tensor = policy.predict_action_chunk(batch, **options)[:, :steps]
         except AssertionError as error:
             if policy.config.type != "pi0_fast":
                 raise
@@ -176,7 +208,7 @@ class LeRobotPolicy:
         finally:
             policy.reset()
         executed = self.postprocess(actions.flatten(0, 1))
-        return Decision(executed.unflatten(0, actions.shape[:2]).to(self.device, torch.float32))
+        return executed.unflatten(0, actions.shape[:2]).to(self.device, torch.float32)
 
     def frames(self, observation: TensorObservation) -> list[dict[str, Any]]:
         """Return the history as LeRobot's processors hand it to the policy: normalised, key -> [B, ...], oldest first.

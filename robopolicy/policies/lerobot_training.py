@@ -37,6 +37,7 @@ from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read
 from robopolicy.policies.lerobot_act import GaussianACT
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, folder_of
 from robopolicy.policies.lerobot_families import FAMILIES, why_not_trainable
+from robopolicy.policies.lerobot_family import Squared
 from robopolicy.policies.lerobot_fast import FastTokens
 from robopolicy.policies.lerobot_module import LeRobotModule
 from robopolicy.policies.lerobot_statistics import fill_in, require_statistics
@@ -130,6 +131,11 @@ class LeRobotNetwork(LeRobotModule):
         self.latent_size, self.first_step = self.family.latent_size, self.family.first_step
         self.reads_instructions = self.family.reads_instructions
         self.keeps_condition = self.tuning.keep_prefix
+
+    @property
+    def denoises_actions(self) -> bool:
+        """Whether its latents are normalised actions, padded at most, and not what actions are made of."""
+        return isinstance(self.family, Squared)
 
     def forward(self, method: str, *arguments: Any) -> Any:
         """Call a method by its name, so that `functional_call` can call it under other weights."""

@@ -1,0 +1,119 @@
+"""LeRobot's policies while a decision takes its time: all that they predict, real-time chunking as LeRobot's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lerobot_models import FRONT, smolvla_config, tiny_pi, tiny_smolvlm, word_tokenizer, xvla_config
+from test_lerobot_diffusion import DIFFUSES, edited
+from test_lerobot_policies import act_config, diffusion_config, dit_config, features, observed, save, tiny_clip
+from test_lerobot_training import lerobots_own, save_pi
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.inference.chunking import Delay, Underway, with_chunking
+from robopolicy.policies.loading import load_policy
+
+ROWS, DELAY = 3, 1
+FLOWS = ("smolvla", "pi0", "pi05")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("chunking")
+    tokenizer = word_tokenizer()
+    tokenizer.save_pretrained(root / "words")
+    inputs, outputs = features(environment=None, cameras=(FRONT,))
+    dit = save(dit_config(tiny_clip(root / "clip")), root / "dit")
+    with tiny_pi(len(tokenizer)):
+        yield {
+            "smolvla": save(smolvla_config(tiny_smolvlm(root / "vlm"), inputs, outputs), root / "smolvla"),
+            "pi0": save_pi("pi0", root / "pi0", root / "words"),
+            "pi05": save_pi("pi05", root / "pi05", root / "words"),
+            "act": save(act_config(cameras=(FRONT,)), root / "act"),
+            "diffusion": save(diffusion_config(cameras=(FRONT,)), root / "diffusion"),
+            "multi_task_dit": dit,
+            "dit diffusion": edited(dit, root / "dit diffusion", **DIFFUSES),
+            "xvla": save(xvla_config(root / "words", inputs, outputs), root / "xvla"),
+        }
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [("act", 6), ("diffusion", 7), ("multi_task_dit", 7), ("dit diffusion", 7), ("xvla", 6), ("smolvla", 6)],
+)
+def test_all_steps_that_lerobots_policy_predicts_are_known(folders: dict[str, Path], tmp_path, kind, steps):
+    policy = load_policy(folders[kind])
+    seen = observed(policy)
+    plan = policy.predict(seen, seeded())
+    assert plan.shape == (ROWS, steps, 2) and policy.spec.prediction == steps
+    executed = policy.act(seen, seeded()).actions
+    assert torch.equal(plan[:, : executed.shape[1]], executed)
+    # LeRobot's own, told to execute them all.
+    longer = load_policy(edited(folders[kind], tmp_path / "all", n_action_steps=steps))
+    torch.testing.assert_close(plan, longer.act(seen, seeded()).actions)
+    assert torch.equal(policy.act(seen, seeded()).actions, executed)  # nothing of it stays
+
+
+@pytest.mark.parametrize("kind", FLOWS)
+def test_real_time_chunking_without_the_jacobian_is_lerobots_own(folders: dict[str, Path], kind):
+    from lerobot.policies.rtc.configuration_rtc import RTCConfig
+
+    made = with_chunking(load_policy(folders[kind]), "lerobot_rtc", Delay(DELAY))
+    seen = observed(made.policy)
+    left, taken_apart = made.policy.spec.prediction - made.policy.spec.chunk, made.plans.guided
+    rest = 0.5 * torch.randn((ROWS, left, 2), generator=torch.Generator().manual_seed(1))
+    underway = Underway(rest, torch.ones(ROWS, dtype=torch.int64), DELAY, made.policy.spec.chunk)
+    plan = made.plans(made.policy, seen, seeded(), underway, deterministic=False)
+
+    theirs, batch, postprocess = lerobots_own(folders[kind], seen)
+    theirs.config.rtc_config = RTCConfig()
+    theirs.init_rtc_processor()
+    noise = torch.randn((ROWS, *taken_apart.noise_shape), generator=seeded())
+    told = {"inference_delay": DELAY, "prev_chunk_left_over": taken_apart.network.normalised(rest)}
+    actions = theirs.predict_action_chunk(batch, noise=noise, execution_horizon=left, **told)
+    expected = postprocess(actions.flatten(0, 1)).unflatten(0, actions.shape[:2])
+    torch.testing.assert_close(plan, expected, atol=1e-5, rtol=0)
+    unguided = taken_apart.predict(seen, seeded(), deterministic=True)
+    assert (plan - unguided).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", [*FLOWS, "diffusion", "multi_task_dit", "dit diffusion"])
+def test_a_plan_goes_on_with_what_is_executed_meanwhile(folders: dict[str, Path], kind):
+    """Of a chunk that begins in the past the steps that are executed are led, and not those before them."""
+    made = with_chunking(load_policy(folders[kind]), "rtc", Delay(DELAY))
+    seen = observed(made.policy)
+    unguided = made.plans.guided.predict(seen, seeded(), deterministic=True)
+    other = made.plans.guided.predict(seen, torch.Generator().manual_seed(8), deterministic=True)
+    rest = (unguided + other)[:, : made.policy.spec.prediction - made.policy.spec.chunk] / 2
+    underway = Underway(rest, torch.tensor([1, 1, 0]), DELAY, made.policy.spec.chunk)
+    plan = made.plans(made.policy, seen, seeded(), underway, deterministic=False)
+    torch.testing.assert_close(plan[2], unguided[2])  # whose episode begins
+    off, before = ((each - rest[:, :1])[:2, 0].abs().mean() for each in (plan, unguided))
+    assert off < 0.6 * before, (off, before)
+    led = (plan - unguided).abs()[:2].mean((0, 2))
+    assert led[0] > led[made.policy.spec.chunk :].max()
+
+
+def test_prefetch_goes_on_with_what_lerobots_policy_predicted(folders: dict[str, Path]):
+    policy = load_policy(folders["diffusion"])
+    late = with_chunking(policy, "prefetch", Delay(2))
+    seen, draws = observed(policy), seeded()
+    late.act(seen, draws)
+    first, again = policy.predict(seen, seeded()), draws.get_state()
+    second = late.act(seen, draws).actions
+    # An episode begins with holding still for two steps, so that its plan is two steps late.
+    torch.testing.assert_close(second[:, :2], first[:, 1:3])
+    fresh = torch.Generator()
+    fresh.set_state(again)
+    torch.testing.assert_close(second[:, 2:], policy.predict(seen, fresh)[:, 2:3])
+
+
+def test_what_is_no_action_is_not_guided(folders: dict[str, Path]):
+    with pytest.raises(ConfigError, match="a gripper's logits"):
+        with_chunking(load_policy(folders["xvla"]), "rtc", Delay(DELAY))
+    with pytest.raises(ConfigError, match="this is a LeRobotPolicy: choose synchronous"):
+        with_chunking(load_policy(folders["act"]), "rtc", Delay(0))
