@@ -150,6 +150,7 @@ class _Finetuning:
         self.run_folder, self.guidance, self.teacher = run, guidance, guidance.teacher
         self.evaluate, self.confirm = judged
         self.algorithm = build_algorithm(config)
+        guidance.check_teacher(policy, self.algorithm.needs)
         self.algorithm.check(counted_on(policy, critic, world, config, guidance))
         if Need.MEANS in self.algorithm.needs and isinstance(policy, RecordsMeans):
             policy.record_means = True
