@@ -8,7 +8,7 @@ import torch
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Policy, ScoredPolicy, Trainable
+from robopolicy.core.policy import BecomesTrainable, Policy, ScoredPolicy, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.steps import difference_of_steps
 from robopolicy.rl.algorithm import Algorithm
@@ -21,6 +21,7 @@ from robopolicy.training.expert_rows import ExpertRows
 from robopolicy.training.pretrain import regression_batches
 
 OF_THE_SAME_STEPS = frozenset({Need.SAME_STEPS, Need.TEACHER_SCORES})
+"""Needs of what lets the teacher score the policy's steps."""
 EXPERT_BATCH = 256
 """Decisions of experts that an actor step looks at."""
 
@@ -86,7 +87,8 @@ class Guidance:
     def _other_steps(self, policy: Policy) -> str:
         teacher = self.teacher
         if not isinstance(teacher, ScoredPolicy) or not teacher.spec.scored_steps:
-            return f"{type(teacher).__name__} has no log-probabilities"
+            more = " as it is; what its to_trainable() makes has" if isinstance(teacher, BecomesTrainable) else ""
+            return f"{type(teacher).__name__} has no log-probabilities{more}"
         return difference_of_steps(policy, teacher)
 
     def gives(self, policy: Policy) -> frozenset[Need]:
