@@ -26,14 +26,18 @@ def few_step_student(teacher: DenoisingPolicy, steps: int = 1) -> DenoisingPolic
     """
     require_fewer_steps(teacher, steps)
     config, network = teacher.config, teacher.network
-    diffusion, own = config.kind is PolicyKind.DIFFUSION, isinstance(network, OwnSteps)
+    diffusion = config.kind is PolicyKind.DIFFUSION
+    if isinstance(network, OwnSteps):
+        copied, tuned = network.of_steps(steps), steps
+    else:
+        copied, tuned = copy.deepcopy(network).requires_grad_(True), None
     changed = replace(
         config,
         sampling_steps=steps,
         spacing=Spacing.TRAILING,
         prediction=Prediction.SAMPLE if diffusion else config.prediction,
         likelihood=Likelihood.CHAIN,
-        finetuned_steps=steps if own else None,
+        finetuned_steps=tuned,
         noisy_steps=None,
     )
     student = DenoisingPolicy(
@@ -42,7 +46,7 @@ def few_step_student(teacher: DenoisingPolicy, steps: int = 1) -> DenoisingPolic
         teacher.action,
         fps=teacher.fps,
         instructions=teacher.instructions,
-        network=network.of_steps(steps) if own else copy.deepcopy(network).requires_grad_(True),
+        network=copied,
     )
     student.action_normalizer.load_state_dict(teacher.action_normalizer.state_dict())
     return student.to(teacher.action_low.device)

@@ -42,6 +42,7 @@ from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.course import Course, Ended, Oversight, score
 from robopolicy.training.experience import (
+    conditions_of,
     decisions_at,
     episode_metrics,
     learning_metrics,
@@ -332,6 +333,7 @@ class _Finetuning:
             self.memory,
             self.world.spec.instructions,
             self.world.stages if isinstance(self.world, HasStages) else (),
+            partial(conditions_of, policy=self.policy, instructions=self.world.spec.instructions),
         )
 
     def _due(self, every: int, last: bool) -> bool:
