@@ -22,6 +22,7 @@ from robopolicy.core.errors import SpecError
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Decision, Policy, Scores, TensorObservation, Trainable, require_trainable
 from robopolicy.core.spec import PolicySpec, validate_observation
+from robopolicy.core.steps import DescribesSteps
 from robopolicy.core.storage import read_json, write_folder_atomic, write_json
 from robopolicy.core.world import Rows
 from worldmodels.checkpoint import save_world_model
@@ -122,6 +123,10 @@ class EncodedPolicy(nn.Module):
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
         """Score the policy's recorded decisions, logp and entropy [N, K]; see `core.policy.ScoredPolicy`."""
         return self._learner.log_prob(self.seen(observation), latents)
+
+    def describe_steps(self) -> Mapping[str, Any]:
+        """Return what the policy says of its steps; see `core.steps.DescribesSteps`."""
+        return self.policy.describe_steps() if isinstance(self.policy, DescribesSteps) else {}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the policy's terms of the loss, each [N]; see `core.policy.Trainable`."""

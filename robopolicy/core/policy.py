@@ -304,17 +304,22 @@ class CachesCondition(Protocol):
 
 
 @runtime_checkable
-class LearnsFromCondition(CachesCondition, Protocol):
+class EncodesObservation(CachesCondition, Protocol):
+    """A policy that can be asked for what its decisions would keep of an observation, where it `caches_condition`."""
+
+    def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
+        """Return what the encoder makes of observations [N, H, ...], name -> [N, ...]."""
+        ...
+
+
+@runtime_checkable
+class LearnsFromCondition(EncodesObservation, Protocol):
     """A policy whose `loss` takes what `encode` made of a batch's observations, where it `caches_condition`.
 
     learns_from_condition: whether it does; the batch holds it under the names that `encode` gave it.
     """
 
     learns_from_condition: bool
-
-    def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
-        """Return what the encoder makes of observations [N, H, ...], name -> [N, ...]."""
-        ...
 
 
 def is_condition(name: str) -> bool:

@@ -38,6 +38,11 @@ def in_pieces(rows: int) -> Iterator[None]:
         _at_once.reset(token)
 
 
+def rows_at_once(most: int) -> int:
+    """Return how many rows are computed at once: as many as a piece has, and at most `most`."""
+    return min(most, _at_once.get() or most)
+
+
 def pieces(rows: int, at_once: int) -> list[slice]:
     """Return the pieces of so many rows, each of at most `at_once`."""
     return [slice(first, first + at_once) for first in range(0, rows, at_once)]

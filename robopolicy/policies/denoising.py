@@ -43,6 +43,7 @@ from robopolicy.policies.network import (
 )
 from robopolicy.policies.sampler import Chain, Draws, Kept, choices, draw, finish_chain, sample_chain, trajectory
 from robopolicy.policies.schedule import make_schedule
+from robopolicy.policies.steps import denoising_steps
 
 
 class DenoisingPolicy(nn.Module):
@@ -211,6 +212,10 @@ class DenoisingPolicy(nn.Module):
         condition = self._condition(observation, latents)
         return chain_scores(self.config, self.schedule, self.first_step, self.network, condition, latents, self.part)
 
+    def describe_steps(self) -> dict[str, Any]:
+        """See `core.steps.DescribesSteps`."""
+        return denoising_steps(self)
+
     @property
     def scored_by_matching(self) -> bool:
         """Whether decisions are scored by minus the denoising loss at random levels (likelihood=matching)."""
@@ -251,7 +256,7 @@ class DenoisingPolicy(nn.Module):
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
         """Return what is made of observations [N, H, ...], by `generator` augmented; SpecError, NonFiniteError."""
-        self._validate(observation)
+        validate_observation(observation, self.fields, history=self.config.history)
         return check_condition(self.network.encode(observation, generator), len(observation[next(iter(self.fields))]))
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
@@ -318,8 +323,7 @@ class DenoisingPolicy(nn.Module):
                 "set flow_noise=constant, or raise eta or min_sampling_std."
             )
         self.base = frozen_base(self.network, count < total)
-        self._prepared, self.finetuned_steps = True, count
-        self._train_encoder = train_encoder
+        self._prepared, self.finetuned_steps, self._train_encoder = True, count, train_encoder
         if not train_encoder:
             for weight in self.network.encoder_parameters():
                 weight.requires_grad_(False)
@@ -354,9 +358,6 @@ class DenoisingPolicy(nn.Module):
         from robopolicy.policies.denoising_checkpoint import load_denoising_policy
 
         return load_denoising_policy(folder, description, device)
-
-    def _validate(self, observation: TensorObservation) -> None:
-        validate_observation(observation, self.fields, history=self.config.history)
 
     def _act(
         self, observation: TensorObservation, generator: torch.Generator, deterministic: bool, kept: Kept | None = None
@@ -411,12 +412,11 @@ class DenoisingPolicy(nn.Module):
         self, actions: Tensor, latents: dict[str, Tensor], condition: Condition, deterministic: bool
     ) -> Decision:
         """Return a decision scored by matching, where every level counts; a deterministic one is no choice."""
-        shape, device = latents["level"].shape, actions.device
         if deterministic:
-            none = torch.zeros(shape, device=device)
+            none = torch.zeros(latents["level"].shape, device=actions.device)
             return Decision(actions, latents, none, none.bool())
         logp = matching_scores(self.config, self.schedule, self.network, condition, latents, self.part).logp
-        return Decision(actions, latents, logp, torch.ones(shape, dtype=torch.bool, device=device))
+        return Decision(actions, latents, logp, torch.ones_like(logp, dtype=torch.bool))
 
     def _latents(self, chain: Chain, condition: Condition, generator: torch.Generator) -> dict[str, Tensor]:
         """Return what scores a decision again: its chain, or what matching draws for its action."""

@@ -6,7 +6,7 @@ Axes: N row, P predicted step, L latent element, A action dimension, S steps of 
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -77,6 +77,21 @@ class OwnSchedule(Protocol):
 
     def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
         """Return it, with the steps and the noise that config asks for."""
+        ...
+
+
+@runtime_checkable
+class OwnSteps(Protocol):
+    """Optional: a network whose checkpoint says itself in how many steps it denoises, so that a student of few needs
+    one of its own.
+    """
+
+    def why_always_as_many(self) -> str:
+        """Return why there is none that denoises in fewer steps, "" where there is."""
+        ...
+
+    def of_steps(self, steps: int) -> Self:
+        """Return a copy that denoises in so many steps, frozen weights shared; raises ConfigError as it says."""
         ...
 
 

@@ -29,6 +29,7 @@ from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.lerobot_module import LeRobotModule
 from robopolicy.policies.network import Condition
+from robopolicy.policies.steps import stood_for
 
 IMAGES, ACTION, PADDING = "observation.images", "action", "action_is_pad"
 LEAST_STD = 1e-3
@@ -133,6 +134,12 @@ class GaussianACT(LeRobotModule):
         if "chosen" in latents:
             logp, entropy = logp.gather(1, latents["chosen"]), entropy.gather(1, latents["chosen"])
         return Scores(logp, entropy, {"mean": normal.mean[:, None], "std": normal.std[None, None]})
+
+    def describe_steps(self) -> dict[str, Any]:
+        """See `core.steps.DescribesSteps`; how widely each explores is no part of it."""
+        action = self.spec.action.size
+        said = {"kind": "one Gaussian around a chunk", "executed steps": self.spec.chunk}
+        return said | stood_for(self.executed, action, self.action_low.device)
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the latents [N, ...] with which `act` would have decided on chunks [N, C, A], in the world's units."""

@@ -53,6 +53,8 @@ class Prefixed(Squared):
 class SmolVLA(Prefixed):
     """SmolVLA: the state is the last token of the prefix, and the expert sees the prefix in every layer."""
 
+    steps_setting = "num_steps"
+
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
         """See `Family`."""
         return flow_chain(self.config, self.config.num_steps, tuning)
@@ -88,6 +90,8 @@ class SmolVLA(Prefixed):
 
 class Pi(Prefixed):
     """pi0, whose state is the first token of the suffix, and pi05, whose state is part of the text."""
+
+    steps_setting = "num_inference_steps"
 
     def __init__(self, policy: "PreTrainedPolicy"):
         super().__init__(policy)
@@ -127,6 +131,7 @@ class Diffusion(Squared):
     """The U-Net of `diffusion`, under one vector of features of the whole history; chunks begin at its first frame."""
 
     reads_instructions = False
+    steps_setting = ""
 
     def __init__(self, policy: "PreTrainedPolicy"):
         inner: Any = policy
@@ -175,6 +180,7 @@ class MultiTaskDiT(Squared):
         self.policy = inner
         self.latent_size: int = self.action_size
         self.first_step: int = self.config.n_obs_steps - 1
+        self.steps_setting = "" if self.config.is_diffusion else "num_integration_steps"
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
         """See `Family`."""
@@ -253,6 +259,19 @@ def why_not_trainable(policy: "PreTrainedPolicy") -> str:
     if hasattr(config, "num_train_timesteps") and not flows and (config.beta_start, config.beta_end) != BETAS:
         return f"beta_start and beta_end are {config.beta_start:g} and {config.beta_end:g}, and only {BETAS} are known."
     return ""
+
+
+def why_as_many_steps(policy: "PreTrainedPolicy", steps_setting: str) -> str:
+    """Return why LeRobot cannot decide as a student of few steps does, nothing where it can."""
+    config: Any = policy.config
+    if steps_setting:
+        return ""
+    return (
+        f"the student of a diffusion says the clean action of pure noise, at the noisiest step of the training grid "
+        f"(timestep_spacing=trailing), and LeRobot's '{config.type}' has no setting for that: its sampler is leading, "
+        "which with one inference step asks at the cleanest one, and with DDPM adds noise between steps. Teach a "
+        "policy of our own instead, or a flow of LeRobot's."
+    )
 
 
 def _diffusion_chain(config: Any, steps: int) -> dict[str, Any]:

@@ -23,12 +23,18 @@ class Family(Protocol):
     """A LeRobot policy taken apart.
 
     latent_size: L; first_step: predicted steps before the one that is executed first; reads_instructions: whether the
-    condition depends on the instruction.
+    condition depends on the instruction; steps_setting: what LeRobot's config calls the number of steps, "" where its
+    sampler cannot take a student's few.
     """
 
     latent_size: int
     first_step: int
     reads_instructions: bool
+
+    @property
+    def steps_setting(self) -> str:
+        """See the class."""
+        ...
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
         """Return what a `DenoisingPolicyConfig` says of its chunks and its chain."""

@@ -31,6 +31,7 @@ from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.lerobot_family import TOKEN_MASK, TOKENS
 from robopolicy.policies.lerobot_module import LeRobotModule
 from robopolicy.policies.network import Condition
+from robopolicy.policies.steps import stood_for
 
 IMAGES, SEEN, TEXT, TEXT_MASK = (f"{CONDITION}.{name}" for name in ("images", "seen", "text", "text_mask"))
 
@@ -122,6 +123,15 @@ class FastTokens(LeRobotModule):
             chosen = latents["chosen"]
             return Scores(scores.logp.gather(1, chosen), scores.entropy.gather(1, chosen))
         return scores
+
+    def describe_steps(self) -> dict[str, Any]:
+        """See `core.steps.DescribesSteps`; at which temperature each explores is no part of it."""
+        chunk, action = self.spec.chunk, self.spec.action.size
+        meant = stood_for(self.executed, action, self.action_low.device)
+        # A wave that is the same one in every policy's normalised actions: how it is said is vocabulary and tokenizer.
+        wave = torch.linspace(-0.5, 0.5, chunk * action, device=self.action_low.device).view(1, chunk, action)
+        told = self._told(self.executed(wave))[0]
+        return {"kind": "words of a language model", "words": self.words, "a chunk in words": told, **meant}
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the latents [N, ...] with which `act` would have said chunks [N, C, A], in the world's units.

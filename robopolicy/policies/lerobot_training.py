@@ -6,12 +6,13 @@ unless fewer are asked for, because LeRobot runs one network in all of them. Wha
 Axes: N row, P predicted step, L latent element, A action dimension.
 """
 
+import copy
 import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors.torch import save_file
@@ -36,7 +37,7 @@ from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read_settings
 from robopolicy.policies.lerobot_act import GaussianACT
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, folder_of
-from robopolicy.policies.lerobot_families import FAMILIES, why_not_trainable
+from robopolicy.policies.lerobot_families import FAMILIES, why_as_many_steps, why_not_trainable
 from robopolicy.policies.lerobot_family import Squared
 from robopolicy.policies.lerobot_fast import FastTokens
 from robopolicy.policies.lerobot_module import LeRobotModule
@@ -176,6 +177,25 @@ class LeRobotNetwork(LeRobotModule):
         """Draw levels [count] as LeRobot does in training, from its own law under a seed drawn from `generator`."""
         with drawing_from(generator, torch.device("cpu")):
             return self.family.draw_levels(count)
+
+    def why_always_as_many(self) -> str:
+        """Return why LeRobot cannot take fewer steps with such weights, "" where it can; see `OwnSteps`."""
+        inner: Any = self.policy
+        return why_as_many_steps(inner, self.family.steps_setting)
+
+    def of_steps(self, steps: int) -> Self:
+        """Return a copy whose config says `steps`, so that LeRobot takes as many; see `OwnSteps`.
+
+        Raises ConfigError where its sampler cannot decide as the copy does.
+        """
+        if reason := self.why_always_as_many():
+            raise ConfigError(f"It cannot be distilled to fewer steps: {reason}")
+        # What is frozen stays one: a language model is larger than all that learns.
+        shared = {id(weight): weight for weight in self.parameters() if not weight.requires_grad}
+        made = copy.deepcopy(self, shared)
+        inner: Any = made.policy
+        setattr(inner.config, made.family.steps_setting, steps)
+        return made
 
     def frozen_twin(self) -> "FrozenTwin":
         """Return what goes on predicting as this network does; see `MakesBase`. Raises ConfigError with adapters."""

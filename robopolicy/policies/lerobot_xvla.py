@@ -35,6 +35,7 @@ class XVLA:
 
     reads_instructions = True
     first_step = 0
+    steps_setting = "num_denoising_steps"
 
     def __init__(self, policy: "PreTrainedPolicy"):
         inner: Any = policy

@@ -14,6 +14,10 @@ from robopolicy.core.spec import Field
 from robopolicy.core.stages import Stage
 
 
+def _nothing_kept(rollouts: Rollouts) -> Mapping[str, Tensor]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Context:
     """The circumstances of an iteration.
@@ -21,7 +25,8 @@ class Context:
     generator: for mechanisms that draw; discount: per control step; gae_lambda: per decision; iteration of iterations;
     scored_steps: K of a whole decision; history: mean returns of recent groups, newest last (never longer than 256);
     memory: what mechanisms remember from one iteration to the next, by their name; JSON values, part of checkpoints;
-    instructions: of the world; stages: of its task, none where that names none.
+    instructions: of the world; stages: of its task, none where that names none; conditions: rollouts -> latents
+    [B, T, ...] that the policy's frozen encoder makes of what they saw, {} of a policy that keeps none.
     """
 
     generator: torch.Generator
@@ -34,6 +39,7 @@ class Context:
     memory: dict[str, Any] = field(default_factory=dict[str, Any])
     instructions: tuple[str, ...] = ("",)
     stages: tuple[Stage, ...] = ()
+    conditions: Callable[[Rollouts], Mapping[str, Tensor]] = _nothing_kept
 
     @property
     def share(self) -> float:

@@ -1,7 +1,8 @@
 """Pairs of episodes, one preferred to the other: stored on disk, learned from again, or from disk alone.
 
-A folder of pairs holds whole episodes with all that scores them again (observations, latents, masks), as safetensors
-and JSON. Episodes of one group have one start; in the extra `preferred` those with 1 are preferred to those with -1.
+A folder of pairs holds whole episodes with all that scores them again (observations, images, latents, masks), as
+safetensors and JSON. What a frozen encoder made of the images is not kept: whoever learns from them reads them anew, by
+its own. Episodes of one group have one start; in the extra `preferred` those with 1 are preferred to those with -1.
 """
 
 from collections.abc import Mapping
@@ -16,12 +17,13 @@ from robopolicy.core.arrays import integers
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.extras import Extras
 from robopolicy.core.narrowing import is_mapping
+from robopolicy.core.policy import is_condition
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.segments import Segments
 from robopolicy.core.storage import recover_folder, write_folder_atomic
 from robopolicy.core.tensors import load_tree, save_tree
 from robopolicy.rl.coefficients.preference import sides
-from robopolicy.rl.context import Context
+from robopolicy.rl.context import Context, for_another_policy
 from robopolicy.rl.registry import Slot, mechanism
 from robopolicy.rl.replay import Buffer, joined
 
@@ -45,21 +47,31 @@ class Pairs:
     instructions: tuple[str, ...]
 
     def following(self, instructions: tuple[str, ...]) -> Rollouts:
-        """Return the episodes with `task` [B, T] counting `instructions`; DataError where one of theirs is missing."""
+        """Return the episodes with `task` [B, T] counting `instructions`, without what an encoder made of their images.
+
+        Raises DataError where one of their instructions is missing.
+        """
         asked = [self.instructions[index] for index in sorted(set(integers(self.rollouts.task[:, 0])))]
         missing = [text for text in asked if text not in instructions]
         if missing:
             raise DataError(f"Stored pairs follow instructions that the world does not have: {', '.join(missing[:3])}.")
         places = [instructions.index(text) if text in instructions else -1 for text in self.instructions]
-        return replace(self.rollouts, task=torch.tensor(places, device=self.rollouts.task.device)[self.rollouts.task])
+        task = torch.tensor(places, device=self.rollouts.task.device)[self.rollouts.task]
+        return replace(_unread(self.rollouts), task=task)
 
 
 def write_pairs(folder: Path, rollouts: Rollouts, instructions: tuple[str, ...]) -> None:
     """Write whole episodes with `preferred` [B, T] among their extras to `folder`, atomically.
 
-    Raises DataError where they have no such verdicts, or a group lacks one of its two sides.
+    Raises DataError where they have no such verdicts, a group lacks one of its two sides, or images were left out
+    because an encoder had read them.
     """
     _require_verdicts(rollouts, str(folder))
+    if rollouts.images is None and any(is_condition(name) for name in rollouts.latents):
+        raise DataError(
+            f"{folder}: these episodes hold what an encoder made of images, and no images, which whoever learns from "
+            "them reads: collect them with images."
+        )
     tree = {"instructions": list(instructions), "rollouts": _bare(rollouts).tree()}
     write_folder_atomic(Path(folder), lambda inside: save_tree(inside, _NAME, tree))
 
@@ -116,7 +128,17 @@ class Preferences(Buffer):
             self.kept = [*self.kept, (context.iteration, judged)]
             self._bound()
         drawn = _drawn(past, round(self.share * len(rollouts.group)), context)
-        return joined(rollouts, [_as_rows_of(part, rollouts) for part in drawn])
+        if not drawn:
+            return rollouts
+        older = [_as_rows_of(part, rollouts) for part in drawn]
+        read = [context.conditions(part) for part in older]
+        own = {name for name in rollouts.latents if is_condition(name)}
+        if any(
+            set(each) != own for each in read
+        ):  # a policy that cannot be asked: all rows are read as they are scored
+            return joined(_unread(rollouts), older)
+        older = [replace(part, latents={**part.latents, **each}) for part, each in zip(older, read, strict=True)]
+        return joined(rollouts, older)
 
     def store(self, folder: Path, instructions: tuple[str, ...]) -> None:
         """Write all that is kept to `folder`, one dataset; nothing where there is nothing."""
@@ -126,6 +148,7 @@ class Preferences(Buffer):
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from all tensors, those of the folder included."""
         super().restore(tree)
+        self.kept = [(iteration, _unread(part)) for iteration, part in self.kept]
         self.given = None
 
     def _bound(self) -> None:
@@ -176,10 +199,13 @@ def _apart(parts: list[Rollouts]) -> Rollouts:
 
 
 def _bare(rollouts: Rollouts) -> Rollouts:
-    """Leave out all that scoring an episode again does not need; its verdict stays. Rewards become their sum."""
+    """Leave out all that scoring an episode again does not need; its verdict stays. Rewards become their sum.
+
+    What an encoder made of images goes as well: it is larger than they are, and true of its weights alone.
+    """
     alone = torch.full_like(rollouts.parent, -1)
     return replace(
-        rollouts.without(following=True),
+        _unread(rollouts).without(following=True),
         rewards={"reward": torch.where(rollouts.valid, torch.stack(list(rollouts.rewards.values())).sum(0), 0.0)},
         extras=Extras(preferred=rollouts.extras["preferred"]),
         episode=torch.arange(len(alone), device=alone.device),
@@ -188,6 +214,11 @@ def _bare(rollouts: Rollouts) -> Rollouts:
         branch_sampling_step=None,
         logp_proximal=None,
     )
+
+
+def _unread(rollouts: Rollouts) -> Rollouts:
+    """Leave out what an encoder made of the images."""
+    return replace(rollouts, latents=for_another_policy(rollouts.latents))
 
 
 def _as_rows_of(part: Rollouts, rollouts: Rollouts) -> Rollouts:
@@ -221,7 +252,7 @@ def _require_same(part: Rollouts, rollouts: Rollouts) -> None:
         ("observation", part.shown, rollouts.shown),
         ("latents", _shapes(part.latents), _shapes(rollouts.latents)),
     ):
-        for key in sorted(set(played) - {"executed"}):
+        for key in sorted(key for key in played if key != "executed" and not is_condition(key)):
             own = list(stored[key]) if key in stored else None
             if own != list(played[key]):
                 raise DataError(

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Policy, TensorObservation
+from robopolicy.core.policy import BecomesTrainable, Policy, TensorObservation
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import TASK
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.few_steps import clean_actions, few_step_student
+from robopolicy.policies.few_steps import clean_actions, few_step_student, require_fewer_steps
 from robopolicy.training.configuration import DistillConfig
 from robopolicy.training.fit import FitResult, fit
 
@@ -62,7 +63,8 @@ class Distillation(nn.Module):
             point, time = torch.where(chosen[:, None, None], theirs, point), torch.where(chosen, at, time)
         prediction = student.network.denoise(point, time, student.encode(observation))
         clean = clean_actions(student, point, prediction, time)
-        return {"distance": (clean - path[:, -1]).square().mean((1, 2))}
+        distance = (clean - path[:, -1])[..., : student.part.size]  # what pads an action is executed by nobody
+        return {"distance": distance.square().mean((1, 2))}
 
 
 def distill(
@@ -78,11 +80,7 @@ def distill(
     The episodes' actions are not looked at. A run that was killed goes on from its resume point. Raises ConfigError for
     a teacher that is no denoising policy, or takes no more steps than its student.
     """
-    if not isinstance(teacher, DenoisingPolicy):
-        raise ConfigError(
-            f"{type(teacher).__name__} takes no denoising steps, so there are none to save: diffusion and flow "
-            "policies are distilled."
-        )
+    teacher = distillable(teacher, config.steps)
     lesson = Distillation(teacher, config)
     generators = Generators(seed, teacher.action_low.device)
     batches = _observations(teacher, episodes, config.batch_size, generators["batches"])
@@ -90,12 +88,30 @@ def distill(
     return lesson.student, found
 
 
+def distillable(teacher: Policy, steps: int) -> DenoisingPolicy:
+    """Return `teacher`, or what one of LeRobot's becomes, as a policy that a student of `steps` steps learns from.
+
+    Raises ConfigError where it takes no denoising steps, or no more than these, or cannot take so few.
+    """
+    if isinstance(teacher, BecomesTrainable):
+        teacher = teacher.to_trainable()
+    if not isinstance(teacher, DenoisingPolicy):
+        raise ConfigError(
+            f"{type(teacher).__name__} takes no denoising steps, so there are none to save: diffusion and flow "
+            "policies are distilled."
+        )
+    require_fewer_steps(teacher, steps)
+    return teacher
+
+
 def _observations(
-    policy: Policy, episodes: Episodes, batch_size: int, generator: torch.Generator
+    policy: DenoisingPolicy, episodes: Episodes, batch_size: int, generator: torch.Generator
 ) -> Iterator[dict[str, TensorObservation]]:
     """Yield random observations of `episodes` for ever; `generator` is all the state."""
     spec = policy.spec
-    return episodes.to(generator.device).sampler(spec.history, 1, batch_size, generator, keys=spec.columns)
+    # A policy may know more instructions than its data has: one is said too.
+    keys = (*spec.observation, TASK) if policy.reads_instructions else spec.columns
+    return episodes.to(generator.device).sampler(spec.history, 1, batch_size, generator, keys=keys)
 
 
 def _drawn(points: Tensor, times: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

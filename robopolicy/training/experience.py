@@ -13,6 +13,7 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import (
     CachesCondition,
+    EncodesObservation,
     LowersPrecision,
     ScoredPolicy,
     TensorObservation,
@@ -23,7 +24,7 @@ from robopolicy.core.rollouts import Rollouts, picker, visible
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
 from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.nn.optimisers import require_finite
-from robopolicy.nn.pieces import scores_of
+from robopolicy.nn.pieces import rows_at_once, scores_of
 from robopolicy.nn.precision import require_precision
 from robopolicy.rl.advantages.gae import chunk_rewards, gae, next_values
 from robopolicy.rl.advantages.learned import finished_returns
@@ -31,6 +32,9 @@ from robopolicy.rl.context import for_another_policy
 from robopolicy.rl.critic import Critic
 from robopolicy.rl.diagnostics import effective_sample_size
 from robopolicy.rl.returns import ReturnScale
+
+READ_AT_ONCE = 256
+"""Observations that are encoded at once, at most."""
 
 
 def with_executed(
@@ -131,6 +135,28 @@ def rescored(
         entropy.append(scores.entropy)
     empty = torch.zeros_like(rollouts.logp_behaviour, dtype=torch.float32)
     return tuple(empty.index_put((alive,), torch.cat(part)) for part in (logp, entropy))  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def conditions_of(rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return what the frozen encoder of `policy` makes of what decisions saw, name -> [B, T, ...], 0 on padding.
+
+    So stored episodes are scored as its own are, by the weights that it has now; {} where it keeps nothing. As many
+    decisions are read at a time as are computed at once, at most `READ_AT_ONCE`.
+    """
+    alive = rollouts.alive
+    if not (isinstance(policy, EncodesObservation) and policy.caches_condition and bool(alive.any())):
+        return {}
+    observation, _ = decisions_at(rollouts, alive, instructions)
+    read = [
+        policy.encode({key: _at(value, rows) for key, value in observation.items()})
+        for rows in torch.arange(int(alive.sum()), device=alive.device).split(rows_at_once(READ_AT_ONCE))
+    ]
+    found: dict[str, Tensor] = {}
+    for name, first in read[0].items():
+        values = torch.cat([each[name] for each in read])
+        found[name] = first.new_zeros((*alive.shape, *first.shape[1:])).index_put((alive,), values)
+    return found
 
 
 def _at(value: Tensor | list[str], rows: Tensor) -> Any:

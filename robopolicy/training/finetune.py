@@ -42,6 +42,7 @@ from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.course import Course, Ended, Oversight, score
 from robopolicy.training.experience import (
+    conditions_of,
     decisions_at,
     episode_metrics,
     learning_metrics,
@@ -150,6 +151,7 @@ class _Finetuning:
         self.run_folder, self.guidance, self.teacher = run, guidance, guidance.teacher
         self.evaluate, self.confirm = judged
         self.algorithm = build_algorithm(config)
+        guidance.check_teacher(policy, self.algorithm.needs)
         self.algorithm.check(counted_on(policy, critic, world, config, guidance))
         if Need.MEANS in self.algorithm.needs and isinstance(policy, RecordsMeans):
             policy.record_means = True
@@ -331,6 +333,7 @@ class _Finetuning:
             self.memory,
             self.world.spec.instructions,
             self.world.stages if isinstance(self.world, HasStages) else (),
+            partial(conditions_of, policy=self.policy, instructions=self.world.spec.instructions),
         )
 
     def _due(self, every: int, last: bool) -> bool:

@@ -8,9 +8,9 @@ import torch
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Policy, ScoredPolicy, Trainable
+from robopolicy.core.policy import BecomesTrainable, Policy, ScoredPolicy, Trainable
 from robopolicy.core.randomness import Generators
-from robopolicy.core.spec import PolicySpec
+from robopolicy.core.steps import difference_of_steps
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
@@ -20,6 +20,8 @@ from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.expert_rows import ExpertRows
 from robopolicy.training.pretrain import regression_batches
 
+OF_THE_SAME_STEPS = frozenset({Need.SAME_STEPS, Need.TEACHER_SCORES})
+"""Needs of what lets the teacher score the policy's steps."""
 EXPERT_BATCH = 256
 """Decisions of experts that an actor step looks at."""
 
@@ -69,14 +71,32 @@ class Guidance:
         acting = self.acting
         return lambda policy: turns(acting(policy))
 
-    def gives(self, learner: PolicySpec) -> frozenset[Need]:
-        """Return what mechanisms may count on when a policy of spec `learner` is tuned."""
+    def check_teacher(self, policy: Policy, needs: frozenset[Need]) -> None:
+        """Raise ConfigError, naming the difference, where `needs` ask for the steps of `policy` and the teacher's are
+        others: the same latents are then other actions to it, or were drawn in another way.
+        """
+        if self.teacher is None or not needs & OF_THE_SAME_STEPS:
+            return
+        if other := self._other_steps(policy):
+            raise ConfigError(
+                f"The teacher speaks of other steps than the policy, so that it cannot score them: {other}. A teacher "
+                "of the policy's kind can, with the same schedule or vocabulary, and normalised alike. Any teacher is "
+                "learned from by what it does: advantage=grpo, coefficient=none, auxiliaries=[dagger]."
+            )
+
+    def _other_steps(self, policy: Policy) -> str:
+        teacher = self.teacher
+        if not isinstance(teacher, ScoredPolicy) or not teacher.spec.scored_steps:
+            more = " as it is; what its to_trainable() makes has" if isinstance(teacher, BecomesTrainable) else ""
+            return f"{type(teacher).__name__} has no log-probabilities{more}"
+        return difference_of_steps(policy, teacher)
+
+    def gives(self, policy: Policy) -> frozenset[Need]:
+        """Return what mechanisms may count on when `policy` is tuned."""
         have = set()
         if self.teacher is not None:
             have.add(Need.TEACHER)
-            its = self.teacher.spec
-            same = (learner.scored_steps, learner.categorical) == (its.scored_steps, its.categorical)
-            if same and isinstance(self.teacher, ScoredPolicy):
+            if not self._other_steps(policy):
                 have.add(Need.SAME_STEPS)
         if self.demonstrations is not None:
             have.add(Need.DEMONSTRATIONS)

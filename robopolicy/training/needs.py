@@ -52,5 +52,5 @@ def counted_on(
         have.add(Need.INSTRUCTIONS)
     if policy.spec.cameras:
         have.add(Need.IMAGES)
-    all_of_it = frozenset(have) | guidance.gives(policy.spec)
+    all_of_it = frozenset(have) | guidance.gives(policy)
     return all_of_it | provided(all_of_it)

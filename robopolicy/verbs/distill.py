@@ -26,7 +26,7 @@ from robopolicy.evaluation.success import compare
 from robopolicy.inference.comparison import timed
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import default_path, finish, finished, open_run, output
-from robopolicy.training.distill import DistillConfig, distill
+from robopolicy.training.distill import DistillConfig, distill, distillable
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import EncodedPolicy, encoded
@@ -52,6 +52,10 @@ def run(config: Config) -> int:
     section, device = config.distill, choose_device(config.run)
     path = default_path(config, "finetune", "checkpoint", section.policy, "distill.policy")
     teacher = load_policy(path, device)
+    if isinstance(teacher, EncodedPolicy):
+        distillable(teacher.policy, section.steps)
+    else:
+        teacher = distillable(teacher, section.steps)  # before it plays a single episode
     episodes = asked_at(config, teacher, device)
     seed = derive(config.run.seed, "distill")
     settings = narrowed(DistillConfig, section)

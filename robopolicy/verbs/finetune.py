@@ -5,6 +5,7 @@ goes on from the last checkpoint and ends in the same place. world=worldmodel tu
 """
 
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,7 +28,7 @@ from robopolicy.build import (
 from robopolicy.configuration import Config
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.memory import free_memory
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy, TakesAdapters, Trainable, require_trainable
@@ -42,6 +43,7 @@ from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.nn.precision import learning_in
 from robopolicy.nn.shapes import shapes_only
 from robopolicy.origins import origin_of_section
+from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
 from robopolicy.policies.loading import is_lerobot
 from robopolicy.policies.token.policy import TokenPolicy
@@ -53,7 +55,7 @@ from robopolicy.training.collection import start_pool
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations, demonstrate
 from robopolicy.training.finetune import FinetuneResult, finetune
-from robopolicy.training.guidance import Guidance
+from robopolicy.training.guidance import OF_THE_SAME_STEPS, Guidance
 from robopolicy.training.memory import MemoryBudget, held_by, plan_memory
 from robopolicy.training.needs import keeps_images
 from robopolicy.training.update import by_episode, minibatch_rows
@@ -117,7 +119,7 @@ def tune(config: Config) -> int:
         evaluate=evaluate,
         confirm=confirm,
         seed=config.run.seed,
-        guidance=guidance_of(config, world, config.world.model),
+        guidance=guidance_of(config, world, config.world.model, policy),
     )
     seconds = time.perf_counter() - started
     seeds = evaluation_seeds(config, section.evaluate_episodes)
@@ -228,20 +230,41 @@ def film(config: Config, world: World, policies: Mapping[str, Policy], folder: R
     write_video(beside(*clips), folder.path / "base_and_tuned.mp4")
 
 
-def guidance_of(config: Config, world: World, imagined: Path | None = None) -> Guidance:
+def guidance_of(
+    config: Config, world: World, imagined: Path | None = None, policy: Trainable | None = None
+) -> Guidance:
     """Load what the configured mechanisms lean on: a teacher, demonstrated states, successful episodes of experts.
 
-    imagined: the world model's checkpoint in which `world` plays, None for another world.
+    imagined: the world model's checkpoint in which `world` plays, None for another world; policy: which is tuned.
     """
     section, device = config.finetune, choose_device(config.run)
     recorded = [read_dataset(path, cameras=world.spec.cameras) for path in section.experts]
     experts = Episodes.concatenate(recorded) if recorded else None
     if experts is not None and experts.success is not None:
         experts = experts.select(experts.success)
-    teacher = None if section.teacher is None else as_seen_in(world, load_policy(section.teacher, device))
+    teacher = None if section.teacher is None else teacher_of(config, section.teacher, world, policy)
     acting = planned_acting(config.plan, world, imagined, device)
     pairs = None if section.pairs is None else read_pairs(section.pairs)
     return Guidance(teacher, demonstrated(config, world), experts, acting, pairs)
+
+
+def teacher_of(config: Config, folder: Path, world: World, policy: Trainable | None) -> Policy:
+    """Load a teacher of `policy`; where it shall score that one's steps, it is made ready to, as the policy was.
+
+    Raises as `load_policy` does, and ConfigError where one of LeRobot's has no log-probabilities here.
+    """
+    teacher = as_seen_in(world, load_policy(folder, choose_device(config.run)))
+    if not build_algorithm(narrowed(FinetuneConfig, config.finetune)).needs & OF_THE_SAME_STEPS:
+        return teacher  # it is asked what it would do, as it is
+    if isinstance(teacher, LeRobotPolicy):
+        teacher = require_trainable(teacher.tuned_by(config.lerobot))
+    if not (isinstance(teacher, DenoisingPolicy) and isinstance(policy, DenoisingPolicy)):
+        return teacher
+    if teacher.finetuning is None and teacher.schedule.steps == policy.schedule.steps:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RobopolicyWarning)  # of what is saved: a teacher is not
+            teacher.prepare_finetuning(policy.finetuned_steps)
+    return teacher
 
 
 def demonstrated(config: Config, world: World) -> Demonstrations | None:

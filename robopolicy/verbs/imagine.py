@@ -227,7 +227,7 @@ def learn(
         evaluate=watch.evaluate,
         confirm=watch.confirm,
         seed=config.run.seed,
-        guidance=guidance_of(config, worlds.training, model),
+        guidance=guidance_of(config, worlds.training, model, policy),
         after_checkpoint=refresh,
         oversight=Oversight(chosen.patience, leash, chosen.tighten),
     )

@@ -37,6 +37,7 @@ from robopolicy.nn.vision_language import VisionLanguageProcessor, describe_prom
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.fields import select_fields
 from robopolicy.policies.instructions import given_instructions
+from robopolicy.policies.steps import stood_for
 from robopolicy.policies.token.configuration import TokenPolicyConfig, TokenVision
 from robopolicy.policies.token.decoding import ActionLanguage, MaskedDecoding, Prompt, make_decoding
 
@@ -216,6 +217,20 @@ class TokenPolicy(nn.Module):
         """
         tokens = self.action_tokens.encode(self.action_normalizer(actions.float()))
         return self.decoding.told(tokens, generator)
+
+    def describe_steps(self) -> dict[str, Any]:
+        """See `core.steps.DescribesSteps`; at which temperature each explores is no part of it."""
+        token, tokenizer = self.config.token, self.action_tokens
+        masked = isinstance(self.decoding, MaskedDecoding)
+        return {
+            "kind": f"tokens, {token.actions.value}",
+            "vocabulary": tokenizer.vocabulary,
+            "executed steps": self.config.chunk,
+            "resolution of frequencies": getattr(tokenizer, "resolution", None),
+            "decoding": token.decoding.value,
+            "passes of masked decoding": (token.decode_steps, token.decode_schedule.value) if masked else None,
+            **stood_for(self.action_normalizer.inverse, self.action.size, self.action_low.device),
+        }
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"tokens": [N]}: the mean cross entropy of the demonstrated tokens, at temperature 1.

@@ -46,7 +46,7 @@ def make_collector(
     Raises ConfigError where the algorithm cannot learn from them.
     """
     if pairs is not None:
-        return StoredPairs(pairs, world.spec, policy.spec, algorithm, config, seed, generator.device)
+        return StoredPairs(pairs, world.spec, policy, algorithm, config, seed, generator.device)
 
     def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
         acts = None if acting is None else acting(actor)

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 
 from robopolicy.core.errors import ConfigError, DataError
-from robopolicy.core.policy import is_condition
+from robopolicy.core.policy import Trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
-from robopolicy.core.spec import IMAGE_PREFIX, PolicySpec, WorldSpec
+from robopolicy.core.spec import PolicySpec, WorldSpec
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.experience import conditions_of
 
 
 class StoredPairs:
@@ -30,7 +31,7 @@ class StoredPairs:
         self,
         pairs: Pairs,
         world: WorldSpec,
-        policy: PolicySpec,
+        policy: Trainable,
         algorithm: Algorithm,
         config: FinetuneConfig,
         seed: int,
@@ -42,16 +43,21 @@ class StoredPairs:
         if playing:
             raise ConfigError(f"With stored pairs nothing is played: leave {' and '.join(playing)} at 0.")
         self.rollouts = _paid_by_verdict(pairs.following(world.instructions).to(device))
-        _require_scorable(self.rollouts, policy)
+        _require_scorable(self.rollouts, policy.spec)
+        self.policy, self.instructions = policy, world.instructions
         self.groups, self.seed = config.groups, seed
 
     def collect(self, iteration: int) -> Rollouts:
-        """Return whole groups, marked as replayed and as made by no version of this run's policy."""
+        """Return whole groups, marked as replayed and as made by no version of this run's policy.
+
+        What a frozen encoder makes of their images is beside them, for this iteration.
+        """
         groups = Segments.of(self.rollouts.group)
         draws = torch.Generator().manual_seed(derive(self.seed, f"pairs/{iteration}"))
         chosen = torch.randperm(groups.count, generator=draws)[: self.groups].to(groups.index.device)
         found = self.rollouts.take(torch.isin(groups.index, chosen).nonzero().squeeze(1))
-        return replace(found, policy_version=torch.full_like(found.policy_version, -1)).with_extras(
+        latents = {**found.latents, **conditions_of(found, self.policy, self.instructions)}
+        return replace(found, latents=latents, policy_version=torch.full_like(found.policy_version, -1)).with_extras(
             replayed=torch.ones_like(found.alive)
         )
 
@@ -94,10 +100,7 @@ def _require_scorable(rollouts: Rollouts, policy: PolicySpec) -> None:
         raise DataError(
             f"Stored actions are {chunk} steps of {size}, the policy's are {policy.chunk} of {policy.action.size}."
         )
-    encoded = any(is_condition(name) for name in rollouts.latents)  # what a frozen encoder kept stands for the images
     for key, field in policy.observation.items():
-        if encoded and key.startswith(IMAGE_PREFIX):
-            continue
         shape = (policy.history, *field.shape)
         own = rollouts.shown.get(key)
         if own != shape:

@@ -1,0 +1,79 @@
+"""What the scored steps of our policies speak of, for `core.steps.DescribesSteps`.
+
+Axes: K scored step, P predicted step, L latent element, A action dimension.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, Schedule
+from robopolicy.policies.latents import OwnLatents
+from robopolicy.policies.network import learns_noise
+
+if TYPE_CHECKING:
+    from robopolicy.policies.denoising import DenoisingPolicy
+
+STOOD_FOR = "actions that the normalised -0.5 and 0.5 stand for"
+PROBES = (-0.5, 0.5)
+"""Two points of every element: all normalisers are maps of one element by itself, with two numbers."""
+
+
+def stood_for(to_actions: Callable[[Tensor], Tensor], size: int, device: torch.device) -> dict[str, Tensor]:
+    """Return which actions [2, 1, A] the latents [2, 1, L] of `PROBES` stand for, L = size, under their name."""
+    probes = torch.tensor(PROBES, device=device)[:, None, None].expand(-1, 1, size)
+    with torch.no_grad():
+        return {STOOD_FOR: to_actions(probes)}
+
+
+def denoising_steps(policy: "DenoisingPolicy") -> dict[str, Any]:
+    """Return what the scored steps of a denoising policy speak of, by name; see `DescribesSteps`.
+
+    How its network predicts (the noise, or the clean action) is no part of a chain: the next latent follows from the
+    clean estimate that either comes to. The noise of exploration is one: scores are densities under it.
+    """
+    config, schedule, network = policy.config, policy.schedule, policy.network
+    kind = {DiffusionSchedule: "diffusion", FlowSchedule: "flow"}.get(type(schedule), type(schedule).__name__)
+    said: dict[str, Any] = {"kind": f"{kind}, scored by its {config.likelihood.value}"}
+    if policy.scored_by_matching:
+        said |= {"training noise levels": _training_levels(schedule), "prediction": _predicted(schedule)}
+    else:
+        scored = slice(policy.first_step, None)
+        said |= {
+            "noise levels": _levels(schedule)[scored],
+            "share of the clean estimate in the next latent": schedule.table[scored, 2],
+            "share of a latent in the next one": schedule.table[scored, 3],
+            "standard deviations": None if learns_noise(config) else schedule.table[scored, 4],
+            "bounds of learned standard deviations": config.flow_noise_bounds if learns_noise(config) else None,
+            "bound on the clean estimate": schedule.clip,
+            "noise estimate under that bound": None if schedule.signals is None else schedule.signals[scored],
+            "least standard deviation in log-probabilities": config.min_logprob_std,
+            "bounds of log-probabilities": config.logp_clamp,
+            "reduction of log-probabilities": config.logp_reduction.value,
+        }
+    part = policy.part
+    said |= {
+        "predicted steps": config.prediction_steps,
+        "executed steps": part.count,
+        "first executed step": part.first,
+        "size of a latent": policy.latent_size,
+    }
+    meant = network.to_actions if isinstance(network, OwnLatents) else policy.action_normalizer.inverse
+    return said | stood_for(meant, policy.latent_size, schedule.table.device)
+
+
+def _levels(schedule: Schedule) -> Tensor:
+    """Return how noisy latents are before each step, [K]: the share of noise in a flow, of signal in a diffusion."""
+    if isinstance(schedule, DiffusionSchedule):
+        return schedule.alphas[(schedule.times * schedule.training_steps).round().long() - 1]
+    return schedule.times
+
+
+def _training_levels(schedule: Schedule) -> Tensor | None:
+    return schedule.alphas if isinstance(schedule, DiffusionSchedule) else None
+
+
+def _predicted(schedule: Schedule) -> str | None:
+    return schedule.prediction.value if isinstance(schedule, DiffusionSchedule) else None

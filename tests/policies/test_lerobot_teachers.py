@@ -1,0 +1,134 @@
+"""LeRobot's policies as teachers: where they score a student's steps, they are made ready for it as the student is."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from lerobot_models import FRONT, smolvla_config, tiny_smolvlm
+from safetensors.torch import load_file, save_file
+from test_lerobot_policies import features, save
+from test_lerobot_training import lerobots_own, observed
+
+from robopolicy.build import load_trainable
+from robopolicy.configuration import compose
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import ScoredPolicy
+from robopolicy.core.structured import narrowed
+from robopolicy.policies.configuration import DenoisingPolicyConfig
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.finetune import finetune
+from robopolicy.training.guidance import Guidance
+from robopolicy.verbs.finetune import guidance_of
+from sims.registry import make_world
+
+SMALL = ["finetune.iterations=1", "finetune.groups=1", "finetune.group_size=2", "finetune.minibatch=4"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A student, and a teacher of the same shape with other weights."""
+    root = tmp_path_factory.mktemp("teachers")
+    inputs, outputs = features(state=6, environment=None, cameras=(FRONT,))
+    config = smolvla_config(tiny_smolvlm(root / "vlm"), inputs, outputs, num_steps=3, max_action_dim=4)
+    student = save(config, root / "student")
+    teacher = root / "teacher"
+    shutil.copytree(student, teacher)
+    draws, weights = torch.Generator().manual_seed(1), load_file(student / "model.safetensors")
+    for name, value in weights.items():
+        if "expert" in name and value.is_floating_point():
+            value += 0.1 * torch.randn(value.shape, generator=draws)
+    save_file(weights, teacher / "model.safetensors", {"format": "pt"})
+    return {"student": student, "teacher": teacher}
+
+
+def test_a_smolvla_teaches_a_smolvla_from_the_command_line(folders):
+    settings = [
+        f"finetune.teacher={folders['teacher']}",
+        "finetune.algorithm=distillation",
+        "lerobot.flow_noise_level=0.2",
+    ]
+    config = compose([*SMALL, *settings])
+    policy = load_trainable(folders["student"], config.lerobot)
+    policy.prepare_finetuning()
+    world = make_world("push_cube", 2, cameras=("front",), image_size=32)
+    guidance = guidance_of(config, world, policy=policy)
+    teacher = guidance.teacher
+    assert isinstance(teacher, ScoredPolicy)
+
+    observation = observed(policy)
+    decision = policy.act(observation, torch.Generator().manual_seed(1))
+    chain = decision.latents["chain"]
+    theirs, batch, _ = lerobots_own(folders["teacher"], observation)
+    scores = teacher.log_prob(observation, {"chain": chain})
+    for step in range(3):  # one step of LeRobot's own Euler: x - v / 3, with the student's noise around it
+        time = 1 - step / 3
+        mean = chain[:, step] - velocity(theirs, batch, chain[:, step], time) / 3
+        density = torch.distributions.Normal(mean, 0.2).log_prob(chain[:, step + 1])[:, :4, :2]
+        torch.testing.assert_close(scores.logp[:, step], density.clamp(-5, 2.3026).mean((1, 2)), atol=1e-4, rtol=1e-4)
+
+    before = [weight.clone() for weight in policy.trainable_parameters()]
+    assert finetune(policy, None, world, narrowed(FinetuneConfig, config.finetune), guidance=guidance).iterations == 1
+    world.close()
+    assert any(not torch.equal(one, other) for one, other in zip(before, policy.trainable_parameters(), strict=True))
+
+
+def velocity(theirs, batch, x, time):
+    """What LeRobot's own network predicts of latents x at a time, read from the observation anew."""
+    from lerobot.policies.common.vla_utils import make_att_2d_masks
+
+    images, masks = theirs.prepare_images(batch)
+    tokens = batch["observation.language.tokens"], batch["observation.language.attention_mask"].bool()
+    embedded, seen, order = theirs.model.embed_prefix(images, masks, *tokens, state=theirs.prepare_state(batch))
+    _, cache = theirs.model.vlm_with_expert.forward(
+        attention_mask=make_att_2d_masks(seen, order),
+        position_ids=seen.cumsum(1) - 1,
+        past_key_values=None,
+        inputs_embeds=[embedded, None],
+        use_cache=True,
+    )
+    with torch.no_grad():
+        return theirs.model.denoise_step(seen, cache, x, torch.full((len(x),), time))
+
+
+def test_a_teacher_that_is_only_imitated_stays_lerobots(folders):
+    asked = ["finetune.advantage=grpo", "finetune.coefficient=none", "finetune.auxiliaries=[dagger]"]
+    config = compose([f"finetune.teacher={folders['teacher']}", *asked])
+    world = make_world("push_cube", 2, cameras=("front",), image_size=32)
+    teacher = guidance_of(config, world).teacher
+    world.close()
+    assert isinstance(teacher, LeRobotPolicy)
+
+
+def test_what_only_acts_cannot_score_and_the_way_out_is_named(folders):
+    policy = load_trainable(folders["student"], compose([]).lerobot)
+    policy.prepare_finetuning()
+    teacher = guidance_of(compose([f"finetune.teacher={folders['teacher']}"]), make_world("push_cube", 1)).teacher
+    with pytest.raises(ConfigError, match=r"LeRobotPolicy has no log-probabilities as it is; what its to_trainable"):
+        finetune(
+            policy,
+            None,
+            make_world("push_cube", 2),
+            FinetuneConfig(algorithm="distillation"),
+            guidance=Guidance(teacher),
+        )
+
+
+def test_a_pretrained_teacher_is_prepared_for_the_steps_of_the_student(tmp_path: Path):
+    spec = make_world("reach_planar", 1).spec
+    config = DenoisingPolicyConfig(width=8, depth=1, sampling_steps=4, denoising_steps=20)
+    made = [
+        DenoisingPolicy(config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions, seed=seed)
+        for seed in (0, 1)
+    ]
+    made[1].save(tmp_path / "teacher")
+    made[0].prepare_finetuning(3)
+    asked = [*SMALL, f"finetune.teacher={tmp_path / 'teacher'}", "finetune.algorithm=distillation"]
+    settings, world = compose(asked), make_world("reach_planar", 2)
+    guidance = guidance_of(settings, world, policy=made[0])
+    assert guidance.teacher is not None and guidance.teacher.spec.scored_steps == 3
+    assert (
+        finetune(made[0], None, world, narrowed(FinetuneConfig, settings.finetune), guidance=guidance).iterations == 1
+    )
