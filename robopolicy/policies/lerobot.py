@@ -281,9 +281,7 @@ class LeRobotPolicy:
 
     def _prepared(self, observation: TensorObservation, index: int) -> dict[str, Any]:
         """Return history frame `index` as LeRobot's processors hand it to the policy."""
-        known = (
-            self.spec.instructions
-        )  # recordings need not say the only one in every step, and it is said all the same
+        known = self.spec.instructions  # data need not say the only one, which is what worlds say
         said = observation.get(TASK, [known[0] if len(known) == 1 else ""] * _rows(observation))
         raw: dict[str, Any] = {TASK: list(said)}
         # Some of LeRobot's processors write numbers into texts, and weights without numbers have no device for them.

@@ -137,6 +137,20 @@ def test_scores_again_are_those_collected_without_the_images(folders, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_only_instruction_is_learned_under_and_not_an_empty_one(folders, kind, tmp_path):
+    folder = shutil.copytree(folders[kind], tmp_path / kind)
+    (folder / "robopolicy.json").write_text(json.dumps({"instructions": ["push the cube"]}))
+    policy = trained(folder)
+    assert TASK not in policy.spec.columns  # what batches of imitation hold
+    seen = {key: value for key, value in observed(policy).items() if key != TASK}
+    unsaid, said, other = (
+        policy.encode({**seen, **text}) for text in ({}, {TASK: ["push the cube"] * ROWS}, {TASK: [""] * ROWS})
+    )
+    assert all(torch.equal(unsaid[name], said[name]) for name in said)
+    assert any(not torch.equal(unsaid[name], other[name]) for name in said)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_keeps_the_promises_of_a_policy_that_learns(folders, kind):
     def load(folder: Path) -> Any:
         return trained(folder)
