@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhead, Underway
-from robopolicy.nn.prefix import given_steps, with_prefix
+from robopolicy.nn.prefix import given_steps
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.latents import OwnLatents
@@ -35,6 +35,7 @@ from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.lerobot_families import FAMILIES
 from robopolicy.policies.lerobot_training import LeRobotNetwork
 from robopolicy.policies.network import Steps
+from robopolicy.policies.prefixed import PrefixedSteps
 
 
 class Mask(Enum):
@@ -100,21 +101,6 @@ def continued(
     plan = policy.predict(observation, generator, deterministic=deterministic, guided=guided)
     # What the network says of given steps means nothing, and a robot that is answered sooner executes some of them.
     return torch.where(given_steps(count, steps)[..., None], pad(underway.rest, behind), plan)
-
-
-class PrefixedSteps:
-    """`Steps` of a network that is given the first count[b] [B] steps of `clean` [B, P, A], normalised actions."""
-
-    def __init__(self, steps: Steps, clean: Tensor, count: Tensor):
-        self.steps, self.clean, self.count = steps, clean, count
-
-    def one(self, x: Tensor, step: int) -> Tensor:
-        """Predict [B, P, A] of latents x [B, P, A] about to take `step`, whose given steps are not looked at."""
-        return self.steps.one(with_prefix(x, self.clean, self.count), step)
-
-    def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
-        """Predict [B, k, P, A] as the network does when it is given nothing: what is scored."""
-        return self.steps.several(x, chosen)
 
 
 def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobian: bool) -> Policy:

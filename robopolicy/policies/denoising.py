@@ -6,7 +6,7 @@ by the network that is fine-tuned (DPPO, arXiv:2409.00588). Latents live in norm
 averaged copy inside, so `act` and `log_prob` always run the same function.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from robopolicy.policies.network import (
     ChunkNetwork,
     Condition,
     DenoisingNetwork,
+    Guided,
     LearnsNoise,
     NormalizesFields,
     ReadsInstructions,
@@ -184,12 +185,11 @@ class DenoisingPolicy(nn.Module):
         generator: torch.Generator,
         *,
         deterministic: bool = False,
-        guided: Callable[[Steps], Steps] | None = None,
+        guided: Guided | None = None,
     ) -> Tensor:
         """Return all P steps that a decision predicts, [B, P, A] in the world's units and bounds; `act` executes C.
 
-        The draws are those of `act`. guided: returns what takes the steps in the network's place (real-time chunking
-        corrects each prediction on its way). Raises as `act` does.
+        The draws are those of `act`. guided: real-time chunking corrects each prediction on its way. Raises as `act`.
         """
         chain, _ = self._chain(observation, self.encode(observation), generator, deterministic, guided=guided)
         return self.to_predictions(chain.final[:, self.part.first :])
@@ -240,9 +240,11 @@ class DenoisingPolicy(nn.Module):
         """Predicted steps P and size A of the noise that a decision begins with."""
         return self.config.prediction_steps, self.latent_size
 
-    def trajectory(self, observation: TensorObservation, noise: Tensor, through: int | None = None) -> Tensor:
+    def trajectory(
+        self, observation: TensorObservation, noise: Tensor, through: int | None = None, *, guided: Guided | None = None
+    ) -> Tensor:
         """Return the latents [N, K+1, P, A] of the noise-free chain from noise [N, P, A]; see `DecidesFromNoise`."""
-        leading, scored = self._steps(observation, self.encode(observation))
+        leading, scored = self._steps(observation, self.encode(observation), guided)
         return trajectory(self.schedule, self.first_step, leading, scored, noise, through)
 
     def to_actions(self, latents: Tensor) -> Tensor:
@@ -382,7 +384,7 @@ class DenoisingPolicy(nn.Module):
         generator: torch.Generator,
         deterministic: bool,
         kept: Kept | None = None,
-        guided: Callable[[Steps], Steps] | None = None,
+        guided: Guided | None = None,
     ) -> tuple[Chain, Draws]:
         """Draw and run the chain under `condition`, what was made of the observation."""
         config, schedule, first, network = self.config, self.schedule, self.first_step, self.network
@@ -399,9 +401,7 @@ class DenoisingPolicy(nn.Module):
         )
         if draws.steps is not None and self._own:
             draws.steps[..., self.part.size :] = 0.0  # what pads an action explores nothing
-        leading, scored = self._steps(observation, condition)
-        if guided is not None:
-            leading, scored = guided(leading), guided(scored)
+        leading, scored = self._steps(observation, condition, guided)
         learned_std = None
         if learns_noise(config):
             assert isinstance(network, LearnsNoise)
@@ -430,14 +430,16 @@ class DenoisingPolicy(nn.Module):
             latents["mean"] = chain.normal.mean
         return latents
 
-    def _steps(self, observation: TensorObservation, condition: Condition) -> tuple[Steps, Steps]:
+    def _steps(
+        self, observation: TensorObservation, condition: Condition, guided: Guided | None = None
+    ) -> tuple[Steps, Steps]:
         """Return who takes the first K - K' steps under `condition`, the encoded observation, and who the others."""
-        scored = steps_of(self.network, self.schedule.times, condition)
-        if not self.first_step or self.base is None:
-            return scored, scored
-        # The frozen base sees the observation with its own encoder, which is the same one unless that learns.
-        seen = condition if self.encoder_is_fixed else self.base.encode(observation)
-        return steps_of(self.base, self.schedule.times, seen), scored
+        leading = scored = steps_of(self.network, self.schedule.times, condition)
+        if self.first_step and self.base is not None:
+            # The frozen base sees the observation with its own encoder, which is the same one unless that learns.
+            seen = condition if self.encoder_is_fixed else self.base.encode(observation)
+            leading = steps_of(self.base, self.schedule.times, seen)
+        return (leading, scored) if guided is None else (guided(leading), guided(scored))
 
     def _condition(
         self, observation: TensorObservation, latents: Mapping[str, Any], generator: torch.Generator | None = None

@@ -7,7 +7,7 @@ keys and values of a language model's prefix. Axes: N row, K step, P predicted s
 
 import copy
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -79,6 +79,10 @@ class Steps(Protocol):
     def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
         """Predict [N, k, P, A] of latents x [N, k, P, A] about to take the steps chosen [N, k]; None: all in order."""
         ...
+
+
+type Guided = Callable[[Steps], Steps]
+"""Returns what takes the steps of a chain in the network's place."""
 
 
 @runtime_checkable

@@ -24,8 +24,10 @@ from robopolicy.core.policy import BecomesTrainable, Policy, TensorObservation
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import TASK
+from robopolicy.nn.prefix import draw_counts, given_steps, with_prefix
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.few_steps import clean_actions, few_step_student, require_fewer_steps
+from robopolicy.policies.prefixed import PrefixedSteps
 from robopolicy.training.configuration import DistillConfig
 from robopolicy.training.fit import FitResult, fit
 
@@ -51,20 +53,31 @@ class Distillation(nn.Module):
         def draw(*shape: int) -> Tensor:
             return torch.rand(shape, generator=generator, device=generator.device).to(device)
 
-        noise = torch.randn((rows, *student.noise_shape), generator=generator, device=generator.device).to(device)
+        def draw_noise() -> Tensor:
+            return torch.randn((rows, *student.noise_shape), generator=generator, device=generator.device).to(device)
+
+        noise, given = draw_noise(), None
         with torch.no_grad():
-            path = teacher.trajectory(observation, noise)
-            own = student.trajectory(observation, noise) if self.config.steps > 1 else noise[:, None]
+            if most := teacher.config.prefix_steps:  # it continues the beginning of a plan, here another one of its own
+                count = draw_counts(rows, most, teacher.config.prefix_decay, generator).to(device)
+                given = teacher.trajectory(observation, draw_noise())[:, -1], count
+            guided = None if given is None else lambda steps: PrefixedSteps(steps, *given)
+            path = teacher.trajectory(observation, noise, guided=guided)
+            own = student.trajectory(observation, noise, guided=guided) if self.config.steps > 1 else noise[:, None]
         point, time = _drawn(own[:, : self.config.steps], student.schedule.times, draw(rows))
         inner = path.shape[1] - 2  # points of the teacher's chain between noise and action
         if inner and self.config.teacher_points:
             theirs, at = _drawn(path[:, 1:-1], teacher.schedule.times[1:], draw(rows))
             chosen = draw(rows) < self.config.teacher_points
             point, time = torch.where(chosen[:, None, None], theirs, point), torch.where(chosen, at, time)
-        prediction = student.network.denoise(point, time, student.encode(observation))
+        told = point if given is None else with_prefix(point, *given)
+        prediction = student.network.denoise(told, time, student.encode(observation))
         clean = clean_actions(student, point, prediction, time)
-        distance = (clean - path[:, -1])[..., : student.part.size]  # what pads an action is executed by nobody
-        return {"distance": distance.square().mean((1, 2))}
+        distance = (clean - path[:, -1])[..., : student.part.size].square()  # what pads an action is executed by nobody
+        if given is None:
+            return {"distance": distance.mean((1, 2))}
+        free = ~given_steps(given[1], distance.shape[1])  # of given steps nothing is asked
+        return {"distance": (distance.mean(2) * free).sum(1) / free.sum(1)}
 
 
 def distill(

@@ -23,6 +23,8 @@ from robopolicy.nn.prefix import draw_counts, with_prefix
 from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from robopolicy.policies.configuration import PolicyKind
+from robopolicy.training.configuration import DistillConfig
+from robopolicy.training.distill import Distillation
 
 ROWS, STEPS, SIZE = 3, 4, 2
 
@@ -214,6 +216,23 @@ def test_a_policy_that_was_trained_to_continue_does_so_unguided():
     policy = trained(made(PolicyKind.FLOW, prefix_steps=2), draws)
     (crossed_blindly, jump_blindly), (crossed, jump) = (
         border(policy, name, draws) for name in ("prefetch", "trained_rtc")
+    )
+    assert crossed_blindly > 0.35 and crossed < 0.25 * crossed_blindly
+    assert jump < 0.5 * jump_blindly
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_is_distilled_from_it_continues_too(steps: int):
+    draws = torch.Generator().manual_seed(0)
+    teacher = trained(made(PolicyKind.FLOW, prefix_steps=2), draws, steps=400)
+    lesson, seen = Distillation(teacher, DistillConfig(steps=steps)), {STATE: torch.zeros(128, 1, 1)}
+    optimiser = torch.optim.Adam(lesson.parameters(), 3e-3)
+    for _ in range(300):
+        optimiser.zero_grad()
+        lesson.loss({"observation": seen}, draws)["distance"].mean().backward()
+        optimiser.step()
+    (crossed_blindly, jump_blindly), (crossed, jump) = (
+        border(lesson.student, name, draws) for name in ("prefetch", "trained_rtc")
     )
     assert crossed_blindly > 0.35 and crossed < 0.25 * crossed_blindly
     assert jump < 0.5 * jump_blindly
