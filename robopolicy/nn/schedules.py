@@ -72,13 +72,25 @@ class NoiseSchedule(nn.Module):
         return len(self.times)
 
     def transition(
-        self, x: Tensor, prediction: Tensor, step: Tensor | slice | int, *, deterministic: bool = False
+        self,
+        x: Tensor,
+        prediction: Tensor,
+        step: Tensor | slice | int,
+        *,
+        deterministic: bool = False,
+        explored: int | None = None,
     ) -> Normal:
         """Return the Gaussian of the next latent given x, prediction [..., P, A] and the steps' indices.
 
         x: [..., P, A]; step: an index, a slice, or indices that broadcast against its leading axes. deterministic: the
-        noise-free sampler on the same grid (DDIM with eta 0, or the flow's ODE), std 0.
+        noise-free sampler on the same grid (DDIM with eta 0, or the flow's ODE), std 0. explored: how many of the A
+        elements get noise, None for all; the mean of the others is the noise-free one, and the std is not theirs.
         """
+        if explored is not None and explored < x.shape[-1] and not deterministic:
+            # An SDE's drift corrects for its noise: what gets none must not have it either.
+            noisy = self.transition(x, prediction, step)
+            still = self.transition(x, prediction, step, deterministic=True).mean
+            return Normal(torch.cat([noisy.mean[..., :explored], still[..., explored:]], -1), noisy.std)
         table = self.deterministic_table if deterministic else self.table
         a, b, c, d, std = table[step][..., None, None].unbind(-3)
         clean = a * x + b * prediction

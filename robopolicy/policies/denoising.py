@@ -395,9 +395,8 @@ class DenoisingPolicy(nn.Module):
             noise_clip=config.noise_clip,
             scored=slice(first, None),
             noisy_steps=config.noisy_steps,
+            explored=self.part.size,
         )
-        if draws.steps is not None and self._own:
-            draws.steps[..., self.part.size :] = 0.0  # what pads an action explores nothing
         leading, scored = self._steps(observation, condition)
         if guided is not None:
             leading, scored = guided(leading), guided(scored)

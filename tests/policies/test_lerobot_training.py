@@ -17,9 +17,12 @@ from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarni
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch, example_observation
 from robopolicy.core.spec import TASK
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.engine import with_engine
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
 from robopolicy.policies.loading import build_policy, load_policy
+from robopolicy.policies.network import steps_of
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig, PretrainConfig
 from robopolicy.training.finetune import finetune
@@ -277,6 +280,33 @@ def test_noise_is_where_it_is_scored(folders):
     decision = policy.act(observed(policy), torch.Generator().manual_seed(1))
     drawn = (decision.latents["chain"][:, 1:] - decision.latents["mean"]) / 0.2
     assert drawn[..., 2:].abs().max() == 0 and 0.8 < drawn[..., :2].std() < 1.2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tuning", [{}, {"noisy_steps": 2}])
+def test_what_pads_an_action_follows_the_ode_under_an_sde(folders, kind, tuning):
+    """Against Euler's own formula, in sampling, scoring, chains gone on from, and the lean engine."""
+    sde = LeRobotTuning(flow_noise=FlowNoise.SDE, flow_noise_level=0.7, **tuning)
+    policy, generator = load_trainable(folders[kind], sde), torch.Generator().manual_seed(1)
+    policy.prepare_finetuning()
+    policy.record_means = True
+    observation = observed(policy)
+    decision = policy.act(observation, generator)
+    again = policy.resume(observation, decision.latents, torch.tensor([-1, 0, 2]), generator)
+    condition = policy.encode(observation)
+    for chain in (decision.latents["chain"], again.latents["chain"]):
+        steps, count = steps_of(policy.network, policy.schedule.times, condition), policy.schedule.steps
+        for index in range(count):
+            velocity = steps.one(chain[:, index], index)
+            expected = chain[:, index] - velocity / count
+            torch.testing.assert_close(chain[:, index + 1, :, 2:], expected[..., 2:], atol=1e-5, rtol=0)
+    assert (decision.latents["chain"][:, -1] - again.latents["chain"][:, -1])[..., :2].abs().max() > 1e-2
+    scores = policy.log_prob(observation, decision.latents)
+    torch.testing.assert_close(scores.logp * decision.mask, decision.logp * decision.mask, atol=1e-4, rtol=0)
+    torch.testing.assert_close(scores.extras["mean"], decision.latents["mean"], atol=1e-5, rtol=0)
+    lean = with_engine(policy, InferenceConfig(engine="lean"))
+    ours, theirs = (each.act(observation, torch.Generator().manual_seed(3)).actions for each in (lean, policy))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 def test_an_iteration_of_the_trainer_moves_the_expert_alone(folders, tmp_path):
