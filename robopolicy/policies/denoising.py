@@ -42,7 +42,7 @@ from robopolicy.policies.network import (
     steps_of,
 )
 from robopolicy.policies.sampler import Chain, Draws, Kept, choices, draw, finish_chain, sample_chain, trajectory
-from robopolicy.policies.schedule import make_schedule
+from robopolicy.policies.schedule import how_to_explore, make_schedule
 
 
 class DenoisingPolicy(nn.Module):
@@ -314,8 +314,8 @@ class DenoisingPolicy(nn.Module):
             raise ConfigError(f"{count} fine-tuned steps do not fit a chain of {total}: choose 1 to {total}.")
         if not self.scored_by_matching and not bool(self.schedule.density[total - count :].any()):
             raise ConfigError(
-                f"None of the last {count} steps has noise, so there is nothing to score: fine-tune more steps, "
-                "set flow_noise=constant, or raise eta or min_sampling_std."
+                f"None of the last {count} steps has noise, so there is nothing to score: fine-tune more steps, or "
+                f"{how_to_explore(self.network)}."
             )
         self.base = frozen_base(self.network, count < total)
         self._prepared, self.finetuned_steps = True, count

@@ -31,7 +31,7 @@ from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.pieces import recomputed
 from robopolicy.nn.precision import lowering, to_keep
 from robopolicy.nn.schedules import Schedule
-from robopolicy.policies.configuration import DenoisingPolicyConfig
+from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read_settings
 from robopolicy.policies.lerobot_act import GaussianACT
@@ -130,6 +130,8 @@ class LeRobotNetwork(LeRobotModule):
         self.latent_size, self.first_step = self.family.latent_size, self.family.first_step
         self.reads_instructions = self.family.reads_instructions
         self.keeps_condition = self.tuning.keep_prefix
+        flow = self.family.chain(self.tuning)["kind"] is PolicyKind.FLOW
+        self.how_to_explore = f"raise {'flow_noise_level' if flow else 'eta or least_noise'}"
 
     def forward(self, method: str, *arguments: Any) -> Any:
         """Call a method by its name, so that `functional_call` can call it under other weights."""

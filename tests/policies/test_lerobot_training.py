@@ -435,6 +435,12 @@ def test_weights_with_openpis_names_are_read_and_none_may_lack(folders, tmp_path
         load_policy(folder)
 
 
+def test_steps_without_noise_name_the_settings_of_lerobots_policies(folders):
+    policy = load_trainable(folders["pi0"], LeRobotTuning(flow_noise_level=0.0))
+    with pytest.raises(ConfigError, match=r"fine-tune more steps, or raise flow_noise_level\.$"):
+        policy.prepare_finetuning()
+
+
 @pytest.mark.parametrize("level", [0.2, 0.02])
 def test_little_noise_is_what_was_asked_for_and_has_gradients(folders, level):
     policy = load_trainable(folders["pi0"], LeRobotTuning(flow_noise_level=level, flow_noise=FlowNoise.CONSTANT))
