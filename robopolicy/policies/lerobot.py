@@ -175,8 +175,7 @@ class LeRobotPolicy:
             ) from error
         finally:
             policy.reset()
-        executed = self.postprocess(actions.flatten(0, 1))
-        return Decision(executed.unflatten(0, actions.shape[:2]).to(self.device, torch.float32))
+        return Decision(executed(self.postprocess, actions).to(self.device, torch.float32))
 
     def frames(self, observation: TensorObservation) -> list[dict[str, Any]]:
         """Return the history as LeRobot's processors hand it to the policy: normalised, key -> [B, ...], oldest first.
@@ -278,6 +277,16 @@ class LeRobotPolicy:
             return {}
         shape = (rows, config.horizon, *self.spec.action.shape)
         return {"noise": torch.randn(shape, generator=generator, device=generator.device).to(self.device)}
+
+
+def executed(postprocess: "PolicyProcessorPipeline", actions: Tensor) -> Tensor:
+    """Return what LeRobot's postprocessor makes of predicted actions [B, C, A], in the world's units."""
+    from lerobot.processor import AbsoluteActionsProcessorStep
+
+    if any(isinstance(step, AbsoluteActionsProcessorStep) and step.enabled for step in postprocess.steps):
+        # It adds the state [B, D] of the last frame: to each row its own, which needs the chunks to be whole.
+        return postprocess(actions)
+    return postprocess(actions.flatten(0, 1)).unflatten(0, actions.shape[:2])
 
 
 def _tensor(observation: TensorObservation, key: str) -> Tensor:

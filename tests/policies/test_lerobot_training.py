@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from robopolicy.build import load_trainable
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch, example_observation
+from robopolicy.core.randomness import drawing_from
 from robopolicy.core.spec import TASK
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
@@ -34,12 +36,13 @@ KINDS = ("smolvla", "pi0", "pi05")
 ROWS = 3
 
 
-def save_pi(kind: str, folder: Path, tokenizer: Path) -> Path:
+def save_pi(kind: str, folder: Path, tokenizer: Path, action: int = 2, **changes: Any) -> Path:
     inputs, outputs = features(environment=None, cameras=(FRONT,))
+    outputs = {name: replace(each, shape=(action,)) for name, each in outputs.items()}
     known = statistics(inputs, outputs)
     for value in known.values():
         value |= {"q01": value["min"], "q99": value["max"]}
-    config = pi_config(kind, inputs, outputs)
+    config = pi_config(kind, inputs, outputs, **changes)
     save(config, folder, processors=pi_processors(config, known, tokenizer))
     return folder
 
@@ -433,6 +436,27 @@ def test_weights_with_openpis_names_are_read_and_none_may_lack(folders, tmp_path
     save_file(known, path)
     with pytest.raises(CheckpointError, match=r"lacks \['model.action_out_proj.bias'\]"):
         load_policy(folder)
+
+
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_relative_actions_are_added_to_each_rows_own_state(folders, tmp_path, kind, rows):
+    """Against LeRobot itself, which is shown one row after the other; 4 rows are as many as a chunk has steps."""
+    folder = save_pi(kind, tmp_path / kind, folders["pi0"].parent / "words", use_relative_actions=True, action=4)
+    policy = load_policy(folder)
+    observation = example_observation(policy.spec, rows, torch.Generator().manual_seed(0))
+    observation[TASK] = ["push the cube", "reach", "stack left", "push"][:rows]
+    with drawing_from(torch.Generator().manual_seed(3), torch.device("cpu")):
+        noise = torch.randn(rows, 6, 5)
+    ours = policy.act(observation, torch.Generator().manual_seed(3)).actions
+    for row in range(rows):
+        theirs, batch, postprocess = lerobots_own(
+            folder, {key: each[row : row + 1] for key, each in observation.items()}
+        )
+        expected = postprocess(theirs.predict_action_chunk(batch, noise=noise[row : row + 1]))
+        torch.testing.assert_close(ours[row], expected[0, :4], atol=1e-5, rtol=0)
+    state = observation["observation.state"][:, -1]
+    assert rows == 1 or (state[1:] - state[0]).abs().amax(1).min() > 1e-2
 
 
 def test_steps_without_noise_name_the_settings_of_lerobots_policies(folders):
