@@ -14,7 +14,9 @@ from test_lerobot_policies import act_config, features, save, statistics
 
 from robopolicy.benchmarks.tiny_vla import pi_processors
 from robopolicy.build import load_trainable
+from robopolicy.cli import main
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
+from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch, example_observation
 from robopolicy.core.randomness import drawing_from
@@ -22,6 +24,7 @@ from robopolicy.core.spec import TASK
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.nn.configuration import FlowNoise
+from robopolicy.policies import lerobot_reading
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
 from robopolicy.policies.loading import build_policy, load_policy
 from robopolicy.policies.network import steps_of
@@ -32,6 +35,7 @@ from robopolicy.training.memory import plan_memory
 from robopolicy.verbs.train import say_model
 from sims.registry import make_world
 
+CPU = torch.device("cpu")
 KINDS = ("smolvla", "pi0", "pi05")
 ROWS = 3
 
@@ -344,6 +348,42 @@ def test_a_version_that_breaks_them_is_refused_before_anything_is_read(folders, 
             load_policy(folders[kind])
 
 
+@pytest.mark.parametrize("installed", ["5.3.0", "4.57.1"])
+def test_a_version_that_was_never_tried_is_refused_before_anything_is_read(folders, monkeypatch, installed):
+    monkeypatch.setattr("robopolicy.policies.lerobot.version", lambda name: installed)
+    for kind in KINDS:
+        with pytest.raises(ConfigError, match=rf"'{kind}' was not tried with transformers {installed}.*>=5.4,<5.6"):
+            load_policy(folders[kind])
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(folders, tmp_path, monkeypatch, dtype, size):
+    folder = edited(folders["pi0"], tmp_path / "copy", dtype=dtype)
+    needed = size * sum(value.numel() for value in load_file(folder / "model.safetensors").values())
+    monkeypatch.setattr(lerobot_reading, "free_memory", lambda device: needed - 1)
+    monkeypatch.setattr("lerobot.policies.factory.get_policy_class", lambda kind: pytest.fail("it is built"))
+    free = in_bytes(needed - 1)
+    with pytest.raises(ConfigError, match=rf"copy takes {in_bytes(needed)} of memory on cpu.*and {free} are free"):
+        load_policy(folder)
+    monkeypatch.setattr(lerobot_reading, "free_memory", lambda device: needed)
+    lerobot_reading.require_memory(folder, CPU)
+    path = tmp_path / "copy" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="is corrupt"):
+        lerobot_reading.require_memory(folder, CPU)
+
+
+def test_fine_tuning_asks_for_the_memory_of_both_copies_before_it_reads_one(folders, tmp_path, monkeypatch, capsys):
+    folder = folders["pi0"]
+    needed = 4 * sum(value.numel() for value in load_file(folder / "model.safetensors").values())
+    monkeypatch.setattr(lerobot_reading, "free_memory", lambda device: 2 * needed - 1)
+    monkeypatch.setattr("robopolicy.verbs.finetune.load_policy", lambda *given: pytest.fail("it is read"))
+    command = ["finetune", f"finetune.policy={folder}", "world=push_cube", f"run.root={tmp_path / 'runs'}"]
+    assert main(command) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"2 times {in_bytes(needed)} of memory" in said and f"{in_bytes(2 * needed - 1)} are free" in said
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "complaint"),
     [
@@ -446,7 +486,7 @@ def test_relative_actions_are_added_to_each_rows_own_state(folders, tmp_path, ki
     policy = load_policy(folder)
     observation = example_observation(policy.spec, rows, torch.Generator().manual_seed(0))
     observation[TASK] = ["push the cube", "reach", "stack left", "push"][:rows]
-    with drawing_from(torch.Generator().manual_seed(3), torch.device("cpu")):
+    with drawing_from(torch.Generator().manual_seed(3), CPU):
         noise = torch.randn(rows, 6, 5)
     ours = policy.act(observation, torch.Generator().manual_seed(3)).actions
     for row in range(rows):
