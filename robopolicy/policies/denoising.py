@@ -2,8 +2,8 @@
 
 A decision starts from noise x_0 [P, A] and takes K steps; the first K - K' are run by a frozen base copy, the last K'
 by the network that is fine-tuned (DPPO, arXiv:2409.00588). Latents live in normalised actions, data in [-1, 1].
-`sampler` runs the chain, `likelihood` scores it, `network` says what can be inside. There is no dropout, batch norm or
-averaged copy inside, so `act` and `log_prob` always run the same function.
+`sampler` runs the chain, `likelihood` scores it, `network` says what can be inside: no dropout but in the loss, no
+batch norm, no averaged copy, so that `act` and `log_prob` always run the same function.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,6 +35,7 @@ from robopolicy.policies.network import (
     Steps,
     check_condition,
     check_network,
+    denoise_in_loss,
     frozen_base,
     learns_noise,
     repeat_rows,
@@ -268,13 +269,13 @@ class DenoisingPolicy(nn.Module):
         level = (self._own or (self.schedule,))[0].levels(len(clean), generator).to(clean.device)
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean.device)
         condition = repeat_rows(self._condition(batch["observation"], batch, generator), levels)
-        noisy = self.schedule.corrupt(clean, noise, level)
+        noisy, times = self.schedule.corrupt(clean, noise, level), self.schedule.level_times(level)
         if most := self.config.prefix_steps:
             count = draw_counts(len(clean), most, self.config.prefix_decay, generator)
             noisy = with_prefix(noisy, clean, count.to(clean.device))
             valid = valid & ~given_steps(count.to(valid.device), valid.shape[1])
-        times = self.schedule.level_times(level)
-        prediction = multiplied(lambda: self.network.denoise(noisy, times, condition), noisy.device)
+        given = noisy, times, condition, generator
+        prediction = multiplied(lambda: denoise_in_loss(self.network, *given), noisy.device)
         error = step_errors(self.network, self.action.size, prediction, self.schedule.target(clean, noise, level))
         weight = valid.to(error.dtype)
         return {"denoising": ((error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)).view(-1, levels).mean(-1)}
