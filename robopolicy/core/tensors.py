@@ -1,12 +1,13 @@
 """Nested tensors as files: safetensors for the numbers, JSON for the rest (no pickles)."""
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
@@ -64,6 +65,15 @@ def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
         raise CheckpointError(f"{path} does not exist. A checkpoint folder holds config.json and safetensors files.")
     try:
         return load_file(path, device=str(device))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
+
+
+def tensor_elements(path: Path) -> int:
+    """Return how many numbers a safetensors file holds, from its beginning alone; raises as `load_tensors` does."""
+    try:
+        with cast(Callable[..., Any], safe_open)(path, "pt") as file:
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in list[str](file.keys()))
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
 

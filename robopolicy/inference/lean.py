@@ -25,7 +25,6 @@ from robopolicy.nn.branches import Caching
 from robopolicy.nn.denoisers import Denoiser
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.latents import OwnLatents
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.likelihood import matching_latents
 from robopolicy.policies.network import (
@@ -137,9 +136,8 @@ class LeanDenoising:
             noise_clip=policy.config.noise_clip,
             scored=slice(policy.first_step, None),
             noisy_steps=policy.config.noisy_steps,
+            explored=policy.part.size,
         )
-        if draws.steps is not None and isinstance(policy.network, OwnLatents):
-            draws.steps[..., policy.part.size :] = 0.0  # what pads an action explores nothing
         return self._chain(False, condition, before, draws)
 
     @torch.no_grad()
@@ -180,16 +178,25 @@ class LeanDenoising:
         return torch.cat([stds[:first].expand(-1, *learned.shape[1:]), learned])
 
     def _quiet_steps(self, sampler: Sampler, draws: Draws, noise: Tensor) -> Mapping[int, tuple[Tensor, Tensor]] | None:
-        """Return the weights of x and clean in the steps of which some rows are noise-free; their `noise` becomes 0."""
-        if draws.quiet is None:
+        """Return the weights of x and clean in the steps of which some rows or elements are noise-free.
+
+        Their `noise` [K, B, P, A] becomes 0, if it is not yet.
+        """
+        first, size, explored = self.policy.first_step, noise.shape[-1], self.policy.part.size
+        if draws.quiet is None and explored == size:
             return None
-        first = self.policy.first_step
+        padded = torch.arange(size, device=noise.device) >= explored
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        for place in range(draws.quiet.shape[1]):
-            index, rows = first + place, draws.quiet[:, place, None, None]
-            noise[index].masked_fill_(rows, 0.0)
-            pairs = [(own.latents[0][1], own.cleans[0][1]) for own in (self._still.steps[index], sampler.steps[index])]
-            of_x, of_clean = (torch.where(rows, *each) for each in zip(*pairs, strict=True))
+        for index, steps in enumerate(zip(self._still.steps, sampler.steps, strict=True)):
+            pairs = [(own.latents[0][1], own.cleans[0][1]) for own in steps]
+            still = padded[None, None]
+            if draws.quiet is not None and index >= first:
+                rows = draws.quiet[:, index - first, None, None]
+                noise[index].masked_fill_(rows, 0.0)
+                still = rows if explored == size else still | rows
+            elif explored == size or pairs[0] == pairs[1]:
+                continue
+            of_x, of_clean = (torch.where(still, *each) for each in zip(*pairs, strict=True))
             found[index] = of_x, of_clean
         return found
 

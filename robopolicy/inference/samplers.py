@@ -252,8 +252,8 @@ def sample(
 ) -> Tensor:
     """Return the clean latents [N, P, A] that the chain makes of noise x [N, P, A].
 
-    noise: of every step [K, N, P, A], scaled already; quiet: step -> weights [N, 1, 1] of x_i and clean_i instead of
-    the table's, for chains of which some rows follow another sampler.
+    noise: of every step [K, N, P, A], scaled already; quiet: step -> weights [N or 1, 1, 1 or A] of x_i and clean_i
+    instead of the table's, for chains of which some rows or elements follow another sampler.
     """
     latents: list[Tensor] = [x]
     cleans: list[Tensor] = []

@@ -206,10 +206,19 @@ class LanguageModel(nn.Module):
     def attend(self, reading: Reading, embeddings: Tensor) -> Tensor:
         """Like `extend`, but the S embeddings see one another in both directions, and `reading` stays as it is.
 
-        embeddings: [N, S, width] -> hidden states of the last layer [N, S, width].
+        embeddings: [N, S, width] -> hidden states of the last layer [N, S, width]. Raises ConfigError where some layer
+        sees less than all that is then read: its cache would have forgotten what `reading` goes on from.
         """
         position, seen = _next_positions(reading, embeddings)
         steps = embeddings.shape[1]
+        window = _window(reading.cache)
+        if window is not None and seen.shape[1] >= window:
+            raise ConfigError(
+                f"Attention in both directions has {seen.shape[1]} tokens here, {steps} of them of an action, and a "
+                f"{type(self.decoder).__name__} has layers that see fewer than {window}: show it less (cameras and "
+                "fields in observation_keys, frames in history, a larger token.patch), choose another token.model, or "
+                "decoding=causal."
+            )
         # Four axes [N, head, query, key]: transformers takes such a mask as it is and adds nothing causal to it
         unseen = torch.zeros_like(seen, dtype=embeddings.dtype)
         unseen = unseen.masked_fill(~seen, torch.finfo(embeddings.dtype).min)
@@ -286,6 +295,12 @@ def _next_positions(reading: Reading, embeddings: Tensor) -> tuple[Tensor, Tenso
     rows, steps = embeddings.shape[:2]
     position = reading.position[:, None] + torch.arange(steps, device=embeddings.device)
     return position, torch.cat([reading.seen, reading.seen.new_ones(rows, steps)], 1)
+
+
+def _window(cache: "Cache") -> int | None:
+    """Return the smallest number of tokens that a layer sees, None where all layers see all of them."""
+    layers: list[Any] = [layer for layer, slides in zip(cache.layers, cache.is_sliding, strict=True) if slides]
+    return min((layer.sliding_window for layer in layers), default=None)
 
 
 def _causal_by_nature(backbone: "PreTrainedModel", what: str) -> str:

@@ -59,6 +59,8 @@ def make_optimiser(
 ) -> torch.optim.Optimizer:
     """Return an AdamW whose two averages have 32 bits a number, or 8 with a scale for every 256 of them (adamw8bit).
 
+    Parameters in bfloat16 learn in fp32, see `MasterAdamW`, but not with adamw8bit.
+
     Source of the latter: 8-bit optimizers via block-wise quantization, Dettmers et al. 2021, arXiv:2110.02861, by the
     authors' package bitsandbytes. Raises ConfigError when there is nothing to train, and for adamw8bit where weights
     are not on CUDA or the package is missing.
@@ -85,17 +87,57 @@ def optimiser_bytes(kind: Optimiser, parameters: Iterable[nn.Parameter]) -> int:
     for parameter in parameters:
         count = parameter.numel()
         if kind == "adamw" or count < 4096:
-            total += 2 * count * (parameter.element_size() if kind == "adamw" else 4)
+            # Of a bfloat16 parameter there is a copy in fp32 beside them
+            total += (3 if kind == "adamw" and parameter.dtype is torch.bfloat16 else 2) * 4 * count
         else:
             total += 2 * (count + 4 * -(-count // 256))
     return total
 
 
 def adamw(parameters: Sequence[nn.Parameter], rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """Return a fused AdamW over `parameters`; raises ConfigError when there is nothing to train."""
+    """Return a fused AdamW, in fp32 of parameters in bfloat16 too; ConfigError when there is nothing to train."""
     if not parameters:
         raise ConfigError(NOTHING_TO_TRAIN)
+    if any(parameter.dtype is torch.bfloat16 for parameter in parameters):
+        return MasterAdamW(parameters, lr=rate, weight_decay=weight_decay, fused=True)
     return torch.optim.AdamW(parameters, lr=rate, weight_decay=weight_decay, fused=True)
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW that keeps an fp32 copy of each bfloat16 parameter, which takes the steps and is then rounded into it.
+
+    A bfloat16 number has 8 bits: what a step adds to it is lost where it is less than 2^-9 of it, which at the learning
+    rates of fine-tuning is nearly everywhere. The copy is "master" of the parameter's state, so that it is saved and
+    restored with the averages, which are fp32 too. Where a parameter was changed by others since the last step, the
+    copy begins anew at what it is now.
+    """
+
+    MASTER = "master"
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take one step with the parameters' gradients."""
+        lowered = [each for each in _parameters(self) if each.dtype is torch.bfloat16 and each.grad is not None]
+        held: list[tuple[Tensor, Tensor]] = []
+        for parameter in lowered:
+            low, gradient = parameter.data, parameter.grad
+            assert gradient is not None
+            held.append((low, gradient))
+            master = self.state[parameter].get(self.MASTER)
+            now = low.float()
+            parameter.grad = None  # a gradient has its parameter's type
+            parameter.data = now if master is None else torch.where(master.to(low.dtype) == low, master, now)
+            parameter.grad = gradient.float()
+            # AdamW makes the averages where there is no state at all.
+            self.state[parameter].pop(self.MASTER, None)
+        super().step()
+        for parameter, (low, gradient) in zip(lowered, held, strict=True):
+            master = parameter.data
+            parameter.grad = None
+            parameter.data = low
+            parameter.copy_(master)
+            parameter.grad = gradient
+            self.state[parameter][self.MASTER] = master
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, where: str) -> Tensor:

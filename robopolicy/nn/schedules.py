@@ -72,13 +72,25 @@ class NoiseSchedule(nn.Module):
         return len(self.times)
 
     def transition(
-        self, x: Tensor, prediction: Tensor, step: Tensor | slice | int, *, deterministic: bool = False
+        self,
+        x: Tensor,
+        prediction: Tensor,
+        step: Tensor | slice | int,
+        *,
+        deterministic: bool = False,
+        explored: int | None = None,
     ) -> Normal:
         """Return the Gaussian of the next latent given x, prediction [..., P, A] and the steps' indices.
 
         x: [..., P, A]; step: an index, a slice, or indices that broadcast against its leading axes. deterministic: the
-        noise-free sampler on the same grid (DDIM with eta 0, or the flow's ODE), std 0.
+        noise-free sampler on the same grid (DDIM with eta 0, or the flow's ODE), std 0. explored: how many of the A
+        elements get noise, None for all; the mean of the others is the noise-free one, and the std is not theirs.
         """
+        if explored is not None and explored < x.shape[-1] and not deterministic:
+            # An SDE's drift corrects for its noise: what gets none must not have it either.
+            noisy = self.transition(x, prediction, step)
+            still = self.transition(x, prediction, step, deterministic=True).mean
+            return Normal(torch.cat([noisy.mean[..., :explored], still[..., explored:]], -1), noisy.std)
         table = self.deterministic_table if deterministic else self.table
         a, b, c, d, std = table[step][..., None, None].unbind(-3)
         clean = a * x + b * prediction
@@ -195,8 +207,9 @@ class FlowSchedule(NoiseSchedule):
 
     noise: ODE; SDE (Flow-GRPO, arXiv:2505.05470): sigma_t = level * sqrt(t / (1 - t)), with the singular t = 1 taking
     the next grid value; its last step is the noise-free one (at t = 0 sigma vanishes), so it has no density and is
-    masked out; CONSTANT (after ReinFlow, arXiv:2505.22094, with a fixed instead of a learned level): std = level within
-    `bounds` on every step. min_std: floor of the exploration noise where there is any.
+    masked out; where min_std is more than that, the drift is that noise's (`_raised_table`), so that latents stay
+    as noisy as the network was trained; CONSTANT (after ReinFlow, arXiv:2505.22094, with a fixed instead of a learned
+    level): std = level within `bounds` on every step. min_std: floor of the exploration noise where there is any.
     clip: bound on the clean estimate x - t v (not in the papers; None turns it off).
     """
 
@@ -221,7 +234,9 @@ class FlowSchedule(NoiseSchedule):
             sigma = level * (safe / (1 - safe)).sqrt()
             sigma[-1] = 0.0
             table = _flow_table(time, step, sigma)
-            table[:-1, 4] = table[:-1, 4].clamp_min(min_std)
+            low = table[:, 4] < min_std
+            low[-1] = False
+            table = torch.where(low[:, None], _raised_table(time, step, min_std), table)
         elif noise in (FlowNoise.CONSTANT, FlowNoise.LEARNED):  # learned: where the network starts from
             table[:, 4] = max(min(max(level, bounds[0]), bounds[1]), min_std)
         super().__init__(time, table, ode, clip)
@@ -287,6 +302,20 @@ def _flow_table(time: Tensor, step: float, sigma: Tensor) -> Tensor:
     velocity = step * (1 + drift * (1 - time)) / time
     return torch.stack(
         [torch.ones_like(time), -time, velocity, 1 - step * drift - velocity, sigma * math.sqrt(step)], -1
+    )
+
+
+def _raised_table(time: Tensor, step: float, std: float) -> Tensor:
+    """Rows (a, b, c, d, std) of steps of length `step` towards t = 0 whose noise has this std, fp64, [K, 5].
+
+    An SDE has the flow's marginals for any sigma, if the drift is that sigma's. With sigma^2 = std^2 / step, s = t -
+    step and (clean, noise) = (x - t v, x + (1 - t) v), the mean of `_flow_table` is (1 - s) clean + kept noise, where
+    kept = s - std^2 / 2t. It is no less than 0: more noise than there is cannot be taken away to make room for std.
+    """
+    after = time - step
+    kept = (after - std**2 / (2 * time)).clamp_min(0) / time
+    return torch.stack(
+        [torch.ones_like(time), -time, 1 - after - kept * (1 - time), kept, torch.full_like(time, std)], -1
     )
 
 

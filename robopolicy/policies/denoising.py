@@ -2,13 +2,13 @@
 
 A decision starts from noise x_0 [P, A] and takes K steps; the first K - K' are run by a frozen base copy, the last K'
 by the network that is fine-tuned (DPPO, arXiv:2409.00588). Latents live in normalised actions, data in [-1, 1].
-`sampler` runs the chain, `likelihood` scores it, `network` says what can be inside. There is no dropout, batch norm or
-averaged copy inside, so `act` and `log_prob` always run the same function.
+`sampler` runs the chain, `likelihood` scores it, `network` says what can be inside: no dropout but in the loss, no
+batch norm, no averaged copy, so that `act` and `log_prob` always run the same function.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from robopolicy.policies.network import (
     Steps,
     check_condition,
     check_network,
+    denoise_in_loss,
     frozen_base,
     learns_noise,
     repeat_rows,
@@ -43,7 +44,7 @@ from robopolicy.policies.network import (
     steps_of,
 )
 from robopolicy.policies.sampler import Chain, Draws, Kept, choices, draw, finish_chain, sample_chain, trajectory
-from robopolicy.policies.schedule import make_schedule
+from robopolicy.policies.schedule import how_to_explore, make_schedule
 from robopolicy.policies.steps import denoising_steps
 
 
@@ -227,10 +228,9 @@ class DenoisingPolicy(nn.Module):
 
     @torch.no_grad()
     def finish_chain(self, observation: TensorObservation, latents: Tensor, next_step: Tensor) -> Tensor:
-        """Return the actions [N, C, A] that noise-free steps make of unfinished latents [N, P, A].
+        """Return the actions [N, C, A] that noise-free steps make of unfinished latents [N, P, A]; raises as `act`.
 
-        next_step: [N] int64, the scored step 0..K' that each is about to enter; K' means that it is finished. Raises as
-        `act` does.
+        next_step: [N] int64, the scored step 0..K' that each is about to enter; K' means that it is finished.
         """
         steps = steps_of(self.network, self.schedule.times, self.encode(observation))
         return self.to_actions(finish_chain(self.schedule, self.first_step, steps, latents, next_step))
@@ -275,13 +275,13 @@ class DenoisingPolicy(nn.Module):
         level = (self._own or (self.schedule,))[0].levels(len(clean), generator).to(clean.device)
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean.device)
         condition = repeat_rows(self._condition(batch["observation"], batch, generator), levels)
-        noisy = self.schedule.corrupt(clean, noise, level)
+        noisy, times = self.schedule.corrupt(clean, noise, level), self.schedule.level_times(level)
         if most := self.config.prefix_steps:
             count = draw_counts(len(clean), most, self.config.prefix_decay, generator)
             noisy = with_prefix(noisy, clean, count.to(clean.device))
             valid = valid & ~given_steps(count.to(valid.device), valid.shape[1])
-        times = self.schedule.level_times(level)
-        prediction = multiplied(lambda: self.network.denoise(noisy, times, condition), noisy.device)
+        given = noisy, times, condition, generator
+        prediction = multiplied(lambda: denoise_in_loss(self.network, *given), noisy.device)
         error = step_errors(self.network, self.action.size, prediction, self.schedule.target(clean, noise, level))
         weight = valid.to(error.dtype)
         return {"denoising": ((error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)).view(-1, levels).mean(-1)}
@@ -321,8 +321,8 @@ class DenoisingPolicy(nn.Module):
             raise ConfigError(f"{count} fine-tuned steps do not fit a chain of {total}: choose 1 to {total}.")
         if not self.scored_by_matching and not bool(self.schedule.density[total - count :].any()):
             raise ConfigError(
-                f"None of the last {count} steps has noise, so there is nothing to score: fine-tune more steps, "
-                "set flow_noise=constant, or raise eta or min_sampling_std."
+                f"None of the last {count} steps has noise, so there is nothing to score: fine-tune more steps, or "
+                f"{how_to_explore(self.network)}."
             )
         self.base = frozen_base(self.network, count < total)
         self._prepared, self.finetuned_steps, self._train_encoder = True, count, train_encoder
@@ -353,13 +353,11 @@ class DenoisingPolicy(nn.Module):
         save_denoising_policy(self, folder)
 
     @classmethod
-    def load(
-        cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu"
-    ) -> "DenoisingPolicy":
+    def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
         """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
         from robopolicy.policies.denoising_checkpoint import load_denoising_policy
 
-        return load_denoising_policy(folder, description, device)
+        return cast(Self, load_denoising_policy(folder, description, device))
 
     def _act(
         self, observation: TensorObservation, generator: torch.Generator, deterministic: bool, kept: Kept | None = None
@@ -398,9 +396,8 @@ class DenoisingPolicy(nn.Module):
             noise_clip=config.noise_clip,
             scored=slice(first, None),
             noisy_steps=config.noisy_steps,
+            explored=self.part.size,
         )
-        if draws.steps is not None and self._own:
-            draws.steps[..., self.part.size :] = 0.0  # what pads an action explores nothing
         leading, scored = self._steps(observation, condition, guided)
         learned_std = None
         if learns_noise(config):

@@ -96,6 +96,16 @@ class OwnSteps(Protocol):
 
 
 @runtime_checkable
+class Explores(Protocol):
+    """Optional: a network whose steps get their noise by other settings.
+
+    how_to_explore: what gives them noise, to go on from "fine-tune more steps, or ".
+    """
+
+    how_to_explore: str
+
+
+@runtime_checkable
 class OwnError(Protocol):
     """Optional: a network that was trained by another error than the mean square over the elements of an action."""
 

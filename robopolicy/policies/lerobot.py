@@ -37,10 +37,10 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, WorldSpe
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
-from robopolicy.nn.pretrained import NEWEST_TRANSFORMERS, offline, quiet
+from robopolicy.nn.pretrained import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS, offline, quiet
 from robopolicy.policies.lerobot_configuration import SETTINGS_FILE, LeRobotSettings, LeRobotTuning
 from robopolicy.policies.lerobot_processors import PROCESSORS, check_processor
-from robopolicy.policies.lerobot_reading import read_config, read_policy, read_processors
+from robopolicy.policies.lerobot_reading import read_config, read_policy, read_processors, require_memory
 
 if TYPE_CHECKING:
     from lerobot.policies.pretrained import PreTrainedPolicy
@@ -72,8 +72,8 @@ def load_lerobot_policy(
     weights: whether they are read; if not, they are what the policy's constructor makes, and no file is needed.
 
     Raises CheckpointError when a file is missing or damaged, or the type is not one of `CHUNK_KEYS`; ConfigError when a
-    package that the policy needs is not installed or too new, or `settings` name a feature that the policy does not
-    have.
+    package that the policy needs is not installed or of a version that was not tried, the weights do not fit into
+    memory, or `settings` name a feature that the policy does not have.
     """
     folder = recover_folder(Path(folder))
     kind = _checked_type(folder, weights)
@@ -85,6 +85,8 @@ def load_lerobot_policy(
         for name in PROCESSORS:
             check_processor(folder, name, kind)
         config = read_config(folder, torch.device(device))
+        if weights:
+            require_memory(folder, torch.device(device))
         policy = read_policy(folder, config, weights)
         preprocess, postprocess = read_processors(folder, config, policy)
     made = LeRobotPolicy(policy.eval(), preprocess, postprocess, settings, folder)
@@ -207,8 +209,7 @@ class LeRobotPolicy:
             ) from error
         finally:
             policy.reset()
-        executed = self.postprocess(actions.flatten(0, 1))
-        return executed.unflatten(0, actions.shape[:2]).to(self.device, torch.float32)
+        return executed(self.postprocess, actions).to(self.device, torch.float32)
 
     def frames(self, observation: TensorObservation) -> list[dict[str, Any]]:
         """Return the history as LeRobot's processors hand it to the policy: normalised, key -> [B, ...], oldest first.
@@ -314,6 +315,17 @@ class LeRobotPolicy:
         return {"noise": torch.randn(shape, generator=generator, device=generator.device).to(self.device)}
 
 
+def executed(postprocess: "PolicyProcessorPipeline", actions: Tensor) -> Tensor:
+    """Return what LeRobot's postprocessor makes of predicted actions [B, C, A], in the world's units."""
+    from lerobot.processor import AbsoluteActionsProcessorStep
+
+    steps: list[Any] = [step for step in postprocess.steps if isinstance(step, AbsoluteActionsProcessorStep)]
+    if any(step.enabled for step in steps):
+        # It adds the state [B, D] of the last frame: to each row its own, which needs the chunks to be whole.
+        return postprocess(actions)
+    return postprocess(actions.flatten(0, 1)).unflatten(0, actions.shape[:2])
+
+
 def _tensor(observation: TensorObservation, key: str) -> Tensor:
     value = observation[key]
     if not isinstance(value, Tensor):
@@ -385,16 +397,20 @@ def _needed_models(folder: Path, error: Exception) -> str:
 
 
 def _require_transformers(kind: str) -> None:
-    """Raise ConfigError where a language model of LeRobot's meets a version of transformers that breaks it."""
+    """Raise ConfigError where a language model of LeRobot's meets a version of transformers that was not tried."""
     if kind not in LANGUAGE_MODELS:
         return
     require_extra("transformers", "vla")
     installed = version("transformers")
-    if tuple(map(int, installed.split(".")[:2])) >= NEWEST_TRANSFORMERS:
-        raise ConfigError(
-            f"LeRobot's '{kind}' breaks with transformers {installed}: install one before "
-            f"{'.'.join(map(str, NEWEST_TRANSFORMERS))}, pip install 'transformers>=5.4,<5.6'."
-        )
+    found = tuple(map(int, installed.split(".")[:2]))
+    first, last = (".".join(map(str, each)) for each in (OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS))
+    if OLDEST_TRANSFORMERS <= found < NEWEST_TRANSFORMERS:
+        return
+    breaks = "breaks with" if found >= NEWEST_TRANSFORMERS else "was not tried with"
+    raise ConfigError(
+        f"LeRobot's '{kind}' {breaks} transformers {installed}: install one from {first} to before {last}, pip install "
+        f"'transformers>={first},<{last}'."
+    )
 
 
 def _first_line(error: BaseException) -> str:

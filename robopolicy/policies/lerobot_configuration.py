@@ -32,7 +32,7 @@ class LeRobotTuning:
     checkpoint's own config leaves free).
     """
     flow_noise: FlowNoise = FlowNoise.CONSTANT
-    """Noise of a flow's steps while exploring: constant, or sde (Flow-GRPO's)."""
+    """Noise of a flow's steps while exploring: constant, or sde (Flow-GRPO's: steps stay as noisy as learned)."""
     flow_noise_level: float = 0.1
     """Its scale."""
     eta: float = 1.0

@@ -108,7 +108,10 @@ class LeRobotModule(nn.Module):
 
 
 def merged_weights(policy: nn.Module) -> dict[str, Tensor]:
-    """Return what a policy with adapters is without them, name -> [...]: each is added to the weight beside it."""
+    """Return what a policy with adapters is without them, name -> [...]: each is added to the weight beside it.
+
+    In fp32, and rounded once to what the weight is.
+    """
     layer = require_extra("peft.tuners.lora", EXTRA).LoraLayer
     adapted: dict[str, Any] = {name: module for name, module in policy.named_modules() if isinstance(module, layer)}
     found = {}
@@ -117,7 +120,7 @@ def merged_weights(policy: nn.Module) -> dict[str, Tensor]:
             continue
         owner, _, leaf = name.rpartition(".base_layer.")
         if owner and leaf == "weight":
-            value = value + adapted[owner].get_delta_weight("default").to(value.dtype)
+            value = _with_adapter(value, adapted[owner])
         found[f"{owner}.{leaf}" if owner else name] = value.detach().contiguous()
     return found
 
@@ -126,3 +129,11 @@ def lerobots_own(policy: object) -> LeRobotPolicy | None:
     """Return LeRobot's policy that `policy` is, or learns over the weights of; None for others."""
     inner = getattr(policy, "network", policy)
     return policy if isinstance(policy, LeRobotPolicy) else inner.reader if isinstance(inner, LeRobotModule) else None
+
+
+def _with_adapter(weight: Tensor, layer: Any) -> Tensor:
+    """Return a weight [out, in] with what the adapter in `layer` adds to it."""
+    if weight.dtype is torch.float32:
+        return weight + layer.get_delta_weight("default").to(weight.dtype)
+    first, second = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
+    return (weight.float() + layer.scaling["default"] * (second @ first)).to(weight.dtype)

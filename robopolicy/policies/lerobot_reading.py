@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import CheckpointError
+from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.memory import free_memory, in_bytes
 from robopolicy.core.storage import read_json
-from robopolicy.core.tensors import load_tensors
+from robopolicy.core.tensors import load_tensors, tensor_elements
 from robopolicy.policies.lerobot_processors import ACTION_TOKENIZER, PROCESSORS
 from robopolicy.policies.lerobot_tokenizer import tokenizers_as_data
 
@@ -36,6 +37,23 @@ def read_config(folder: Path, device: torch.device) -> "PreTrainedConfig":
     if hasattr(config, "load_vlm_weights"):
         config.load_vlm_weights = False
     return config
+
+
+def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
+    """Raise ConfigError where so many copies of the weights in `folder` do not fit into the free memory of `device`.
+
+    They are made on the CPU and moved, one copy after the other. Raises CheckpointError where their file is damaged.
+    """
+    size = 2 if read_json(folder / "config.json").get("dtype") == "bfloat16" else 4
+    needed = size * tensor_elements(folder / "model.safetensors")
+    for where, times in ((torch.device("cpu"), copies if device.type == "cpu" else 1), (device, copies)):
+        free = free_memory(where)
+        if free is not None and times * needed > free:
+            many = f"{in_bytes(needed)} of memory" if times == 1 else f"{times} times {in_bytes(needed)} of memory"
+            raise ConfigError(
+                f"{folder} takes {many} on {where.type} in {8 * size} bits a weight, and {in_bytes(free)} are free: "
+                "end what else runs there, or choose a smaller checkpoint or a larger machine."
+            )
 
 
 def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "PreTrainedPolicy":

@@ -9,7 +9,8 @@ Axes: N row, P predicted step, L latent element, A action dimension.
 import copy
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -32,7 +33,7 @@ from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.pieces import recomputed
 from robopolicy.nn.precision import lowering, to_keep
 from robopolicy.nn.schedules import Schedule
-from robopolicy.policies.configuration import DenoisingPolicyConfig
+from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read_settings
 from robopolicy.policies.lerobot_act import GaussianACT
@@ -132,6 +133,12 @@ class LeRobotNetwork(LeRobotModule):
         self.latent_size, self.first_step = self.family.latent_size, self.family.first_step
         self.reads_instructions = self.family.reads_instructions
         self.keeps_condition = self.tuning.keep_prefix
+        crops = getattr(inner.config, "crop_is_random", False) or getattr(inner.config, "image_crop_is_random", False)
+        self.cropping = tuple(each for each in self.policy.modules() if crops and getattr(each, "do_crop", False))
+        drops = inner.config.type == "multi_task_dit" and inner.config.dropout
+        self.dropping = tuple(inner.noise_predictor.modules()) if drops else ()
+        flow = self.family.chain(self.tuning)["kind"] is PolicyKind.FLOW
+        self.how_to_explore = f"raise {'flow_noise_level' if flow else 'eta or least_noise'}"
 
     @property
     def denoises_actions(self) -> bool:
@@ -143,14 +150,37 @@ class LeRobotNetwork(LeRobotModule):
         return getattr(self, method)(*arguments)
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
-        """Return what LeRobot's processors and encoders make of an observation; nothing is augmented."""
+        """Return what LeRobot's processors and encoders make of an observation; a generator crops images at random.
+
+        That is in training mode, and where LeRobot's training does so, with one crop for all.
+        """
         frames = self.reader.frames(observation)
-        with lowering(self.reader.device):
+        with lowering(self.reader.device), self._at_random(self.cropping, generator):
             return to_keep(self.family.read(frames))
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Predict [N, P, L]; see `DenoisingNetwork`."""
         return self.family.denoise(x, time, condition)
+
+    def denoise_in_loss(self, x: Tensor, time: Tensor, condition: Condition, generator: torch.Generator) -> Tensor:
+        """Predict [N, P, L], in training mode with the dropout of LeRobot's; see `LearnsAtRandom`."""
+        with self._at_random(self.dropping, generator):
+            return self.denoise(x, time, condition)
+
+    @contextmanager
+    def _at_random(self, modules: Sequence[nn.Module], generator: torch.Generator | None) -> Iterator[None]:
+        """Let modules by themselves be in training mode where this one is, with draws from `generator`, if there is."""
+        if generator is None or not modules or not self.training:
+            yield
+            return
+        try:
+            for module in modules:
+                module.training = True
+            with drawing_from(generator, self.reader.device):
+                yield
+        finally:
+            for module in modules:
+                module.training = False
 
     def steps(self, times: Tensor, condition: Condition) -> Steps:
         """Get ready for steps at times [K]; see `SharesSteps`."""

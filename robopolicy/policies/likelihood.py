@@ -45,7 +45,7 @@ def chain_scores(
         rows = torch.arange(len(chain), device=chain.device)[:, None]
         x, after, step = chain[rows, chosen], chain[rows, chosen + 1], chosen + first
     prediction = steps_of(network, times, condition).several(x, chosen)
-    normal = schedule.transition(x, prediction, step)
+    normal = schedule.transition(x, prediction, step, explored=part.size)
     if learns_noise(config):
         assert isinstance(network, LearnsNoise)
         normal = Normal(normal.mean, network.noise_std(times if chosen is None else times[chosen], condition))

@@ -357,3 +357,21 @@ def restore_network(description: Mapping[str, Any] | None, where: Path) -> Denoi
     if description is None:
         return None
     return NETWORKS.load_saved(description["class"], where).restore(description["settings"])
+
+
+@runtime_checkable
+class LearnsAtRandom(Protocol):
+    """Optional: a network with dropout, which is at work in its loss alone: scores are those of what acted."""
+
+    def denoise_in_loss(self, x: Tensor, time: Tensor, condition: Condition, generator: torch.Generator) -> Tensor:
+        """Predict [N, P, A] as `denoise` does, with what `generator` leaves out."""
+        ...
+
+
+def denoise_in_loss(
+    network: DenoisingNetwork, x: Tensor, time: Tensor, condition: Condition, generator: torch.Generator
+) -> Tensor:
+    """Predict [N, P, A] of noisy actions [N, P, A] at times [N], as the network learns."""
+    if isinstance(network, LearnsAtRandom):
+        return network.denoise_in_loss(x, time, condition, generator)
+    return network.denoise(x, time, condition)

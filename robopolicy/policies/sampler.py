@@ -21,12 +21,14 @@ class Draws:
     """What is drawn for B decisions.
 
     start: initial noise [B, P, A]; steps: noise of every step [K, B, P, A], None for the noise-free sampler; quiet:
-    which scored steps follow the noise-free sampler all the same [B, K'] bool, None for none of them.
+    which scored steps follow the noise-free sampler all the same [B, K'] bool, None for none of them; explored: how
+    many elements of a latent do not, in any step, None for all A of them.
     """
 
     start: Tensor
     steps: Tensor | None = None
     quiet: Tensor | None = None
+    explored: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,22 @@ def draw(
     noise_clip: float | None,
     scored: slice,
     noisy_steps: int | None,
+    explored: int | None = None,
 ) -> Draws:
     """Draw all that chains of `shape` [B, P, A] need, on the generator's device, and move it to `device`.
 
     noisy: whether the steps have noise at all; noise_clip: bound on it in standard deviations; scored: which steps of
-    the schedule are scored; noisy_steps: how many of them are noisy in each decision, None for all.
+    the schedule are scored; noisy_steps: how many of them are noisy in each decision, None for all;
+    explored: how many elements are, None for all: what pads an action explores nothing.
     """
     start = torch.randn(shape, generator=generator, device=generator.device).to(device)
     if not noisy:
         return Draws(start)
     steps = truncated_noise((schedule.steps, *shape), noise_clip, generator).to(device)
-    return Draws(start, steps, draw_quiet_steps(schedule.density[scored], noisy_steps, shape[0], generator, device))
+    if explored is not None:
+        steps[..., explored:] = 0.0
+    quiet = draw_quiet_steps(schedule.density[scored], noisy_steps, shape[0], generator, device)
+    return Draws(start, steps, quiet, explored)
 
 
 def draw_quiet_steps(
@@ -125,7 +132,7 @@ def sample_chain(
     latents, means, stds = [x], [], []
     for index, step in enumerate(range(first, schedule.steps)):
         prediction = scored.one(x, step)
-        normal = schedule.transition(x, prediction, step, deterministic=draws.steps is None)
+        normal = schedule.transition(x, prediction, step, deterministic=draws.steps is None, explored=draws.explored)
         if learned_std is not None:
             normal = Normal(normal.mean, learned_std(step))
         after = normal.mean if draws.steps is None else normal.sample(draws.steps[step])
@@ -149,7 +156,8 @@ def lead(schedule: NoiseSchedule, first: int, leading: Steps, draws: Draws) -> T
     """
     x = draws.start
     for step in range(first):
-        normal = schedule.transition(x, leading.one(x, step), step, deterministic=draws.steps is None)
+        prediction = leading.one(x, step)
+        normal = schedule.transition(x, prediction, step, deterministic=draws.steps is None, explored=draws.explored)
         x = normal.mean if draws.steps is None else normal.sample(draws.steps[step])
     return x
 

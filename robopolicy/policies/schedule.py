@@ -1,9 +1,10 @@
-"""The noise schedule of a denoising policy."""
+"""The noise schedule of a denoising policy, and what gives its steps noise."""
 
 from typing import Any
 
 from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
+from robopolicy.policies.latents import Explores
 
 
 def make_schedule(config: DenoisingPolicyConfig, **diffusion: Any) -> DiffusionSchedule | FlowSchedule:
@@ -27,3 +28,10 @@ def make_schedule(config: DenoisingPolicyConfig, **diffusion: Any) -> DiffusionS
         spacing=config.spacing,
         **diffusion,
     )
+
+
+def how_to_explore(network: object) -> str:
+    """Return what gives steps noise where none has any, to go on from "fine-tune more steps, or "."""
+    if isinstance(network, Explores):
+        return network.how_to_explore
+    return "set flow_noise=constant, or raise eta or min_sampling_std"

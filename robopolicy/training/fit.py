@@ -97,7 +97,9 @@ class _Fit:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         rate, decay = config.learning_rate, config.weight_decay
         self.optimiser = make_optimiser(config.optimiser, self.parameters, rate, decay)
-        self.average = [parameter.detach().clone() for parameter in self.parameters]
+        # In fp32 whatever the weights are: an average in bfloat16 stays where it is.
+        self.average = [parameter.detach().to(torch.float32, copy=True) for parameter in self.parameters]
+        self.aside: list[Tensor] | None = None
         self.step = 0
         self.losses: dict[str, float] = {}
         self.history: list[dict[str, Tensor]] = []
@@ -141,7 +143,7 @@ class _Fit:
             # and plain tensors for the average, are what makes a resumed run end bit for bit in the same place.
             weight = 1 - ema_decay_at(self.step, self.config)
             for average, parameter in zip(self.average, self.parameters, strict=True):
-                average.lerp_(parameter, weight)
+                average.lerp_(parameter.to(average.dtype), weight)
         self.step += 1
         return means
 
@@ -170,11 +172,11 @@ class _Fit:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Swap the weights with their moving average."""
-        for parameter, average in zip(self.parameters, self.average, strict=True):
-            kept = parameter.clone()
-            parameter.copy_(average)
-            average.copy_(kept)
+        """Put the moving average in the place of the weights, and the second time these back."""
+        aside = None if self.aside else [parameter.clone() for parameter in self.parameters]
+        for parameter, value in zip(self.parameters, self.aside or self.average, strict=True):
+            parameter.copy_(value)
+        self.aside = aside
 
     def _save(self) -> None:
         if self.run_folder is None:

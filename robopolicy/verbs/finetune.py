@@ -45,7 +45,8 @@ from robopolicy.nn.shapes import shapes_only
 from robopolicy.origins import origin_of_section
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
-from robopolicy.policies.loading import is_lerobot
+from robopolicy.policies.lerobot_reading import require_memory
+from robopolicy.policies.loading import checkpoint_in, is_lerobot
 from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.preferences import StoresPairs, read_pairs
@@ -85,6 +86,8 @@ def tune(config: Config) -> int:
         return 0
     section, device = config.finetune, choose_device(config.run)
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
+    if is_lerobot(path):
+        require_memory(checkpoint_in(path), device, copies=2)
     base = load_policy(path, device)
     if isinstance(base, EncodedPolicy):
         raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")

@@ -10,7 +10,7 @@ from torch import nn
 
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.randomness import Generators
-from robopolicy.nn.optimisers import make_optimiser, optimiser_tree, restore_optimiser
+from robopolicy.nn.optimisers import make_optimiser, optimiser_bytes, optimiser_tree, restore_optimiser
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
 
@@ -159,3 +159,48 @@ def test_states_of_any_kind_come_back_and_counts_in_python_as_numbers():
     updated(twin, restored, 2)
     assert torch.equal(network.weight, twin.weight)
     assert torch.equal(optimiser.state[network.weight]["state1"], state["state1"])
+
+
+def _rounded(seed: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return weights in bfloat16, as wide as those of a network, and the same in fp32."""
+    drawn = (0.05 * torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))).bfloat16()
+    return nn.Parameter(drawn), nn.Parameter(drawn.float())
+
+
+def _learn(pair: tuple[nn.Parameter, ...], optimisers: list, steps: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        gradient = torch.randn(64, 64, generator=generator).bfloat16()
+        for weight, optimiser in zip(pair, optimisers, strict=True):
+            weight.grad = gradient.to(weight.dtype)
+            optimiser.step()
+
+
+def test_weights_in_bfloat16_learn_as_in_fp32():
+    """Against AdamW over fp32 weights, bit for bit; at lr 1e-5 bfloat16 alone would hardly move."""
+    low, full = _rounded(0)
+    before, optimisers = full.detach().clone(), [make_optimiser("adamw", [each], 1e-5, 0.01) for each in (low, full)]
+    _learn((low, full), optimisers, 20, 1)
+    master = optimisers[0].state[low]["master"]
+    assert torch.equal(master, full) and torch.equal(low, full.bfloat16()) and low.dtype is torch.bfloat16
+    assert (master != before).float().mean() > 0.99
+    alone = nn.Parameter(before.bfloat16())
+    _learn((alone,), [torch.optim.AdamW([alone], lr=1e-5, weight_decay=0.01)], 20, 1)
+    away, lost = ((each.detach().float() - before).abs().sum() for each in (low, alone))
+    assert lost < 0.2 * away
+
+
+def test_what_bfloat16_weights_learn_in_goes_on_after_a_checkpoint_and_after_they_were_put_back():
+    low, full = _rounded(0)
+    optimisers = [make_optimiser("adamw", [each], 1e-4, 0.0) for each in (low, full)]
+    _learn((low, full), optimisers, 5, 1)
+    again = nn.Parameter(low.detach().clone())
+    restored = make_optimiser("adamw", [again], 1e-4, 0.0)
+    restore_optimiser(restored, optimiser_tree(optimisers[0]))
+    _learn((low, full, again), [*optimisers, restored], 5, 2)
+    assert torch.equal(again, low) and torch.equal(low, full.bfloat16())
+    with torch.no_grad():
+        low.zero_()
+    _learn((low,), optimisers[:1], 1, 3)
+    assert low.abs().max() < 2e-4
+    assert optimiser_bytes("adamw", [low, full]) == (12 + 8) * 64 * 64

@@ -169,6 +169,70 @@ def test_flow_sde_keeps_the_marginals_of_the_flow():
     assert math.sqrt(variance) == pytest.approx(std_data, abs=5e-3)
 
 
+def _stds(schedule: FlowSchedule, std_data: float) -> list[float]:
+    """Return by what factor the latents after each step but the last are noisier than trained, data ~ N(0, std^2)."""
+    steps = schedule.steps
+    a, b, c, d, std = schedule.table.double().unbind(-1)
+    variance, found = 1.0, []
+    for unit in range(steps - 1):
+        t, after = 1 - unit / steps, 1 - (unit + 1) / steps
+        slope = (t - (1 - t) * std_data**2) / ((1 - t) ** 2 * std_data**2 + t**2)  # E[noise - data | x] / x
+        gain = c[unit].item() * (a[unit].item() + b[unit].item() * slope) + d[unit].item()
+        variance = gain**2 * variance + std[unit].item() ** 2
+        found.append(math.sqrt(variance / ((1 - after) ** 2 * std_data**2 + after**2)))
+    return found
+
+
+@pytest.mark.parametrize("level", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("std_data", [0.1, 0.3, 1.0])
+def test_a_floor_under_an_sde_keeps_the_marginals_of_the_flow(level: float, std_data: float):
+    """Gaussian data in closed form: as noisy as trained, but for an error that is of first order in a step's length."""
+    noise, found = FlowNoise.SDE, []
+    for steps in (200, 400):
+        # The noise of level 0.7 in the middle: the floor bites in some steps or in all of them.
+        floor = 0.7 * math.sqrt(1 / steps)
+        schedule = FlowSchedule(steps, noise=noise, level=level, min_std=floor)
+        plain = FlowSchedule(steps, noise=noise, level=level).table
+        low = plain[:, 4] < floor
+        low[-1] = False
+        assert low.any() and torch.equal(schedule.table[~low], plain[~low])
+        assert schedule.table[low, 4].unique().tolist() == pytest.approx([floor])
+        found.append(_stds(schedule, std_data))
+    # To the time 0.1, behind which a step's noise is more than there is at all.
+    coarse, fine = (max(abs(each - 1) for each in wrong[: round(0.9 * len(wrong))]) for wrong in found)
+    assert fine < 0.012
+    assert fine < (0.6 if low[:-1].all() else 0.95) * coarse  # a level's first steps err by less than that
+
+
+def test_an_sde_of_the_default_floor_is_nearly_as_noisy_as_trained():
+    """In 10 steps, of data that is one point: with the drift of a smaller noise it would be 1.58 times at the end."""
+    assert max(_stds(FlowSchedule(10, noise=FlowNoise.SDE, level=0.1, min_std=0.1), 0.0)[:-1]) < 1.07
+    assert max(_stds(FlowSchedule(10, noise=FlowNoise.SDE, level=0.1, min_std=0.1), 0.0)) < 1.3
+
+
+@pytest.mark.parametrize("steps", [10, 100])
+def test_a_floor_above_all_noise_of_a_level_takes_no_more_away_than_there_is(steps: int):
+    """Data that is one point: where the floor is more than a level's noise, latents are as noisy as the floor says."""
+    found = _stds(FlowSchedule(steps, noise=FlowNoise.SDE, level=0.1, min_std=0.2), 0.0)
+    for unit, wrong in enumerate(found):
+        left = 1 - (unit + 1) / steps
+        assert wrong * left < max(1.3 * left, 0.3)
+    assert found[-1] / steps == pytest.approx(0.2, abs=1e-5)
+
+
+def test_a_raised_noise_has_flow_grpos_drift():
+    """Its own formula, with the sigma of the noise that is drawn."""
+    steps, floor = 10, 0.15
+    schedule = FlowSchedule(steps, noise=FlowNoise.SDE, level=0.05, min_std=floor, clip=None)
+    generator = _generator()
+    x, velocity = torch.randn(2, 3, 2, generator=generator), torch.randn(2, 3, 2, generator=generator)
+    for unit in range(steps - 1):
+        t, sigma = 1 - unit / steps, floor * math.sqrt(steps)
+        expected = x - (velocity + sigma**2 / (2 * t) * (x + (1 - t) * velocity)) / steps
+        normal = schedule.transition(x, velocity, unit)
+        assert torch.allclose(normal.mean, expected, atol=1e-5) and normal.std.item() == pytest.approx(floor)
+
+
 def test_flow_sde_equals_the_form_with_noise_at_zero():
     """Openpi's convention: s = 1 - t, v' = -v; mean = x0 w0 + x1 w1 with x0 = x - v' s, x1 = x + v' (1 - s)."""
     steps, level = 10, 0.5

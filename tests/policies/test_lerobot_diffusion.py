@@ -24,8 +24,10 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch
+from robopolicy.core.randomness import drawing_from
 from robopolicy.core.spec import TASK
-from robopolicy.policies.lerobot_configuration import LeRobotTuning
+from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
+from robopolicy.policies.lerobot_families import _history
 from robopolicy.policies.loading import load_policy
 from robopolicy.training.pretrain import regression_batches
 
@@ -203,3 +205,73 @@ def test_what_cannot_be_mapped_is_refused(folders, tmp_path, kind, changes, comp
     policy = load_policy(edited(folders[kind], tmp_path / "copy", **changes))
     with pytest.raises(ConfigError, match=complaint):
         require_trainable(policy)
+
+
+@pytest.mark.parametrize("kind", ["diffusion", "multi_task_dit"])
+def test_images_are_cropped_at_random_in_the_loss_alone_as_lerobot_does_in_training(folders, tmp_path, kind):
+    if kind == "diffusion":
+        config = diffusion_config(cameras=(FRONT,))
+        # Keypoints of a feature map of one pixel are always in its middle: larger images, whose map has 3 x 3.
+        config.resize_shape, config.crop_ratio, config.crop_shape = (128, 128), 0.75, (96, 96)
+        config.crop_is_random = True
+        folder = save(config, tmp_path / "copy")
+    else:
+        crop = {"image_resize_shape": [40, 40], "image_crop_shape": [32, 32], "image_crop_is_random": True}
+        folder = edited(folders[kind], tmp_path / "copy", dropout=0.0, **crop)
+    policy = loaded(folder, tuned=Tuned.ALL)
+    observation = observed(policy)
+    generator = torch.Generator().manual_seed(0)
+    observation[FRONT] = torch.randint(0, 256, observation[FRONT].shape, generator=generator, dtype=torch.uint8)
+    frames = _history(policy.network.reader.frames(observation))
+    inner = policy.network.policy
+    crops = next(module for module in inner.modules() if getattr(module, "do_crop", False))
+    read = inner.diffusion._prepare_global_conditioning if kind == "diffusion" else inner.observation_encoder.encode
+
+    def theirs(seed: int | None) -> torch.Tensor:
+        crops.training = seed is not None
+        with torch.no_grad(), drawing_from(torch.Generator().manual_seed(seed or 0), torch.device("cpu")):
+            found = read(frames)
+        crops.training = False
+        return found
+
+    with torch.no_grad():
+        draws = {seed: torch.Generator().manual_seed(seed) for seed in (1, 2, 3)}
+        middle = policy.encode(observation, draws[1])["condition"]
+        assert torch.equal(policy.encode(observation)["condition"], middle) and torch.equal(middle, theirs(None))
+        policy.train()
+        ours = {seed: policy.encode(observation, each.manual_seed(seed))["condition"] for seed, each in draws.items()}
+        for seed, found in ours.items():
+            assert torch.equal(found, theirs(seed))
+        assert max((ours[1] - ours[seed]).abs().max() for seed in (2, 3)) > 1e-4
+        assert torch.equal(policy.encode(observation)["condition"], theirs(None))
+    batch = example_batch(policy.spec, observation)
+    losses = [policy.loss(batch, torch.Generator().manual_seed(5))["denoising"] for _ in range(2)]
+    assert torch.equal(*losses) and not any(module.training for module in inner.modules())
+    decision = policy.act(observation, torch.Generator().manual_seed(5))  # in training mode too
+    scores = policy.log_prob(observation, decision.latents)
+    torch.testing.assert_close(scores.logp, decision.logp, atol=1e-4, rtol=0)
+
+
+def test_a_transformers_dropout_is_at_work_in_its_loss_alone(folders, tmp_path):
+    folder = edited(folders["multi_task_dit"], tmp_path / "copy", dropout=0.5)
+    policy, still = loaded(folder), loaded(edited(folder, tmp_path / "still", dropout=0.0))
+    observation = observed(policy)
+    seeded = lambda: torch.Generator().manual_seed(5)  # noqa: E731
+    batch = example_batch(policy.spec, observation)
+    evaluated = [each.loss(batch, seeded())["denoising"] for each in (policy, still)]
+    assert torch.equal(*evaluated)
+    policy.train(), still.train()
+    losses = [each.loss(batch, seeded())["denoising"] for each in (policy, policy, still)]
+    assert torch.equal(losses[0], losses[1]) and not torch.allclose(losses[0], losses[2])
+    x, time = torch.randn(ROWS, *policy.noise_shape, generator=seeded()), torch.full((ROWS,), 0.5)
+    condition = policy.encode(observation)
+    predictor = policy.network.policy.noise_predictor.train()
+    with drawing_from(seeded(), torch.device("cpu")):
+        expected = policy.network.denoise(x, time, condition)
+    predictor.eval()
+    assert torch.equal(policy.network.denoise_in_loss(x, time, condition, seeded()), expected)
+    assert not any(module.training for module in predictor.modules())
+    one, other = (each.act(observation, seeded()) for each in (policy, still))
+    assert torch.equal(one.actions, other.actions)
+    scores = policy.log_prob(observation, one.latents)
+    torch.testing.assert_close(scores.logp, one.logp, atol=1e-4, rtol=0)

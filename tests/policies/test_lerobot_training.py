@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,20 @@ from test_lerobot_policies import act_config, features, save, statistics
 
 from robopolicy.benchmarks.tiny_vla import pi_processors
 from robopolicy.build import load_trainable
+from robopolicy.cli import main
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
+from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch, example_observation
+from robopolicy.core.randomness import drawing_from
 from robopolicy.core.spec import TASK
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.engine import with_engine
 from robopolicy.nn.configuration import FlowNoise
+from robopolicy.policies import lerobot_reading
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
 from robopolicy.policies.loading import build_policy, load_policy
+from robopolicy.policies.network import steps_of
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig, PretrainConfig
 from robopolicy.training.finetune import finetune
@@ -27,16 +35,18 @@ from robopolicy.training.memory import plan_memory
 from robopolicy.verbs.train import say_model
 from sims.registry import make_world
 
+CPU = torch.device("cpu")
 KINDS = ("smolvla", "pi0", "pi05")
 ROWS = 3
 
 
-def save_pi(kind: str, folder: Path, tokenizer: Path) -> Path:
+def save_pi(kind: str, folder: Path, tokenizer: Path, action: int = 2, **changes: Any) -> Path:
     inputs, outputs = features(environment=None, cameras=(FRONT,))
+    outputs = {name: replace(each, shape=(action,)) for name, each in outputs.items()}
     known = statistics(inputs, outputs)
     for value in known.values():
         value |= {"q01": value["min"], "q99": value["max"]}
-    config = pi_config(kind, inputs, outputs)
+    config = pi_config(kind, inputs, outputs, **changes)
     save(config, folder, processors=pi_processors(config, known, tokenizer))
     return folder
 
@@ -293,6 +303,33 @@ def test_noise_is_where_it_is_scored(folders):
     assert drawn[..., 2:].abs().max() == 0 and 0.8 < drawn[..., :2].std() < 1.2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tuning", [{}, {"noisy_steps": 2}])
+def test_what_pads_an_action_follows_the_ode_under_an_sde(folders, kind, tuning):
+    """Against Euler's own formula, in sampling, scoring, chains gone on from, and the lean engine."""
+    sde = LeRobotTuning(flow_noise=FlowNoise.SDE, flow_noise_level=0.7, **tuning)
+    policy, generator = load_trainable(folders[kind], sde), torch.Generator().manual_seed(1)
+    policy.prepare_finetuning()
+    policy.record_means = True
+    observation = observed(policy)
+    decision = policy.act(observation, generator)
+    again = policy.resume(observation, decision.latents, torch.tensor([-1, 0, 2]), generator)
+    condition = policy.encode(observation)
+    for chain in (decision.latents["chain"], again.latents["chain"]):
+        steps, count = steps_of(policy.network, policy.schedule.times, condition), policy.schedule.steps
+        for index in range(count):
+            velocity = steps.one(chain[:, index], index)
+            expected = chain[:, index] - velocity / count
+            torch.testing.assert_close(chain[:, index + 1, :, 2:], expected[..., 2:], atol=1e-5, rtol=0)
+    assert (decision.latents["chain"][:, -1] - again.latents["chain"][:, -1])[..., :2].abs().max() > 1e-2
+    scores = policy.log_prob(observation, decision.latents)
+    torch.testing.assert_close(scores.logp * decision.mask, decision.logp * decision.mask, atol=1e-4, rtol=0)
+    torch.testing.assert_close(scores.extras["mean"], decision.latents["mean"], atol=1e-5, rtol=0)
+    lean = with_engine(policy, InferenceConfig(engine="lean"))
+    ours, theirs = (each.act(observation, torch.Generator().manual_seed(3)).actions for each in (lean, policy))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
 def test_an_iteration_of_the_trainer_moves_the_expert_alone(folders, tmp_path):
     inputs, outputs = features(state=6, environment=None, cameras=(FRONT,))
     vlm = json.loads((folders["smolvla"] / "config.json").read_text())["vlm_model_name"]
@@ -323,6 +360,42 @@ def test_a_version_that_breaks_them_is_refused_before_anything_is_read(folders, 
     for kind in KINDS:
         with pytest.raises(ConfigError, match=rf"'{kind}' breaks with transformers 5.23.0.*<5.6"):
             load_policy(folders[kind])
+
+
+@pytest.mark.parametrize("installed", ["5.3.0", "4.57.1"])
+def test_a_version_that_was_never_tried_is_refused_before_anything_is_read(folders, monkeypatch, installed):
+    monkeypatch.setattr("robopolicy.policies.lerobot.version", lambda name: installed)
+    for kind in KINDS:
+        with pytest.raises(ConfigError, match=rf"'{kind}' was not tried with transformers {installed}.*>=5.4,<5.6"):
+            load_policy(folders[kind])
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(folders, tmp_path, monkeypatch, dtype, size):
+    folder = edited(folders["pi0"], tmp_path / "copy", dtype=dtype)
+    needed = size * sum(value.numel() for value in load_file(folder / "model.safetensors").values())
+    monkeypatch.setattr(lerobot_reading, "free_memory", lambda device: needed - 1)
+    monkeypatch.setattr("lerobot.policies.factory.get_policy_class", lambda kind: pytest.fail("it is built"))
+    free = in_bytes(needed - 1)
+    with pytest.raises(ConfigError, match=rf"copy takes {in_bytes(needed)} of memory on cpu.*and {free} are free"):
+        load_policy(folder)
+    monkeypatch.setattr(lerobot_reading, "free_memory", lambda device: needed)
+    lerobot_reading.require_memory(folder, CPU)
+    path = tmp_path / "copy" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="is corrupt"):
+        lerobot_reading.require_memory(folder, CPU)
+
+
+def test_fine_tuning_asks_for_the_memory_of_both_copies_before_it_reads_one(folders, tmp_path, monkeypatch, capsys):
+    folder = folders["pi0"]
+    needed = 4 * sum(value.numel() for value in load_file(folder / "model.safetensors").values())
+    monkeypatch.setattr(lerobot_reading, "free_memory", lambda device: 2 * needed - 1)
+    monkeypatch.setattr("robopolicy.verbs.finetune.load_policy", lambda *given: pytest.fail("it is read"))
+    command = ["finetune", f"finetune.policy={folder}", "world=push_cube", f"run.root={tmp_path / 'runs'}"]
+    assert main(command) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"2 times {in_bytes(needed)} of memory" in said and f"{in_bytes(2 * needed - 1)} are free" in said
 
 
 @pytest.mark.parametrize(
@@ -417,6 +490,33 @@ def test_weights_with_openpis_names_are_read_and_none_may_lack(folders, tmp_path
     save_file(known, path)
     with pytest.raises(CheckpointError, match=r"lacks \['model.action_out_proj.bias'\]"):
         load_policy(folder)
+
+
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_relative_actions_are_added_to_each_rows_own_state(folders, tmp_path, kind, rows):
+    """Against LeRobot itself, which is shown one row after the other; 4 rows are as many as a chunk has steps."""
+    folder = save_pi(kind, tmp_path / kind, folders["pi0"].parent / "words", use_relative_actions=True, action=4)
+    policy = load_policy(folder)
+    observation = example_observation(policy.spec, rows, torch.Generator().manual_seed(0))
+    observation[TASK] = ["push the cube", "reach", "stack left", "push"][:rows]
+    with drawing_from(torch.Generator().manual_seed(3), CPU):
+        noise = torch.randn(rows, 6, 5)
+    ours = policy.act(observation, torch.Generator().manual_seed(3)).actions
+    for row in range(rows):
+        theirs, batch, postprocess = lerobots_own(
+            folder, {key: each[row : row + 1] for key, each in observation.items()}
+        )
+        expected = postprocess(theirs.predict_action_chunk(batch, noise=noise[row : row + 1]))
+        torch.testing.assert_close(ours[row], expected[0, :4], atol=1e-5, rtol=0)
+    state = observation["observation.state"][:, -1]
+    assert rows == 1 or (state[1:] - state[0]).abs().amax(1).min() > 1e-2
+
+
+def test_steps_without_noise_name_the_settings_of_lerobots_policies(folders):
+    policy = load_trainable(folders["pi0"], LeRobotTuning(flow_noise_level=0.0))
+    with pytest.raises(ConfigError, match=r"fine-tune more steps, or raise flow_noise_level\.$"):
+        policy.prepare_finetuning()
 
 
 @pytest.mark.parametrize("level", [0.2, 0.02])

@@ -310,3 +310,35 @@ def test_backbones_that_are_causal_by_nature_are_refused():
         recurrent.require_attend("policy.token.decoding=masked")
     gpt = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=8)
     LanguageModel(transformers.GPT2Model(gpt)).require_attend("policy.token.decoding=masked")
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma3"])
+def test_a_window_is_seen_through_until_it_is_outgrown_and_then_refused(kind: str):
+    """Against the same weights without a window; what has forgotten its prompt says so, not that tensors do not fit."""
+    transformers = pytest.importorskip("transformers")
+    made = {"Mistral": (transformers.MistralConfig, transformers.MistralModel)}
+    made["Gemma3"] = (transformers.Gemma3TextConfig, transformers.Gemma3TextModel)
+    sizes = {
+        "vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
+    }  # fmt: skip
+    if kind == "Gemma3":
+        sizes |= {"layer_types": ["sliding_attention", "full_attention"]}
+    config, network = made[kind]
+    torch.manual_seed(0)
+    wide = LanguageModel(network(config(sliding_window=512, **sizes)))
+    narrow = LanguageModel(network(config(sliding_window=8, **sizes)))
+    narrow.load_state_dict(wide.state_dict())
+    narrow.require_attend("policy.token.decoding=masked")  # whose prompt is one token
+    for length, fits in ((3, True), (4, True), (5, False), (9, False)):
+        tokens = torch.arange(1, length + 1)[None] % 8
+        text, embedded = torch.ones_like(tokens).bool(), torch.randn(1, 3, 16, generator=generator())
+        readings = [model.read(tokens, text, torch.zeros(2, dtype=torch.int64)) for model in (wide, narrow)]
+        embedded = embedded.expand(2, -1, -1)
+        expected = wide.attend(readings[0], embedded)
+        if fits:
+            for _ in range(2):  # nothing of the first pass is left in the second
+                assert torch.allclose(narrow.attend(readings[1], embedded), expected, atol=1e-6)
+            continue
+        with pytest.raises(ConfigError, match=rf"has {length + 3} tokens.*fewer than 8.*decoding=causal"):
+            narrow.attend(readings[1], embedded)
