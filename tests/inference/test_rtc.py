@@ -231,11 +231,13 @@ def test_what_is_distilled_from_it_continues_too(steps: int):
         optimiser.zero_grad()
         lesson.loss({"observation": seen}, draws)["distance"].mean().backward()
         optimiser.step()
-    (crossed_blindly, jump_blindly), (crossed, jump) = (
-        border(lesson.student, name, draws) for name in ("prefetch", "trained_rtc")
-    )
-    assert crossed_blindly > 0.35 and crossed < 0.25 * crossed_blindly
-    assert jump < 0.5 * jump_blindly
+    rest = torch.tensor([0.6, -0.6]).repeat_interleave(4).view(2, 4, 1).repeat(32, 1, 1)
+    underway, seen = Underway(rest, torch.ones(64, dtype=torch.int64), 2, 4), {STATE: torch.zeros(64, 1, 1)}
+    behind = [
+        continued(each, seen, torch.Generator().manual_seed(3), underway, deterministic=True)[:, 2:]
+        for each in (teacher, lesson.student)
+    ]
+    assert (behind[0] - behind[1]).square().mean().sqrt() < 0.07  # .24 and .12 where it was never given any
 
 
 def test_steps_that_are_given_stay_in_the_plan_as_they_were_given():
