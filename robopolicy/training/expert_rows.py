@@ -16,11 +16,11 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.extras import Extras
 from robopolicy.core.images import Images, cameras_in
-from robopolicy.core.policy import ScoredPolicy, Trainable
+from robopolicy.core.policy import ScoredPolicy, Trainable, is_condition
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.spec import TASK
 from robopolicy.rl.context import Context
-from robopolicy.training.experience import rescored
+from robopolicy.training.experience import conditions_of, rescored
 
 
 @runtime_checkable
@@ -82,6 +82,8 @@ class ExpertRows:
             rows = shape(rows, context)
         returns = torch.cat([prepared.row_return, rows.row_return])
         advantage = (rows.row_return - returns.mean()) / (returns.std(unbiased=False) + 1e-6)
+        if any(is_condition(name) for name in prepared.latents):  # the policy's rows keep what a frozen encoder made
+            rows = replace(rows, latents={**rows.latents, **conditions_of(rows, self.policy, self.instructions)})
         rows = _like(rows, prepared, advantage)
         logp = rescored(rows, self.policy, self.instructions)[0]
         return concatenate([prepared, replace(rows, logp_behaviour=torch.where(rows.mask, logp, 0.0))])

@@ -9,16 +9,21 @@ import pytest
 import torch
 from lerobot_models import FRONT
 from test_bf16_transformers import scored_again
-from test_lerobot_policies import act_config, lerobots_chunk, save
+from test_lerobot_policies import SIZE, act_config, lerobots_chunk, save
 from test_lerobot_training import ROWS, edited, learn_a_little, lerobots_own, noise_free, observed
 
 from robopolicy.build import load_trainable
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch
+from robopolicy.data.record import record
 from robopolicy.nn.precision import learning_in, tolerance_in
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
 from robopolicy.policies.loading import build_policy, load_policy
-from sims.registry import make_world
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.expert_rows import ExpertRows
+from robopolicy.training.finetune import finetune
+from robopolicy.training.guidance import Guidance
+from sims.registry import load_task, make_world
 
 SEEN: dict[str, dict[str, Any]] = {"state": {}, "camera": {"environment": None, "cameras": (FRONT,)}}
 
@@ -176,6 +181,27 @@ def test_a_frozen_backbone_is_run_once_a_decision(folders):
     assert whole.caches_condition
     dark = {**observation, FRONT: torch.zeros_like(observation[FRONT])}
     assert (noise_free(policy, dark) - noise_free(policy, observation)).abs().max() > 1e-6
+
+
+def test_experts_rows_are_seen_by_the_frozen_backbone_too(tmp_path):
+    folder = save(act_config(state=6, environment=None, cameras=(FRONT,)), tmp_path / "act")
+    (folder / "robopolicy.json").write_text(json.dumps({"features": {FRONT: "observation.images.top"}}))
+    policy = loaded(folder)
+    policy.prepare_finetuning()
+    assert policy.caches_condition
+    options = {"cameras": ("top",), "image_size": SIZE}
+    shown = record(make_world("push_cube", 4, **options), load_task("push_cube").expert(), list(range(4)))
+    config = FinetuneConfig(
+        algorithm="grpo", expert_rows=0.5, iterations=1, groups=2, group_size=2, epochs=1, minibatch_episodes=2,
+        evaluate_every=0, target_kl=None,
+    )  # fmt: skip
+    seen: list[Any] = []
+    plain = ExpertRows.beside
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertRows, "beside", lambda *given: seen.append(plain(*given)) or seen[-1])
+        finetune(policy, None, make_world("push_cube", 4, **options), config, guidance=Guidance(experts=shown))
+    (rows,) = seen
+    assert any(name.startswith("condition") for name in rows.latents) and len(rows.group) == 6
 
 
 @pytest.mark.skipif(not bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), reason="no bfloat16 on this CPU")
