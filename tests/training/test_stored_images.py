@@ -109,6 +109,16 @@ def test_older_pairs_beside_todays_are_scored_by_the_encoder_of_who_learns(store
     assert [kept for _, kept in mixed] == [frozen] * 2
 
 
+def test_pairs_whose_latents_are_other_actions_are_refused(stored):
+    policy = policy_of(seed=5)
+    policy.action_normalizer.scale.mul_(0.5)
+    for given in ({"guidance": Guidance(pairs=read_pairs(stored))}, {}):
+        folder = {} if given else {"preferences": {"share": 1.0, "folder": str(stored)}}
+        config = replace(CONFIG, options={**CONFIG.options, **folder})
+        with pytest.raises(DataError, match="of a policy that normalises actions otherwise"):
+            finetune(policy, None, SeeingWorld(16), config, **given)
+
+
 def test_pairs_that_were_stored_with_stale_conditions_are_read_without(tmp_path):
     """As earlier versions wrote them: the latents hold what weights of another time made of the images."""
     finetune(policy_of(), None, SeeingWorld(16), CONFIG, RunFolder(tmp_path / "run"))
