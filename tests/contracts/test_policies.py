@@ -123,9 +123,10 @@ class _Broken(DenoisingPolicy):
         }
         return other
 
-    def _validate(self, observation: Any) -> None:
-        if self.breakage != "unchecked":
-            super()._validate(observation)
+    def encode(self, observation: Any, generator: torch.Generator | None = None) -> Any:
+        if self.breakage == "unchecked":
+            return self.network.encode(observation, generator)
+        return super().encode(observation, generator)
 
     def save(self, folder: Path) -> None:
         if self.breakage == "forgets":
