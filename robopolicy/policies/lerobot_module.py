@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from robopolicy.core.errors import ConfigError, require_extra
 from robopolicy.core.storage import write_folder_atomic, write_json
 from robopolicy.core.structured import to_plain
-from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.lerobot import LeRobotPolicy, executed
 from robopolicy.policies.lerobot_configuration import SETTINGS_FILE, LeRobotSettings, Tuned
 
 EXTRA = "vla"
@@ -62,8 +62,7 @@ class LeRobotModule(nn.Module):
 
     def executed(self, actions: Tensor) -> Tensor:
         """Return what LeRobot's postprocessor makes of normalised actions [N, S, A], in the world's units."""
-        found: Tensor = self.reader.postprocess(actions.flatten(0, 1))
-        return found.unflatten(0, actions.shape[:2]).to(actions.device, torch.float32)
+        return executed(self.reader.postprocess, actions).to(actions.device, torch.float32)
 
     def add_lora(self, rank: int) -> None:
         """Freeze the weights and put adapters beside every linear layer that is tuned (LoRA, arXiv:2106.09685).

@@ -4,36 +4,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from lerobot_models import FRONT, smolvla_config, tiny_pi, tiny_smolvlm, word_tokenizer, xvla_config
+from lerobot_models import FRONT, xvla_config
 from test_lerobot_diffusion import DIFFUSES, edited
 from test_lerobot_policies import act_config, diffusion_config, dit_config, features, observed, save, tiny_clip
-from test_lerobot_training import lerobots_own, save_pi
+from test_lerobot_training import KINDS as FLOWS
+from test_lerobot_training import language_folders, lerobots_own
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.inference.chunking import Delay, Underway, with_chunking
 from robopolicy.policies.loading import load_policy
 
 ROWS, DELAY = 3, 1
-FLOWS = ("smolvla", "pi0", "pi05")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("chunking")
-    tokenizer = word_tokenizer()
-    tokenizer.save_pretrained(root / "words")
-    inputs, outputs = features(environment=None, cameras=(FRONT,))
     dit = save(dit_config(tiny_clip(root / "clip")), root / "dit")
-    with tiny_pi(len(tokenizer)):
+    with language_folders(root) as made:
         yield {
-            "smolvla": save(smolvla_config(tiny_smolvlm(root / "vlm"), inputs, outputs), root / "smolvla"),
-            "pi0": save_pi("pi0", root / "pi0", root / "words"),
-            "pi05": save_pi("pi05", root / "pi05", root / "words"),
+            **made,
             "act": save(act_config(cameras=(FRONT,)), root / "act"),
             "diffusion": save(diffusion_config(cameras=(FRONT,)), root / "diffusion"),
             "multi_task_dit": dit,
             "dit diffusion": edited(dit, root / "dit diffusion", **DIFFUSES),
-            "xvla": save(xvla_config(root / "words", inputs, outputs), root / "xvla"),
+            "xvla": save(xvla_config(root / "words", *features(environment=None, cameras=(FRONT,))), root / "xvla"),
         }
 
 

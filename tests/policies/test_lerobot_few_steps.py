@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import test_lerobot_xvla as xvla
 import torch
-from lerobot_models import FRONT, smolvla_config, tiny_pi, tiny_smolvlm, word_tokenizer
-from test_lerobot_policies import diffusion_config, dit_config, features, save, tiny_clip
+from lerobot_models import FRONT
+from test_lerobot_policies import diffusion_config, dit_config, save, tiny_clip
 from test_lerobot_policies import lerobots_chunk as lerobots_steps
 from test_lerobot_policies import observed as observed_history
-from test_lerobot_training import ROWS, lerobots_chunk, noise_free, observed, save_pi, trained
+from test_lerobot_training import ROWS, language_folders, lerobots_chunk, noise_free, observed, trained
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
@@ -33,14 +33,9 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("few")
-    tokenizer = word_tokenizer()
-    tokenizer.save_pretrained(root / "words")
-    inputs, outputs = features(environment=None, cameras=(FRONT,))
-    with tiny_pi(len(tokenizer)):
+    with language_folders(root) as made:
         yield {
-            "smolvla": save(smolvla_config(tiny_smolvlm(root / "vlm"), inputs, outputs), root / "smolvla"),
-            "pi0": save_pi("pi0", root / "pi0", root / "words"),
-            "pi05": save_pi("pi05", root / "pi05", root / "words"),
+            **made,
             "xvla": xvla.made(root / "xvla", root / "words"),
             "multi_task_dit": save(dit_config(tiny_clip(root / "clip")), root / "dit"),
             "diffusion": save(diffusion_config(cameras=(FRONT,)), root / "diffusion"),

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,9 +53,9 @@ def save_pi(kind: str, folder: Path, tokenizer: Path, action: int = 2, **changes
     return folder
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("language")
+@contextmanager
+def language_folders(root: Path) -> Iterator[dict[str, Path]]:
+    """Write a checkpoint of each of `KINDS` under `root`, and the tokenizer `words`; they can be loaded inside."""
     tokenizer = word_tokenizer()
     tokenizer.save_pretrained(root / "words")
     inputs, outputs = features(environment=None, cameras=(FRONT,))
@@ -63,6 +65,12 @@ def folders(tmp_path_factory):
             "pi0": save_pi("pi0", root / "pi0", root / "words"),
             "pi05": save_pi("pi05", root / "pi05", root / "words"),
         }
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    with language_folders(tmp_path_factory.mktemp("language")) as made:
+        yield made
 
 
 def observed(policy: Any) -> dict:

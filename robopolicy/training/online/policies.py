@@ -182,8 +182,7 @@ class SteeredPolicy(nn.Module):
         """
         if not bool(self.steers):
             validate_observation(observation, self.spec.observation, history=self.spec.history)
-            acting = self.base if self._fast is None else self._fast
-            return Decision(acting.act(observation, generator, deterministic=deterministic).actions)
+            return Decision(self.inner.act(observation, generator, deterministic=deterministic).actions)
         decide = self.decide if self._fast is None else self._fast.from_noise
         return Decision(decide(observation, self.interface.chunks(_acted(self, observation, generator, deterministic))))
 
@@ -260,7 +259,7 @@ class BestOfPolicy(nn.Module):
 
         deterministic: its noise-free choice is among those tried. Raises what base and critics raise.
         """
-        acting, count = self.base if self._fast is None else self._fast, int(self.count)
+        acting, count = self.inner, int(self.count)
         if count == 1:
             return acting.act(observation, generator, deterministic=deterministic)
         score = smallest_value(self.agent, self.interface)
