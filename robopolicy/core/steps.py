@@ -10,10 +10,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from robopolicy.core.policy import Policy
+from robopolicy.core.errors import DataError
+from robopolicy.core.policy import DecidesFromNoise, Policy
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-6
 """How far numbers may differ that were computed from the same ones, on two devices say."""
+ACTIONS_COMPARED, SAME_ACTION = 16, 1e-2
+"""Of stored decisions, and by how much they may be off: files may hold fewer digits."""
 
 
 @runtime_checkable
@@ -44,6 +47,23 @@ def difference_of_steps(policy: Policy, other: Policy) -> str:
         if not _same(one, another):
             return f"its {name}: {_shown(another, one)}, the policy's: {_shown(one, another)}"
     return ""
+
+
+def require_own_actions(policy: Policy, ends: Tensor, actions: Tensor, valid: Tensor) -> None:
+    """Raise DataError where stored actions are not what `policy` makes of the ends of their denoising chains.
+
+    ends: clean latents [D, P, A] of stored decisions; actions: [D, C, A] as they were stored, and which of them were
+    executed: valid [D, C]. Of policies that do not decide from noise nothing is known.
+    """
+    if not isinstance(policy, DecidesFromNoise) or not len(ends):
+        return
+    off = float(((policy.to_actions(ends) - actions).abs() * valid[..., None]).amax())
+    if off > SAME_ACTION * (1 + float(actions.abs().amax())):
+        raise DataError(
+            f"What the policy makes of stored decisions differs by {off:.3g} from the actions that were stored with "
+            "them: they are of a policy that normalises actions otherwise, whose chains mean nothing to this one. "
+            "Store decisions of this policy, or of one that began with the same normaliser."
+        )
 
 
 def _described(policy: Policy) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, SpecError
 from robopolicy.core.policy import MatchesNoise, Policy, ScoredPolicy
+from robopolicy.core.steps import ACTIONS_COMPARED, require_own_actions
 from robopolicy.data.chains import Chains
 from robopolicy.nn.schedules import Normal
 from robopolicy.rl.offline.decisions import ROWS, observed_at
@@ -126,9 +127,11 @@ class ImportanceJudge:
     def values(self, policy: Policy) -> Array:
         """Return values of the logged episodes [E] whose mean is what the policy is worth with exploration noise.
 
-        Raises DataError where too few episodes count, and what `log_densities` raises.
+        Raises DataError where too few episodes count or its chains stand for other actions than those that were
+        logged, and what `log_densities` raises.
         """
         assert self.chains.log_density is not None
+        _require_actions_of(policy, self.episodes, self.chains)
         ratio = (log_densities(policy, self.episodes, self.chains).float() - self.chains.log_density).double().sum(1)
         table = _table(self.episodes, self.chains.step, ratio).cpu().numpy()
         found = importance_estimate(table, self.reward, per_decision=self.per_decision, clip=self.clip)
@@ -140,6 +143,17 @@ class ImportanceJudge:
                 "nearer policy, or judge by a world model."
             )
         return found.values
+
+
+def _require_actions_of(policy: Policy, episodes: Episodes, chains: Chains) -> None:
+    """Raise DataError where the first logged actions are not what `policy` makes of their chains."""
+    first = chains.step[:ACTIONS_COMPARED]
+    steps = first[:, None] + torch.arange(policy.spec.chunk, device=first.device)
+    step = steps.clamp(max=episodes.step_count - 1)
+    decided_at = torch.searchsorted(chains.step, steps, right=True) - 1
+    own = decided_at == torch.arange(len(first), device=first.device)[:, None]
+    valid = own & (episodes.episode_of_step[step] == episodes.episode_of_step[first][:, None]) & (step == steps)
+    require_own_actions(policy, chains.chain[: len(first), -1], episodes.actions[step], valid)
 
 
 def outcome(episodes: Episodes, by: str) -> Tensor:

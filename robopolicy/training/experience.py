@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import (
     CachesCondition,
-    DecidesFromNoise,
     EncodesObservation,
     LowersPrecision,
     ScoredPolicy,
@@ -23,6 +22,7 @@ from robopolicy.core.policy import (
 )
 from robopolicy.core.rollouts import Rollouts, picker, visible
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
+from robopolicy.core.steps import ACTIONS_COMPARED, require_own_actions
 from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.nn.optimisers import require_finite
 from robopolicy.nn.pieces import rows_at_once, scores_of
@@ -34,8 +34,6 @@ from robopolicy.rl.critic import Critic
 from robopolicy.rl.diagnostics import effective_sample_size
 from robopolicy.rl.returns import ReturnScale
 
-ACTIONS_COMPARED, SAME_ACTION = 16, 1e-2
-"""Of stored decisions, and by how much they may be off: files may hold fewer digits."""
 READ_AT_ONCE = 256
 """Observations that are encoded at once, at most."""
 
@@ -149,7 +147,10 @@ def conditions_of(rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[
     policy whose latents stand for other actions.
     """
     alive = rollouts.alive
-    _require_own_actions(rollouts, policy)
+    if "chain" in rollouts.latents:
+        some = alive.nonzero()[:ACTIONS_COMPARED].unbind(1)
+        ends = rollouts.latents["chain"][some][:, -1]
+        require_own_actions(policy, ends, rollouts.actions[some], rollouts.valid[some])
     if not (isinstance(policy, EncodesObservation) and policy.caches_condition and bool(alive.any())):
         return {}
     observation, _ = decisions_at(rollouts, alive, instructions)
@@ -162,21 +163,6 @@ def conditions_of(rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[
         values = torch.cat([each[name] for each in read])
         found[name] = first.new_zeros((*alive.shape, *first.shape[1:])).index_put((alive,), values)
     return found
-
-
-def _require_own_actions(rollouts: Rollouts, policy: ScoredPolicy) -> None:
-    """Raise DataError where the first decisions' actions are not what `policy` makes of the ends of their chains."""
-    if "chain" not in rollouts.latents or not isinstance(policy, DecidesFromNoise):
-        return
-    some = rollouts.alive.nonzero()[:ACTIONS_COMPARED].unbind(1)
-    ends, actions, valid = rollouts.latents["chain"][some][:, -1], rollouts.actions[some], rollouts.valid[some]
-    off = float(((policy.to_actions(ends) - actions).abs() * valid[..., None]).amax()) if len(ends) else 0.0
-    if off > SAME_ACTION * (1 + float(actions.abs().amax())):
-        raise DataError(
-            f"What the policy makes of stored decisions differs by {off:.3g} from the actions that were stored with "
-            "them: they are of a policy that normalises actions otherwise, whose chains mean nothing to this one. "
-            "Store decisions of this policy, or of one that began with the same normaliser."
-        )
 
 
 def _at(value: Tensor | list[str], rows: Tensor) -> Any:

@@ -187,6 +187,17 @@ def test_what_is_refused(logged):
         play(make_policy(noisy_steps=1), 8)
 
 
+def test_chains_of_another_normaliser_are_not_weighed(logged):
+    """Its densities are of the same numbers, which stand for other actions: they would weigh one exactly."""
+    policy, episodes, chains = logged
+    other = copy.deepcopy(policy)
+    other.action_normalizer.offset.add_(0.2)
+    densities = log_densities(other, episodes, chains).float()
+    assert torch.allclose(densities, chains.log_density), "nothing tells it from the logged one but what is executed"
+    with pytest.raises(DataError, match="a policy that normalises actions otherwise"):
+        ImportanceJudge(episodes, chains, by="return", least=1.0).values(other)
+
+
 def prepared(policy):
     other = copy.deepcopy(policy)
     other.prepare_finetuning(2)
