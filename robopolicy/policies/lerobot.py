@@ -53,7 +53,7 @@ CHUNK_KEYS = {**dict.fromkeys(ACTING, "n_action_steps"), "vqbet": "action_chunk_
 HORIZONS = ("diffusion", "multi_task_dit")
 """Types whose prediction begins in the past: `horizon` steps, the first of them that of the oldest frame."""
 
-LANGUAGE_MODELS = ("smolvla", "pi0", "pi05", "pi0_fast")
+NEED_TRANSFORMERS = ("multi_task_dit", "smolvla", "pi0", "pi05", "pi0_fast", "xvla")
 EMBODIMENT = "domain_id"
 """What a processor says beside the observation: the robot or data set of a policy that was trained on many."""
 EMPTY_CAMERA = ".empty_camera_"
@@ -397,8 +397,8 @@ def _needed_models(folder: Path, error: Exception) -> str:
 
 
 def _require_transformers(kind: str) -> None:
-    """Raise ConfigError where a language model of LeRobot's meets a version of transformers that was not tried."""
-    if kind not in LANGUAGE_MODELS:
+    """Raise ConfigError where a policy of `NEED_TRANSFORMERS` meets a version of it that was not tried."""
+    if kind not in NEED_TRANSFORMERS:
         return
     require_extra("transformers", "vla")
     installed = version("transformers")

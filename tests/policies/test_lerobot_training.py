@@ -370,6 +370,19 @@ def test_a_version_that_breaks_them_is_refused_before_anything_is_read(folders, 
             load_policy(folders[kind])
 
 
+def test_every_policy_that_reads_by_transformers_is_checked(tmp_path, monkeypatch):
+    """Also those whose only part of it is a text encoder (multi_task_dit) or Florence's vision (xvla)."""
+    monkeypatch.setattr("robopolicy.policies.lerobot.version", lambda name: "5.23.0")
+    for kind in ("multi_task_dit", "xvla"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        for name in ("model.safetensors", "policy_preprocessor.json", "policy_postprocessor.json"):
+            (folder / name).write_text("{}")
+        (folder / "config.json").write_text(json.dumps({"type": kind, "n_action_steps": 2}))
+        with pytest.raises(ConfigError, match=rf"'{kind}' breaks with transformers 5.23.0"):
+            load_policy(folder)
+
+
 @pytest.mark.parametrize("installed", ["5.3.0", "4.57.1"])
 def test_a_version_that_was_never_tried_is_refused_before_anything_is_read(folders, monkeypatch, installed):
     monkeypatch.setattr("robopolicy.policies.lerobot.version", lambda name: installed)
