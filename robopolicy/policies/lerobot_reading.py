@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.checkpoints import WEIGHTS
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.memory import free_memory, in_bytes
 from robopolicy.core.storage import read_json
@@ -44,8 +45,8 @@ def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
 
     They are made on the CPU and moved, one copy after the other. Raises CheckpointError where their file is damaged.
     """
-    size = 2 if read_json(folder / "config.json").get("dtype") == "bfloat16" else 4
-    needed = size * tensor_elements(folder / "model.safetensors")
+    size = bytes_a_weight(folder)
+    needed = size * tensor_elements(folder / WEIGHTS)
     for where, times in ((torch.device("cpu"), copies if device.type == "cpu" else 1), (device, copies)):
         free = free_memory(where)
         if free is not None and times * needed > free:
@@ -54,6 +55,11 @@ def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
                 f"{folder} takes {many} on {where.type} in {8 * size} bits a weight, and {in_bytes(free)} are free: "
                 "end what else runs there, or choose a smaller checkpoint or a larger machine."
             )
+
+
+def bytes_a_weight(folder: Path) -> int:
+    """Return in how many bytes each weight of the policy in `folder` is held: 2 where its config.json asks for that."""
+    return 2 if read_json(folder / "config.json").get("dtype") == "bfloat16" else 4
 
 
 def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "PreTrainedPolicy":
@@ -71,9 +77,9 @@ def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "Pre
     if not weights:
         return policy
     if config.type in RENAMED:
-        _load_renamed(policy, folder / "model.safetensors")
+        _load_renamed(policy, folder / WEIGHTS)
     else:
-        load_model(policy, folder / "model.safetensors", strict=True)
+        load_model(policy, folder / WEIGHTS, strict=True)
     if config.type == "vqbet" and not policy.vqbet.action_head.vqvae_model.discretized.item():
         raise CheckpointError(
             f"{folder} holds a VQ-BeT whose action codes are not trained yet: train it for more than "

@@ -30,6 +30,7 @@ class MemoryBudget:
     before a step; kept, what an iteration's decisions and the copy of a minibatch keep; activations, of the scores of
     at_once decisions, and what each of these adds. And parameters, how many there are, tuned, how many of them learn;
     deciding, scoring: operations with floating-point numbers of one decision, and of its score without gradient.
+    teacher: the weights of another policy that it learns from, which is loaded last.
     """
 
     weights: int
@@ -45,17 +46,19 @@ class MemoryBudget:
     tuned: int
     deciding: int
     scoring: int
+    teacher: int = 0
 
     @property
     def ahead(self) -> int:
         """What is still to be taken when the weights are loaded."""
-        return self.learning + self.kept + self.activations + (len(self.copies) - 2) * self.weights
+        return self.learning + self.kept + self.activations + (len(self.copies) - 2) * self.weights + self.teacher
 
     def text(self) -> str:
         """Return it as one line."""
+        taught = f" those of its teacher {in_bytes(self.teacher)}," if self.teacher else ""
         return (
             f"Memory, about: weights {in_bytes(self.weights)} held {len(self.copies)} times "
-            f"({', '.join(self.copies)}), gradients and optimiser {in_bytes(self.learning)}, {self.decisions} "
+            f"({', '.join(self.copies)}),{taught} gradients and optimiser {in_bytes(self.learning)}, {self.decisions} "
             f"decisions and a copy of {self.minibatch} {in_bytes(self.kept)}, activations of {self.at_once} decisions "
             f"{in_bytes(self.activations)}."
         )

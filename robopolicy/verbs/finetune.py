@@ -46,7 +46,7 @@ from robopolicy.origins import origin_of_section
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
 from robopolicy.policies.lerobot_reading import require_memory
-from robopolicy.policies.loading import checkpoint_in, is_lerobot
+from robopolicy.policies.loading import checkpoint_in, is_lerobot, weights_bytes
 from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.preferences import StoresPairs, read_pairs
@@ -172,9 +172,12 @@ def confirming_seeds(config: Config, iteration: int, episodes: int) -> Array:
 def say_memory(config: Config, policy: Trainable, base: Policy, world: World) -> None:
     """Print what tuning a policy with a language model will take of memory; raises ConfigError where there is less.
 
-    That is one of LeRobot's, or a token policy of a checkpoint. Of others nothing is said: they are small.
+    That is one of LeRobot's, or a token policy of a checkpoint, or one that learns from one of LeRobot's. Of others
+    nothing is said: they are small.
     """
-    if not (isinstance(base, LeRobotPolicy) or (isinstance(base, TokenPolicy) and base.config.token.model)):
+    teacher = config.finetune.teacher
+    large = isinstance(base, LeRobotPolicy) or (isinstance(base, TokenPolicy) and base.config.token.model)
+    if not large and (teacher is None or not is_lerobot(teacher)):
         return
     device = next(policy.parameters()).device
     budget = memory_of(config, policy, base, world, device)
@@ -199,6 +202,8 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     holders = held_by(algorithm.needs, learning)
     with learning_in(learning.precision):
         budget = planned(policy, rows * length, minibatch, learning.scored_steps, holders)
+    if config.finetune.teacher is not None:
+        budget = replace(budget, teacher=weights_bytes(checkpoint_in(config.finetune.teacher)))
     if not (isinstance(base, LeRobotPolicy) and config.lerobot.checkpointing):
         return budget
     # On the way back the activations of one step at a time are there again, as they are without checkpointing.

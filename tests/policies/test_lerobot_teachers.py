@@ -11,17 +11,20 @@ from test_lerobot_policies import features, save
 from test_lerobot_training import lerobots_own, observed
 
 from robopolicy.build import load_trainable
+from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import ScoredPolicy
 from robopolicy.core.structured import narrowed
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.loading import weights_bytes
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
-from robopolicy.verbs.finetune import guidance_of
+from robopolicy.verbs.finetune import guidance_of, say_memory
 from sims.registry import make_world
 
 SMALL = ["finetune.iterations=1", "finetune.groups=1", "finetune.group_size=2", "finetune.minibatch=4"]
@@ -132,3 +135,31 @@ def test_a_pretrained_teacher_is_prepared_for_the_steps_of_the_student(tmp_path:
     assert (
         finetune(made[0], None, world, narrowed(FinetuneConfig, settings.finetune), guidance=guidance).iterations == 1
     )
+
+
+def test_memory_is_planned_with_the_teacher(folders, tmp_path, capsys):
+    """It is loaded last, when little is left."""
+    weights = (folders["teacher"] / "model.safetensors").stat().st_size
+    assert weights_bytes(folders["teacher"]) == pytest.approx(weights, rel=0.1)
+    said = []
+    for told in ([], [f"finetune.teacher={folders['teacher']}"]):
+        command = [*SMALL, "finetune.algorithm=distillation", f"finetune.policy={folders['student']}", *told]
+        command += ["world=push_cube", "world.cameras=[front]", "world.image_size=32", "finetune.dry_run=true"]
+        assert main(["finetune", *command, f"run.root={tmp_path}"]) == 0
+        said.append(capsys.readouterr().out)
+    taught = f"those of its teacher {in_bytes(weights_bytes(folders['teacher']))}"
+    assert taught in " ".join(said[1].split()) and "teacher" not in said[0]
+
+
+def test_a_large_teacher_of_a_small_policy_is_said_and_refused_where_it_does_not_fit(folders, monkeypatch, capsys):
+    config = compose([*SMALL, f"finetune.teacher={folders['teacher']}"])
+    world = make_world("push_cube", 2, cameras=("front",), image_size=32)
+    spec = world.spec
+    policy = DenoisingPolicy(DenoisingPolicyConfig(width=8, depth=1), spec.observation, spec.action, fps=spec.fps)
+    policy.prepare_finetuning()
+    say_memory(config, policy, policy, world)
+    assert "those of its teacher" in capsys.readouterr().out
+    monkeypatch.setattr("robopolicy.verbs.finetune.free_memory", lambda device: weights_bytes(folders["teacher"]))
+    with pytest.raises(ConfigError, match="more of memory"):
+        say_memory(config, policy, policy, world)
+    world.close()
