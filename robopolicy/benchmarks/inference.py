@@ -299,7 +299,9 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
         for name, seeds in policies.items():
             rows = list(seeds.values())
             lines = [[label, *row_of([seed[label] for seed in rows], rows)] for label in rows[0]]
-            found.append(Table(f"{task}, {name.replace('_', ' ')}: one decision of one observation", header, lines))
+            of_seeds = f"success over {'one seed' if len(rows) == 1 else f'{len(rows)} seeds'} of {EPISODES} episodes"
+            title = f"{task}, {name.replace('_', ' ')}: one decision of one observation; {of_seeds}"
+            found.append(Table(title, header, lines))
     return found
 
 
