@@ -103,16 +103,21 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
 def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     """Open the run folder of a verb that simply runs again; earlier results are replaced as new ones appear.
 
-    That is said where they are of other settings. What a killed process left half-written is removed.
+    Where they are of other settings that is said, and they go at once: a page shows one run. What a killed process
+    left half-written is removed.
     """
     folder, settings = open_folder(run_path(config, verb)), to_yaml(config, sections)
     written = folder.path / "config.yaml"
-    if is_complete(folder.path) and written.exists() and written.read_text() != settings:
-        output.print(
-            f"{folder.path} holds a run with other settings, which this one replaces; run.name=NAME keeps both.",
-            markup=False,
-            soft_wrap=True,
-        )
+    if written.exists() and written.read_text() != settings:
+        if is_complete(folder.path):
+            output.print(
+                f"{folder.path} holds a run with other settings, which this one replaces; run.name=NAME keeps both.",
+                markup=False,
+                soft_wrap=True,
+            )
+        for name in (RESULT, REPORT, "report.json", "*.mp4"):
+            for path in folder.path.glob(name):
+                path.unlink()
     folder.describe(settings, config.run.seed, config.run.threads)
     return folder
 

@@ -119,3 +119,16 @@ def test_a_verb_that_runs_again_says_what_it_replaces(root, capsys):
     assert "holds a run with other settings, which this one replaces; run.name=NAME keeps both" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_what_ends_half_way_leaves_nothing_of_other_settings(root, monkeypatch):
+    """Else a page would show one policy's settings beside another's figures and films."""
+    base, place = root / "train" / "reach_planar" / "0" / "checkpoint", root / "evaluate" / "half" / "0"
+    shared = [f"evaluate.policy={base}", "run.name=half"]
+    assert run(root, "evaluate", *shared) == 0
+    (place / "policy.mp4").write_bytes(b"a film")
+    assert run(root, "evaluate", *shared) == 0 and (place / "policy.mp4").exists(), "the same settings: the same film"
+    monkeypatch.setattr("robopolicy.verbs.evaluate.judge", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(root, "evaluate", *shared, "evaluate.episodes=4")
+    assert not any((place / name).exists() for name in ("result.json", "report.html", "report.json", "policy.mp4"))

@@ -4,7 +4,11 @@ import json
 
 import pytest
 
+from robopolicy.build import load_policy
 from robopolicy.cli import main
+from robopolicy.configuration import compose
+from robopolicy.core.errors import ConfigError
+from robopolicy.verbs.rank import score
 
 pytestmark = pytest.mark.filterwarnings("always::robopolicy.core.errors.RobopolicyWarning")
 
@@ -104,6 +108,24 @@ def test_what_needs_success_is_refused_before_any_work(home, capsys):
     assert run("train", home=home) == 0
     assert run("finetune", "finetune.target_success=0.9", home=home) == 2
     assert "target_success" in capsys.readouterr().err
+
+
+def test_nobody_is_judged_by_a_success_that_is_not_said(home, capsys):
+    """It would be 0 of everybody, and what imagines success would be wrong about all."""
+    policies = []
+    for seed in range(3):
+        for verb in ("collect", "train"):
+            assert run(verb, f"run.seed={seed}", home=home) == 0
+        policies.append(f"{home}/runs/train/point/{seed}/checkpoint")
+    every, trials = ",".join(policies), "gate.judges=[world]"
+    for verb, *settings in (["bakeoff", f"bakeoff.policies=[{every}]", trials], ["gate", *policies[:2], trials]):
+        capsys.readouterr()
+        assert run(verb, *settings, home=home) == 2
+        assert "say it with world.options.success" in " ".join(capsys.readouterr().err.split())
+        assert run(verb, *settings, "gate.by=return", "run.name=paid", home=home) in (0, 1)
+    config = compose([f"world.name={POINT}", "world.options.reward=environment", f"run.root={home}/runs"])
+    with pytest.raises(ConfigError, match="does not say which episodes succeed"):
+        score(config, config.world, {"first": load_policy(policies[0])}, "simulator")
 
 
 def test_success_that_is_given_is_measured(home, capsys):

@@ -248,8 +248,11 @@ def test_imagined_decisions_join_the_recorded_ones_and_their_model_does_not_judg
         f"gate.models=[{model}]",
         "run.name=imagined",
     ]
-    assert run(root, "offline", *OFFLINE, *settings) == 2
-    assert "whoever trained a policy does not judge it alone" in " ".join(capsys.readouterr().err.split())
+    (root / "elsewhere").symlink_to(model)
+    for same in (model, root / "elsewhere", root / "worldmodel" / ".." / "worldmodel" / "reach_planar/0/checkpoint"):
+        spelled = [*settings[:-2], f"gate.models=[{same}]", "run.name=imagined", "run.overwrite=true"]
+        assert run(root, "offline", *OFFLINE, *spelled) == 2
+        assert "whoever trained a policy does not judge it alone" in " ".join(capsys.readouterr().err.split())
     assert run(root, "offline", *OFFLINE, *settings, "gate.judges=[model,fqe]", "run.overwrite=true") == 0
     metrics = RunFolder(root / "offline" / "imagined" / "0").metrics()
     assert any("critic_step" in record for record in metrics) and any("round" in record for record in metrics)

@@ -56,6 +56,7 @@ def score_judge(
     *,
     threshold: float = 0.0,
     margin: float = 0.0,
+    relative: float = 0.0,
     confidence: float = 0.95,
     comparable: bool = True,
     resamples: int = 1000,
@@ -63,9 +64,9 @@ def score_judge(
 ) -> JudgeScore:
     """Score a judge's values `found` [k, S] of k policies, whose true values are `truth` [k].
 
-    threshold: a candidate is good where it is truly better than the incumbent by more than this; margin, confidence: of
-    the gate; ceiling: the highest mean value that is believed. Every ordered pair of two policies is a candidate and
-    its incumbent. Raises DataError with fewer than three policies, and where values are not finite.
+    threshold: a candidate is good where it is truly better than the incumbent by more than this; margin, relative,
+    confidence: of the gate; ceiling: the highest mean value that is believed. Every ordered pair of two policies is a
+    candidate and its incumbent. Raises DataError with fewer than three policies, and where values are not finite.
     """
     truth, found = np.asarray(truth, dtype=np.float64), np.asarray(found, dtype=np.float64)
     count = len(truth)
@@ -80,10 +81,7 @@ def score_judge(
     pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
     good = np.array([truth[one] - truth[other] > threshold for one, other in pairs])
     let = np.array(
-        [
-            judged(judge, found[one], found[other], margin, confidence=confidence, ceiling=ceiling).better
-            for one, other in pairs
-        ]
+        [judged(judge, found[one], found[other], margin, relative, confidence, ceiling).better for one, other in pairs]
     )
     return JudgeScore(
         judge=judge,
@@ -104,9 +102,9 @@ def score_judge(
 def best_judge(scores: Mapping[str, JudgeScore], allowed: float = 0.05) -> str | None:
     """Return the judge to use: of those with at most `allowed` false accepts the one that rejects least wrongly.
 
-    None where no judge is safe.
+    None where no judge is safe, or none that is lets anything through: nothing is known of those.
     """
-    safe = {name: score for name, score in scores.items() if not score.false_accepts > allowed}
+    safe = {name: score for name, score in scores.items() if score.accepted and not score.false_accepts > allowed}
     return min(safe, key=lambda name: (safe[name].false_rejects, -safe[name].spearman), default=None)
 
 

@@ -22,7 +22,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.returns import returns_to_go
 from robopolicy.core.world import World
-from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.evaluation.success import evaluate_policy, require_success
 from robopolicy.rl.offline.decisions import Decisions, actions_at, observed_at
 from robopolicy.rl.offline.fqe import FittedQ, FqeConfig, fit_q
 from robopolicy.rl.offline.interface import Interface
@@ -33,7 +33,8 @@ class ModelReturn:
 
     world: an imagined one, or with `trials` the world itself, for a short online phase; seeds: [S] of its starts; by:
     "success" or "return"; independent: whether the candidates were not trained in it; as_inside: a policy -> what acts
-    in its place in that world, itself without an encoder say. `env_steps` counts the control steps of trials.
+    in its place in that world, itself without an encoder say. `env_steps` counts the control steps of trials. Raises
+    ConfigError for success in a world that does not say it.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class ModelReturn:
     ):
         if by not in ("success", "return"):
             raise ConfigError(f"by={by}: a model judges by success or by return.")
+        if by == "success":
+            require_success(world, "judge by gate.by=return")
         self.world, self.seeds, self.by, self.independent, self.seed = world, np.asarray(seeds), by, independent, seed
         self.as_inside = as_inside
         self.trials, self.env_steps = trials, 0

@@ -211,6 +211,15 @@ def evaluate_policy(
     )
 
 
+def require_success(world: World, instead: str) -> None:
+    """Raise ConfigError where `world` does not say which episodes succeed; instead: what else to do, in words."""
+    if not world.spec.reports_success:
+        raise ConfigError(
+            f"'{world.spec.name}' does not say which episodes succeed: say it with "
+            f"world.options.success=package.module:function (or 'return >= NUMBER'), or {instead}."
+        )
+
+
 def compare(base: EvaluationResult, tuned: EvaluationResult) -> PairedComparison | PairedReturns:
     """Compare two policies episode by episode, paired by seed: their success, or returns where there is none.
 

@@ -7,6 +7,7 @@ its data logs chains, says of which policies it knows too little.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from robopolicy.evaluation.gate import ceiling_of
 from robopolicy.evaluation.importance import ImportanceJudge
 from robopolicy.evaluation.judges import ModelReturn
 from robopolicy.evaluation.report import report_for_run
-from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.evaluation.success import evaluate_policy, require_success
 from robopolicy.runs import finish, open_fresh_run, output, print_table
 from robopolicy.verbs.evaluate import evaluation_seeds
 from robopolicy.verbs.gate import build_judges, clipped, recorded_for_gate, warn_of_divergence
@@ -47,6 +48,8 @@ def run(config: Config) -> int:
     world = build_world(config.world, policies[0], episodes=section.episodes, device=device)
     seeds = evaluation_seeds(config, section.episodes)
     by_success = config.gate.by == "success"
+    if by_success:
+        require_success(world, "judge by gate.by=return")
     truth: list[float] = []
     for name, policy in zip(names, policies, strict=True):
         found = evaluate_policy(world, as_seen_in(world, policy), seeds, device=device, label=f"truth: {name}")
@@ -72,6 +75,7 @@ def run(config: Config) -> int:
             asked,
             threshold=section.threshold,
             margin=config.gate.margin,
+            relative=config.gate.relative,
             confidence=config.gate.confidence,
             comparable=isinstance(judge, ModelReturn),
             ceiling=ceiling_of(judge),
@@ -83,11 +87,7 @@ def run(config: Config) -> int:
     print_table("Policies", ("policy", f"true {what}", *values), table)
     print_table(f"Judges, on {len(policies)} policies", HEADER, [_row(score) for score in scores.values()])
     chosen = best_judge(scores)
-    output.print(
-        f"Use: {chosen}."
-        if chosen
-        else "No judge is safe here (5 % false accepts): give the gate a larger gate.margin."
-    )
+    output.print(f"Use: {chosen}." if chosen else _why_none(scores.values()), soft_wrap=True)
     result: dict[str, Any] = {
         "policies": dict(zip(names, truth, strict=True)),
         "judges": {name: score.to_json() | {"values": values[name]} for name, score in scores.items()},
@@ -98,6 +98,16 @@ def run(config: Config) -> int:
     finish(config, folder, _without_nan(result))
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0
+
+
+def _why_none(scores: Iterable[JudgeScore]) -> str:
+    """Return why none of the judges is recommended."""
+    if any(score.accepted for score in scores):
+        return "No judge is safe here (5 % false accepts): give the gate a larger gate.margin."
+    return (
+        "No judge lets any of these policies take another's place, so nothing is known of them: give policies that "
+        "differ more, more starts (gate.starts), or a smaller gate.margin."
+    )
 
 
 def _row(score: JudgeScore) -> list[str]:

@@ -38,7 +38,7 @@ from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World, can_render
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.evaluation.report import report_for_run
-from robopolicy.evaluation.success import compare, evaluate_policy
+from robopolicy.evaluation.success import compare, evaluate_policy, require_success
 from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.nn.precision import learning_in
 from robopolicy.nn.shapes import shapes_only
@@ -221,11 +221,8 @@ def course_of(tuned: FinetuneResult) -> dict[str, Any]:
 
 def require_target(target: float | None, world: World) -> None:
     """Raise ConfigError where a run should end at a rate of success that the world does not report."""
-    if target is not None and not world.spec.reports_success:
-        raise ConfigError(
-            f"finetune.target_success={target:g}, but '{world.spec.name}' does not say which episodes succeed: set "
-            "world.options.success=package.module:function (or 'return >= NUMBER'), or finetune.target_success=null."
-        )
+    if target is not None:
+        require_success(world, "set finetune.target_success=null")
 
 
 def film(config: Config, world: World, policies: Mapping[str, Policy], folder: RunFolder) -> None:

@@ -93,11 +93,12 @@ def build_judges(
     """
     section, judges = config.gate, list[Judge]()
     critics = not set(section.judges) <= {"model", "importance", "world"}
+    learned_in = {path.resolve() for path in trained_in}
     recorded = recorded_for_judges(section, incumbent, episodes) if critics and episodes is not None else None
     for name in section.judges:
         if name == "model":
             paths = section.models or (default_path(config, "worldmodel", "checkpoint", None, "gate.models"),)
-            judges += [model_judge(config, path, incumbent, device, path not in trained_in) for path in paths]
+            judges += [model_judge(config, path, incumbent, device, path.resolve() not in learned_in) for path in paths]
             continue
         if name == "world":
             world = build_world(config.world, incumbent, episodes=section.starts, device=device)

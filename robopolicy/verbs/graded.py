@@ -48,7 +48,7 @@ from robopolicy.data.quality import (
 )
 from robopolicy.data.record import record
 from robopolicy.evaluation.scores import Anchors, Performance, normalised_score
-from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.evaluation.success import evaluate_policy, require_success
 from robopolicy.origins import origin_of_section
 from robopolicy.runs import output
 
@@ -152,7 +152,7 @@ def find_ground(config: Config, quality: Quality, file: Path, policy: Policy | N
         return trials[-1]
 
     try:
-        _require_success(world)
+        require_success(world, "leave collect.quality out, which is a rate of success")
         expert = measured("expert", 0.0, "anchors", section.anchor_episodes, 0)
         uniform = measured("uniform actions", 1.0, "anchors", section.anchor_episodes, 0)
         anchors = Anchors(world.spec.name, uniform, expert).require_order()
@@ -176,14 +176,6 @@ def _known(file: Path, config: Config) -> dict[str, Any]:
     actor = fingerprint({"version": VERSION, "actor": _actor(config)})
     found = read_json(file) if file.exists() else {}
     return found if found.get("actor") == actor else {"actor": actor}
-
-
-def _require_success(world: World) -> None:
-    if not world.spec.reports_success:
-        raise ConfigError(
-            f"'{world.spec.name}' does not say which episodes succeed, and a quality is a rate of success: say it with "
-            "world.options.success=package.module:function, or leave collect.quality out."
-        )
 
 
 def _disturbed(

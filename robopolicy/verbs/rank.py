@@ -19,7 +19,7 @@ from robopolicy.core.randomness import derive, numpy_generator
 from robopolicy.core.world import Controller
 from robopolicy.evaluation.ranking import RankingResult, rank
 from robopolicy.evaluation.report import agreement, report_for_run
-from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
+from robopolicy.evaluation.success import EvaluationResult, evaluate_policy, require_success
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
 from robopolicy.verbs.evaluate import evaluation_seeds
 from robopolicy.verbs.verb import Verb
@@ -142,6 +142,7 @@ def score(
     for name, candidate in candidates.items():
         policy = None if isinstance(candidate, str) else candidate
         world = build_world(section, policy, episodes=config.rank.episodes, seed=config.run.seed, device=device)
+        require_success(world, "compare policies by robopolicy evaluate, which has returns too")
         if isinstance(candidate, str):
             seed = derive(config.run.seed, f"rank/{name}")
             actor: Policy | Controller = build_noisy_expert(section, world, candidate, seed)

@@ -184,6 +184,9 @@ def test_scores_of_judges_by_hand():
     assert wrong.error == pytest.approx(np.abs(1 - 2 * truth).mean())
     shy = score_judge("shy", truth, right, margin=0.6, comparable=False)
     assert shy.accepted == 2 and shy.false_rejects == pytest.approx(4 / 6) and math.isnan(shy.error)
+    assert score_judge("shy", truth, right, relative=0.7).accepted == 4, "a share of each incumbent's own value"
+    silent = score_judge("silent", truth, right, margin=2.0)
+    assert not silent.accepted and best_judge({"silent": silent}) is None, "it knows nothing of these policies"
     strict = score_judge("right", truth, right, threshold=0.4)
     assert strict.good == 4 and strict.false_accepts == pytest.approx(2 / 8)
     assert best_judge({"right": score, "wrong": wrong, "shy": shy}) == "right"
