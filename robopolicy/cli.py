@@ -63,7 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
         Console(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
-        Console(stderr=True, emoji=False).print("\nInterrupted. Nothing is lost: run the same command again to go on.")
+        again = "Nothing is lost: run the same command again to go on."
+        if not declaration(arguments[0]).resumes:
+            again = "The same command begins anew."
+        Console(stderr=True, emoji=False).print(f"\nInterrupted. {again}")
         return INTERRUPTED
 
 

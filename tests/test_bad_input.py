@@ -218,3 +218,13 @@ def test_a_setting_longer_than_any_path_is_a_setting(capsys):
     """Whether a word with "=" in it is a path is asked of the system, which refuses names of more than 255 bytes."""
     assert main(["bench", "sims", f"bench.typo=[{','.join(['reach_planar'] * 400)}]"]) == 2
     assert "bench.typo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("verb", "text"), [("train", "Nothing is lost"), ("collect", "begins anew")])
+def test_an_interrupted_verb_says_whether_it_goes_on(verb, text, capsys, monkeypatch, tmp_path):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"robopolicy.verbs.{verb}.run", interrupted)
+    assert main([verb, "recipe=reach_planar", f"run.root={tmp_path}"]) == 130
+    assert text in capsys.readouterr().err

@@ -107,6 +107,12 @@ def test_help_shows_the_chosen_kind_alone(kind, capsys):
     assert kind == "video" or len(text.splitlines()) < 120
 
 
+def test_a_text_that_looks_like_a_number_stays_as_it_is():
+    for name in ("1e3", "nan", "007", "true", "1_000", "2026.11"):
+        assert compose([f"run.name={name}"]).run.name == name
+    assert compose(["run.name='a b'", "world=push_t"]).run.name == "a b"
+
+
 def test_lists_options_and_null_are_overridable():
     config = compose(["collect.noise=[none,0.3]", "world.options.threads=1", "finetune.target_kl=null"])
     assert config.collect.noise == ("none", "0.3")

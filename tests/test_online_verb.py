@@ -93,6 +93,15 @@ def test_without_a_policy_an_agent_acts_from_data_or_from_nothing(root, tmp_path
         assert found.spec.chunk == 2
 
 
+def test_data_of_another_task_is_refused_before_anything_is_learned_of_it(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("robopolicy.verbs.online.fit_agent", lambda *_, **__: pytest.fail("it has begun to learn"))
+    data = f"online.dataset={root}/collect/reach_planar/0/dataset"
+    own = [item for item in SMALL if item.startswith(("run.", "online."))]
+    command = ["online", *own, "world=push_cube", f"run.root={tmp_path}", "online.method=actions", data]
+    assert main([*command, *RLPD]) == 2
+    assert "Is this the world it was trained for?" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

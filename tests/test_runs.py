@@ -11,6 +11,7 @@ from robopolicy.build import choose_device
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import sweep
 from robopolicy.runs import claim, open_run
 
@@ -159,3 +160,19 @@ def test_a_run_that_goes_on_with_other_threads_says_so(tmp_path):
     assert found["threads"] == 1 and found["resumed_with"] == [{"threads": 2}]
     (folder / "result.json").write_text("{}")
     opened(2)
+
+
+def test_the_time_of_a_run_is_that_of_every_process_that_was_at_it(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("robopolicy.core.run.time.perf_counter", lambda: now[0])
+    killed = RunFolder(tmp_path)
+    killed.clock()
+    now[0] += 5
+    killed.log({"step": 1})
+    now[0] += 4  # of which nobody knows any more
+    after = RunFolder(tmp_path)
+    clock = after.clock()
+    now[0] += 2
+    assert clock.seconds == 7 and after.clock() is clock
+    after.describe("", 0)  # another run in the same place
+    assert RunFolder(tmp_path).clock().seconds == 0

@@ -33,11 +33,12 @@ class PlannedPolicy(nn.Module):
     value: adds what the last imagined observation is worth where the episode goes on. Decisions are those of `policy`,
     latents and log-probabilities included, so that `policy.log_prob` scores them; choosing among them is not scored.
     `last_scores` [B, N] are those of the latest decision, candidate 0 first: the policy's own noise-free choice if it
-    was asked to be deterministic.
+    was asked to be deterministic. Raises ConfigError where the model is of another task than the policy.
     """
 
     def __init__(self, policy: Policy, model: WorldModel, config: PlanConfig | None = None, value: Value | None = None):
         super().__init__()
+        _require_same_task(policy, model)
         self.policy, self.model, self.config, self.value = policy, model, config or PlanConfig(), value
         self.last_scores = torch.zeros(0, 0)
         self._world: ImaginedWorld | None = None
@@ -121,3 +122,17 @@ class PlannedPolicy(nn.Module):
             history = self.policy.spec.history
             self._world = ImaginedWorld(self.model, lambda seeds: self._context, rows, history=history)
         return self._world
+
+
+def _require_same_task(policy: Policy, model: WorldModel) -> None:
+    """Raise ConfigError where policy and model mean different things by an action, or by a field that both read."""
+    own, its = policy.spec, fields_read(model)
+    both = {f"'{key}'": (field, its[key]) for key, field in own.observation.items() if key in its}
+    for what, (mine, theirs) in {**both, "actions": (own.action, model.spec.action)}.items():
+        named = bool(mine.names and theirs.names)
+        if mine.shape != theirs.shape or (named and mine.names != theirs.names):
+            raise ConfigError(
+                f"The world model that plans is of another task than the policy: by {what} it means "
+                f"{list(theirs.names) or list(theirs.shape)}, the policy {list(mine.names) or list(mine.shape)}. "
+                "Plan in a model of the world that the policy acts in."
+            )

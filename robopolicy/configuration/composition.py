@@ -1,6 +1,7 @@
 """Composes the configuration from defaults, a recipe, a world and `key=value` overrides, and writes it down."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,8 @@ def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore) -> 
             known = [f"{place}.{name}" if place else name for name in node] if isinstance(node, Mapping) else []
             raise ConfigError(f"Unknown configuration key '{key}'.{did_you_mean(key, known)}")
         node = node.get(part, {})
+    if isinstance(node, str) and re.fullmatch(r"[\w.+-]+", value):
+        value = f"'{value}'"  # a text may look like a number: run.name=1e3 is not 1000.0
     return f"++{key}={value}"
 
 

@@ -6,12 +6,14 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from robopolicy.core.errors import DataError
 from robopolicy.core.storage import read_json, storage_errors, write_atomic, write_json
 
+CLOCK = "clock.json"
 GROUNDS = ("threads", "processor", "instructions", "torch", "numpy", "mujoco")
 """What the last digits of a computation depend on, of what versions.json says."""
 
@@ -23,6 +25,7 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = Path(path)
+        self._clock: Clock | None = None
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
 
@@ -42,6 +45,7 @@ class RunFolder:
         threads: of torch, 0 for as many as it has now.
         """
         write_atomic(self.path / "config.yaml", config_yaml)
+        (self.path / CLOCK).unlink(missing_ok=True)
         found = versions() | ({"threads": threads} if threads else {})
         write_json(self.path / "versions.json", {"seed": seed, "command": sys.argv, **found})
 
@@ -66,6 +70,13 @@ class RunFolder:
         with storage_errors(self.path / "metrics.jsonl"), open(self.path / "metrics.jsonl", "a") as file:
             file.write(line)
             file.flush()
+        if self._clock is not None:
+            self._clock.keep()
+
+    def clock(self) -> "Clock":
+        """Return the clock of this run, which goes on from what a killed process had logged last."""
+        self._clock = self._clock or Clock(self.path / CLOCK)
+        return self._clock
 
     def rewind(self, key: str, last: int) -> None:
         """Drop metric lines whose `key` exceeds `last`: what a killed run logged after its last checkpoint."""
@@ -89,6 +100,26 @@ class RunFolder:
                     break
                 raise DataError(f"{path} line {number} is not JSON: {error}.") from error
         return records
+
+
+class Clock:
+    """How long processes have worked at a run; what a killed one did after it was last kept is not known.
+
+    path: where that is kept.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self._began = path, time.perf_counter()
+        self._before = float(read_json(path)["seconds"]) if path.exists() else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of this process and those before it."""
+        return self._before + time.perf_counter() - self._began
+
+    def keep(self) -> None:
+        """Write down how long it has been."""
+        write_json(self.path, {"seconds": self.seconds})
 
 
 def versions() -> dict[str, Any]:

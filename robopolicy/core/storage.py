@@ -26,11 +26,11 @@ def storage_errors(path: Path) -> Generator[None, None, None]:
         yield
     except SafetensorError as error:
         if f"os error {errno.ENOSPC}" in str(error):
-            raise StorageError(f"No space left while writing {path}. Free some, run again: it resumes.") from error
+            raise StorageError(f"No space left while writing {path}. Free some and run it again.") from error
         raise StorageError(f"Could not write {path}: {error}. Free some space or choose another folder.") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(f"No space left while writing {path}. Free some, run again: it resumes.") from error
+            raise StorageError(f"No space left while writing {path}. Free some and run it again.") from error
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             raise StorageError(f"{path} is not writable. Choose another folder with run.root=FOLDER.") from error
         if error.errno in (errno.ENOTDIR, errno.EEXIST):

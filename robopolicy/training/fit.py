@@ -1,7 +1,6 @@
 """The one regression loop: policies (BC), world models, critics and heads all train through it."""
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,11 +30,10 @@ from robopolicy.training.state import load_trainer, require_same_config, save_tr
 
 @dataclass(frozen=True)
 class FitResult:
-    """steps done in total; the last logged mean of each loss; seconds spent in this call."""
+    """steps done in total; the last logged mean of each loss."""
 
     steps: int
     losses: Mapping[str, float]
-    seconds: float
 
 
 def learning_rate_at(step: int, config: FitConfig) -> float:
@@ -106,7 +104,6 @@ class _Fit:
         self._resume()
 
     def run(self, batches: Iterator[Any], label: str, evaluate: Callable[[], Mapping[str, float]] | None) -> FitResult:
-        started = time.perf_counter()
         self.model.train()
         with progress(label, self.config.steps) as advance:
             advance(self.step)
@@ -120,7 +117,7 @@ class _Fit:
                     self._save()
         self._exchange()
         self.model.eval()
-        return FitResult(self.step, self.losses, time.perf_counter() - started)
+        return FitResult(self.step, self.losses)
 
     def _update(self, batch: Any) -> dict[str, Tensor]:
         where = f"training step {self.step}"

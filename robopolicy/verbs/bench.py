@@ -60,6 +60,7 @@ VERB = Verb(
     sections=("run", "bench"),
     example="robopolicy bench algorithms",
     targets=("bench.name",),
+    resumes=True,
 )
 
 Figures = Mapping[str, Any]

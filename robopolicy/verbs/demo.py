@@ -28,6 +28,7 @@ VERB = Verb(
     summary="The whole job in ten minutes, ending with a report",
     sections=("run", "demo"),
     example="robopolicy demo",
+    resumes=True,
 )
 
 

@@ -37,6 +37,7 @@ VERB = Verb(
     example="robopolicy distill runs/finetune/push_t/0/checkpoint",
     targets=("distill.policy",),
     world_from={"distill.policy": "finetune/checkpoint"},
+    resumes=True,
 )
 
 TIMED = 50
@@ -58,12 +59,13 @@ def run(config: Config) -> int:
         teacher = distillable(teacher, section.steps)  # before it plays a single episode
     episodes = asked_at(config, teacher, device)
     seed = derive(config.run.seed, "distill")
-    settings = narrowed(DistillConfig, section)
+    settings, clock = narrowed(DistillConfig, section), folder.clock()
     if isinstance(teacher, EncodedPolicy):  # the encoder stays as it is
         few, fitted = distill(teacher.policy, encoded(teacher.model, episodes), settings, folder, seed=seed)
         student = teacher.around(few)
     else:
         student, fitted = distill(teacher, episodes, settings, folder, seed=seed)
+    taken = clock.seconds
     remember_origin(student, origin_of(teacher))
     student.save(folder.checkpoint)
     both: dict[str, Policy] = {"teacher": teacher, "student": student}
@@ -75,7 +77,7 @@ def run(config: Config) -> int:
         "env_steps": 0 if section.data else episodes.step_count,
         "training_steps": fitted.steps,
         "losses": dict(fitted.losses),
-        "seconds": fitted.seconds,
+        "seconds": taken,
         **{f"seconds_{name}": value for name, value in seconds.items()},
     }
     finish(config, folder, result | judged(config, both, device))

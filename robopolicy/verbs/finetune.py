@@ -4,7 +4,6 @@ Progress is measured on validation seeds, the final judgement uses other seeds. 
 goes on from the last checkpoint and ends in the same place. world=worldmodel tunes in imagination.
 """
 
-import time
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -70,6 +69,7 @@ VERB = Verb(
     example="robopolicy finetune recipe=push_cube run.seed=1",
     targets=("finetune.policy",),
     world_from={"finetune.policy": "train/checkpoint"},
+    resumes=True,
 )
 
 
@@ -111,7 +111,7 @@ def tune(config: Config) -> int:
         fresh = confirming_seeds(config, iteration, section.evaluate_episodes)
         return evaluate_policy(judging, candidate, fresh, device=device, label="confirm").figures()
 
-    started = time.perf_counter()
+    clock = folder.clock()
     critic = build_critic(world, section, config.run.seed).to(device)
     tuned = finetune(
         policy,
@@ -124,7 +124,7 @@ def tune(config: Config) -> int:
         seed=config.run.seed,
         guidance=guidance_of(config, world, config.world.model, policy),
     )
-    seconds = time.perf_counter() - started
+    seconds = clock.seconds
     seeds = evaluation_seeds(config, section.evaluate_episodes)
     verdicts = {
         name: judge(judging, candidate, seeds, device, config.run.seed, name)

@@ -12,7 +12,6 @@ In a model without a decoder a policy reads the latent (train.encoder=CHECKPOINT
 watched and ever after, it acts behind the model's encoder, which its checkpoint holds.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,6 +83,7 @@ VERB = Verb(
     example="robopolicy imagine recipe=push_cube",
     targets=("finetune.policy",),
     world_from={"finetune.policy": "train/checkpoint", "imagine.model": "worldmodel/checkpoint"},
+    resumes=True,
 )
 
 
@@ -126,9 +126,9 @@ def run(config: Config) -> int:
     require_target(section.target_success, worlds.real)
     inside = {"base": as_seen_in(worlds.imagined, base), "tuned": policy}
     refresh = refresh_of(config, worlds, model, folder) if chosen.refresh_every else None
-    started = time.perf_counter()
+    clock = folder.clock()
     tuned = learn(config, policy, worlds, model, folder, refresh)
-    seconds = time.perf_counter() - started
+    seconds = clock.seconds
     if isinstance(worlds.imagined.model, DecoderFree):
         save_encoder(worlds.imagined.model, folder.checkpoint)
     outside = {"base": worlds.in_reality(base), "tuned": worlds.in_reality(policy)}

@@ -14,7 +14,6 @@ offline.data=[recorded,guided] draws them from a diffusion model of the log, gui
 offline.agent=edac offline.data=[recorded,imagined] offline.imagined_steps=10 offline.model=MODEL is RAVL.
 """
 
-import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,6 +57,7 @@ VERB = Verb(
     example="robopolicy offline runs/collect/push_t/0/dataset offline.policy=runs/train/push_t/0/checkpoint",
     targets=("offline.dataset",),
     world_from={"offline.policy": "train/checkpoint"},
+    resumes=True,
 )
 
 
@@ -81,14 +81,14 @@ def run(config: Config) -> int:
         own = config.gate
         judges = build_judges(config, policy, held, device, [section.model] if section.model is not None else [])
         gate = Gate(judges, margin=own.margin, relative=own.relative, confidence=own.confidence)
-    started = time.perf_counter()
+    clock = folder.clock()
     lesson = learn_critic(config, policy, training, folder, device)
     if isinstance(improver, Wraps):
         policy = improver.wrap(policy, lesson, derive(config.run.seed, "wrapped")).to(device)
     remember_origin(policy, origin_of(base))
     seed = derive(config.run.seed, "offline")
     found = improve_in_rounds(policy, lesson, improver, gate, section.rounds, seed=seed, run=folder)
-    seconds = time.perf_counter() - started
+    seconds = clock.seconds
     for each in judges:
         if isinstance(each, FittedJudge):  # rounds before a kill were judged by another process
             verdicts = (record.get("verdict", {}) for record in found.records)
@@ -220,6 +220,6 @@ def say(found: Rounds, rounds: int) -> None:
     if not found.accepted:
         output.print(
             "The policy is as it came. Either no candidate was better, or the judges cannot tell: give more episodes "
-            "(offline.more=[DATASET], best of all the policy's own), another critic (offline.agent=edac), smaller "
-            "steps (offline.improve.learning_rate), or more starts (gate.starts=1024)."
+            "(offline.more=[DATASET], best of all the policy's own), another critic (offline.agent=edac) or way to "
+            "improve (offline.improve), or more starts (gate.starts=1024)."
         )

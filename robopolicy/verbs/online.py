@@ -9,7 +9,6 @@ Killed? Run the same command again: it goes on and ends in the same place.
 """
 
 import copy
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import require_fit
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.transitions import Transitions
@@ -61,6 +61,7 @@ VERB = Verb(
     example="robopolicy online runs/train/push_cube/0/checkpoint online.method=dsrl",
     targets=("online.policy",),
     world_from={"online.policy": "train/checkpoint", "online.dataset": ""},
+    resumes=True,
 )
 
 
@@ -84,7 +85,7 @@ def run(config: Config) -> int:
     path = policy_path(config)
     given = None if path is None else load_policy(path, device)
     world = build_world(config.world, given, batch_size=section.num_envs, device=device)
-    started = time.perf_counter()
+    clock = folder.clock()
     beginning = begin(config, given, world, folder, device)
     policy = beginning.policy
     base = copy.deepcopy(policy) if given is None else load_policy(path or Path(), device)
@@ -106,7 +107,7 @@ def run(config: Config) -> int:
         seed=config.run.seed,
         run=folder,
     )
-    seconds = time.perf_counter() - started
+    seconds = clock.seconds
     seeds = evaluation_seeds(config, section.evaluate_episodes)
     verdicts = {
         name: judge(judging, each, seeds, device, config.run.seed, name)
@@ -157,6 +158,7 @@ def begin(config: Config, given: Policy | None, world: World, folder: RunFolder,
     interface = seen_by_agent(config, given, world, episodes)
     agent = AGENTS.builds(kind)(settings, interface.size, interface.actions, seed).to(device)
     acting = AgentPolicy(agent, interface, world.spec.fps)
+    require_fit(acting.spec, world.spec)  # before it learns anything of recorded data
     other = plays_agent(copy.deepcopy(agent)) if given is None else plays_policy(given, acting)
     if episodes is None:
         return Beginning(acting, other, "warm-up")

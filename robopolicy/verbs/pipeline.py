@@ -29,6 +29,7 @@ VERB = Verb(
     summary="Run several verbs as one resumable job with one report",
     sections=("run", "pipeline"),
     example="robopolicy pipeline recipe=rl100 pipeline.recipe=push_t",
+    resumes=True,
 )
 
 

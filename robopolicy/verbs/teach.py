@@ -47,6 +47,7 @@ VERB = Verb(
     example="robopolicy teach runs/finetune/push_cube/0/checkpoint recipe=push_cube_pixels",
     targets=("teach.teacher",),
     world_from={"teach.teacher": "finetune/checkpoint"},
+    resumes=True,
 )
 
 

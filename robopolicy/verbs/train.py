@@ -58,6 +58,7 @@ VERB = Verb(
     example="robopolicy train recipe=push_cube policy.kind=flow",
     targets=("train.data",),
     world_from={"train.data": "collect/dataset"},
+    resumes=True,
 )
 
 
@@ -99,7 +100,9 @@ def run(config: Config) -> int:
         world = build_world(config.world, seen, episodes=count, seed=config.run.seed, device=device)
     judged_in = None if world is None else origin_of_section(config.world, world)
     remember_origin(policy, judged_in or recorded)
+    clock = folder.clock()
     fitted = learn(config, policy, episodes, folder)
+    seconds = clock.seconds
     if encoder is not None:
         save_encoder(encoder, folder.checkpoint)
     first = say_losses(folder, fitted)
@@ -111,7 +114,7 @@ def run(config: Config) -> int:
         "training_steps": fitted.steps,
         "first_losses": first,
         "losses": dict(fitted.losses),
-        "seconds": fitted.seconds,
+        "seconds": seconds,
         "parameters": sum(parameter.numel() for parameter in policy.parameters()),
     }
     if world is not None:

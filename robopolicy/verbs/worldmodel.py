@@ -49,6 +49,7 @@ VERB = Verb(
     targets=("worldmodel.data",),
     lists=("worldmodel.data",),
     world_from={"worldmodel.data": "collect/dataset"},
+    resumes=True,
 )
 
 FILMED = 6
@@ -73,7 +74,9 @@ def run(config: Config) -> int:
     model = WORLD_MODELS.builds(section.kind).build(section.config, world.spec, training, seed).to(device)
     remember_origin(model, origin)
     world.close()
+    clock = folder.clock()
     fitted = fit_stages(model, training, section.fit, generators, folder)
+    seconds = clock.seconds
     model.calibrate(validation)
     rows, steps = section.validation_episodes, section.validation_steps
     won = episodes.success
@@ -81,7 +84,7 @@ def run(config: Config) -> int:
         "episodes": len(episodes),
         "success_rate": float(won.float().mean()) if won is not None else None,
         "losses": {name: value for each in fitted for name, value in each.losses.items()},
-        "seconds": sum(each.seconds for each in fitted),
+        "seconds": seconds,
         "validation": examine(model, validation, generators["examine"], rows=rows, steps=steps),
     }
     save_world_model(model, folder.checkpoint)

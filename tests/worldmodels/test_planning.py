@@ -115,6 +115,18 @@ def test_what_the_model_sees_is_asked_for_and_missed():
         planned.act({STATE: torch.zeros(1, 1, 1)}, torch.Generator())
 
 
+def test_a_model_of_another_task_is_named_as_such():
+    for changes, what in (
+        ({"action": Field((1,), names=("lift",))}, "by actions it means \\['lift'\\], the policy \\['push'\\]"),
+        ({"observation": {STATE: Field((2,))}}, "by 'observation.state' it means \\[2\\], the policy \\[1\\]"),
+    ):
+        policy, model = Wanderer(), Line()
+        policy.spec = replace(policy.spec, action=Field((1,), names=("push",)))
+        model.spec = replace(SPEC, **changes)
+        with pytest.raises(ConfigError, match=f"world model that plans is of another task than the policy: {what}"):
+            PlannedPolicy(policy, model)
+
+
 def test_a_policy_that_sees_several_frames_plans_in_a_model_that_reads_actions_between_them():
     episodes = recorded(20)
     model = RssmModel.build(RssmConfig(size="tiny", batch_size=4, length=4), point_world.SPEC, episodes, 0)
