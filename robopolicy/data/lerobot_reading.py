@@ -8,6 +8,7 @@ final observation may be missing (None, or `final_known` False). Only `observati
 import io
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import CheckpointError, DataError, did_you_mean
+from robopolicy.core.errors import CheckpointError, DataError, RobopolicyWarning, did_you_mean
 from robopolicy.core.interventions import Acted, Segment
 from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.core.storage import recover_folder
@@ -32,7 +33,7 @@ def read_dataset(folder: Path, episodes: Sequence[int] | None = None, cameras: S
     """Read `folder` into memory: the chosen `episodes` (None: all) and `cameras` (None: all, (): no images).
 
     Raises DataError: folder missing, not a dataset, written by an older LeRobot, never finalised, episode or camera
-    absent, damaged file.
+    absent, damaged file. An episode that changes its task on the way is read as several, each told its own.
     """
     folder = recover_folder(Path(folder))
     information = read_information(folder)
@@ -50,6 +51,8 @@ def read_dataset(folder: Path, episodes: Sequence[int] | None = None, cameras: S
         else:
             columns[key] = _decoded(folder, columns, key)
     sidecar = _read_sidecar(folder)
+    if sidecar is None:
+        lengths = _told_apart(folder, columns["task_index"], lengths)
     selected = sorted(set(chosen.tolist()))
     return _assemble(folder, information, columns, lengths, sidecar, selected, image_keys)
 
@@ -351,6 +354,23 @@ def _assemble(
         label_steps=_flat(columns[LABEL_STEPS]) if LABEL_STEPS in columns else None,
         **_who_acted(columns),
     )
+
+
+def _told_apart(folder: Path, task: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return lengths [E] of episodes with one task each, of tasks [N] step by step and the lengths as recorded."""
+    starts, recorded = np.zeros(len(task), dtype=bool), np.cumsum(lengths) - lengths
+    starts[recorded] = True
+    changes = np.flatnonzero(np.diff(task, prepend=task[:1]).astype(bool) & ~starts)
+    if len(changes):
+        count = len(np.unique(np.searchsorted(recorded, changes, side="right")))
+        warnings.warn(
+            f"{folder}: {count} of {len(lengths)} episodes change their task on the way. Each part is read as an "
+            "episode of its own, with its own instruction.",
+            RobopolicyWarning,
+            stacklevel=3,
+        )
+    starts[changes] = True
+    return np.diff(np.flatnonzero(starts), append=len(task))
 
 
 def _labels(columns: Mapping[str, np.ndarray]) -> Tensor | None:

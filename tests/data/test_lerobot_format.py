@@ -10,7 +10,7 @@ import torch
 from moving_episodes import FRONT, moving_episodes
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import DataError, StorageError
+from robopolicy.core.errors import DataError, RobopolicyWarning, StorageError
 from robopolicy.core.spec import STATE
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 
@@ -134,6 +134,33 @@ def test_reads_what_others_recorded_with_lerobot(tmp_path):
     assert images[:, 0, 0, 0].tolist() == [0, 1, 2, 2, 40, 41, 42, 43, 44, 44]
     with pytest.raises(DataError, match="rewards"):
         episodes.transitions()
+
+
+def test_an_episode_that_changes_its_task_is_several(tmp_path):
+    """LeRobot says the task of every frame: an episode's first alone would put other actions under its words."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    features = {
+        STATE: {"dtype": "float32", "shape": (1,), "names": None},
+        "action": {"dtype": "float32", "shape": (1,), "names": None},
+    }
+    dataset = LeRobotDataset.create("other/two", 30, features, root=tmp_path / "two", use_videos=False)
+    for length in (4, 6):
+        for step in range(length):
+            left = step < length // 2 or length == 4
+            action = np.array([1.0 if left else -1.0], np.float32)
+            frame = {STATE: np.array([step], np.float32), "action": action}
+            dataset.add_frame({**frame, "task": "go left" if left else "go right"})
+        dataset.save_episode()
+    dataset.finalize()
+    with pytest.warns(RobopolicyWarning, match="1 of 2 episodes change their task"):
+        episodes = read_dataset(tmp_path / "two")
+    assert episodes.lengths.tolist() == [4, 3, 3] and episodes.tasks == ("go left", "go left", "go right")
+    told = [episodes.tasks[place] for place in episodes.episode_of_step.tolist()]
+    assert all((text == "go left") == (action > 0) for text, action in zip(told, episodes.actions[:, 0], strict=True))
+    assert episodes.observation[STATE][:, 0].tolist() == [0, 1, 2, 3, 3, 0, 1, 2, 2, 3, 4, 5, 5]
+    with pytest.warns(RobopolicyWarning):
+        assert read_dataset(tmp_path / "two", [1]).lengths.tolist() == [3, 3]
 
 
 def test_missing_and_foreign_folders(tmp_path):
