@@ -82,7 +82,8 @@ def _in_recordings(config: Config, data: Path) -> Config:
 
 
 def _say_assumed(where: object, config: Config) -> None:
-    _say_unknown(where, f"{config.world.name} is assumed where one is needed. Name it")
+    recorded = "To follow recorded episodes instead: world=demonstrations world.data=DATASET."
+    _say_unknown(where, f"{config.world.name} is assumed where one is needed. {recorded} Name another")
 
 
 def _say_unknown(where: object, instead: str) -> None:

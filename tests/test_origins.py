@@ -146,7 +146,10 @@ def test_policies_of_no_known_world_are_judged_as_before_and_it_is_said(push_t, 
     assert saved_origin(old) is None
     assert run("evaluate", str(old), "world=push_t", home=tmp_path) == 0
     assert "assumed" not in said(capsys)
-    with pytest.warns(RobopolicyWarning, match="push_cube is assumed where one is needed. Name it: world=NAME"):
+    with pytest.warns(
+        RobopolicyWarning,
+        match=r"push_cube is assumed where one is needed. .*world=demonstrations .*Name another: world=NAME",
+    ):
         config = compose([f"evaluate.policy={old}"], lambda config: with_origin(config, {"evaluate.policy": ""}))
     assert config.world.name == "push_cube"
 

@@ -224,7 +224,8 @@ def _require_same_elements(what: str, own: Field, other: Field, world: str) -> N
             raise SpecError(
                 f"Element {place} of {what} is '{mine}' to the policy, but '{theirs}' in the world '{world}'. Is this "
                 'the world it was trained for? If the two are one quantity in one unit, give it one name: "names" in '
-                "the checkpoint's config.json or, before training, in the dataset's meta/info.json and meta/robopolicy."
+                "the checkpoint's config.json (of LeRobot's, in robopolicy.json beside it) or, before training, in the "
+                "dataset's meta/info.json and meta/robopolicy."
             )
 
 

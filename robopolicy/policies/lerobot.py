@@ -10,6 +10,7 @@ Nothing is ever downloaded. A file `robopolicy.json` beside config.json says wha
 
 import io
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
@@ -124,7 +125,8 @@ class LeRobotPolicy:
         self.settings = LeRobotSettings() if settings is None else settings
         config: Any = policy.config
         self._features = {name: each for name, each in config.input_features.items() if EMPTY_CAMERA not in name}
-        for name in (*self.settings.features, *self.settings.image_sizes):
+        named = (name for name in self.settings.names if name != "action")
+        for name in (*self.settings.features, *self.settings.image_sizes, *named):
             if name not in self._features:
                 raise ConfigError(f"The policy has no feature '{name}'.{did_you_mean(name, self._features)}")
         # What a processor renames stands in the data, and so in the world, under its old name.
@@ -134,7 +136,7 @@ class LeRobotPolicy:
         chunk = int(getattr(config, CHUNK_KEYS[config.type]))
         self._spec = PolicySpec(
             observation={self._keys[name]: self._field(name) for name in self._features},
-            action=Field(tuple(config.action_feature.shape)),
+            action=self._vector("action", tuple(config.action_feature.shape)),
             history=config.n_obs_steps,
             chunk=chunk,
             prediction=_predicted_steps(config, chunk),
@@ -238,7 +240,7 @@ class LeRobotPolicy:
     def _field(self, name: str) -> Field:
         shape, kind = tuple(self._features[name].shape), self._features[name].type.value
         if kind in ("STATE", "ENV"):
-            return Field(shape)
+            return self._vector(name, shape)
         if kind != "VISUAL" or len(shape) != 3 or shape[0] != 3:
             raise CheckpointError(f"Feature '{name}' is {kind} of shape {shape}: only vectors and RGB images are read.")
         size = tuple(self.settings.image_sizes.get(name, shape[1:]))
@@ -246,10 +248,25 @@ class LeRobotPolicy:
             raise ConfigError(f"image_sizes of '{name}' is [height, width], not {list(size)}.")
         return Field((*size, 3), "uint8", 0.0, 255.0)
 
-    def mapping_for(self, world: WorldSpec) -> str:
+    def _vector(self, name: str, shape: tuple[int, ...]) -> Field:
+        names = tuple(self.settings.names.get(name, ()))
+        if names and len(names) != math.prod(shape):
+            raise ConfigError(f"{SETTINGS_FILE} names {len(names)} elements of '{name}', which has {math.prod(shape)}.")
+        return Field(shape, names=names)
+
+    def named_as_in(self, world: WorldSpec) -> "LeRobotPolicy":
+        """Return this policy, its elements called as in `world`, whose data it learns from, where they had no names."""
+        mine = {name: self.spec.observation[key] for name, key in self._keys.items()} | {"action": self.spec.action}
+        theirs = {name: world.observation.get(key) for name, key in self._keys.items()} | {"action": world.action}
+        vectors = {name: field for name, field in theirs.items() if field is not None and len(field.shape) == 1}
+        known = {name: each.names for name, each in vectors.items() if each.names and each.shape == mine[name].shape}
+        settings = replace(self.settings, names={**known, **self.settings.names})
+        return LeRobotPolicy(self.policy, self.preprocess, self.postprocess, settings, self.folder)
+
+    def mapping_for(self, world: WorldSpec, *, recorded: bool = False) -> str:
         """Return what to write where the names or sizes of what it reads are others in `world`, "" where they are not.
 
-        A world shows all its cameras in one size, and square.
+        A world shows all its cameras in one size, and square; recorded: it shows what was recorded, in whatever size.
         """
         visual = {name for name, feature in self._features.items() if feature.type.value == "VISUAL"}
         other = {
@@ -260,7 +277,9 @@ class LeRobotPolicy:
         read = {name: self.spec.observation[self._keys[name]].shape for name in visual}
         shown = {name: world.observation[self._keys[name]].shape for name in visual - set(other)}
         sizes: dict[str, list[int]] = {}
-        if any(read[name] != shape for name, shape in shown.items()) or len({*read.values()}) > 1:
+        if recorded:
+            sizes = {name: list(shape[:2]) for name, shape in sorted(shown.items()) if read[name] != shape}
+        elif any(read[name] != shape for name, shape in shown.items()) or len({*read.values()}) > 1:
             size = max(max(shape[:2]) for shape in read.values())
             sizes = {name: [size, size] for name in sorted(visual)}
         example = {**({"features": other} if other else {}), **({"image_sizes": sizes} if sizes else {})}

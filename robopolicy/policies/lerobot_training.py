@@ -22,11 +22,11 @@ from torch.func import functional_call
 from torch.nn.functional import pad
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
 from robopolicy.core.origin import described_origin, origin_of, remember_origin
 from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.randomness import drawing_from
-from robopolicy.core.spec import WorldSpec
+from robopolicy.core.spec import WorldSpec, require_fit
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.tensors import load_tensors
 from robopolicy.nn.configuration import FlowNoise
@@ -118,6 +118,11 @@ class FromLeRobot:
         tuning = replace(known.tuning, tuned=config.tuned)
         settings = replace(known, fps=spec.fps, instructions=spec.instructions, tuning=tuning)
         policy = load_lerobot_policy(folder, settings=settings)
+        try:
+            require_fit(policy.spec, spec)
+        except SpecError as error:
+            raise SpecError(f"{error} {policy.mapping_for(spec, recorded=True)}".strip()) from error
+        policy = policy.named_as_in(spec)
         fill_in(policy, episodes)
         return trainable_lerobot(policy, config.levels_per_sample)
 

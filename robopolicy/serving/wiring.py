@@ -147,7 +147,8 @@ def _elements(
     if len(names) != int(np.prod(shape)):
         raise SpecError(
             f"The policy does not name the {int(np.prod(shape))} elements that it {what}, so nobody can tell which is "
-            'which: write them, "names", into the checkpoint\'s config.json, in the order that it was trained with.'
+            'which: write them, "names", into the checkpoint\'s config.json, in the order that it was trained with (of '
+            'LeRobot\'s into robopolicy.json beside it: "names": {"action": ["shoulder_pan.pos", ...]}).'
         )
     found = tuple(own.get(name, name) for name in names)
     missing = [(name, mine) for name, mine in zip(names, found, strict=True) if mine not in known]

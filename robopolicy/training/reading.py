@@ -86,7 +86,7 @@ def describe_reading(
 
 def _reason(name: str, kind: str, was_read: bool) -> str:
     if was_read:
-        return "the policy's observation_keys do not name it"
+        return "the policy does not read it; policy.observation_keys says what one of ours reads"
     if not name.startswith("observation."):
         return "only observation.* and action are read"
     return f"its values are of type {kind}, neither numbers nor images"

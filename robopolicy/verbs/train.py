@@ -166,14 +166,12 @@ def say_model(policy: Trainable, section: PretrainConfig) -> None:
 
 
 def say_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:
-    """Print the first and last logged mean of each loss; return the first ones."""
-    first: dict[str, float] = {}
-    for record in folder.metrics():
-        for name in fitted.losses:
-            if name in record:
-                first.setdefault(name, float(record[name]))
+    """Print the first and last logged mean of each loss, of one that was logged once that; return the first ones."""
+    logged = {name: [float(each[name]) for each in folder.metrics() if name in each] for name in fitted.losses}
+    first = {name: values[0] for name, values in logged.items() if values}
     for name, last in fitted.losses.items():
-        output.print(escape(f"Loss '{name}': {first.get(name, last):.4g} at first, {last:.4g} at last"))
+        begun = f"{first[name]:.4g} at first, " if len(logged[name]) > 1 else ""
+        output.print(escape(f"Loss '{name}': {begun}{last:.4g} at last"))
     output.print(f"Training steps: {fitted.steps}")
     return first
 

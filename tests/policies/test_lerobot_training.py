@@ -22,7 +22,7 @@ from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch, example_observation
 from robopolicy.core.randomness import drawing_from
-from robopolicy.core.spec import TASK
+from robopolicy.core.spec import STATE, TASK, WorldSpec, require_fit
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.nn.configuration import FlowNoise
@@ -487,8 +487,15 @@ def test_images_of_another_size_are_refused(folders):
         policy.act({**observation, FRONT: large}, torch.Generator())
 
 
-def test_training_begins_with_lerobots_weights_and_frees_what_its_config_does(folders):
+def data_spec() -> WorldSpec:
+    """What data shows that these policies learn from."""
     spec = make_world("push_cube", 1, cameras=("front",), image_size=32).spec
+    state = replace(spec.observation[STATE], shape=(4,), names=("x", "y", "velocity_x", "velocity_y"))
+    return replace(spec, observation={**spec.observation, STATE: state})
+
+
+def test_training_begins_with_lerobots_weights_and_frees_what_its_config_does(folders):
+    spec = data_spec()
     config = LeRobotStart(folders["smolvla"])
     policy = build_policy("lerobot", config, spec, None, 0)
     learning = {name for name, weight in policy.named_parameters() if weight.requires_grad}
@@ -498,6 +505,44 @@ def test_training_begins_with_lerobots_weights_and_frees_what_its_config_does(fo
     assert torch.equal(noise_free(policy, observation), noise_free(trained(folders["smolvla"]), observation))
     with pytest.raises(ConfigError, match=r"policy.path=FOLDER"):
         build_policy("lerobot", LeRobotStart(), spec, None, 0)
+
+
+def test_what_it_learned_from_names_its_elements(folders, tmp_path):
+    """So that other orders are refused, and a robot knows what is meant; what a user wrote down stays."""
+    spec = data_spec()
+    policy = build_policy("lerobot", LeRobotStart(folders["smolvla"]), spec, None, 0)
+    assert policy.spec.action.names == spec.action.names != ()
+    policy.save(tmp_path / "learned")
+    learned = load_policy(tmp_path / "learned")
+    assert all(learned.spec.observation[key].names == spec.observation[key].names for key in learned.spec.observation)
+    require_fit(learned.spec, spec)
+    swapped = replace(spec, action=replace(spec.action, names=tuple(reversed(spec.action.names))))
+    with pytest.raises(SpecError, match="Element 0 of the action"):
+        require_fit(learned.spec, swapped)
+    own = copied(folders["smolvla"], tmp_path / "own", {"names": {"action": ["across", "along"]}})
+    with pytest.raises(SpecError, match="Element 0 of the action is 'across' to the policy"):
+        build_policy("lerobot", LeRobotStart(own), spec, None, 0)
+    wrong = copied(folders["smolvla"], tmp_path / "wrong", {"names": {"action": ["across"]}})
+    with pytest.raises(ConfigError, match="names 1 elements of 'action', which has 2"):
+        load_policy(wrong)
+
+
+def test_data_of_other_sizes_is_refused_with_the_line_to_write(folders):
+    wide = data_spec()
+    seen = {**wide.observation, FRONT: replace(wide.observation[FRONT], shape=(24, 40, 3))}
+    with pytest.raises(
+        SpecError, match=r'put {"image_sizes": {"observation.images.front": \[24, 40\]}} into robopolicy'
+    ):
+        build_policy("lerobot", LeRobotStart(folders["smolvla"]), replace(wide, observation=seen), None, 0)
+    without = {key: field for key, field in wide.observation.items() if key != FRONT}
+    with pytest.raises(SpecError, match=r"camera 'front'.*put .*camera of the world.* into robopolicy.json"):
+        build_policy("lerobot", LeRobotStart(folders["smolvla"]), replace(wide, observation=without), None, 0)
+
+
+def copied(folder: Path, copy: Path, settings: dict[str, Any]) -> Path:
+    shutil.copytree(folder, copy)
+    (copy / "robopolicy.json").write_text(json.dumps(settings))
+    return copy
 
 
 def test_weights_with_openpis_names_are_read_and_none_may_lack(folders, tmp_path):
