@@ -176,12 +176,13 @@ class RowEnvironment:
     """An environment with vector observations, success flag, images and (for MuJoCo) its full state.
 
     success: "package.module:function" that says it of an observation, or "return >= NUMBER"; None: `info` says it.
-    success_key: entry of `info` that says whether the episode succeeded; None takes the first of SUCCESS_KEYS that
-    `info` has, and no success where there is none. seed_globals: seed Python's and numpy's global generators as well,
-    for environments that draw from them. increase: `step` returns the increase of the environment's reward since the
-    step before, 0 in the first, for rewards that say how far the task has come. An environment may have attributes
-    `state_keys` and `element_names` (see `observation_layout`), which count where no state_keys are given. Raises
-    ConfigError unless actions are a one-dimensional Box, on a bad `success`, and where `observation_layout` does.
+    success_key: entry of `info` that says whether the episode succeeded, at the latest in its last step; None takes the
+    first of SUCCESS_KEYS that `info` has, and no success where there is none. seed_globals: seed Python's and numpy's
+    global generators as well, for environments that draw from them. increase: `step` returns the increase of the
+    environment's reward since the step before, 0 in the first, for rewards that say how far the task has come. An
+    environment may have attributes `state_keys` and `element_names` (see `observation_layout`), which count where no
+    state_keys are given. Raises ConfigError unless actions are a one-dimensional Box, on a bad `success`, and where
+    `observation_layout` does.
     """
 
     def __init__(
@@ -231,10 +232,10 @@ class RowEnvironment:
 
     def _tried(self) -> tuple[bool, bool]:
         """Begin an episode twice, and return whether success is reported, and whether both went alike."""
-        space, keys = self._action_space, {self._success_key, *SUCCESS_KEYS} - {None}
+        space = self._action_space
         seen: list[np.ndarray] = []
         known: set[str] = set()
-        judged = self._judge is not None or self._threshold is not None
+        judged = any(each is not None for each in (self._judge, self._threshold, self._success_key))
         try:
             for _ in range(2):
                 out = np.zeros((2, self.layout.size), np.float32)
@@ -246,7 +247,7 @@ class RowEnvironment:
                 seen.append(out)
         except Exception:  # what is wrong shows again where the environment is used, with its own words
             return True, True
-        return judged or bool(keys & known), bool(np.array_equal(*seen, equal_nan=True))
+        return judged or not known.isdisjoint(SUCCESS_KEYS), bool(np.array_equal(*seen, equal_nan=True))
 
     def reset(self, seed: int, out: np.ndarray, options: dict | None = None) -> None:
         """Start the episode of `seed` and write its first observation into `out` [D]."""
@@ -257,11 +258,11 @@ class RowEnvironment:
         observation, _ = self.environment.reset(seed=int(seed), options=options)
         self._take(observation, out)
 
-    def step(self, action: np.ndarray, out: np.ndarray) -> tuple[float, bool, bool, bool]:
+    def step(self, action: np.ndarray, out: np.ndarray, last: bool = False) -> tuple[float, bool, bool, bool]:
         """Act, write the observation into `out` and return reward, terminated, truncated, success.
 
-        action: [A], of the environment's dtype, which it may keep; out: [D], the layout's size. Raises SpecError when
-        `info` lacks the success_key asked for.
+        action: [A], of the environment's dtype, which it may keep; out: [D], the layout's size; last: whether the
+        world's time limit ends the episode here. Raises SpecError when `info` lacks the success_key at its end.
         """
         observation, reward, terminated, truncated, info = self.environment.step(action)
         self._take(observation, out)
@@ -270,7 +271,7 @@ class RowEnvironment:
         if self._increase:
             last, self._paid.last = self._paid.last, paid
             paid = 0.0 if last is None else paid - last
-        return paid, bool(terminated), bool(truncated), self._success(info, out)
+        return paid, bool(terminated), bool(truncated), self._success(info, out, bool(terminated or truncated or last))
 
     def _take(self, observation: Any, out: np.ndarray) -> None:
         self.layout.write(observation, out)
@@ -280,17 +281,19 @@ class RowEnvironment:
                 image = image[key]
             self._images[camera] = image
 
-    def _success(self, info: Mapping[str, Any], vector: np.ndarray) -> bool:
+    def _success(self, info: Mapping[str, Any], vector: np.ndarray, over: bool) -> bool:
         if self._threshold is not None:
             return self._paid.total >= self._threshold
         if self._judge is not None:
             return judged(self._judge, {key: vector[part] for key, part in self.layout.fields.items()})
         if self._success_key is not None:
-            if self._success_key not in info:
+            if over and self._success_key not in info:
                 raise SpecError(
-                    f"info has no '{self._success_key}' (success_key).{did_you_mean(self._success_key, info)}"
+                    f"info has no '{self._success_key}' (success_key) in the last step of an episode."
+                    f"{did_you_mean(self._success_key, info)} An environment that says it only where it ends the "
+                    "episode itself needs a time limit (horizon) that comes no earlier."
                 )
-            return bool(info[self._success_key])
+            return bool(info.get(self._success_key, False))
         for key in SUCCESS_KEYS:
             if key in info:
                 return bool(info[key])

@@ -8,8 +8,17 @@ from gymnasium import spaces
 class PointEnvironment(gymnasium.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
 
-    def __init__(self, render_mode=None, fall=None, fail_at=None, nan_at=None, success_name="is_success", cut=None):
-        self.render_mode = render_mode
+    def __init__(
+        self,
+        render_mode=None,
+        fall=None,
+        fail_at=None,
+        nan_at=None,
+        success_name="is_success",
+        cut=None,
+        says_from=0,
+    ):
+        self.render_mode, self.says_from = render_mode, says_from
         self.fall, self.fail_at, self.nan_at, self.success_name, self.cut = fall, fail_at, nan_at, success_name, cut
         box = spaces.Box(-np.inf, np.inf, (2,))
         self.observation_space = spaces.Dict(
@@ -46,7 +55,8 @@ class PointEnvironment(gymnasium.Env):
         near = bool(np.linalg.norm(self.position - self.goal) < 0.3)
         fallen = self.fall is not None and bool(self.position[1] < self.fall)
         cut = self.cut is not None and self.count >= self.cut
-        return self._observe(), -0.5, fallen, cut, {self.success_name: near}
+        said = {self.success_name: near} if fallen or cut or self.count >= self.says_from else {}
+        return self._observe(), -0.5, fallen, cut, said
 
     def render(self):
         return self._observe()["pixels"]

@@ -141,7 +141,8 @@ def test_trouble_while_running_is_told():
         world.step(towards_goal(3, 3))
     world = point(success_key="solved")
     world.reset(seeds=[1, 2, 3])
-    with pytest.raises(SpecError, match="no 'solved'"):
+    assert not world.step(towards_goal(3, 11)).success.any()
+    with pytest.raises(SpecError, match=r"no 'solved' \(success_key\) in the last step of an episode"):
         world.step(towards_goal(3, 3))
     world = point(reward="suite_toys:one_number")
     world.reset(seeds=[1, 2, 3])
@@ -155,6 +156,30 @@ def test_trouble_while_running_is_told():
     world.reset()
     with pytest.raises(ConfigError, match="does not simulate with MuJoCo"):
         world.snapshot()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("cut", "says_from"), [(None, 12), (10, 99)])
+def test_success_may_be_said_in_an_episodes_last_step_alone(workers, cut, says_from):
+    """At the time limit, or where the environment ends the episode itself."""
+    told = {"cut": cut, "says_from": says_from}
+    world = point(success_key="is_success", workers=workers, env_options=told)
+    assert world.spec.reports_success and not point(env_options=told).spec.reports_success
+    for speed in (1.0, 0.0):
+        world.reset(seeds=[1, 2, 3])
+        assert not world.step(towards_goal(3, 8, speed)).success.any()
+        rest = towards_goal(3, 8, speed)
+        rest[:, 2:] = 0.0  # stays at the goal
+        last = world.step(rest)
+        assert (last.success == (speed > 0)).all() and last.ended.all()
+    world.close()
+
+
+def test_success_that_is_said_too_late_is_no_failure():
+    world = point(success_key="is_success", env_options={"says_from": 13})
+    world.reset(seeds=[1, 2, 3])
+    with pytest.raises(SpecError, match="needs a time limit"):
+        world.step(towards_goal(3, 12))
 
 
 def test_success_is_found_under_either_name():
