@@ -28,6 +28,10 @@ def test_a_world_without_mujoco_keeps_every_promise(terminate):
     )
 
 
+def test_a_world_whose_environment_truncates_before_the_time_limit_keeps_every_promise():
+    check_world(lambda batch: point(batch, env_options={"cut": 5}), snapshots=False)
+
+
 def test_a_flat_observation_keeps_every_promise():
     check_world(lambda batch: make_gymnasium_world("suite_toys:Plain-v0", batch, fps=5), snapshots=False, renders=False)
 
