@@ -102,14 +102,16 @@ def observation_layout(
     of a flat observation's numbers, () for none.
 
     Box -> observation.state. Dict: the robot's entries -> observation.state, every other vector (goals, objects) ->
-    observation.environment_state in the space's order, uint8 images -> cameras named after their key. Raises
-    ConfigError on an empty space, on an entry that is no Box, and when state_keys names what the space lacks.
+    observation.environment_state in the space's order, uint8 images of 1, 3 or 4 channels -> cameras named after their
+    key; other images are left out. Raises ConfigError on an empty space, on an entry that is no Box, and when
+    state_keys names what the space lacks.
     """
     leaves = dict(_leaves(space, ()))
-    images = {path[-1] if path else "pixels": path for path, box in leaves.items() if _is_image(box)}
+    seen = [path for path, box in leaves.items() if _is_image(box) and channel_axis(box.shape) is not None]
+    images = {path[-1] if path else "pixels": path for path in seen}
     vectors = {path: box for path, box in leaves.items() if not _is_image(box)}
     if not vectors and not images:
-        raise ConfigError(f"The observation space {space} is empty.")
+        raise ConfigError(f"The observation space {space} has neither numbers nor images of 1, 3 or 4 channels.")
     known = {path[0] for path in vectors if path}
     for key in state_keys or ():
         if key not in known:
@@ -370,10 +372,28 @@ def place_of(error: Exception) -> str:
 
 
 def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return `image` ([h, w, 3] or [3, h, w]) as uint8 [height, width, 3], by nearest neighbour."""
-    if image.shape[-1] != 3 and image.shape[0] == 3:
-        image = np.moveaxis(image, 0, -1)
+    """Return `image` as uint8 [height, width, 3], by nearest neighbour.
+
+    It is [h, w, C], or [C, h, w] of one or three channels C. One (grey) is repeated; of four the last (how opaque a
+    pixel is) is left out. Raises ConfigError on any other shape.
+    """
+    axis = channel_axis(image.shape)
+    if axis is None:
+        raise ConfigError(f"The environment draws {list(image.shape)}: an image has 1, 3 or 4 channels.")
+    image = np.moveaxis(image, axis, -1)[..., :3]
     # The middle of each new pixel falls into one old pixel, whose colour it takes.
     rows = (np.arange(height) + 0.5) * image.shape[0] / height
     columns = (np.arange(width) + 0.5) * image.shape[1] / width
-    return np.ascontiguousarray(image[rows.astype(int)][:, columns.astype(int)], dtype=np.uint8)
+    pixels = image[rows.astype(int)][:, columns.astype(int)]
+    return np.ascontiguousarray(np.broadcast_to(pixels, (height, width, 3)), dtype=np.uint8)
+
+
+def channel_axis(shape: Sequence[int]) -> int | None:
+    """Return where an image of this shape, [h, w, C] or [C, h, w], has its channels; None where it is no image."""
+    if len(shape) != 3:
+        return None
+    if 3 in (shape[-1], shape[0]):
+        return -1 if shape[-1] == 3 else 0
+    if shape[-1] in (1, 4):
+        return -1
+    return 0 if shape[0] == 1 else None

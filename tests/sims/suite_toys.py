@@ -17,8 +17,9 @@ class PointEnvironment(gymnasium.Env):
         success_name="is_success",
         cut=None,
         says_from=0,
+        image=(10, 20, 3),
     ):
-        self.render_mode, self.says_from = render_mode, says_from
+        self.render_mode, self.says_from, self.image = render_mode, says_from, tuple(image)
         self.fall, self.fail_at, self.nan_at, self.success_name, self.cut = fall, fail_at, nan_at, success_name, cut
         box = spaces.Box(-np.inf, np.inf, (2,))
         self.observation_space = spaces.Dict(
@@ -26,7 +27,7 @@ class PointEnvironment(gymnasium.Env):
                 "achieved_goal": box,
                 "agent_pos": spaces.Box(-np.inf, np.inf, (3,)),
                 "desired_goal": box,
-                "pixels": spaces.Box(0, 255, (10, 20, 3), dtype=np.uint8),
+                "pixels": spaces.Box(0, 255, self.image, dtype=np.uint8),
             }
         )
         self.action_space = spaces.Box(-1, 1, (2,))
@@ -37,7 +38,7 @@ class PointEnvironment(gymnasium.Env):
             "achieved_goal": self.position.copy(),
             "agent_pos": np.array([*self.position, value]),
             "desired_goal": self.goal,
-            "pixels": np.full((10, 20, 3), int(100 + 50 * np.tanh(self.position[0])), dtype=np.uint8),
+            "pixels": np.full(self.image, int(100 + 50 * np.tanh(self.position[0])), dtype=np.uint8),
         }
 
     def reset(self, *, seed=None, options=None):

@@ -6,7 +6,7 @@ import pytest
 from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
 from sims.registry import make_world
-from sims.suites.environment import open_gymnasium
+from sims.suites.environment import open_gymnasium, resized
 from sims.suites.gymnasium_suite import make_gymnasium_world, words
 
 POINT = "suite_toys:Point-v0"
@@ -111,6 +111,33 @@ def test_images_follow_the_episode():
     assert (first[:, 0] == first[:, 1]).all() and (images[:, 0] < images[:, 1]).all() and (images > first).all()
     # A camera of the observation and env.render show the same thing here, at any size.
     assert (world.render(height=6, width=4)[:, 0, 0, 0] == images[:, 1, 0, 0, 0]).all()
+
+
+@pytest.mark.parametrize("shape", [(10, 20, 1), (1, 10, 20), (10, 20, 4), (3, 10, 20)])
+def test_images_of_other_channels_are_shown_with_three(shape):
+    worlds = [
+        point(cameras=("pixels",), image_size=4, history=2, env_options={"image": i}) for i in (shape, (10, 20, 3))
+    ]
+    for world in worlds:
+        world.reset(seeds=[1, 2, 3])
+    images = [world.step(towards_goal(3, 5)).observation["observation.images.pixels"] for world in worlds]
+    assert np.array_equal(*images) and images[0].shape == (3, 2, 4, 4, 3)
+    assert np.array_equal(*(world.render(height=6, width=4) for world in worlds))
+
+
+def test_an_image_of_two_channels_is_no_camera():
+    world = point(env_options={"image": (10, 20, 2)})
+    assert world.spec.observation.keys() == point().spec.observation.keys()
+    with pytest.raises(ConfigError, match="no camera 'pixels'"):
+        point(cameras=("pixels",), env_options={"image": (10, 20, 2)})
+    world.reset(seeds=[1, 2, 3])
+    with pytest.raises(ConfigError, match=r"draws \[10, 20, 2\]: an image has 1, 3 or 4 channels"):
+        world.render()
+
+
+def test_the_fourth_channel_says_how_opaque_a_pixel_is():
+    drawn = np.random.default_rng(0).integers(0, 256, (6, 4, 4), dtype=np.uint8)
+    assert np.array_equal(resized(drawn, 6, 4), drawn[..., :3])
 
 
 @pytest.mark.parametrize(
