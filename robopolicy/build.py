@@ -288,8 +288,8 @@ def _controller(section: WorldSection, spec: WorldSpec, dotted_path: str) -> Con
     if expert is not None:
         return expert
     raise ConfigError(
-        f"World '{name}' has no scripted expert: give your own with collect.controller=package.module:name, or a "
-        "policy with collect.policy=CHECKPOINT."
+        f"World '{name}' has no scripted expert: give your own with collect.controller=package.module:name, or do "
+        "without: collect.policy=CHECKPOINT, teach.teacher=CHECKPOINT, worldmodel.noise=[], rank.noise=[]."
     )
 
 

@@ -48,8 +48,8 @@ def noise_level(name: str) -> Noise:
 class NoisyController:
     """A controller whose actions are disturbed by `noise` (a Noise, or the gaussian share alone) and clipped to range.
 
-    action_field: the world's action, whose bounds must be finite; seed: of its own generator, so equal seeds repeat the
-    same disturbances for the same number of rows. Raises ConfigError when a bound is infinite.
+    action_field: the world's action, whose bounds must be finite where there is noise; seed: of its own generator, so
+    equal seeds repeat the same disturbances for the same number of rows. Raises ConfigError when one is infinite.
     """
 
     def __init__(self, controller: Controller, noise: Noise | float, seed: int, action_field: Field):
@@ -57,8 +57,12 @@ class NoisyController:
         self._noise = noise if isinstance(noise, Noise) else Noise(gaussian=float(noise))
         self._low = np.broadcast_to(np.asarray(action_field.low, dtype=np.float64), action_field.shape)
         self._high = np.broadcast_to(np.asarray(action_field.high, dtype=np.float64), action_field.shape)
-        if not (np.isfinite(self._low).all() and np.isfinite(self._high).all()):
-            raise ConfigError("A noisy controller needs an action field with finite bounds: set low and high.")
+        self._disturbs = self._noise.gaussian > 0 or self._noise.random > 0
+        if self._disturbs and not (np.isfinite(self._low).all() and np.isfinite(self._high).all()):
+            raise ConfigError(
+                "Noise is a share of the action's range, and this action has no finite bounds: give it low and high, "
+                "or play without noise, noise=[none]."
+            )
         self._generator = numpy_generator(seed, "sims/noisy_controller")
         self._spell: np.ndarray | None = None
         self._held: np.ndarray | None = None
@@ -72,6 +76,8 @@ class NoisyController:
     def act(self, observation: Observation) -> np.ndarray:
         """Return disturbed actions [B, A] for an observation [B, H, ...], in the world's units."""
         actions = self._controller.act(observation)
+        if not self._disturbs:
+            return np.clip(actions, self._low, self._high)
         count, noise, draw = len(actions), self._noise, self._generator
         if self._spell is None or self._held is None or len(self._spell) != count:
             self._spell, self._held = np.zeros(count, dtype=np.int64), np.zeros_like(actions, dtype=np.float64)

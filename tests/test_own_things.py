@@ -130,6 +130,37 @@ def test_own_policy_from_training_to_judgement_and_its_checkpoint(tmp_path, caps
     assert load_policy(folder / "checkpoint").spec.chunk == 2
 
 
+MODEL = ["config.members=2", "config.width=8", "fit.steps=3", "validation_episodes=2", "validation_steps=4"]
+TAUGHT = ["rounds=1", "episodes=4", "last_steps=5", "evaluate_episodes=4", "videos=0"]
+
+
+def test_in_a_world_without_an_expert_ones_own_controller_plays_or_nobody(tmp_path, capsys):
+    """For world models (where steps are missing in the data, and only then), in teaching and in ranking."""
+    here = ["world=own_things:Line", "run.name=line", "world.batch_size=4", f"run.root={tmp_path}"]
+    own = "collect.controller=own_things:Towards"
+    assert main(["collect", *here, own, "collect.episodes=8"]) == 0
+    count = json.loads((tmp_path / "collect" / "line" / "0" / "result.json").read_text())["steps"]
+    model = ["worldmodel", *here, *(f"worldmodel.{each}" for each in MODEL)]
+    data = f"worldmodel.data=[{tmp_path / 'collect' / 'line' / '0' / 'dataset'}]"
+    assert main([*model, "worldmodel.transitions=1"]) == 0
+    more = [data, f"worldmodel.transitions={count + 40}"]
+    assert main([*model, *more, own, "run.name=own"]) == 0
+    fresh = json.loads((tmp_path / "worldmodel" / "own" / "0" / "result.json").read_text())
+    assert fresh["episodes"] > 8
+    assert main([*model, *more, "worldmodel.noise=[]", "run.name=nobody"]) == 0
+    capsys.readouterr()
+    assert main([*model, *more, "run.name=circle"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "collect.controller=package.module:name" in said and "worldmodel.noise=[]" in said
+    student = ["policy.width=16", "policy.depth=1", "policy.sampling_steps=2"]
+    taught = [*(f"teach.{each}" for each in TAUGHT), "teach.teacher=expert"]
+    assert main(["teach", *here, own, *student, *taught]) == 0
+    models = f"rank.models=[{tmp_path / 'worldmodel' / 'line' / '0' / 'checkpoint'}]"
+    assert main(["rank", *here, own, models, "rank.episodes=4", "rank.noise=[none,low,high]"]) == 0
+    ranked = json.loads((tmp_path / "rank" / "line" / "0" / "result.json").read_text())["models"]["ensemble"]
+    assert {"expert, noise none": 1.0}.items() <= {each["name"]: each["real"] for each in ranked["policies"]}.items()
+
+
 def test_settings_of_an_own_policy_are_checked():
     with pytest.raises(ConfigError, match=r"policy\.kind=own_things:Linear has no 'gian'.*'policy\.gain'"):
         compose(["policy.kind=own_things:Linear", "policy.gian=1"])

@@ -27,7 +27,7 @@ class Step:
     observation: at the end of the chunk, or at the step where the row ended (so a time limit can bootstrap from it);
     trace: the non-image observation fields after every control step, key -> [B, C, *shape] (no history axis);
     rewards: name -> [B, C], zero where not valid; valid: [B, C], False after a row has ended;
-    terminated: [B] the task ended (no bootstrap); truncated: [B] the time limit (bootstrap); success: [B] the episode
+    terminated: [B] the task ended (no bootstrap); truncated: [B] a time limit (bootstrap); success: [B] the episode
     has succeeded so far. A row that had ended before the call keeps its flags and its observation, with no valid step.
     Imagination adds horizon_end [B] (the model's rollout was cut: bootstrap, never a real end) and uncertainty [B, C].
     """

@@ -2,8 +2,8 @@
 
 Prints Pearson, Spearman, Kendall, MMRV, error and bias with bootstrap intervals, and draws a scatter plot for every
 model. Give checkpoints of independently trained policies, ours or LeRobot's, rank.policies=[A,B,...]; the scripted
-expert at graded noise is ranked beside them unless rank.noise=[]. rank.models=[A,B,...], of any kinds, defaults to what
-`worldmodel` wrote under the same name and seed.
+expert (or collect.controller) at graded noise is ranked beside them unless rank.noise=[]. rank.models=[A,B,...], of any
+kinds, defaults to what `worldmodel` wrote under the same name and seed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ from worldmodels.protocol import DecoderFree
 
 VERB = Verb(
     summary="Compare policies in a world model and in the simulator",
-    sections=("run", "world", "rank"),
+    sections=("run", "world", "collect", "rank"),
     example="robopolicy rank recipe=push_cube",
     world_from={"rank.policies": "", "rank.models": "worldmodel/checkpoint"},
 )
@@ -104,7 +104,7 @@ def _end(place: Path, length: int) -> str:
 
 
 def load_candidates(config: Config) -> dict[str, Policy | str]:
-    """Return what is to be ranked by name: checkpoints, and the scripted expert at each level of noise."""
+    """Return what is to be ranked by name: checkpoints, and the expert at each level of noise."""
     device = choose_device(config.run)
     paths = config.rank.policies
     candidates: dict[str, Policy | str] = {
@@ -145,7 +145,8 @@ def score(
         require_success(world, "compare policies by robopolicy evaluate, which has returns too")
         if isinstance(candidate, str):
             seed = derive(config.run.seed, f"rank/{name}")
-            actor: Policy | Controller = build_noisy_expert(section, world, candidate, seed)
+            own = config.collect.controller
+            actor: Policy | Controller = build_noisy_expert(section, world, candidate, seed, own)
         else:
             actor = as_seen_in(world, candidate)
         results[name] = evaluate_policy(

@@ -1,9 +1,9 @@
 """Teaches a student what a teacher does, in the states that the student itself gets into (DAgger), cameras and all.
 
-The teacher, a policy (such as one that fine-tuning made of the simulator's state) or teach.teacher=expert, says in
-every step what it would do; the student (policy.*) learns that, plays, is told, learns again. The world shows what both
-read: world.cameras for the student, the state for the teacher. Demonstrations do not show the way back from mistakes
-that only the student makes; this does. Killed? Run the same command again: it goes on with the round that it was in.
+The teacher, a policy (such as one tuned on the state) or teach.teacher=expert (or collect.controller), says in every
+step what it would do; the student (policy.*) learns that, plays, is told, learns again. The world shows what both read:
+world.cameras for the student, the state for the teacher. Demonstrations do not show the way back from mistakes that
+only the student makes; this does. Killed? Run the same command again: it goes on with its round.
 """
 
 from dataclasses import replace
@@ -43,7 +43,7 @@ from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
     summary="Teach a student, such as one with cameras, what a policy or the expert does",
-    sections=("run", "world", "policy", "teach"),
+    sections=("run", "world", "collect", "policy", "teach"),
     example="robopolicy teach runs/finetune/push_cube/0/checkpoint recipe=push_cube_pixels",
     targets=("teach.teacher",),
     world_from={"teach.teacher": "finetune/checkpoint"},
@@ -114,13 +114,14 @@ def world_for_both(section: WorldSection, teacher: Policy | None, student: Reach
 
 
 def the_expert(config: Config, world: World, student: Reach | None) -> Teacher:
-    """Return the world's expert as a teacher of whole chunks; raises ConfigError where the world has none."""
+    """Return the expert or collect.controller as a teacher of whole chunks; raises ConfigError where there is none."""
+    own = config.collect.controller
 
     def plays(number: int) -> Controller:
         seed = derive(config.run.seed, f"teach/noise/{number}")
-        return build_noisy_expert(config.world, world, config.teach.noise, seed)
+        return build_noisy_expert(config.world, world, config.teach.noise, seed, own)
 
-    return Teacher(build_foresight(config.world, world, student.prediction if student else 1), plays)
+    return Teacher(build_foresight(config.world, world, student.prediction if student else 1, own), plays)
 
 
 def judged(

@@ -1,10 +1,10 @@
 """Trains a world model on recorded episodes plus fresh rollouts with failures in them, and examines it.
 
-Data: worldmodel.data (default: what collect wrote), then rollouts of the expert at every level of worldmodel.noise and
-of worldmodel.policies (with worldmodel.include_base what train wrote is one), until worldmodel.transitions control
-steps are there (in world=demonstrations none can be); all of it is kept beside the model. The report has open-loop
-errors beside shuffled actions and copying, precision and recall of the learned success head, and for models of images a
-video of imagined below recorded episodes.
+Data: worldmodel.data (default: what collect wrote), then rollouts of the expert (or collect.controller) at every level
+of worldmodel.noise and of worldmodel.policies (with worldmodel.include_base what train wrote is one), until
+worldmodel.transitions control steps are there (in world=demonstrations none can be); all of it is kept beside the
+model. The report has open-loop errors beside shuffled actions and copying, precision and recall of the learned success
+head, and for models of images a video of imagined below recorded episodes.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ from worldmodels.registry import WORLD_MODELS
 
 VERB = Verb(
     summary="Train a world model on demonstrations and rollouts",
-    sections=("run", "world", "worldmodel"),
+    sections=("run", "world", "collect", "worldmodel"),
     example="robopolicy worldmodel recipe=push_cube",
     targets=("worldmodel.data",),
     lists=("worldmodel.data",),
@@ -96,21 +96,22 @@ def run(config: Config) -> int:
 
 
 def gather(config: Config, world: World, generator: torch.Generator) -> Episodes:
-    """Return recorded episodes and fresh rollouts, an equal share of steps from each source."""
+    """Return recorded episodes and, where steps are missing, fresh rollouts, an equal share from each source."""
     section, seed = config.worldmodel, config.run.seed
     paths = section.data or (default_path(config, "collect", "dataset", None, "worldmodel.data"),)
     parts = [recorded_in(config.world.options, read_dataset(path, cameras=config.world.cameras)) for path in paths]
     if config.world.name == DEMONSTRATIONS:  # where nothing new can be played
         return Episodes.concatenate(parts)
-    missing = max(0, section.transitions - sum(part.step_count for part in parts))
+    missing = section.transitions - sum(part.step_count for part in parts)
+    if missing <= 0:
+        return Episodes.concatenate(parts)
     policies = section.policies
     if section.include_base:
         policies = tuple(dict.fromkeys((base_of(config), *policies)))
     actors: list[Any] = [load_policy(path, generator.device) for path in policies]
-    actors += [
-        build_noisy_expert(config.world, world, level, derive(seed, f"worldmodel/noise/{level}"))
-        for level in section.noise
-    ]
+    for level in section.noise:
+        chance = derive(seed, f"worldmodel/noise/{level}")
+        actors.append(build_noisy_expert(config.world, world, level, chance, config.collect.controller))
 
     def play(turn: int, index: int) -> Episodes:
         seeds = episode_seeds(seed, f"worldmodel/{index}/{turn}", world.batch_size)

@@ -102,14 +102,16 @@ def observation_layout(
     of a flat observation's numbers, () for none.
 
     Box -> observation.state. Dict: the robot's entries -> observation.state, every other vector (goals, objects) ->
-    observation.environment_state in the space's order, uint8 images -> cameras named after their key. Raises
-    ConfigError on an empty space, on an entry that is no Box, and when state_keys names what the space lacks.
+    observation.environment_state in the space's order, uint8 images of 1, 3 or 4 channels -> cameras named after their
+    key; other images are left out. Raises ConfigError on an empty space, on an entry that is no Box, and when
+    state_keys names what the space lacks.
     """
     leaves = dict(_leaves(space, ()))
-    images = {path[-1] if path else "pixels": path for path, box in leaves.items() if _is_image(box)}
+    seen = [path for path, box in leaves.items() if _is_image(box) and channel_axis(box.shape) is not None]
+    images = {path[-1] if path else "pixels": path for path in seen}
     vectors = {path: box for path, box in leaves.items() if not _is_image(box)}
     if not vectors and not images:
-        raise ConfigError(f"The observation space {space} is empty.")
+        raise ConfigError(f"The observation space {space} has neither numbers nor images of 1, 3 or 4 channels.")
     known = {path[0] for path in vectors if path}
     for key in state_keys or ():
         if key not in known:
@@ -176,12 +178,13 @@ class RowEnvironment:
     """An environment with vector observations, success flag, images and (for MuJoCo) its full state.
 
     success: "package.module:function" that says it of an observation, or "return >= NUMBER"; None: `info` says it.
-    success_key: entry of `info` that says whether the episode succeeded; None takes the first of SUCCESS_KEYS that
-    `info` has, and no success where there is none. seed_globals: seed Python's and numpy's global generators as well,
-    for environments that draw from them. increase: `step` returns the increase of the environment's reward since the
-    step before, 0 in the first, for rewards that say how far the task has come. An environment may have attributes
-    `state_keys` and `element_names` (see `observation_layout`), which count where no state_keys are given. Raises
-    ConfigError unless actions are a one-dimensional Box, on a bad `success`, and where `observation_layout` does.
+    success_key: entry of `info` that says whether the episode succeeded, at the latest in its last step; None takes the
+    first of SUCCESS_KEYS that `info` has, and no success where there is none. seed_globals: seed Python's and numpy's
+    global generators as well, for environments that draw from them. increase: `step` returns the increase of the
+    environment's reward since the step before, 0 in the first, for rewards that say how far the task has come. An
+    environment may have attributes `state_keys` and `element_names` (see `observation_layout`), which count where no
+    state_keys are given. Raises ConfigError unless actions are a one-dimensional Box, on a bad `success`, and where
+    `observation_layout` does.
     """
 
     def __init__(
@@ -231,10 +234,10 @@ class RowEnvironment:
 
     def _tried(self) -> tuple[bool, bool]:
         """Begin an episode twice, and return whether success is reported, and whether both went alike."""
-        space, keys = self._action_space, {self._success_key, *SUCCESS_KEYS} - {None}
+        space = self._action_space
         seen: list[np.ndarray] = []
         known: set[str] = set()
-        judged = self._judge is not None or self._threshold is not None
+        judged = any(each is not None for each in (self._judge, self._threshold, self._success_key))
         try:
             for _ in range(2):
                 out = np.zeros((2, self.layout.size), np.float32)
@@ -246,7 +249,7 @@ class RowEnvironment:
                 seen.append(out)
         except Exception:  # what is wrong shows again where the environment is used, with its own words
             return True, True
-        return judged or bool(keys & known), bool(np.array_equal(*seen, equal_nan=True))
+        return judged or not known.isdisjoint(SUCCESS_KEYS), bool(np.array_equal(*seen, equal_nan=True))
 
     def reset(self, seed: int, out: np.ndarray, options: dict | None = None) -> None:
         """Start the episode of `seed` and write its first observation into `out` [D]."""
@@ -257,11 +260,11 @@ class RowEnvironment:
         observation, _ = self.environment.reset(seed=int(seed), options=options)
         self._take(observation, out)
 
-    def step(self, action: np.ndarray, out: np.ndarray) -> tuple[float, bool, bool, bool]:
+    def step(self, action: np.ndarray, out: np.ndarray, last: bool = False) -> tuple[float, bool, bool, bool]:
         """Act, write the observation into `out` and return reward, terminated, truncated, success.
 
-        action: [A], of the environment's dtype, which it may keep; out: [D], the layout's size. Raises SpecError when
-        `info` lacks the success_key asked for.
+        action: [A], of the environment's dtype, which it may keep; out: [D], the layout's size; last: whether the
+        world's time limit ends the episode here. Raises SpecError when `info` lacks the success_key at its end.
         """
         observation, reward, terminated, truncated, info = self.environment.step(action)
         self._take(observation, out)
@@ -270,7 +273,7 @@ class RowEnvironment:
         if self._increase:
             last, self._paid.last = self._paid.last, paid
             paid = 0.0 if last is None else paid - last
-        return paid, bool(terminated), bool(truncated), self._success(info, out)
+        return paid, bool(terminated), bool(truncated), self._success(info, out, bool(terminated or truncated or last))
 
     def _take(self, observation: Any, out: np.ndarray) -> None:
         self.layout.write(observation, out)
@@ -280,17 +283,19 @@ class RowEnvironment:
                 image = image[key]
             self._images[camera] = image
 
-    def _success(self, info: Mapping[str, Any], vector: np.ndarray) -> bool:
+    def _success(self, info: Mapping[str, Any], vector: np.ndarray, over: bool) -> bool:
         if self._threshold is not None:
             return self._paid.total >= self._threshold
         if self._judge is not None:
             return judged(self._judge, {key: vector[part] for key, part in self.layout.fields.items()})
         if self._success_key is not None:
-            if self._success_key not in info:
+            if over and self._success_key not in info:
                 raise SpecError(
-                    f"info has no '{self._success_key}' (success_key).{did_you_mean(self._success_key, info)}"
+                    f"info has no '{self._success_key}' (success_key) in the last step of an episode."
+                    f"{did_you_mean(self._success_key, info)} An environment that says it only where it ends the "
+                    "episode itself needs a time limit (horizon) that comes no earlier."
                 )
-            return bool(info[self._success_key])
+            return bool(info.get(self._success_key, False))
         for key in SUCCESS_KEYS:
             if key in info:
                 return bool(info[key])
@@ -367,10 +372,28 @@ def place_of(error: Exception) -> str:
 
 
 def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return `image` ([h, w, 3] or [3, h, w]) as uint8 [height, width, 3], by nearest neighbour."""
-    if image.shape[-1] != 3 and image.shape[0] == 3:
-        image = np.moveaxis(image, 0, -1)
+    """Return `image` as uint8 [height, width, 3], by nearest neighbour.
+
+    It is [h, w, C], or [C, h, w] of one or three channels C. One (grey) is repeated; of four the last (how opaque a
+    pixel is) is left out. Raises ConfigError on any other shape.
+    """
+    axis = channel_axis(image.shape)
+    if axis is None:
+        raise ConfigError(f"The environment draws {list(image.shape)}: an image has 1, 3 or 4 channels.")
+    image = np.moveaxis(image, axis, -1)[..., :3]
     # The middle of each new pixel falls into one old pixel, whose colour it takes.
     rows = (np.arange(height) + 0.5) * image.shape[0] / height
     columns = (np.arange(width) + 0.5) * image.shape[1] / width
-    return np.ascontiguousarray(image[rows.astype(int)][:, columns.astype(int)], dtype=np.uint8)
+    pixels = image[rows.astype(int)][:, columns.astype(int)]
+    return np.ascontiguousarray(np.broadcast_to(pixels, (height, width, 3)), dtype=np.uint8)
+
+
+def channel_axis(shape: Sequence[int]) -> int | None:
+    """Return where an image of this shape, [h, w, C] or [C, h, w], has its channels; None where it is no image."""
+    if len(shape) != 3:
+        return None
+    if 3 in (shape[-1], shape[0]):
+        return -1 if shape[-1] == 3 else 0
+    if shape[-1] in (1, 4):
+        return -1
+    return 0 if shape[0] == 1 else None

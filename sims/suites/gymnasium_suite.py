@@ -39,8 +39,9 @@ class GymnasiumWorld:
     "increase" (the increase of its own reward times reward_scale, plus 1 at success), or "package.module:function", a
     potential (see `choose_reward`); success: "package.module:function", observation arrays [n] by key -> whether the
     task is done, or "return >= NUMBER", of the environment's own rewards; without it success_key: entry of `info`
-    (default is_success, else success); seed_globals: seed Python's and numpy's global generators with every episode;
-    state_keys: entries of a dictionary observation that are the robot's own.
+    (default is_success, else success), which the last step of an episode must have; seed_globals: seed Python's and
+    numpy's global generators with every episode; state_keys: entries of a dictionary observation that are the robot's
+    own.
     repeats: whether an episode begins the same way again with the same seed; draws: whether it can be looked at; where
     nobody says when an episode has succeeded, spec.reports_success is False. `reset` options are handed to every
     started environment. Raises ConfigError on an unknown camera, reward, success or state key, sizes below 1, and where
@@ -157,8 +158,8 @@ class GymnasiumWorld:
         left = spec.horizon - episodes.arrays["steps"][index]
         if not len(left):
             return episodes.idle(chunk)
-        limits = episodes.scatter(index, np.minimum(chunk, left))
-        played = self.pool.step(actions.clip(self._low, self._high), limits, spec.terminate_on_success)
+        left = episodes.scatter(index, left)
+        played = self.pool.step(actions.clip(self._low, self._high), left, spec.terminate_on_success)
         self._check_finite(played.values, np.arange(self._batch_size))
 
         ends = {}

@@ -87,8 +87,8 @@ class EnvironmentRows:
         size = self._images.size
         return values, {camera: self.render(index, camera, size, size) for camera in self._images.cameras}
 
-    def step(self, actions: np.ndarray, limits: np.ndarray, stop_on_success: bool) -> Played:
-        """Run up to limits [n] control steps of actions [n, C, A], stopping a row where its episode ends.
+    def step(self, actions: np.ndarray, left: np.ndarray, stop_on_success: bool) -> Played:
+        """Run actions [n, C, A], stopping a row where its episode ends; left: [n] control steps until its time limit.
 
         Images are drawn after every control step of rows with a history, else after a row's last one alone.
         """
@@ -96,10 +96,10 @@ class EnvironmentRows:
         # One copy for all rows: an environment may keep its action, or write into it.
         actions = actions.astype(self._rows[0].action_dtype)
         every = bool(self._images.cameras) and self._images.history > 1
-        for row, (environment, limit) in enumerate(zip(self._rows, limits.tolist(), strict=True)):
+        for row, (environment, limit) in enumerate(zip(self._rows, left.tolist(), strict=True)):
             paid, done, terminated, truncated = [], [], False, False
             for action, values in zip(actions[row, :limit], played.values[row], strict=False):
-                reward, terminated, truncated, success = environment.step(action, values)
+                reward, terminated, truncated, success = environment.step(action, values, len(paid) + 1 == limit)
                 paid.append(reward)
                 done.append(success)
                 if every:
@@ -222,11 +222,11 @@ class Pool:
             for camera in cameras
         }
 
-    def step(self, actions: np.ndarray, limits: np.ndarray, stop_on_success: bool) -> Played:
-        """Run a chunk [B, C, A] in every row, up to limits [B] control steps; see `EnvironmentRows.step`."""
+    def step(self, actions: np.ndarray, left: np.ndarray, stop_on_success: bool) -> Played:
+        """Run a chunk [B, C, A] in every row that has control steps left, [B]; see `EnvironmentRows.step`."""
         if self._local is not None:
-            return _run(self._local, self._name, "step", (actions, limits, stop_on_success))
-        return joined(self._call("step", [(actions[share], limits[share], stop_on_success) for share in self.shares]))
+            return _run(self._local, self._name, "step", (actions, left, stop_on_success))
+        return joined(self._call("step", [(actions[share], left[share], stop_on_success) for share in self.shares]))
 
     def states(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return physics [R, N] and Python attributes, an object array [R], of rows `index` [R]."""

@@ -8,8 +8,18 @@ from gymnasium import spaces
 class PointEnvironment(gymnasium.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
 
-    def __init__(self, render_mode=None, fall=None, fail_at=None, nan_at=None, success_name="is_success", cut=None):
-        self.render_mode = render_mode
+    def __init__(
+        self,
+        render_mode=None,
+        fall=None,
+        fail_at=None,
+        nan_at=None,
+        success_name="is_success",
+        cut=None,
+        says_from=0,
+        image=(10, 20, 3),
+    ):
+        self.render_mode, self.says_from, self.image = render_mode, says_from, tuple(image)
         self.fall, self.fail_at, self.nan_at, self.success_name, self.cut = fall, fail_at, nan_at, success_name, cut
         box = spaces.Box(-np.inf, np.inf, (2,))
         self.observation_space = spaces.Dict(
@@ -17,7 +27,7 @@ class PointEnvironment(gymnasium.Env):
                 "achieved_goal": box,
                 "agent_pos": spaces.Box(-np.inf, np.inf, (3,)),
                 "desired_goal": box,
-                "pixels": spaces.Box(0, 255, (10, 20, 3), dtype=np.uint8),
+                "pixels": spaces.Box(0, 255, self.image, dtype=np.uint8),
             }
         )
         self.action_space = spaces.Box(-1, 1, (2,))
@@ -28,7 +38,7 @@ class PointEnvironment(gymnasium.Env):
             "achieved_goal": self.position.copy(),
             "agent_pos": np.array([*self.position, value]),
             "desired_goal": self.goal,
-            "pixels": np.full((10, 20, 3), int(100 + 50 * np.tanh(self.position[0])), dtype=np.uint8),
+            "pixels": np.full(self.image, int(100 + 50 * np.tanh(self.position[0])), dtype=np.uint8),
         }
 
     def reset(self, *, seed=None, options=None):
@@ -46,7 +56,8 @@ class PointEnvironment(gymnasium.Env):
         near = bool(np.linalg.norm(self.position - self.goal) < 0.3)
         fallen = self.fall is not None and bool(self.position[1] < self.fall)
         cut = self.cut is not None and self.count >= self.cut
-        return self._observe(), -0.5, fallen, cut, {self.success_name: near}
+        said = {self.success_name: near} if fallen or cut or self.count >= self.says_from else {}
+        return self._observe(), -0.5, fallen, cut, said
 
     def render(self):
         return self._observe()["pixels"]

@@ -1,5 +1,7 @@
 """Disturbed experts: repeatable, bounded, with the stated share of random steps."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -36,6 +38,14 @@ def test_without_noise_the_actions_are_the_experts():
     assert not run(Noise()).any()
 
 
+@pytest.mark.parametrize("high", [np.inf, (0.5, np.inf)])
+def test_without_noise_actions_need_no_range(high):
+    actions = np.array([[7.0, -9.0], [0.25, 1e6]])
+    expert = SimpleNamespace(reset=lambda rows: None, act=lambda observation: actions)
+    acted = NoisyController(expert, Noise(), 0, Field((2,), high=high)).act({})
+    assert np.array_equal(acted, np.minimum(actions, high))
+
+
 def test_gaussian_noise_has_the_stated_spread_and_stays_in_range():
     actions = run(0.1)
     assert np.allclose(actions.std(axis=(0, 1)), [0.1, 0.3], rtol=0.03)
@@ -66,8 +76,9 @@ def test_reset_ends_spells_and_reaches_the_expert():
 
 
 def test_wrong_settings_are_explained():
-    with pytest.raises(ConfigError, match="finite bounds"):
-        NoisyController(Still(), 0.1, 0, Field((2,)))
+    for noise in (0.1, Noise(random=0.1)):
+        with pytest.raises(ConfigError, match=r"finite bounds.*noise=\[none\]"):
+            NoisyController(Still(), noise, 0, Field((2,)))
     with pytest.raises(ConfigError, match="random"):
         Noise(random=1.0)
     with pytest.raises(ConfigError, match="Did you mean 'medium'"):

@@ -6,7 +6,7 @@ import pytest
 from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
 from sims.registry import make_world
-from sims.suites.environment import open_gymnasium
+from sims.suites.environment import open_gymnasium, resized
 from sims.suites.gymnasium_suite import make_gymnasium_world, words
 
 POINT = "suite_toys:Point-v0"
@@ -26,6 +26,10 @@ def test_a_world_without_mujoco_keeps_every_promise(terminate):
         lambda batch: point(batch, history=3, cameras=("pixels",), image_size=8, terminate_on_success=terminate),
         snapshots=False,
     )
+
+
+def test_a_world_whose_environment_truncates_before_the_time_limit_keeps_every_promise():
+    check_world(lambda batch: point(batch, env_options={"cut": 5}), snapshots=False)
 
 
 def test_a_flat_observation_keeps_every_promise():
@@ -109,6 +113,33 @@ def test_images_follow_the_episode():
     assert (world.render(height=6, width=4)[:, 0, 0, 0] == images[:, 1, 0, 0, 0]).all()
 
 
+@pytest.mark.parametrize("shape", [(10, 20, 1), (1, 10, 20), (10, 20, 4), (3, 10, 20)])
+def test_images_of_other_channels_are_shown_with_three(shape):
+    worlds = [
+        point(cameras=("pixels",), image_size=4, history=2, env_options={"image": i}) for i in (shape, (10, 20, 3))
+    ]
+    for world in worlds:
+        world.reset(seeds=[1, 2, 3])
+    images = [world.step(towards_goal(3, 5)).observation["observation.images.pixels"] for world in worlds]
+    assert np.array_equal(*images) and images[0].shape == (3, 2, 4, 4, 3)
+    assert np.array_equal(*(world.render(height=6, width=4) for world in worlds))
+
+
+def test_an_image_of_two_channels_is_no_camera():
+    world = point(env_options={"image": (10, 20, 2)})
+    assert world.spec.observation.keys() == point().spec.observation.keys()
+    with pytest.raises(ConfigError, match="no camera 'pixels'"):
+        point(cameras=("pixels",), env_options={"image": (10, 20, 2)})
+    world.reset(seeds=[1, 2, 3])
+    with pytest.raises(ConfigError, match=r"draws \[10, 20, 2\]: an image has 1, 3 or 4 channels"):
+        world.render()
+
+
+def test_the_fourth_channel_says_how_opaque_a_pixel_is():
+    drawn = np.random.default_rng(0).integers(0, 256, (6, 4, 4), dtype=np.uint8)
+    assert np.array_equal(resized(drawn, 6, 4), drawn[..., :3])
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
@@ -141,7 +172,8 @@ def test_trouble_while_running_is_told():
         world.step(towards_goal(3, 3))
     world = point(success_key="solved")
     world.reset(seeds=[1, 2, 3])
-    with pytest.raises(SpecError, match="no 'solved'"):
+    assert not world.step(towards_goal(3, 11)).success.any()
+    with pytest.raises(SpecError, match=r"no 'solved' \(success_key\) in the last step of an episode"):
         world.step(towards_goal(3, 3))
     world = point(reward="suite_toys:one_number")
     world.reset(seeds=[1, 2, 3])
@@ -155,6 +187,30 @@ def test_trouble_while_running_is_told():
     world.reset()
     with pytest.raises(ConfigError, match="does not simulate with MuJoCo"):
         world.snapshot()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("cut", "says_from"), [(None, 12), (10, 99)])
+def test_success_may_be_said_in_an_episodes_last_step_alone(workers, cut, says_from):
+    """At the time limit, or where the environment ends the episode itself."""
+    told = {"cut": cut, "says_from": says_from}
+    world = point(success_key="is_success", workers=workers, env_options=told)
+    assert world.spec.reports_success and not point(env_options=told).spec.reports_success
+    for speed in (1.0, 0.0):
+        world.reset(seeds=[1, 2, 3])
+        assert not world.step(towards_goal(3, 8, speed)).success.any()
+        rest = towards_goal(3, 8, speed)
+        rest[:, 2:] = 0.0  # stays at the goal
+        last = world.step(rest)
+        assert (last.success == (speed > 0)).all() and last.ended.all()
+    world.close()
+
+
+def test_success_that_is_said_too_late_is_no_failure():
+    world = point(success_key="is_success", env_options={"says_from": 13})
+    world.reset(seeds=[1, 2, 3])
+    with pytest.raises(SpecError, match="needs a time limit"):
+        world.step(towards_goal(3, 12))
 
 
 def test_success_is_found_under_either_name():

@@ -75,7 +75,7 @@ def test_errors_of_ours_keep_their_kind_across_the_border():
     world = make_gymnasium_world(POINT, 2, workers=1, success_key="solved")
     world.reset(seeds=[1, 2])
     with pytest.raises(SpecError, match="no 'solved'"):
-        world.step(np.zeros((2, 2, 2)))
+        world.step(np.zeros((2, 12, 2)))
     world.close()
     with pytest.raises(ConfigError, match="could not be made"):
         make_gymnasium_world(POINT, 2, workers=1, env_options={"unknown": 1})
