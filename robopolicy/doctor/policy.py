@@ -24,6 +24,8 @@ FOLLOWS, WIDER = 0.4, 5.0
 """Correlation from which a policy's action follows one of the data, and how many times wider it may be.
 
 A policy that has learned little stays near the mean, so that smaller factors are left to the replay."""
+CLOSELY = 0.9
+"""Correlation from which a much narrower policy has learned its actions, in another scale: if no normaliser fits."""
 SUCCEEDS = 0.8
 """Rate of success from which a policy need not imitate closely: experts that differ leave an error that is sound."""
 SHARE, NARROW = 0.3, 3.0
@@ -79,7 +81,8 @@ def check_policy_on_data(
 
     plain = error(decided)
     findings = [_imitation(plain, success)]
-    findings += _compare_actions(decided, wanted, element_names(policy.spec.action, "action"))
+    fits = _action_normalizer_fits(policy, wanted)
+    findings += _compare_actions(decided, wanted, element_names(policy.spec.action, "action"), fits)
     findings += _explain_images(observation, lambda changed: error(decide(changed)), plain)
     order = torch.randperm(len(wanted), generator=generator, device=generator.device)
     shuffled: TensorObservation = {
@@ -101,6 +104,14 @@ def _imitation(error: float, success: float | None) -> Finding:
     if health is Health.GOOD or success is None or success < SUCCEEDS:
         return Finding("imitation", health, text, "" if health is Health.GOOD else "Train longer, or see below.")
     return Finding("imitation", Health.GOOD, f"{text}, but it succeeded in {success:.0%} of its episodes")
+
+
+def _action_normalizer_fits(policy: Policy, actions: Tensor) -> bool:
+    """Say whether a policy shows a normaliser of its actions that fits actions [n, A]: their scale is its own."""
+    normalizer = policy.normalizers().get(ACTION) if isinstance(policy, ShowsNormalizers) else None
+    if normalizer is None or normalizer.mode is NormalizationMode.IDENTITY:
+        return False
+    return not _check_normalizer(ACTION, normalizer, actions, ())
 
 
 def _check_normalizer(key: str, normalizer: Normalizer, values: Tensor, names: tuple[str, ...]) -> list[Finding]:
@@ -158,33 +169,42 @@ def _whole_episodes(episodes: Episodes, samples: int, generator: torch.Generator
     return order[:enough]
 
 
-def _compare_actions(decided: Tensor, wanted: Tensor, names: tuple[str, ...]) -> list[Finding]:
+def _compare_actions(decided: Tensor, wanted: Tensor, names: tuple[str, ...], fits: bool) -> list[Finding]:
     """Find out which dimension of the data each of the policy's follows, [N, A] both, with which sign and scale.
 
-    Correlations, not errors: they are telling for a policy that imitates poorly, too. Shifts in time are left to the
-    replay, because policies repeat the action they see in the velocities and so look late on sound data.
+    Correlations, not errors: they are telling for a policy that imitates poorly, too. Not for one that hardly leaves
+    the mean action: its correlations are chance, unless they are close and its scale may be another (fits: its
+    normaliser says it is not). Shifts in time are left to the replay, because policies repeat the action they see in
+    the velocities and so look late on sound data.
     """
     correlation = _correlation(decided, wanted).numpy()
-    own = np.diagonal(correlation)
+    own, places = np.diagonal(correlation), np.arange(len(correlation))
     _, match = linear_sum_assignment(-np.abs(correlation))
-    follows = np.abs(correlation[np.arange(len(match)), match])
-    moved = (match != np.arange(len(match))) & (follows > FOLLOWS) & (follows > np.abs(own) + 0.2)
-    moved &= moved[match]
-    match = np.where(moved, match, np.arange(len(match)))
-    chosen = correlation[np.arange(len(match)), match]
+    follows = np.abs(correlation[places, match])
+    spread, demonstrated = decided.std(0, correction=0).clamp(min=1e-9).numpy(), wanted.std(0, correction=0).numpy()
+    untold = (demonstrated[match] / spread > WIDER) & (fits | (follows < CLOSELY))
+    moved = (match != places) & (follows > FOLLOWS) & (follows > np.abs(own) + 0.2) & ~untold
+    for _ in places:
+        moved &= moved[match]
+    match = np.where(moved, match, places)
+    chosen, ratio = correlation[places, match], demonstrated[match] / spread
+    untold = (ratio > WIDER) & (fits | (np.abs(chosen) < CLOSELY))
     findings = []
+    if untold.any():
+        who = "the policy" if untold.all() else listed([f"'{names[i]}'" for i in np.flatnonzero(untold)])
+        text = f"trained too little to tell: {who} moves at least {ratio[untold].min():.3g} times less than the data"
+        remedy = "Train longer and ask again before you change data or driver."
+        findings.append(Finding("order, sign and scale", Health.UNKNOWN, text, remedy))
     if moved.any():
         texts = [f"'{names[i]}' follows '{names[match[i]]}' of the data ({chosen[i]:+.2f})" for i in moved.nonzero()[0]]
         remedy = "Reorder the columns of the actions as in the data that the policy was trained on."
         findings.append(Finding("action order", Health.BAD, listed(texts), remedy))
-    opposite = np.flatnonzero(chosen < -FOLLOWS)
+    opposite = np.flatnonzero((chosen < -FOLLOWS) & ~untold)
     if len(opposite):
         texts = [f"'{names[match[i]]}' has the opposite sign of the policy's ({chosen[i]:+.2f})" for i in opposite]
         remedy = "Flip it in the data, or in the driver that records it."
         findings.append(Finding("action sign", Health.BAD, listed(texts), remedy))
-    spread = decided.std(0, correction=0).clamp(min=1e-9).numpy()
-    ratio = wanted.std(0, correction=0).numpy()[match] / spread
-    scaled = (np.abs(chosen) > 1.5 * FOLLOWS) & ((ratio > WIDER) | (ratio < 1 / WIDER))
+    scaled = (np.abs(chosen) > 1.5 * FOLLOWS) & ((ratio > WIDER) | (ratio < 1 / WIDER)) & ~untold
     if scaled.any():
         texts = [f"'{names[match[i]]}' is about {name_factor(float(ratio[i]))}" for i in scaled.nonzero()[0]]
         remedy = "Convert the actions to the scale that the policy was trained on."

@@ -13,6 +13,7 @@ from robopolicy.data.record import record
 from robopolicy.doctor import Health, examine_policy
 from robopolicy.doctor.policy import check_normalizers
 from robopolicy.nn.configuration import NormalizationMode
+from robopolicy.nn.normalizer import Normalizer
 from robopolicy.policies import (
     DenoisingPolicy,
     DenoisingPolicyConfig,
@@ -102,6 +103,34 @@ def test_a_policy_that_is_merely_bad_is_not_explained_away(data):
         lambda observation: torch.sin(100 * observation[STATE][:, -1, :2]), data.observation_fields, data.action_field
     )
     assert set(problems(policy, data)) == {"imitation"}
+
+
+def hesitant(data, expert, factor, noise):
+    """A policy near the mean action: the expert's times `factor` with noise as many times as wide."""
+    generator = torch.Generator().manual_seed(3)
+
+    def act(observation):
+        actions = torch.as_tensor(expert._act(observation))[:, -2:]
+        return factor * (actions + noise * data.actions.std(0) * torch.randn(actions.shape, generator=generator))
+
+    return FunctionPolicy(act, data.observation_fields, data.action_field)
+
+
+def test_a_policy_that_was_trained_too_little_does_not_accuse_the_data(expert, data):
+    """Near the mean action its correlations are chance: telling a user to flip a sign would endanger his robot."""
+    policy = hesitant(data, expert, -0.05, 1.0)
+    assert set(problems(policy, data)) == {"imitation"}
+    findings = examine_policy(data, policy, torch.Generator().manual_seed(0))
+    unknown = {finding.check: finding.measured for finding in findings if finding.health is Health.UNKNOWN}
+    assert "trained too little to tell: the policy moves at least" in unknown["order, sign and scale"]
+
+
+def test_a_close_correlation_tells_of_another_scale_unless_the_normaliser_fits(expert, data):
+    policy = hesitant(data, expert, -0.05, 0.0)
+    assert set(problems(policy, data)) == {"imitation", "action sign", "action scale"}
+    policy.normalizers = lambda: {"action": Normalizer((2,), NormalizationMode.MIN_MAX).fit(data.actions)}
+    assert set(problems(policy, data)) == {"imitation"}
+    assert {"normaliser", "action sign", "action scale"} <= set(problems(policy, broken_data.scaled(data, 10.0)))
 
 
 def test_a_policy_that_ignores_its_input_is_named(data):
