@@ -40,7 +40,7 @@ def check_rate(recorded: float, wanted: float, whose: str) -> Finding:
     """Compare the control rates that the data and a world or policy claim, in steps per second."""
     if not wanted:
         text = f"dataset {recorded:g} steps/s, the {whose} does not say its own"
-        return Finding("control rate", Health.UNKNOWN, text, "Say it: robopolicy.json beside config.json, fps.")
+        return Finding("control rate", Health.UNKNOWN, text, 'Write "fps": N into robopolicy.json beside config.json.')
     text = f"dataset {recorded:g} steps/s, {whose} {wanted:g}"
     if abs(recorded / wanted - 1) < 0.01:
         return Finding("control rate", Health.GOOD, text)
@@ -49,8 +49,11 @@ def check_rate(recorded: float, wanted: float, whose: str) -> Finding:
 
 
 def check_policy_fields(fields: Mapping[str, Field], action: Field, fps: float, episodes: Episodes) -> list[Finding]:
-    """Compare the fields and control rate that a policy was made for with those of the data."""
-    findings = []
+    """Compare the fields and control rate that a policy was made for with those of the data.
+
+    What could not be compared, names or the rate, is said as UNKNOWN: it agrees with nothing.
+    """
+    findings: list[Finding] = []
     for key, field in fields.items():
         recorded = episodes.observation_fields.get(key)
         if recorded is None:
@@ -61,8 +64,12 @@ def check_policy_fields(fields: Mapping[str, Field], action: Field, fps: float, 
         _compare("action", episodes.action_field, action, "policy"),
         check_rate(episodes.fps, fps, "policy"),
     ]
+    unnamed = _unnamed({**fields, "action": action}, {**episodes.observation_fields, "action": episodes.action_field})
+    unknown = [*unnamed, *(finding for finding in findings if finding.health is Health.UNKNOWN)]
     problems = [finding for finding in findings if finding.problem]
-    return problems or [Finding("policy fields", Health.GOOD, "keys, shapes, names and rate are those of the data")]
+    compared = ["keys", "shapes", *(() if unnamed else ("names",)), *(("rate",) if fps else ())]
+    text = f"{', '.join(compared[:-1])} and {compared[-1]} are those of the data"
+    return [*(problems or [Finding("policy fields", Health.GOOD, text)]), *unknown]
 
 
 def check_action_range(actions: Tensor, field: Field) -> list[Finding]:
@@ -106,6 +113,22 @@ def _missing(key: str, recorded: Mapping[str, Field], who: str) -> Finding:
     text = f"{who} camera '{camera}', the dataset lacks it (it has: {have})"
     remedy = "Rename the dataset's camera if it is the same view, else record again with this camera."
     return Finding("missing camera", Health.BAD, text, remedy)
+
+
+def _unnamed(fields: Mapping[str, Field], recorded: Mapping[str, Field]) -> list[Finding]:
+    """Say which of a policy's vectors have elements whose names cannot be compared with those of the data."""
+    both = {key: field for key, field in fields.items() if key in recorded and recorded[key].shape == field.shape}
+    vectors = {key: field for key, field in both.items() if len(field.shape) == 1}
+    silent = {
+        "the policy": [key for key, field in vectors.items() if not field.names],
+        "the data": [key for key, field in vectors.items() if field.names and not recorded[key].names],
+    }
+    remedy = "See yourself that the elements are in the order that the policy was trained on."
+    return [
+        Finding("element names", Health.UNKNOWN, f"not compared: {who} does not say those of {listed(keys)}", remedy)
+        for who, keys in silent.items()
+        if keys
+    ]
 
 
 def _compare(key: str, recorded: Field, wanted: Field, whose: str) -> Finding:

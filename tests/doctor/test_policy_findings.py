@@ -171,6 +171,29 @@ def test_fields_and_rates_of_another_policy_are_named(expert, data):
     assert "dataset 10 steps/s, policy 20" in found["control rate"]
 
 
+def test_names_and_a_rate_that_cannot_be_compared_do_not_agree(expert, data):
+    """A policy of LeRobot's has no names and says no rate: elements that changed places are not vouched for."""
+
+    def findings(policy, episodes):
+        found = examine_policy(episodes, policy, torch.Generator().manual_seed(0))
+        return {finding.check: (finding.health, finding.measured) for finding in found}
+
+    vouched = "keys, shapes, names and rate are those of the data"
+    assert findings(expert, data)["policy fields"] == (Health.GOOD, vouched)
+    assert "element names" not in findings(expert, data)
+    fields = {key: replace(field, names=()) for key, field in data.observation_fields.items()}
+    silent = FunctionPolicy(expert._act, fields, replace(data.action_field, names=()), fps=0.0)
+    found = findings(silent, data)
+    assert found["policy fields"] == (Health.GOOD, "keys and shapes are those of the data")
+    assert found["element names"][0] is Health.UNKNOWN
+    assert found["element names"][1].startswith("not compared: the policy does not say those of observation.state, ")
+    assert found["control rate"] == (Health.UNKNOWN, "dataset 10 steps/s, the policy does not say its own")
+    unnamed = replace(data, action_field=replace(data.action_field, names=()))
+    found = findings(expert, unnamed)
+    assert found["policy fields"] == (Health.GOOD, "keys, shapes and rate are those of the data")
+    assert found["element names"][1] == "not compared: the data does not say those of action"
+
+
 @pytest.mark.parametrize("mode", [NormalizationMode.MIN_MAX, NormalizationMode.MEAN_STD])
 @pytest.mark.parametrize(
     ("change", "text"),
