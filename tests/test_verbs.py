@@ -2,17 +2,20 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from robopolicy.cli import INTERRUPTED, main, overrides, print_help
 from robopolicy.configuration import compose, described, groups
+from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.run import RunFolder
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.policies.registry import POLICIES
 from robopolicy.training import imagined
 from robopolicy.training.stages import fit_stages
+from robopolicy.verbs import serve
 from robopolicy.verbs.verb import VERBS, declaration
 from worldmodels.registry import WORLD_MODELS
 
@@ -310,6 +313,19 @@ def test_another_configuration_in_the_same_folder_is_refused(root, capsys):
 def test_mistakes_end_with_a_sentence_and_status_2(arguments, text, capsys, tmp_path):
     assert main([*arguments, *([f"run.root={tmp_path}"] if arguments[0] in VERBS.names() else [])]) == 2
     assert text in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("fps", [0.0, 10.0])
+def test_serve_says_at_once_that_a_policy_without_a_rate_drives_no_robot(fps, monkeypatch, recwarn):
+    policy, served = SimpleNamespace(spec=SimpleNamespace(fps=fps)), []
+    monkeypatch.setattr(serve, "load_acting", lambda *_: policy)
+    monkeypatch.setattr(serve, "with_planning", lambda *_: policy)
+    monkeypatch.setattr(serve, "serve", lambda *given: served.append(given))
+    assert serve.run(compose(["serve.policy=folder"])) == 0
+    notes = [str(note.message) for note in recwarn if note.category is RobopolicyWarning]
+    assert len(served) == 1
+    assert len(notes) == (fps == 0)
+    assert all('write "fps": N into robopolicy.json beside config.json' in note for note in notes)
 
 
 @pytest.mark.parametrize("verb", VERBS.names())

@@ -432,6 +432,8 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ServingError(f"The server describes its policy in a form that makes no sense ({error}).") from error
     sizes = 1 <= history <= LONGEST_HISTORY and 1 <= chunk <= LONGEST_HISTORY and 0 <= overlap <= LONGEST_HISTORY
+    if sizes and fps == 0:
+        raise ServingError('The served policy does not say its control rate: write "fps": N into its robopolicy.json.')
     if not (sizes and 0 < fps < 1e4):
         raise ServingError(f"The server describes no policy: history {history}, chunk {chunk}, {fps} steps a second.")
     fields = tuple(key for key in metadata["observation"] if key != QUEUE)

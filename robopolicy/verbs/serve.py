@@ -8,10 +8,11 @@ an event; /livez, /readyz and /metrics say how the server is.
 """
 
 import os
+import warnings
 
 from robopolicy.build import choose_device, load_acting, with_planning
 from robopolicy.configuration import Config
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.structured import narrowed
 from robopolicy.inference.chunkings import CHUNKINGS
 from robopolicy.serving.configuration import ServerConfig
@@ -35,6 +36,13 @@ def run(config: Config) -> int:
     device = choose_device(config.run)
     loaded = load_acting(config.inference, section.policy, device, section.chunking)
     policy = with_planning(config.plan, loaded, device)
+    if not policy.spec.fps:
+        warnings.warn(
+            f"{section.policy} does not say its control rate, and no robot can be driven without: write "
+            '"fps": N into robopolicy.json beside config.json.',
+            RobopolicyWarning,
+            stacklevel=1,
+        )
     key = section.api_key or os.environ.get("ROBOPOLICY_API_KEY", "")
 
     def announce(port: int) -> None:

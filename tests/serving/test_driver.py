@@ -201,6 +201,8 @@ def test_what_cannot_be_driven_is_said_at_once():
     for wrong in ({"history": 10**7}, {"chunk": "x"}, {"action": {"shape": None}}, {"fps": 0}):
         with pytest.raises(ServingError):
             described_policy(server.metadata | wrong)
+    with pytest.raises(ServingError, match=r'does not say its control rate: write "fps": N into its robopolicy\.json'):
+        described_policy(server.metadata | {"fps": 0.0})
     refused, _ = make(Scripted())
     refused.error = RefusedError("no camera")
     assert refused.hopeless
