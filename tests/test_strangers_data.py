@@ -13,12 +13,13 @@ import torch
 
 from robopolicy.cli import main
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.spec import STATE, Field, WorldSpec
+from robopolicy.core.errors import DataError
+from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.verbs.logged import with_reward
+from robopolicy.verbs.logged import require_fit_of, with_reward
 from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig
 from worldmodels.ensemble import EnsembleModel
@@ -240,6 +241,15 @@ def offline(root, kind, data, tmp_path, *settings) -> int:
     small += ["offline.improve.decisions=8", "offline.improve.candidates=2", "offline.agent.width=8"]
     given = [f"offline.policy={root / kind / 'policy'}", f"run.root={tmp_path}", "run.name=tried"]
     return main(["offline", str(data), *small, *given, *settings])
+
+
+def test_a_policy_that_says_no_rate_is_told_where_to_write_it(tmp_path):
+    """The data is not at fault: meta/info.json is not to be changed."""
+    spec = PolicySpec(FIELDS, ACTION, history=1, chunk=1, prediction=1, scored_steps=0, fps=0.0)
+    with pytest.raises(DataError, match=r'"fps": N.*into robopolicy\.json') as refused:
+        require_fit_of(tmp_path, episodes(), spec)
+    assert "info.json" not in str(refused.value)
+    require_fit_of(tmp_path, episodes(), replace(spec, fps=10.0))
 
 
 @pytest.mark.parametrize("defect", ROWS)

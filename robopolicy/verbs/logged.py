@@ -99,6 +99,11 @@ def require_fit_of(path: Path, episodes: Episodes, spec: PolicySpec) -> None:
                     f"{path} has '{theirs}' as element {place} of '{key}' and the policy '{mine}': bring the column "
                     'and "names" in meta/info.json into the order of the policy, or rename what is the same.'
                 )
+    if not spec.fps:
+        raise DataError(
+            f"{path} has {episodes.fps:g} steps per second and the policy does not say its control rate: write "
+            '"fps": N, what it was trained at, into robopolicy.json beside its config.json.'
+        )
     if abs(episodes.fps - spec.fps) > SLACK * spec.fps:
         raise DataError(
             f"{path} has {episodes.fps:g} steps per second and the policy acts at {spec.fps:g}: correct fps in "
