@@ -5,13 +5,14 @@ A frame that is missing or stands twice moves states against images, which no lo
 
 import math
 import stat
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from robopolicy.core.errors import DataError
+from robopolicy.core.errors import DataError, RobopolicyWarning
 
 TIMESTAMP_SLACK = 0.1
 """Share of a frame's duration by which a timestamp may miss step / fps."""
@@ -86,3 +87,20 @@ def file_within(folder: Path, path: str, what: str) -> Path:
     if not regular:
         raise DataError(f"{what} is said to lie at {path[:100]}, and there is no file in {folder}.")
     return found
+
+
+def one_task_each(folder: Path, task: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return lengths [E] of episodes with one task each, of tasks [N] step by step and the lengths as recorded."""
+    starts, recorded = np.zeros(len(task), dtype=bool), np.cumsum(lengths) - lengths
+    starts[recorded] = True
+    changes = np.flatnonzero(np.diff(task, prepend=task[:1]).astype(bool) & ~starts)
+    if len(changes):
+        count = len(np.unique(np.searchsorted(recorded, changes, side="right")))
+        warnings.warn(
+            f"{folder}: {count} of {len(lengths)} episodes change their task on the way. Each part is read as an "
+            "episode of its own, with its own instruction.",
+            RobopolicyWarning,
+            stacklevel=4,
+        )
+    starts[changes] = True
+    return np.diff(np.flatnonzero(starts), append=len(task))

@@ -8,7 +8,6 @@ final observation may be missing (None, or `final_known` False). Only `observati
 import io
 import json
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import CheckpointError, DataError, RobopolicyWarning, did_you_mean
+from robopolicy.core.errors import CheckpointError, DataError, did_you_mean
 from robopolicy.core.interventions import Acted, Segment
 from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.tensors import load_tree
-from robopolicy.data.lerobot_checks import check_frames, check_information, file_within
+from robopolicy.data.lerobot_checks import check_frames, check_information, file_within, one_task_each
 
 SIDECAR = "meta/robopolicy"
 """Folder inside a dataset with what LeRobot's format has no place for."""
@@ -52,7 +51,7 @@ def read_dataset(folder: Path, episodes: Sequence[int] | None = None, cameras: S
             columns[key] = _decoded(folder, columns, key)
     sidecar = _read_sidecar(folder)
     if sidecar is None:
-        lengths = _told_apart(folder, columns["task_index"], lengths)
+        lengths = one_task_each(folder, columns["task_index"], lengths)
     selected = sorted(set(chosen.tolist()))
     return _assemble(folder, information, columns, lengths, sidecar, selected, image_keys)
 
@@ -354,23 +353,6 @@ def _assemble(
         label_steps=_flat(columns[LABEL_STEPS]) if LABEL_STEPS in columns else None,
         **_who_acted(columns),
     )
-
-
-def _told_apart(folder: Path, task: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return lengths [E] of episodes with one task each, of tasks [N] step by step and the lengths as recorded."""
-    starts, recorded = np.zeros(len(task), dtype=bool), np.cumsum(lengths) - lengths
-    starts[recorded] = True
-    changes = np.flatnonzero(np.diff(task, prepend=task[:1]).astype(bool) & ~starts)
-    if len(changes):
-        count = len(np.unique(np.searchsorted(recorded, changes, side="right")))
-        warnings.warn(
-            f"{folder}: {count} of {len(lengths)} episodes change their task on the way. Each part is read as an "
-            "episode of its own, with its own instruction.",
-            RobopolicyWarning,
-            stacklevel=3,
-        )
-    starts[changes] = True
-    return np.diff(np.flatnonzero(starts), append=len(task))
 
 
 def _labels(columns: Mapping[str, np.ndarray]) -> Tensor | None:

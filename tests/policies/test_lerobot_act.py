@@ -10,7 +10,7 @@ import torch
 from lerobot_models import FRONT
 from test_bf16_transformers import scored_again
 from test_lerobot_policies import SIZE, act_config, lerobots_chunk, save
-from test_lerobot_training import ROWS, edited, learn_a_little, lerobots_own, noise_free, observed
+from test_lerobot_training import ROWS, data_spec, edited, learn_a_little, lerobots_own, noise_free, observed
 
 from robopolicy.build import load_trainable
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
@@ -217,7 +217,7 @@ def test_it_multiplies_in_the_precision_of_the_run(folders):
 
 
 def test_training_begins_with_lerobots_weights(folders):
-    spec = make_world("push_cube", 1).spec
+    spec = data_spec()
     policy: Any = build_policy("lerobot", LeRobotStart(folders["state"]), spec, None, 0)  # type: ignore[arg-type]
     learning = {name for name, weight in policy.named_parameters() if weight.requires_grad}
     assert any("vae_encoder" in name for name in learning)

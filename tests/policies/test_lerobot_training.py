@@ -22,7 +22,7 @@ from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.policy_conformance import Level, check_policy, example_batch, example_observation
 from robopolicy.core.randomness import drawing_from
-from robopolicy.core.spec import STATE, TASK, WorldSpec, require_fit
+from robopolicy.core.spec import STATE, TASK, Field, WorldSpec, require_fit
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.nn.configuration import FlowNoise
@@ -491,7 +491,8 @@ def data_spec() -> WorldSpec:
     """What data shows that these policies learn from."""
     spec = make_world("push_cube", 1, cameras=("front",), image_size=32).spec
     state = replace(spec.observation[STATE], shape=(4,), names=("x", "y", "velocity_x", "velocity_y"))
-    return replace(spec, observation={**spec.observation, STATE: state})
+    more = {"observation.environment_state": Field((3,))}
+    return replace(spec, observation={**spec.observation, **more, STATE: state})
 
 
 def test_training_begins_with_lerobots_weights_and_frees_what_its_config_does(folders):
