@@ -24,8 +24,11 @@ FOLLOWS, WIDER = 0.4, 5.0
 """Correlation from which a policy's action follows one of the data, and how many times wider it may be.
 
 A policy that has learned little stays near the mean, so that smaller factors are left to the replay."""
-CLOSELY = 0.9
-"""Correlation from which a much narrower policy has learned its actions, in another scale: if no normaliser fits."""
+HESITANT, CLOSELY = 2.0, 0.9
+"""Slope of the data over a policy's action from which it hardly leaves the mean, and correlation that tells even then.
+
+A policy that has learned has slope 1, however poorly it imitates; a close one that is narrower has another scale.
+"""
 SUCCEEDS = 0.8
 """Rate of success from which a policy need not imitate closely: experts that differ leave an error that is sound."""
 SHARE, NARROW = 0.3, 3.0
@@ -182,17 +185,18 @@ def _compare_actions(decided: Tensor, wanted: Tensor, names: tuple[str, ...], fi
     _, match = linear_sum_assignment(-np.abs(correlation))
     follows = np.abs(correlation[places, match])
     spread, demonstrated = decided.std(0, correction=0).clamp(min=1e-9).numpy(), wanted.std(0, correction=0).numpy()
-    untold = (demonstrated[match] / spread > WIDER) & (fits | (follows < CLOSELY))
+    untold = (follows * demonstrated[match] / spread > HESITANT) & (fits | (follows < CLOSELY))
     moved = (match != places) & (follows > FOLLOWS) & (follows > np.abs(own) + 0.2) & ~untold
     for _ in places:
         moved &= moved[match]
     match = np.where(moved, match, places)
     chosen, ratio = correlation[places, match], demonstrated[match] / spread
-    untold = (ratio > WIDER) & (fits | (np.abs(chosen) < CLOSELY))
+    untold = (np.abs(chosen) * ratio > HESITANT) & (fits | (np.abs(chosen) < CLOSELY))
     findings = []
     if untold.any():
-        who = "the policy" if untold.all() else listed([f"'{names[i]}'" for i in np.flatnonzero(untold)])
-        text = f"trained too little to tell: {who} moves at least {ratio[untold].min():.3g} times less than the data"
+        which = "" if untold.all() else f"{listed([f"'{names[i]}'" for i in np.flatnonzero(untold)])} "
+        times = f"{ratio[untold].min():.3g} times"
+        text = f"trained too little to tell: the policy moves {which}at least {times} less than the data"
         remedy = "Train longer and ask again before you change data or driver."
         findings.append(Finding("order, sign and scale", Health.UNKNOWN, text, remedy))
     if moved.any():

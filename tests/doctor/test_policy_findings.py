@@ -116,9 +116,10 @@ def hesitant(data, expert, factor, noise):
     return FunctionPolicy(act, data.observation_fields, data.action_field)
 
 
-def test_a_policy_that_was_trained_too_little_does_not_accuse_the_data(expert, data):
+@pytest.mark.parametrize("factor", [-0.05, -0.2])
+def test_a_policy_that_was_trained_too_little_does_not_accuse_the_data(expert, data, factor):
     """Near the mean action its correlations are chance: telling a user to flip a sign would endanger his robot."""
-    policy = hesitant(data, expert, -0.05, 1.0)
+    policy = hesitant(data, expert, factor, 1.0)
     assert set(problems(policy, data)) == {"imitation"}
     findings = examine_policy(data, policy, torch.Generator().manual_seed(0))
     unknown = {finding.check: finding.measured for finding in findings if finding.health is Health.UNKNOWN}
