@@ -271,8 +271,8 @@ class RowEnvironment:
         paid = float(reward)
         self._paid.total += paid
         if self._increase:
-            last, self._paid.last = self._paid.last, paid
-            paid = 0.0 if last is None else paid - last
+            before, self._paid.last = self._paid.last, paid
+            paid = 0.0 if before is None else paid - before
         return paid, bool(terminated), bool(truncated), self._success(info, out, bool(terminated or truncated or last))
 
     def _take(self, observation: Any, out: np.ndarray) -> None:

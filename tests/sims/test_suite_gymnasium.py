@@ -189,12 +189,12 @@ def test_trouble_while_running_is_told():
         world.snapshot()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("workers", "reward"), [(0, "environment"), (1, "environment"), (0, "increase")])
 @pytest.mark.parametrize(("cut", "says_from"), [(None, 12), (10, 99)])
-def test_success_may_be_said_in_an_episodes_last_step_alone(workers, cut, says_from):
+def test_success_may_be_said_in_an_episodes_last_step_alone(workers, reward, cut, says_from):
     """At the time limit, or where the environment ends the episode itself."""
     told = {"cut": cut, "says_from": says_from}
-    world = point(success_key="is_success", workers=workers, env_options=told)
+    world = point(success_key="is_success", workers=workers, env_options=told, reward=reward)
     assert world.spec.reports_success and not point(env_options=told).spec.reports_success
     for speed in (1.0, 0.0):
         world.reset(seeds=[1, 2, 3])
