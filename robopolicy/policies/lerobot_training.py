@@ -121,7 +121,8 @@ class FromLeRobot:
         try:
             require_fit(policy.spec, spec)
         except SpecError as error:
-            raise SpecError(f"{error} {policy.mapping_for(spec, recorded=True)}".strip()) from error
+            advice = policy.mapping_for(spec, recorded=True)
+            raise SpecError(f"The data is not what {folder} reads. {error} {advice}".strip()) from error
         policy = policy.named_as_in(spec)
         fill_in(policy, episodes)
         return trainable_lerobot(policy, config.levels_per_sample)

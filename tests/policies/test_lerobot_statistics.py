@@ -9,11 +9,11 @@ from test_lerobot_policies import FRONT, SIZE, act_config, diffusion_config, sav
 
 from robopolicy.build import load_trainable
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.errors import ConfigError, RobopolicyWarning, SpecError
 from robopolicy.core.spec import WorldSpec
 from robopolicy.policies.lerobot import load_lerobot_policy
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning
-from robopolicy.policies.lerobot_statistics import lacking
+from robopolicy.policies.lerobot_statistics import fill_in, lacking
 from robopolicy.policies.lerobot_training import FromLeRobot
 
 
@@ -81,5 +81,7 @@ def test_data_without_such_a_field_is_refused(tmp_path):
     fields = {name: value for name, value in episodes.observation_fields.items() if name != key}
     lesser = Episodes(fields, episodes.action_field, 10.0, fewer, episodes.actions, episodes.lengths, episodes.tasks)
     spec = WorldSpec("toy", fields, episodes.action_field, 10.0, 12)
-    with pytest.raises(ConfigError, match=f"the data has no '{key}'"):
+    with pytest.raises(SpecError, match=f"The data is not what .*bare reads. The policy reads the field '{key}'"):
         FromLeRobot.build(LeRobotStart(folder), spec, lesser, 0)
+    with pytest.raises(ConfigError, match=f"the data has no '{key}'"):
+        fill_in(load_lerobot_policy(folder), lesser)
