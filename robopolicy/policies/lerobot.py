@@ -229,7 +229,9 @@ class LeRobotPolicy:
 
     def tuned_by(self, tuning: LeRobotTuning) -> "LeRobotPolicy":
         """Return this policy, with other choices of how it explores and learns; raises ConfigError as it is made."""
-        settings = replace(self.settings, tuning=tuning)
+        return self._set(replace(self.settings, tuning=tuning))
+
+    def _set(self, settings: LeRobotSettings) -> "LeRobotPolicy":
         made = LeRobotPolicy(self.policy, self.preprocess, self.postprocess, settings, self.folder)
         remember_origin(made, origin_of(self))
         return made
@@ -260,8 +262,7 @@ class LeRobotPolicy:
         theirs = {name: world.observation.get(key) for name, key in self._keys.items()} | {"action": world.action}
         vectors = {name: field for name, field in theirs.items() if field is not None and len(field.shape) == 1}
         known = {name: each.names for name, each in vectors.items() if each.names and each.shape == mine[name].shape}
-        settings = replace(self.settings, names={**known, **self.settings.names})
-        return LeRobotPolicy(self.policy, self.preprocess, self.postprocess, settings, self.folder)
+        return self._set(replace(self.settings, names={**known, **self.settings.names}))
 
     def mapping_for(self, world: WorldSpec, *, recorded: bool = False) -> str:
         """Return what to write where the names or sizes of what it reads are others in `world`, "" where they are not.

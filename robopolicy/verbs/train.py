@@ -167,7 +167,8 @@ def say_model(policy: Trainable, section: PretrainConfig) -> None:
 
 def say_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:
     """Print the first and last logged mean of each loss, of one that was logged once that; return the first ones."""
-    logged = {name: [float(each[name]) for each in folder.metrics() if name in each] for name in fitted.losses}
+    records = folder.metrics()
+    logged = {name: [float(each[name]) for each in records if name in each] for name in fitted.losses}
     first = {name: values[0] for name, values in logged.items() if values}
     for name, last in fitted.losses.items():
         begun = f"{first[name]:.4g} at first, " if len(logged[name]) > 1 else ""
