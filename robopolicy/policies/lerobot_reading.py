@@ -45,14 +45,13 @@ def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
 
     They are made on the CPU and moved, one copy after the other. Raises CheckpointError where their file is damaged.
     """
-    size = bytes_a_weight(folder)
-    needed = size * tensor_elements(folder / WEIGHTS)
+    needed, bits = weights_bytes(folder), 8 * bytes_a_weight(folder)
     for where, times in ((torch.device("cpu"), copies if device.type == "cpu" else 1), (device, copies)):
         free = free_memory(where)
         if free is not None and times * needed > free:
             many = f"{in_bytes(needed)} of memory" if times == 1 else f"{times} times {in_bytes(needed)} of memory"
             raise ConfigError(
-                f"{folder} takes {many} on {where.type} in {8 * size} bits a weight, and {in_bytes(free)} are free: "
+                f"{folder} takes {many} on {where.type} in {bits} bits a weight, and {in_bytes(free)} are free: "
                 "end what else runs there, or choose a smaller checkpoint or a larger machine."
             )
 
@@ -60,6 +59,11 @@ def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
 def bytes_a_weight(folder: Path) -> int:
     """Return in how many bytes each weight of the policy in `folder` is held: 2 where its config.json asks for that."""
     return 2 if read_json(folder / "config.json").get("dtype") == "bfloat16" else 4
+
+
+def weights_bytes(folder: Path) -> int:
+    """Return how much memory the weights of the policy in `folder` take; raises CheckpointError where damaged."""
+    return bytes_a_weight(folder) * tensor_elements(folder / WEIGHTS)
 
 
 def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "PreTrainedPolicy":

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from robopolicy.core.checkpoints import WEIGHTS, read_description, read_weights, require_format, restoring
+from robopolicy.core.checkpoints import read_description, read_weights, require_format, restoring
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
 from robopolicy.core.origin import WORLD, WorldOrigin, remember_origin
@@ -19,10 +19,9 @@ from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
-from robopolicy.core.tensors import tensor_elements
+from robopolicy.policies import lerobot_reading
 from robopolicy.policies.checkpoint import saved_fields
 from robopolicy.policies.lerobot_configuration import SETTINGS_FILE
-from robopolicy.policies.lerobot_reading import bytes_a_weight
 from robopolicy.policies.registry import LEFT_BEHIND, POLICIES, SAVED_AS
 
 PLUGIN, EXPORTED = "robopolicy", "checkpoint"
@@ -72,7 +71,7 @@ def checkpoint_in(folder: Path | str) -> Path:
 def weights_bytes(folder: Path) -> int:
     """Return how much memory the weights of the checkpoint in `folder` take, all that it holds; see `checkpoint_in`."""
     if is_lerobot(folder):
-        return bytes_a_weight(folder) * tensor_elements(folder / WEIGHTS)
+        return lerobot_reading.weights_bytes(folder)
     return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 
 
