@@ -10,7 +10,7 @@ Axes: E episode, T control step (up to the horizon), B row, R selected rows, C c
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -167,6 +167,11 @@ class Schedule:
     def horizon(self) -> int:
         """Number of control steps T."""
         return self.gaussian.shape[1]
+
+    def select(self, episodes: Sequence[int]) -> "Schedule":
+        """Return the schedule of some of the episodes, by index."""
+        index = np.asarray(episodes, dtype=np.int64)
+        return Schedule(*(each[index] for each in (self.gaussian, self.random, self.source, self.seeds)))
 
     def segments(self) -> Array:
         """Return what chooses the action of every step, [E, T] int64, as SEGMENTS counts."""

@@ -1,7 +1,7 @@
 """Recording demonstrations and rollouts: play a controller or a policy in a world, one seed per episode."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from robopolicy.data.chains import Chains, chain_of
 from robopolicy.data.configuration import CorrectConfig
 from robopolicy.data.corrections import Operator, Turn
 from robopolicy.data.foresight import Foresight
+from robopolicy.data.kept import Kept, Recording
 
 
 def record(
@@ -31,31 +32,38 @@ def record(
     generator: torch.Generator | None = None,
     deterministic: bool = False,
     teacher: Controller | Policy | Actor[None] | None = None,
+    kept: Kept | None = None,
 ) -> Episodes:
     """Play the episodes of `seeds` and return them in that order, failures included unless `successes_only`.
 
     episodes: stop after this many (kept) episodes; the same ones are kept whatever the world's batch size. generator: a
     policy's noise (its device is where the policy computes); deterministic: a policy without exploration noise;
-    teacher: says in every step what it would do from there, without exploration noise (`Episodes.labels`). Actions
-    are stored as executed: clipped to the world's range. A policy's chunks run step by step where in-chunk images,
-    success times or labels are wanted. Raises DataError (seeds used up, nothing kept), SpecError (actor, teacher and
-    world do not fit) and ConfigError (successes only, of a world that reports none).
+    teacher: says in every step what it would do from there, without exploration noise (`Episodes.labels`); kept: where
+    episodes are kept as they end: those that are there already are not played again, and the noise of the others is
+    drawn anew. Actions are stored as executed: clipped to the world's range. A policy's chunks run step by step where
+    in-chunk images, success times or labels are wanted. Raises DataError (seeds used up, nothing kept), SpecError
+    (actor, teacher and world do not fit) and ConfigError (successes only, of a world that reports none).
     """
     draws = torch.Generator() if generator is None else generator
     labels = None if teacher is None else actor_of(teacher, draws, deterministic=True)
-    takes = _play(world, actor, seeds, episodes, successes_only, generator, deterministic, teacher=labels)
+    takes = _play(world, actor, seeds, episodes, successes_only, generator, deterministic, teacher=labels, kept=kept)
     return _gather(takes, world.spec, episodes, successes_only)
 
 
 def record_chains(
-    world: World, policy: Policy, seeds: Sequence[int] | np.ndarray, *, generator: torch.Generator
+    world: World,
+    policy: Policy,
+    seeds: Sequence[int] | np.ndarray,
+    *,
+    generator: torch.Generator,
+    kept: Kept | None = None,
 ) -> tuple[Episodes, Chains]:
     """`record` the episodes of a policy that denoises, with exploration noise, and how it came to each decision.
 
     Raises ConfigError where its decisions hold no chain, or where which steps are noisy is drawn, beside what `record`
     raises.
     """
-    takes = _play(world, policy, seeds, None, False, generator, False, chains=True)
+    takes = _play(world, policy, seeds, None, False, generator, False, chains=True, kept=kept)
     every = [takes.done[position] for position in sorted(takes.done)]
     first = np.cumsum([0, *(len(item.success) for item in every[:-1])])
     begun = [start + begins for start, item in zip(first, every, strict=True) for begins in item.begins]
@@ -75,13 +83,14 @@ def record_corrected(
     config: CorrectConfig,
     *,
     generator: torch.Generator,
+    kept: Kept | None = None,
 ) -> Episodes:
     """`record` the episodes of a policy, with exploration noise, that `expert` corrects; they say who acted.
 
     Raises ConfigError where what is undone has no range, beside what `record` raises.
     """
     operator = Operator(world.spec, world.batch_size, policy, expert, config, generator)
-    takes = _play(world, operator, seeds, None, False, generator, False)
+    takes = _play(world, operator, seeds, None, False, generator, False, kept=kept)
     return _gather(takes, world.spec, None, False)
 
 
@@ -96,8 +105,9 @@ def _play(
     *,
     chains: bool = False,
     teacher: Actor[Any] | None = None,
+    kept: Kept | None = None,
 ) -> "_Takes":
-    """Play as `record` says, which see; chains: whether every decision's is kept; teacher: labels every step."""
+    """Play as `record` says, which see; chains: whether every decision's is noted; teacher: labels every step."""
     spec = world.spec
     seeds = np.asarray(seeds, dtype=np.int64)
     wanted = len(seeds) if episodes is None else episodes
@@ -111,10 +121,17 @@ def _play(
     chosen = actor if isinstance(actor, Operator) else actor_of(actor, generator, deterministic=deterministic)
     stepwise = bool(spec.cameras) or not spec.terminate_on_success or teacher is not None
     player: Player[Any] = Player(world, chosen, stepwise=stepwise)
-    takes = _Takes(player, seeds, chains, teacher)
+    takes = _Takes(player, seeds, chains, teacher, {} if kept is None else kept.known)
     exact = episodes is None and not successes_only
     takes.label()
-    with progress(f"recording {spec.name}", wanted) as advance:
+    with progress(f"recording {spec.name}", wanted) as advance, _written(kept):
+
+        def tell(ended: Iterable[Recording]) -> None:
+            """Show how many episodes more there are, and how many succeeded."""
+            count = sum(item.success[-1] or not successes_only for item in ended)
+            advance(count, f"{takes.successes}/{takes.finished} succeeded" if spec.reports_success else "")
+
+        tell(takes.done.values())
         for played in player:
             takes.add(played)
             if isinstance(actor, Operator):
@@ -123,13 +140,24 @@ def _play(
                 takes.label()
                 continue
             ended = takes.collect()
-            kept = sum(item.success[-1] or not successes_only for item in ended)
-            advance(kept, f"{takes.successes}/{takes.finished} succeeded" if spec.reports_success else "")
+            if kept is not None:
+                kept.add(ended)
+            tell(ended)
             pending = takes.successes if successes_only else takes.finished
             if exact or pending + player.running.sum() < wanted:
                 takes.start_next()
             takes.label()
     return takes
+
+
+@contextmanager
+def _written(kept: Kept | None) -> Generator[None]:
+    """Write what waits to be kept at the end, however that comes."""
+    try:
+        yield
+    finally:
+        if kept is not None:
+            kept.write()
 
 
 def record_until(steps: float, play: Callable[[int], Episodes]) -> Episodes:
@@ -140,37 +168,28 @@ def record_until(steps: float, play: Callable[[int], Episodes]) -> Episodes:
     return Episodes.concatenate(parts)
 
 
-@dataclass
-class _Recording:
-    """One episode while it runs; lists of arrays along time."""
-
-    position: int
-    task: str
-    observation: dict[str, list[np.ndarray]]
-    actions: list[np.ndarray] = field(default_factory=list)
-    rewards: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    success: list[bool] = field(default_factory=list)
-    terminated: bool = False
-    begins: list[int] = field(default_factory=list)
-    chains: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    turns: list[tuple[int, int]] = field(default_factory=list)
-    labels: list[np.ndarray] = field(default_factory=list)
-    label_steps: list[int] = field(default_factory=list)
-
-
 class _Takes:
     """Which episode runs in which row of a player's world, and what was recorded so far."""
 
-    def __init__(self, player: Player[Any], seeds: np.ndarray, chains: bool = False, teacher: Actor[Any] | None = None):
+    def __init__(
+        self,
+        player: Player[Any],
+        seeds: np.ndarray,
+        chains: bool,
+        teacher: Actor[Any] | None,
+        known: Mapping[int, Recording],
+    ):
         self.player, self.seeds, self.teacher = player, seeds, teacher
         self.labels: np.ndarray | None = None  # [B, L, A]
         self.chains, self.decided = chains, True
-        self.done: dict[int, _Recording] = {}
-        self.current: list[_Recording | None] = [None] * player.world.batch_size
-        self.finished = self.successes = self.launched = 0
-        first = seeds[: player.world.batch_size]
-        player.start_wave(first)
-        self._open(np.arange(len(first)))
+        self.done = dict(known)
+        self.current: list[Recording | None] = [None] * player.world.batch_size
+        self.finished, self.successes = len(known), sum(item.success[-1] for item in known.values())
+        self.waiting = [position for position in range(len(seeds)) if position not in known]
+        if self.waiting:
+            first = self.waiting[: player.world.batch_size]
+            player.start_wave(seeds[first])
+            self._open(np.arange(len(first)))
 
     def add(self, played: PlayedStep[Any]) -> None:
         """Store what happened in the rows that were played."""
@@ -197,9 +216,9 @@ class _Takes:
         if self.teacher is not None and self.player.running.any():
             self.labels = self.teacher.choose(self.player.observation)[0]
 
-    def collect(self) -> list[_Recording]:
+    def collect(self) -> list[Recording]:
         """Take out the episodes that ended since the last call."""
-        ended: list[_Recording] = []
+        ended: list[Recording] = []
         for row, recording in enumerate(self.current):
             if recording is not None and not self.player.running[row]:
                 self.done[recording.position] = recording
@@ -212,9 +231,9 @@ class _Takes:
     def start_next(self) -> None:
         """Give the next seeds, in order, to the rows that are free."""
         free = np.array([row for row, item in enumerate(self.current) if item is None], dtype=np.int64)
-        rows = free[: len(self.seeds) - self.launched]
+        rows = free[: len(self.waiting)]
         if len(rows):
-            self.player.start(self.seeds[self.launched : self.launched + len(rows)], rows)
+            self.player.start(self.seeds[self.waiting[: len(rows)]], rows)
             self._open(rows)
 
     def _open(self, rows: np.ndarray) -> None:
@@ -224,11 +243,10 @@ class _Takes:
         for row in rows:
             frames = {key: [observation[key][row, -1:].copy()] for key in self.player.world.spec.observation}
             task = str(observation[TASK][row]) if TASK in observation else ""
-            self.current[row] = _Recording(self.launched, task, frames)
-            self.launched += 1
+            self.current[row] = Recording(self.waiting.pop(0), task, frames)
 
 
-def _append(recording: _Recording, step: Step, actions: np.ndarray, row: int, spec: WorldSpec) -> None:
+def _append(recording: Recording, step: Step, actions: np.ndarray, row: int, spec: WorldSpec) -> None:
     count = int(step.valid[row].sum())
     for key, frames in recording.observation.items():
         image = key.startswith(IMAGE_PREFIX)

@@ -3,14 +3,15 @@
 collect.noise=[none,medium] gives half the episodes to a clean expert and half to a noisy one. For offline RL,
 collect.quality=expert|medium|replay|mixed|play|random finds the noise that gives the success asked for on this task. It
 stores with every step what made it, and with the dataset what uniform actions and the expert earn (normalised scores).
-Failures are kept, because world models need them; collect.successes_only=true drops them. With collect.policy and
-plan.model, a world model's, the policy looks ahead: plan.uncertainty above 0 leads it where the model has yet to learn.
-collect.chains=true records beside a policy's episodes how it came to its decisions (gate.judges=[importance]).
-collect.correct.patience=20 lets the expert (or collect.controller) take over from a policy after so many steps without
-progress: it goes back (collect.correct.rewind=10), does it right, and every step says whose it was, which train and
-offline read. collect.label_policy=expert stores in every step what the expert would do from there without noise, whole
-chunks where the world has snapshots, and collect.label_policy=TEACHER what another policy would do where
-collect.policy=STUDENT leads: train learns that.
+Failures are kept, because world models need them; collect.successes_only=true drops them. Episodes that have ended are
+kept at once: a run that is broken off plays the others. With collect.policy and plan.model, a world model's, the policy
+looks ahead: plan.uncertainty above 0 leads it where the model has yet to learn. collect.chains=true records beside a
+policy's episodes how it came to its decisions (gate.judges=[importance]). collect.correct.patience=20 lets the expert
+(or collect.controller) take over from a policy after so many steps without progress: it goes back
+(collect.correct.rewind=10), does it right, and every step says whose it was, which train and offline read.
+collect.label_policy=expert stores in every step what the expert would do from there without noise, whole chunks where
+the world has snapshots, and collect.label_policy=TEACHER what another policy would do where collect.policy=STUDENT
+leads: train learns that.
 """
 
 from collections.abc import Mapping
@@ -45,6 +46,7 @@ from robopolicy.evaluation.intervals import mean_interval, wilson
 from robopolicy.origins import origin_of_section
 from robopolicy.runs import finish, finished, open_run, output
 from robopolicy.verbs.graded import record_graded
+from robopolicy.verbs.unfinished import Unfinished
 from robopolicy.verbs.verb import Verb
 
 EXPERT = "expert"
@@ -55,25 +57,28 @@ VERB = Verb(
     sections=("run", "world", "plan", "inference", "collect"),
     example="robopolicy collect recipe=push_cube collect.episodes=200",
     world_from={"collect.policy": ""},
+    resumes=True,
 )
 
 
 def run(config: Config) -> int:
     """Record, write, and print the success rate of what was recorded."""
     folder = open_run(config, "collect", VERB.sections)
+    unfinished = Unfinished(config, folder.path)
     if (done := finished(folder)) is not None:
+        unfinished.remove()
         output.print(f"{folder.path} already holds {done['episodes']} episodes; run.overwrite=true records anew.")
         return 0
     section, quality = config.collect, config.collect.quality
-    graded = None if not quality else record_graded(config, quality, folder.path, *acting(config))
+    graded = None if not quality else record_graded(config, quality, folder.path, unfinished, *acting(config))
     columns = None if graded is None else graded.columns
     if section.chains:
-        episodes, columns = collect_chains(config)
+        episodes, columns = collect_chains(config, unfinished)
     elif section.correct.wanted:
-        episodes = collect_corrected(config)
+        episodes = collect_corrected(config, unfinished)
         output.print(interventions_in_words(episodes))
     else:
-        episodes = collect(config) if graded is None else graded.episodes
+        episodes = collect(config, unfinished) if graded is None else graded.episodes
     write_dataset(
         episodes,
         folder.path / "dataset",
@@ -83,8 +88,9 @@ def run(config: Config) -> int:
         columns=columns,
         quality=None if graded is None else graded.description,
     )
-    result = summary(episodes) | ({} if graded is None else graded.figures)
+    result = summary(episodes) | ({} if graded is None else graded.figures) | unfinished.figures
     finish(config, folder, result)
+    unfinished.remove()
     output.print(
         f"Recorded {result['episodes']} episodes, {result['steps']} steps, {outcome(result)}"
         f" -> {folder.path / 'dataset'}"
@@ -92,7 +98,7 @@ def run(config: Config) -> int:
     return 0
 
 
-def collect(config: Config) -> Episodes:
+def collect(config: Config, unfinished: Unfinished) -> Episodes:
     """Record an equal share of the episodes at each level of noise, from seeds that no evaluation uses."""
     section = config.collect
     policy, device = acting(config)
@@ -122,6 +128,7 @@ def collect(config: Config) -> Episodes:
             generator=generators["act"],
             deterministic=section.deterministic,
             teacher=teacher,
+            kept=unfinished.part(str(index), share),
         )
         parts.append(played)
     world.close()
@@ -130,7 +137,7 @@ def collect(config: Config) -> Episodes:
     return Episodes.concatenate(parts)
 
 
-def collect_chains(config: Config) -> tuple[Episodes, dict[str, Tensor]]:
+def collect_chains(config: Config, unfinished: Unfinished) -> tuple[Episodes, dict[str, Tensor]]:
     """Return the episodes of a policy as `collect` records them, and columns that say how it came to its decisions.
 
     Raises ConfigError where it looks ahead: what it chose by has no density.
@@ -145,13 +152,14 @@ def collect_chains(config: Config) -> tuple[Episodes, dict[str, Tensor]]:
         episode_seeds(config.run.seed, "collect/0", section.episodes),
         Generators(config.run.seed, device),
     )
-    episodes, chains = record_chains(world, policy, seeds, generator=generator["act"])
+    kept = unfinished.part("chains", section.episodes)
+    episodes, chains = record_chains(world, policy, seeds, generator=generator["act"], kept=kept)
     world.close()
     known = with_densities(policy, episodes.to(device), chains.to(device)).to("cpu")
     return episodes, known.columns(episodes.step_count)
 
 
-def collect_corrected(config: Config) -> Episodes:
+def collect_corrected(config: Config, unfinished: Unfinished) -> Episodes:
     """Return the episodes of a policy that the expert corrects, from the seeds of `collect`; they say who acted."""
     section = config.collect
     policy, device = acting(config)
@@ -159,7 +167,8 @@ def collect_corrected(config: Config) -> Episodes:
     world = build_world(config.world, policy, episodes=section.episodes, seed=config.run.seed)
     expert = build_controller(config.world, world, section.controller)
     seeds, draws = episode_seeds(config.run.seed, "collect/0", section.episodes), Generators(config.run.seed, device)
-    episodes = record_corrected(world, policy, expert, seeds, section.correct, generator=draws["act"])
+    kept = unfinished.part("corrected", section.episodes)
+    episodes = record_corrected(world, policy, expert, seeds, section.correct, generator=draws["act"], kept=kept)
     world.close()
     return episodes
 

@@ -21,8 +21,6 @@ from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, episode_seeds
 from robopolicy.core.storage import read_json, write_json
-from robopolicy.core.structured import to_plain
-from robopolicy.core.tensors import file_hash
 from robopolicy.core.world import World
 from robopolicy.data.quality import (
     EXPERT_SUCCESS,
@@ -51,6 +49,7 @@ from robopolicy.evaluation.scores import Anchors, Performance, normalised_score
 from robopolicy.evaluation.success import evaluate_policy, require_success
 from robopolicy.origins import origin_of_section
 from robopolicy.runs import output
+from robopolicy.verbs.unfinished import Unfinished, who_acts
 
 MEASURED = "measured.json"
 """File in the run's folder with what was measured so far."""
@@ -80,9 +79,14 @@ class Ground:
 
 
 def record_graded(
-    config: Config, quality: Quality, folder: Path, policy: Policy | None, device: torch.device
+    config: Config,
+    quality: Quality,
+    folder: Path,
+    unfinished: Unfinished,
+    policy: Policy | None,
+    device: torch.device,
 ) -> Graded:
-    """Measure, find the noise that `quality` asks for, and record; folder: the run's.
+    """Measure, find the noise that `quality` asks for, and record; folder: the run's; unfinished: what it has recorded.
 
     Raises ConfigError (no expert, success not reported, actions without bounds) and DataError (the expert is not one,
     returns do not rank it above uniform actions, no noise gives the success asked for).
@@ -97,8 +101,9 @@ def record_graded(
         noise = episode_seeds(seed, f"collect/{quality}/noise", section.episodes)
         plan = schedule(quality, noise, world.spec.horizon, **ground.levels)
         seeds, generator = episode_seeds(seed, f"collect/{quality}", section.episodes), Generators(seed, device)["act"]
-        actor = _disturbed(config, world, policy, plan)
-        episodes = record(world, actor, seeds, generator=generator, deterministic=True)
+        kept = unfinished.part(quality, len(seeds))
+        actor = _disturbed(config, world, policy, plan.select(kept.left(len(seeds))))
+        episodes = record(world, actor, seeds, generator=generator, deterministic=True, kept=kept)
         settings = _settings(config, quality, ground, world.spec.horizon)
     finally:
         world.close()
@@ -173,7 +178,7 @@ def find_ground(config: Config, quality: Quality, file: Path, policy: Policy | N
 
 def _known(file: Path, config: Config) -> dict[str, Any]:
     """Return what was measured of this actor before a kill: a checkpoint may have been trained further since."""
-    actor = fingerprint({"version": VERSION, "actor": _actor(config)})
+    actor = fingerprint({"version": VERSION, "actor": who_acts(config)})
     found = read_json(file) if file.exists() else {}
     return found if found.get("actor") == actor else {"actor": actor}
 
@@ -200,29 +205,13 @@ def _settings(config: Config, quality: Quality, ground: Ground, horizon: int) ->
         "quality": quality,
         "world": world,
         "horizon": horizon,
-        "actor": _actor(config),
+        "actor": who_acts(config),
         "levels": ground.levels,
         "episodes": section.episodes,
         "seed": config.run.seed,
         "trial_episodes": section.trial_episodes,
         "anchor_episodes": section.anchor_episodes,
     }
-
-
-def _actor(config: Config) -> dict[str, Any]:
-    """Return who acts, JSON-ready; of checkpoints their files' hashes, wherever they lie."""
-    section, plan = config.collect, config.plan
-    if section.policy is not None:
-        ahead = {} if plan.model is None else {"plan": {**to_plain(plan), "model": _hashes(plan.model)}}
-        return {"kind": "policy", "files": _hashes(section.policy), **ahead}
-    if section.controller:
-        return {"kind": "controller", "path": section.controller}
-    return {"kind": "expert"}
-
-
-def _hashes(checkpoint: Path) -> dict[str, str]:
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
-    return {str(path.relative_to(checkpoint)): file_hash(path) for path in files}
 
 
 def _tried(trials: tuple[Trial, ...], level: float) -> str:

@@ -1,0 +1,137 @@
+"""Episodes of a recording, kept on disk as they end, so that a recording that is broken off loses none of them.
+
+Axes: T control step, D decision.
+"""
+
+import io
+import time
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.arrays import Array
+from robopolicy.core.errors import DataError
+from robopolicy.core.storage import sweep, write_atomic
+
+SECONDS = 10.0
+"""How long what has ended waits in memory: a killed process loses no more, one that is interrupted nothing."""
+
+
+@dataclass
+class Recording:
+    """One episode while it runs; lists of arrays along time. position: of its seed among those of the recording."""
+
+    position: int
+    task: str
+    observation: dict[str, list[Array]]
+    actions: list[Array] = field(default_factory=list[Array])
+    rewards: dict[str, list[Array]] = field(default_factory=dict[str, list[Array]])
+    success: list[bool] = field(default_factory=list[bool])
+    terminated: bool = False
+    begins: list[int] = field(default_factory=list[int])
+    chains: list[tuple[Array, Array]] = field(default_factory=list[tuple[Array, Array]])
+    turns: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    labels: list[Array] = field(default_factory=list[Array])
+    label_steps: list[int] = field(default_factory=list[int])
+
+
+class Kept:
+    """What has ended of one recording, in a folder of its own.
+
+    known: position -> episode, of processes before and of this one; seconds: see SECONDS. Raises DataError where a file
+    cannot be read.
+    """
+
+    def __init__(self, folder: Path, seconds: float = SECONDS):
+        self.folder, self.seconds = folder, seconds
+        self.known: dict[int, Recording] = {}
+        if folder.is_dir():
+            sweep(folder)
+            for file in sorted(folder.glob("*.npz")):
+                self.known |= _read(file)
+        self._waiting: list[Recording] = []
+        self._written = time.monotonic()
+
+    def left(self, count: int) -> list[int]:
+        """Return which of `count` episodes have yet to be played, in their order."""
+        return [position for position in range(count) if position not in self.known]
+
+    def add(self, ended: Iterable[Recording]) -> None:
+        """Keep episodes; they are written in time."""
+        for item in ended:
+            self.known[item.position] = item
+            self._waiting.append(item)
+        if time.monotonic() - self._written >= self.seconds:
+            self.write()
+
+    def write(self) -> None:
+        """Write what waits, if anything does. Raises StorageError where there is no room."""
+        self._written = time.monotonic()
+        if not self._waiting:
+            return
+        arrays = {f"{item.position}/{name}": values for item in self._waiting for name, values in _arrays(item).items()}
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)  # pyright: ignore[reportArgumentType]
+        write_atomic(self.folder / f"{len(self.known):08}.npz", buffer.getvalue())
+        self._waiting = []
+
+
+def _arrays(item: Recording) -> dict[str, Array]:
+    """Return a recording as arrays by name; what it has nothing of is left out."""
+    found: dict[str, Array] = {
+        "task": np.array(item.task),
+        "terminated": np.array(item.terminated),
+        "success": np.array(item.success, dtype=bool),
+        "actions": np.concatenate(item.actions),
+        **{f"observation/{key}": np.concatenate(frames) for key, frames in item.observation.items()},
+        **{f"rewards/{name}": np.concatenate(values) for name, values in item.rewards.items()},
+    }
+    listed: dict[str, list[Any]] = {
+        "begins": item.begins,
+        "chain": [chain for chain, _ in item.chains],  # [D, K+1, P, A]
+        "mask": [mask for _, mask in item.chains],  # [D, K]
+        "turns": item.turns,
+        "labels": item.labels,
+        "label_steps": item.label_steps,
+    }
+    return found | {name: np.array(values) for name, values in listed.items() if values}
+
+
+def _read(file: Path) -> dict[int, Recording]:
+    """Return the recordings of a file by their positions. Raises DataError where it is not one of ours."""
+    by_position: dict[int, dict[str, Array]] = {}
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            for name in arrays.files:
+                position, _, part = name.partition("/")
+                by_position.setdefault(int(position), {})[part] = arrays[name]
+        return {position: _recording(position, parts) for position, parts in by_position.items()}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise DataError(f"{file} is corrupt ({error}): run.overwrite=true records everything anew.") from error
+
+
+def _recording(position: int, parts: Mapping[str, Array]) -> Recording:
+    def under(prefix: str) -> dict[str, list[Array]]:
+        return {name.removeprefix(prefix): [values] for name, values in parts.items() if name.startswith(prefix)}
+
+    def listed(name: str) -> list[Any]:
+        return list(parts.get(name, ()))
+
+    return Recording(
+        position=position,
+        task=str(parts["task"]),
+        observation=under("observation/"),
+        actions=[parts["actions"]],
+        rewards=under("rewards/"),
+        success=[bool(value) for value in parts["success"]],
+        terminated=bool(parts["terminated"]),
+        begins=[int(value) for value in listed("begins")],
+        chains=list(zip(listed("chain"), listed("mask"), strict=True)),
+        turns=[(int(actor), int(segment)) for actor, segment in listed("turns")],
+        labels=listed("labels"),
+        label_steps=[int(value) for value in listed("label_steps")],
+    )
