@@ -37,6 +37,9 @@ from robopolicy.policies.lerobot_training import LeRobotNetwork
 from robopolicy.policies.network import Steps
 from robopolicy.policies.prefixed import PrefixedSteps
 
+OF_AN_ENGINE = "Of a policy that an engine computes choose engine=reference."
+"""What to do about a policy that cannot be looked into any more."""
+
 
 class Mask(Enum):
     """How the weights fall over the steps that both plans describe and nobody will have executed: not (ones), at once
@@ -72,9 +75,14 @@ def trained_rtc(policy: Policy, delay: Delay) -> Policy:
     """Training-time real-time chunking (Black et al. 2025, arXiv:2512.05964): the d steps are given to the network.
 
     It has learned to continue them (policy.prefix_steps), so nothing is differentiated and nothing guided. Raises
-    ConfigError for a policy that has not learned it, or not for so many steps.
+    ConfigError for other policies than denoising ones, and for one that has not learned it, or not for so many steps.
     """
-    known = policy.config.prefix_steps if isinstance(policy, DenoisingPolicy) else 0
+    if not isinstance(policy, DenoisingPolicy):
+        raise ConfigError(
+            f"trained_rtc gives steps to a diffusion or flow policy that was trained with prefix_steps, and this is a "
+            f"{type(policy).__name__}: choose another chunking. {OF_AN_ENGINE}"
+        )
+    known = policy.config.prefix_steps
     if known < max(delay.steps, 1):
         raise ConfigError(
             f"This policy has learned to continue {known} given steps: train it with prefix_steps="
@@ -111,7 +119,7 @@ def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobi
         raise ConfigError(
             f"Real-time chunking guides the denoising of a diffusion or flow policy, and this is a "
             f"{type(policy).__name__}: choose synchronous, or prefetch, ensembling or bidirectional where it predicts "
-            "more than it executes. Of a policy that an engine computes choose engine=reference."
+            f"more than it executes. {OF_AN_ENGINE}"
         )
     if isinstance(guided.network, LeRobotNetwork) and not guided.network.denoises_actions:
         raise ConfigError(

@@ -9,6 +9,8 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import STATE, Field
 from robopolicy.inference.chunking import Delay, Underway, with_chunking
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.engine import with_engine
 from robopolicy.inference.rtc import (
     Guidance,
     GuidedSteps,
@@ -301,3 +303,11 @@ def test_what_was_not_trained_to_continue_is_refused():
         made(PolicyKind.FLOW, prefix_steps=5)
     with pytest.raises(ConfigError, match="prefix_decay is -1"):
         made(PolicyKind.FLOW, prefix_steps=2, prefix_decay=-1.0)
+
+
+@pytest.mark.parametrize("chunking", ["trained_rtc", "rtc"])
+def test_a_policy_that_an_engine_computes_is_refused_for_that(chunking: str):
+    """Not because it had learned nothing: it has."""
+    lean = with_engine(made(PolicyKind.FLOW, prefix_steps=2), InferenceConfig("lean"))
+    with pytest.raises(ConfigError, match=r"this is a LeanDenoising: .* choose engine=reference"):
+        with_chunking(lean, chunking, Delay(2))
