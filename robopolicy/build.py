@@ -335,17 +335,17 @@ def load_acting(
     With engine=auto by what `robopolicy optimize` has stored beside the checkpoint, if anything: a plan made for other
     weights is refused with a warning, and so is one that does not fit the policy or this machine; one measured
     elsewhere is used with one. Engines say what is executed and not always what is planned beyond it: for a chunking
-    other than synchronous, which needs that, auto is the policy as it was trained. Raises as `load_policy` does, and
-    ConfigError where the engine does not compute such policies.
+    other than synchronous, which needs that, auto is the policy as it was trained, with a warning too. Raises as
+    `load_policy` does, and ConfigError where the engine does not compute such policies.
     """
     folder = checkpoint_in(folder)
     policy = load_policy(folder, device)
     if section.engine != AUTO:
         return with_engine(policy, narrowed(InferenceConfig, section))
-    plan = load_plan(folder) if chunking == SYNCHRONOUS else None
+    plan = load_plan(folder)
     if plan is None:
         return policy
-    if said := plan.refusal(folder):
+    if said := plan.refusal(folder) or plan.unfit(folder, chunking):
         warnings.warn(said, RobopolicyWarning, stacklevel=2)
         return policy
     if said := plan.elsewhere(torch.device(device)):

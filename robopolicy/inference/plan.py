@@ -17,6 +17,7 @@ from robopolicy.core.storage import read_json, recover_folder, write_json
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.tensors import file_hash
 from robopolicy.inference.caching import CachePlan
+from robopolicy.inference.chunkings import SYNCHRONOUS
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import ENGINES
 
@@ -51,6 +52,19 @@ class InferencePlan:
         return (
             f"{folder / FILE} is not used: {why}. robopolicy optimize {folder} makes it anew; until then the policy "
             "decides as it was trained (inference.engine=reference)."
+        )
+
+    def unfit(self, folder: Path, chunking: str) -> str:
+        """Return that it is not used with `chunking`, which asks for more than engines compute, and the way out.
+
+        "" where it is used, or is to decide as trained.
+        """
+        if chunking == SYNCHRONOUS or self.config.engine == "reference":
+            return ""
+        return (
+            f"{folder / FILE} is not used with chunking={chunking}, which asks for whole plans and may look into the "
+            "network: the policy decides as it was trained (inference.engine=reference). Name an engine to try it all "
+            "the same: inference.engine=lean predicts for prefetch, ensembling and bidirectional."
         )
 
     def elsewhere(self, device: torch.device) -> str:

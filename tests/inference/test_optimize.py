@@ -18,6 +18,7 @@ from robopolicy.data.record import record
 from robopolicy.doctor.engine import check_plan
 from robopolicy.doctor.findings import Health
 from robopolicy.inference.caching import CachePlan
+from robopolicy.inference.chunking import Delay, with_chunking
 from robopolicy.inference.comparison import Timing, timed
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.lean import LeanDenoising
@@ -117,6 +118,22 @@ def test_a_plan_measured_elsewhere_is_used_and_said(tmp_path: Path):
     )
     with pytest.warns(RobopolicyWarning, match=r"measured with torch 1\.0, here"):
         assert isinstance(load_acting(InferenceSection(), tmp_path / "checkpoint"), LeanDenoising)
+
+
+def test_a_plan_that_a_chunking_leaves_aside_is_named(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    policy = _checkpoint(tmp_path / "checkpoint", chunk=4, prediction_steps=8)
+    for engine, said in (("reference", 0), ("lean", 1)):
+        plan = InferencePlan(InferenceConfig(engine), weights_hash(tmp_path / "checkpoint"))
+        save_plan(tmp_path / "checkpoint", plan)
+        assert isinstance(load_acting(InferenceSection(), tmp_path / "checkpoint", chunking="rtc"), DenoisingPolicy)
+        assert len(recwarn) == said
+    assert "is not used with chunking=rtc" in str(recwarn.pop(RobopolicyWarning).message)
+    for chunking in ("prefetch", "ensembling", "bidirectional"):  # the way out that it names
+        lean = load_acting(InferenceSection("lean"), tmp_path / "checkpoint", chunking=chunking)
+        assert isinstance(lean, LeanDenoising)
+        acting = with_chunking(lean, chunking, Delay(2))
+        acting.act(_seen(policy), torch.Generator().manual_seed(0), deterministic=True)
+    assert not len(recwarn)
 
 
 @pytest.mark.parametrize(
