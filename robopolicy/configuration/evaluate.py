@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.structured import REGISTRY
 
 
@@ -48,3 +49,7 @@ class EvaluateSection:
     """How it holds still: no motion (actions are velocities or differences), or the last action (positions)."""
     positions: tuple[str, ...] = ("gripper",)
     """Elements of the action that keep their last value even so, by name."""
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1 or self.videos < 0:
+            raise ConfigError("evaluate: episodes is at least 1, and videos at least 0.")

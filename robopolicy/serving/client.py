@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 from websockets.sync.client import ClientConnection, connect
 
 from robopolicy.core.errors import ServingError, SpecError
@@ -167,7 +167,7 @@ class PolicyClient:
                         f"Nobody listens at {self.address}. Start the server first: robopolicy serve CHECKPOINT"
                     ) from error
                 time.sleep(0.1)
-            except (OSError, InvalidHandshake) as error:
+            except (OSError, InvalidHandshake, InvalidURI, ValueError) as error:  # the last: of the port
                 raise ServingError(f"Cannot connect to {self.address}: {error}.") from error
         self.metadata = self._receive(self._connection, "its metadata")
         return self._connection

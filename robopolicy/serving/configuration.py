@@ -47,6 +47,16 @@ class ServerConfig:
     origins: tuple[str, ...] = ()
     """Web pages that may connect from a browser, such as [https://console.example]; others are refused."""
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what no server can answer with."""
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}: choose 1 to 65535, or 0 for any free one.")
+        counts = {"maximum_batch": self.maximum_batch, "maximum_waiting": self.maximum_waiting}
+        seconds = {"deadline": self.deadline, "stall": self.stall, "session_expiry": self.session_expiry}
+        for name, value in (counts | seconds).items():
+            if not value > 0:
+                raise ConfigError(f"{name} is {value}: it is more than 0.")
+
 
 @dataclass(frozen=True)
 class RobotSettings:
