@@ -232,6 +232,13 @@ class PolicyWrapper(Policy, Protocol):
         ...
 
 
+def innermost(policy: Policy) -> Policy:
+    """Return by means of what a policy decides in the end: itself, unless it is a `PolicyWrapper`."""
+    while isinstance(policy, PolicyWrapper):
+        policy = policy.inner
+    return policy
+
+
 @runtime_checkable
 class TakesAdapters(Protocol):
     """A policy that can be fine-tuned by low-rank adapters (LoRA) instead of its weights."""

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 
-from robopolicy.core.policy import Policy, PolicyWrapper
+from robopolicy.core.policy import Policy, innermost
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
 from robopolicy.inference.engine import CompilesForRows
 from robopolicy.serving.batching import InferenceQueue
@@ -30,14 +30,11 @@ async def warmed_up(queue: InferenceQueue, log: Log, stop: asyncio.Event) -> boo
 
 async def _decide(queue: InferenceQueue, log: Log) -> None:
     policy = queue.policy
-    seen = blank_observation(policy)
-    innermost = policy
-    while isinstance(innermost, PolicyWrapper):
-        innermost = innermost.inner
-    if isinstance(innermost, CompilesForRows):
+    seen, deciding = blank_observation(policy), innermost(policy)
+    if isinstance(deciding, CompilesForRows):
         # Who asks several times for each row asks so for more of these sizes, which are powers of one number: all of
         # them have been asked for once each of the first has.
-        for rows in innermost.sizes(queue.maximum_batch):
+        for rows in deciding.sizes(queue.maximum_batch):
             log("compiling", rows=rows)
             await queue.first(seen, rows)
     await queue.infer(seen)

@@ -22,7 +22,7 @@ from robopolicy.configuration.optimize import OptimizeSection
 from robopolicy.core.delayed import recorded_for
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Policy, TensorObservation
+from robopolicy.core.policy import Policy, TensorObservation, innermost
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.lerobot_reading import read_dataset
@@ -141,31 +141,46 @@ def first_rows(seen: TensorObservation, count: int) -> TensorObservation:
 def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) -> dict[str, Way]:
     """Return the ways to try, by name: exact engines, and what is cheaper where the section allows an error.
 
-    What is cheaper is computed by the first of the engines.
+    What is cheaper is computed by the first of the engines, of a policy that decides by means of another one in the
+    other one.
     """
     ways = {REFERENCE: Way(InferenceConfig()), **{name: Way(InferenceConfig(name)) for name in section.engines}}
-    if not section.error or not isinstance(policy, DenoisingPolicy | LeRobotPolicy):
+    deciding = innermost(policy)
+    if not section.error:
+        return ways
+    if not isinstance(deciding, DenoisingPolicy | LeRobotPolicy):
+        output.print(
+            f"Exact engines alone: fewer steps, block caches and bf16 are for diffusion and flow policies, and this is "
+            f"a {type(deciding).__name__}.",
+            markup=False,
+            soft_wrap=True,
+        )
         return ways
     engine = InferenceConfig(section.engines[0])
-    if isinstance(policy, LeRobotPolicy):
-        return ways | cached_ways(section, policy, seen, engine)
-    total = policy.schedule.steps
+    caches = cached_ways(section, policy, seen, engine)
+    if isinstance(deciding, LeRobotPolicy):
+        return ways | caches
+    total = deciding.schedule.steps
     ways["bf16"] = Way(replace(engine, precision="bf16"))
-    samplers = ("euler", "heun") if isinstance(policy.schedule, FlowSchedule) else ("ddim", "dpm++")
+    samplers = ("euler", "heun") if isinstance(deciding.schedule, FlowSchedule) else ("ddim", "dpm++")
     for sampler in samplers:
         for steps in section.steps:
             if steps < total and (steps > 1 or sampler in ("ddim", "euler")):
                 ways[f"{sampler} {steps}"] = Way(replace(engine, sampler=sampler, steps=steps))
-    return ways | cached_ways(section, policy, seen, engine)
+    return ways | caches
 
 
 def cached_ways(
-    section: OptimizeSection,
-    policy: DenoisingPolicy | LeRobotPolicy,
-    seen: TensorObservation,
-    engine: InferenceConfig,
+    section: OptimizeSection, policy: Policy, seen: TensorObservation, engine: InferenceConfig
 ) -> dict[str, Way]:
-    """Return block caches to try, calibrated on the observations; none for a network without blocks that are known."""
+    """Return block caches to try, calibrated on the observations.
+
+    None for a network without blocks that are known, nor for a policy that decides by means of another one.
+    """
+    if not isinstance(policy, DenoisingPolicy | LeRobotPolicy):
+        if section.schedulers:
+            output.print(f"No block caches: a {type(policy).__name__} asks another policy, whose own they would be.")
+        return {}
     most = policy.schedule.steps if isinstance(policy, DenoisingPolicy) else sys.maxsize  # LeRobot's: once calibrated
     budgets = [budget for budget in section.budgets if 2 < budget < most]
     if not budgets or not section.schedulers:
@@ -231,9 +246,12 @@ def show(ways: Mapping[str, Way], errors: Mapping[str, float], times: Mapping[st
 
 
 def judged(config: Config, policies: Mapping[str, Policy], device: torch.device) -> dict[str, Any]:
-    """Return the verdicts on reference and choice, printed; nothing without optimize.evaluate_episodes."""
+    """Return the verdicts on reference and choice, printed; nothing without optimize.evaluate_episodes, or a choice."""
     count = config.optimize.evaluate_episodes
-    if not count or len(policies) < 2:
+    if not count:
+        return {}
+    if len(policies) < 2:
+        output.print("Nothing is judged: the reference is chosen, and no other policy stands beside it.")
         return {}
     world = build_world(config.world, policies[REFERENCE], episodes=count, device=device)
     seeds = evaluation_seeds(config, count)

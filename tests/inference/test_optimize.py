@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import torch
 from robopolicy.build import load_acting
 from robopolicy.cli import main
 from robopolicy.configuration.inference import InferenceSection
+from robopolicy.configuration.optimize import OptimizeSection
 from robopolicy.core.errors import CheckpointError, RobopolicyWarning
 from robopolicy.core.origin import WorldOrigin, remember_origin
 from robopolicy.data.record import record
@@ -25,6 +26,8 @@ from robopolicy.inference.lean import LeanDenoising
 from robopolicy.inference.plan import FILE, InferencePlan, load_plan, save_plan, weights_hash
 from robopolicy.nn.configuration import DenoiserKind
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from robopolicy.rl.offline.configuration import RlpdConfig
+from robopolicy.training.online.policies import SteeredPolicy, steered
 from robopolicy.verbs import optimize
 from sims.registry import make_world
 
@@ -86,6 +89,33 @@ def test_optimize_keeps_the_fastest_that_is_allowed_and_acting_reads_it(tmp_path
     )
     assert torch.allclose(own, fast, atol=1e-5)
     assert isinstance(load_acting(InferenceSection("reference"), tmp_path / "checkpoint"), DenoisingPolicy)
+
+
+def test_what_decides_by_means_of_another_policy_is_tried_with_fewer_steps_too(tmp_path: Path, capsys, monkeypatch):
+    base = _checkpoint(tmp_path / "base")
+    policy = steered(base, RlpdConfig(width=8, depth=1, critics=3), base.fields, ("",), bound=1.5, seed=0, kind="rlpd")
+    remember_origin(policy, WorldOrigin("reach_planar"))
+    policy.save(tmp_path / "checkpoint")
+    given = ["optimize", str(tmp_path / "checkpoint"), "optimize.engines=[lean]", "optimize.episodes=2"]
+    small = ["optimize.rounds=2", "optimize.steps=[1]", f"run.root={tmp_path / 'runs'}", "run.threads=1"]
+    monkeypatch.setattr(optimize, "timed", _clocked)
+    assert main([*given, *small, "optimize.error=1e9"]) == 0
+    said = capsys.readouterr().out
+    assert "Chosen: ddim 1, 4.0 times" in said and "bf16" in said and "No block caches: a SteeredPolicy" in said
+    acting = load_acting(InferenceSection(), tmp_path / "checkpoint")
+    assert isinstance(acting, SteeredPolicy) and isinstance(acting.inner, LeanDenoising)
+    assert len(acting.inner.samplers[True].steps) == 1
+
+
+def test_what_is_asked_for_and_cannot_be_done_is_said(tmp_path: Path, capsys, monkeypatch):
+    ways = optimize.ways_for(OptimizeSection(error=0.1, engines=("lean",)), cast(Any, object()), {})
+    assert set(ways) == {"reference", "lean"} and "Exact engines alone" in capsys.readouterr().out
+    monkeypatch.setattr(optimize, "timed", lambda *given: {name: Timing(np.ones(1)) for name in _clocked(*given)})
+    _checkpoint(tmp_path / "checkpoint")
+    given = ["optimize", str(tmp_path / "checkpoint"), "optimize.engines=[lean]", "optimize.episodes=2"]
+    small = ["optimize.rounds=1", "optimize.evaluate_episodes=4", f"run.root={tmp_path / 'runs'}", "run.threads=1"]
+    assert main([*given, *small]) == 0
+    assert "Nothing is judged: the reference is chosen" in capsys.readouterr().out
 
 
 def test_a_plan_for_other_weights_is_refused_with_a_reason(tmp_path: Path):
