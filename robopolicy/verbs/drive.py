@@ -8,6 +8,7 @@ time is over, on Ctrl-C and whenever something is wrong.
 
 import signal
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 from robopolicy.build import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.delayed import without_latency
+from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import output, publish
@@ -89,10 +91,20 @@ def _run_robot(config: Config) -> int:
 
 
 def _settings(config: Config, client: PolicyClient) -> RobotSettings:
-    """Return how the robot is driven, with a prefetch that chunks allow."""
-    chunk = int(client.metadata.get("chunk", 1))
+    """Return how the robot is driven; warns of a prefetch that the server's policy leaves no choice about."""
     settings = as_served(narrowed(RobotSettings, config.drive), client.metadata)
-    return replace(settings, prefetch=min(settings.prefetch, chunk - 1))
+    policy = described_policy(client.metadata)
+    if settings.prefetch and (policy.overlap or policy.ahead):
+        asked = (
+            "as soon as a chunk of its plan has been executed" if policy.overlap else "by the steps it decides ahead"
+        )
+        warnings.warn(
+            f"drive.prefetch={settings.prefetch} is not used: this server is asked {asked}.",
+            RobopolicyWarning,
+            stacklevel=2,
+        )
+        return replace(settings, prefetch=0)
+    return settings
 
 
 def _figures(result: Mapping[str, Any]) -> str:

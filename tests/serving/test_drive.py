@@ -2,17 +2,21 @@
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
-from robopolicy.core.spec import STATE, TASK, Field, WorldSpec
+from robopolicy.configuration.drive import DriveSection
+from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, SpecError
+from robopolicy.core.spec import QUEUE, STATE, TASK, Field, WorldSpec
 from robopolicy.core.world import Step
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
 from robopolicy.serving.holding import as_served, holding
 from robopolicy.serving.protocol import SESSION
+from robopolicy.verbs.drive import _settings
 
 
 class Counter:
@@ -150,3 +154,21 @@ def test_robots_behind_one_connection_are_told_apart():
     named.clear()
     drive(Counter(1), client, np.arange(1))
     assert set(named) == {""}
+
+
+def test_a_prefetch_that_cannot_be_is_refused_and_one_that_is_not_used_is_named():
+    def settings(**said):
+        client = Forecaster()
+        client.metadata |= said
+        config = SimpleNamespace(drive=DriveSection(prefetch=50))
+        return client, _settings(cast(Any, config), cast(Any, client))
+
+    client, asked = settings()
+    with pytest.raises(ConfigError, match="prefetch is between 0 and 4, chunks have 5 steps"):
+        drive(Counter(), client, [1], robot=asked)
+    with pytest.warns(RobopolicyWarning, match=r"drive\.prefetch=50 is not used: .* as a chunk of its plan"):
+        _, asked = settings(chunking="rtc", prediction=8)
+    assert asked.prefetch == 0
+    queue = Field((3,)).to_json()
+    with pytest.warns(RobopolicyWarning, match="by the steps it decides ahead"):
+        settings(observation={STATE: Field((1,)).to_json(), QUEUE: queue})
