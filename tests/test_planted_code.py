@@ -12,6 +12,8 @@ import pytest
 from robopolicy.cli import main
 from robopolicy.core import registry
 from robopolicy.data.lerobot_reading import read_dataset
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.plan import InferencePlan, save_plan, weights_hash
 from robopolicy.policies.joint import JointModel
 from robopolicy.policies.joint_configuration import JointConfig
 from sims.registry import make_world
@@ -144,6 +146,16 @@ def test_a_policy_chooses_no_code(home, folder: str, change):
     shutil.copytree(home / MODEL, home / folder / "encoder")
     edit(home / folder / "encoder", in_kind(f"world_model/{PLACE}:Evil"))
     main(["evaluate", folder, *SMALL[1:]])
+    assert not (home / "ran").exists() and PLACE not in sys.modules
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "collect", "serve"])
+@pytest.mark.parametrize("config", [{"engine": f"{PLACE}:Evil"}, {"engine": "lean", "sampler": f"{PLACE}:Evil"}])
+def test_a_stored_way_of_deciding_chooses_no_code(home, capsys, verb: str, config: dict[str, str]):
+    save_plan(home / "policy", InferencePlan(InferenceConfig(**config), weights_hash(home / "policy")))
+    assert main([verb, f"{verb}.policy=policy", *([] if verb == "serve" else SMALL[1:]), "run.name=planned"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "inference.json needs the" in said and f"run.plugins=[{PLACE}]" in said, said
     assert not (home / "ran").exists() and PLACE not in sys.modules
 
 

@@ -153,12 +153,16 @@ class Registry:
         return found
 
     def load_saved(self, name: str, where: Any) -> Any:
-        """Return what a checkpoint at `where` names: ours, installed, or asked for by the user in this process.
+        """Return what a checkpoint at `where` names; raises CheckpointError as `require_saved`, and ConfigError."""
+        self.require_saved(name, where)
+        return self.load(name)
 
-        Files do not choose what is imported: raises CheckpointError that says what is needed otherwise.
+    def require_saved(self, name: str, where: Any) -> None:
+        """Raise CheckpointError, saying what is needed, unless `name`, which a checkpoint at `where` says, is ours,
+        installed, or asked for by the user in this process: files do not choose what is imported. Nothing is imported.
         """
         if name in self or asked_for(name):
-            return self.load(name)
+            return
         if is_dotted(name):
             raise CheckpointError(
                 f"{where} needs the {self.what} '{name}', which is not part of robopolicy. If you trust it, name its "

@@ -20,6 +20,7 @@ from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.chunkings import SYNCHRONOUS
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import ENGINES
+from robopolicy.inference.samplers import SAMPLERS
 
 FILE = "inference.json"
 FORMAT = 1
@@ -96,7 +97,11 @@ def save_plan(folder: Path, plan: InferencePlan) -> None:
 
 
 def load_plan(folder: Path) -> InferencePlan | None:
-    """Read the plan beside a checkpoint, None where there is none; raises CheckpointError where it cannot be read."""
+    """Read the plan beside a checkpoint, None where there is none.
+
+    Raises CheckpointError where it cannot be read, or names code that the user has not named: files do not choose what
+    is imported.
+    """
     path = recover_folder(folder) / FILE
     if not path.is_file():
         return None
@@ -105,7 +110,9 @@ def load_plan(folder: Path) -> InferencePlan | None:
         if found["format"] != FORMAT:
             raise CheckpointError(f"{path} is of format {found['format']!r:.20}, this robopolicy reads {FORMAT}.")
         config = from_plain(InferenceConfig, found["config"], "config")
-        ENGINES.path(config.engine)
+        ENGINES.require_saved(config.engine, path)
+        if config.sampler:
+            SAMPLERS.require_saved(config.sampler, path)
         cache = None if found["cache"] is None else CachePlan.from_json(found["cache"], path)
         names = ("weights", "version", "device")
         if not all(isinstance(found[name], str) for name in names) or not isinstance(found["batch"], int):
