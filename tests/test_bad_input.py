@@ -70,6 +70,7 @@ def complaint(capsys, verb, *arguments) -> str:
         (["serve", "serve.port=70000"], ["port is 70000", "1 to 65535"]),
         (["serve", "serve.maximum_batch=0"], ["maximum_batch is 0"]),
         (["serve", "serve.stall=0"], ["stall is 0"]),
+        (["optimize", "optimize.engines=[leen]"], ["no engine 'leen'", "'lean'"]),
         (["drive", "drive.port=70000"], ["Cannot connect to ws://127.0.0.1:70000", "0-65535"]),
         (["evaluate", "evaluate.episodes=-1"], ["episodes is at least 1"]),
         (["evaluate", "evaluate.videos=-1"], ["videos at least 0"]),
@@ -82,7 +83,7 @@ def complaint(capsys, verb, *arguments) -> str:
 def test_a_wrong_word_is_named_with_the_nearest_right_one(root, capsys, arguments, texts):
     policy = root / "train" / "reach_planar" / "0" / "checkpoint"
     verb, *rest = arguments
-    given = [f"{verb}.policy={policy}"] if verb in ("finetune", "serve") else []
+    given = [f"{verb}.policy={policy}"] if verb in ("finetune", "serve", "optimize") else []
     said = complaint(capsys, verb, *rest, *given, f"run.root={root}")
     for text in texts:
         assert text in said

@@ -33,7 +33,7 @@ from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.calibration import Calibration, calibrate
 from robopolicy.inference.comparison import EXACT, Timing, action_error, decided, timed
 from robopolicy.inference.configuration import InferenceConfig
-from robopolicy.inference.engine import with_engine
+from robopolicy.inference.engine import ENGINES, with_engine
 from robopolicy.inference.plan import InferencePlan, device_name, save_plan, weights_hash
 from robopolicy.inference.schedules import CacheConfig, make_plan
 from robopolicy.nn.schedules import FlowSchedule
@@ -78,6 +78,8 @@ def run(config: Config) -> int:
     if holds_world_model(path):
         return optimize_model(config, path, device)
     path = checkpoint_in(path)
+    for name in section.engines:
+        ENGINES.path(name)
     policy = load_policy(path, device)
     folder = open_fresh_run(config, "optimize", VERB.sections)
     seen = observations(config, policy, device)
