@@ -348,8 +348,8 @@ def load_acting(
     if said := plan.refusal(folder) or plan.unfit(folder, chunking):
         warnings.warn(said, RobopolicyWarning, stacklevel=2)
         return policy
-    if said := plan.elsewhere(torch.device(device)):
-        warnings.warn(f"{said} robopolicy optimize {folder} chooses anew.", RobopolicyWarning, stacklevel=2)
+    if said := plan.elsewhere(folder, torch.device(device)):
+        warnings.warn(said, RobopolicyWarning, stacklevel=2)
     try:
         return with_engine(policy, plan.config, plan.cache)
     except ConfigError as error:  # config.json, or this machine, is not what the plan was made for
@@ -360,7 +360,8 @@ def load_acting(
 def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:
     """Load a world model that is to imagine, remembering blocks as `robopolicy optimize` has stored beside it.
 
-    A plan made for other weights is refused with a warning. Raises as `load_world_model` and `load_plan` do.
+    A plan made for other weights, or that does not fit the model, is refused with a warning, and one measured elsewhere
+    is used with one. Raises as `load_world_model` and `load_plan` do.
     """
     model, plan = load_world_model(folder, device), load_plan(folder)
     if plan is None or plan.cache is None or not isinstance(model, Cacheable):
@@ -368,7 +369,13 @@ def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedM
     if said := plan.refusal(folder):
         warnings.warn(said, RobopolicyWarning, stacklevel=2)
         return model
-    return cast(LearnedModel, model.with_caching(plan.cache))
+    if said := plan.elsewhere(folder, torch.device(device)):
+        warnings.warn(said, RobopolicyWarning, stacklevel=2)
+    try:
+        return cast(LearnedModel, model.with_caching(plan.cache))
+    except ConfigError as error:  # config.json is not what the plan was made for
+        warnings.warn(plan.useless(folder, error), RobopolicyWarning, stacklevel=2)
+        return model
 
 
 def behind(model: WorldModel, policy: Policy) -> Policy:

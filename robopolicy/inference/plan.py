@@ -4,6 +4,7 @@ It holds names and numbers, no weights and no code. It belongs to the weights wh
 refused, because what was measured on those says nothing about these.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from robopolicy.core.checkpoints import WEIGHTS
 from robopolicy.core.errors import CheckpointError, ConfigError
-from robopolicy.core.storage import read_json, recover_folder, write_json
+from robopolicy.core.storage import recover_folder, write_json
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.tensors import file_hash
 from robopolicy.inference.caching import CachePlan
@@ -50,9 +51,11 @@ class InferencePlan:
 
     def useless(self, folder: Path, why: object) -> str:
         """Return that the plan beside the checkpoint in `folder` is not used, why, and the way out."""
+        of_model = self.cache is not None and self.config.engine == "reference"
+        model, policy = "the world model remembers no blocks", "the policy decides as it was trained"
         return (
-            f"{folder / FILE} is not used: {why}. robopolicy optimize {folder} makes it anew; until then the policy "
-            "decides as it was trained (inference.engine=reference)."
+            f"{folder / FILE} is not used: {str(why).rstrip('.')}. robopolicy optimize {folder} makes it anew; until "
+            f"then {model if of_model else f'{policy} (inference.engine=reference)'}."
         )
 
     def unfit(self, folder: Path, chunking: str) -> str:
@@ -68,12 +71,15 @@ class InferencePlan:
             "the same: inference.engine=lean predicts for prefetch, ensembling and bidirectional."
         )
 
-    def elsewhere(self, device: torch.device) -> str:
-        """Return where the plan was measured, if not here; what is fastest there need not be so here. Else ""."""
+    def elsewhere(self, folder: Path, device: torch.device) -> str:
+        """Return where the plan in `folder` was measured, if not here; what is fastest there need not be so here.
+
+        Else "".
+        """
         own = {"torch": self.version, "device": self.device}
         here = {"torch": str(torch.__version__), "device": device_name(device)}
-        differs = [f"{name} {own[name]}, here {here[name]}" for name in own if own[name] != here[name]]
-        return f"The plan was measured with {'; '.join(differs)}." if differs else ""
+        differs = "; ".join(f"{name} {own[name]}, here {here[name]}" for name in own if own[name] != here[name])
+        return f"The plan was measured with {differs}. robopolicy optimize {folder} chooses anew." if differs else ""
 
 
 def weights_hash(folder: Path) -> str:
@@ -105,22 +111,25 @@ def load_plan(folder: Path) -> InferencePlan | None:
     path = recover_folder(folder) / FILE
     if not path.is_file():
         return None
-    found = read_json(path)
     try:
+        found = json.loads(path.read_text())
         if found["format"] != FORMAT:
-            raise CheckpointError(f"{path} is of format {found['format']!r:.20}, this robopolicy reads {FORMAT}.")
+            raise ValueError(f"it is of format {found['format']!r:.20}, and {FORMAT} is read")
         config = from_plain(InferenceConfig, found["config"], "config")
-        ENGINES.require_saved(config.engine, path)
-        if config.sampler:
-            SAMPLERS.require_saved(config.sampler, path)
-        cache = None if found["cache"] is None else CachePlan.from_json(found["cache"], path)
+        ENGINES.path(config.engine)
+        cache = None if found["cache"] is None else CachePlan.from_json(found["cache"])
         names = ("weights", "version", "device")
         if not all(isinstance(found[name], str) for name in names) or not isinstance(found["batch"], int):
             raise TypeError("weights, version and device are texts, batch is a number")
-        return InferencePlan(
+        plan = InferencePlan(
             config, found["weights"], cache, found["version"], found["device"], found["batch"], dict(found["measured"])
         )
-    except (KeyError, TypeError, ValueError, ConfigError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError, ConfigError, CheckpointError) as error:
         raise CheckpointError(
-            f"{path} is no plan that robopolicy optimize wrote ({error}): remove it, or make it anew."
+            f"{path} is no plan that this robopolicy can read ({error}): remove it, or make it anew with robopolicy "
+            f"optimize {folder}."
         ) from error
+    ENGINES.require_saved(config.engine, path)
+    if config.sampler:
+        SAMPLERS.require_saved(config.sampler, path)
+    return plan
