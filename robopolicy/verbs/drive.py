@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from robopolicy.build import build_world
+from robopolicy.build import build_world, images_of
 from robopolicy.configuration import Config
+from robopolicy.configuration.world import WorldSection
 from robopolicy.core.delayed import without_latency
 from robopolicy.core.errors import RobopolicyWarning
+from robopolicy.core.spec import Field
 from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import output, publish
@@ -47,7 +49,7 @@ def run(config: Config) -> int:
     if section.robot:
         return _run_robot(config)
     with PolicyClient(section.host, section.port, api_key=section.api_key or None) as client:
-        simulated = config.world
+        simulated = _as_seen(config.world, client)
         if described_policy(client.metadata).ahead:  # then the driver lets decisions take their time
             simulated = replace(simulated, options=without_latency(simulated.options))
         world = build_world(simulated, batch_size=1, seed=config.run.seed)
@@ -88,6 +90,13 @@ def _run_robot(config: Config) -> int:
     output.print(f"{result['wall_seconds']:.1f} s at {result['rate']:g} steps a second; {_figures(result)}")
     publish(config, {**result, "robot": section.robot})
     return 0
+
+
+def _as_seen(section: WorldSection, client: PolicyClient) -> WorldSection:
+    """Return the world with the cameras that the served policy sees by, if it does."""
+    described_policy(client.metadata)  # which says what is wrong with a server that describes none
+    fields = {key: Field(tuple(read["shape"])) for key, read in client.metadata["observation"].items()}
+    return replace(section, **images_of(fields))
 
 
 def _settings(config: Config, client: PolicyClient) -> RobotSettings:

@@ -8,15 +8,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from robopolicy.cli import main
 from robopolicy.configuration.drive import DriveSection
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, SpecError
-from robopolicy.core.spec import QUEUE, STATE, TASK, Field, WorldSpec
+from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, STATE, TASK, Field, WorldSpec
 from robopolicy.core.world import Step
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
 from robopolicy.serving.holding import as_served, holding
 from robopolicy.serving.protocol import SESSION
 from robopolicy.verbs.drive import _settings
+
+FRONT = IMAGE_PREFIX + "top"
 
 
 class Counter:
@@ -172,3 +175,26 @@ def test_a_prefetch_that_cannot_be_is_refused_and_one_that_is_not_used_is_named(
     queue = Field((3,)).to_json()
     with pytest.warns(RobopolicyWarning, match="by the steps it decides ahead"):
         settings(observation={STATE: Field((1,)).to_json(), QUEUE: queue})
+
+
+class Seeing:
+    """A connection to a server whose policy sees by a camera of 16 px."""
+
+    def __init__(self, *address, **options):
+        seen = {STATE: Field((6,)).to_json(), FRONT: Field((16, 16, 3), "uint8").to_json()}
+        self.metadata = {"observation": seen, "history": 1, "chunk": 5, "fps": 10.0, "action": Field((2,)).to_json()}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def infer(self, observation):
+        assert observation[FRONT].shape == (1, 16, 16, 3) and observation[FRONT].any()
+        return {"actions": np.zeros((5, 2))}
+
+
+def test_a_policy_that_sees_brings_its_cameras_to_the_world(monkeypatch, capsys):
+    monkeypatch.setattr("robopolicy.verbs.drive.PolicyClient", Seeing)
+    assert main(["drive", "world=reach_planar", "drive.episodes=1", "drive.rate=-1"]) == 0, capsys.readouterr().err
