@@ -8,11 +8,8 @@ Nothing is ever downloaded. A file `robopolicy.json` beside config.json says wha
 `LeRobotSettings`, by name. Axes: B row, H history frame, C chunk step, A action dimension.
 """
 
-import io
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +23,6 @@ from robopolicy.core.checkpoints import read_description
 from robopolicy.core.errors import (
     CheckpointError,
     ConfigError,
-    RobopolicyError,
     SpecError,
     did_you_mean,
     require_extra,
@@ -38,10 +34,17 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, WorldSpe
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
-from robopolicy.nn.pretrained import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS, offline, quiet
+from robopolicy.nn.pretrained import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
 from robopolicy.policies.lerobot_configuration import SETTINGS_FILE, LeRobotSettings, LeRobotTuning
 from robopolicy.policies.lerobot_processors import PROCESSORS, check_processor
-from robopolicy.policies.lerobot_reading import read_config, read_policy, read_processors, require_memory
+from robopolicy.policies.lerobot_reading import (
+    first_line,
+    nothing_downloaded,
+    read_config,
+    read_policy,
+    read_processors,
+    require_memory,
+)
 
 if TYPE_CHECKING:
     from lerobot.policies.pretrained import PreTrainedPolicy
@@ -82,7 +85,7 @@ def load_lerobot_policy(
     if settings is None:
         settings = read_settings(folder)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-    with _nothing_downloaded(folder, kind), torch.random.fork_rng(devices=devices):
+    with nothing_downloaded(folder, kind), torch.random.fork_rng(devices=devices):
         for name in PROCESSORS:
             check_processor(folder, name, kind)
         config = read_config(folder, torch.device(device))
@@ -206,7 +209,7 @@ class LeRobotPolicy:
             if policy.config.type != "pi0_fast":
                 raise
             raise CheckpointError(
-                f"LeRobot's pi0_fast said what is no action ({_first_line(error)}): is it trained? With "
+                f"LeRobot's pi0_fast said what is no action ({first_line(error)}): is it trained? With "
                 "validate_action_token_prefix=false in its config.json it is executed all the same."
             ) from error
         finally:
@@ -377,45 +380,6 @@ def _checked_type(folder: Path, weights: bool) -> str:
     return kind
 
 
-@contextmanager
-def _nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
-    """Keep the Hugging Face hub offline and quiet, and turn what LeRobot raises into one line."""
-    try:
-        with quiet(), offline(), redirect_stdout(io.StringIO()):
-            yield
-    except RobopolicyError:
-        raise
-    except ImportError as error:
-        raise ConfigError(
-            f"LeRobot's '{kind}' needs a package that is not installed: {_first_line(error)} Install it with: "
-            f"pip install 'lerobot[{kind}]'"
-        ) from error
-    except Exception as error:
-        reason = _first_line(error.__cause__ or error) + _needed_models(folder, error)
-        raise CheckpointError(f"{folder} cannot be loaded as LeRobot's '{kind}': {reason}") from error
-
-
-def _needed_models(folder: Path, error: Exception) -> str:
-    """Return which models of others the checkpoint names, when one of them could not be read."""
-    if not isinstance(error.__cause__ or error, OSError):
-        return ""
-    described = [step.get("config", {}) for step in read_json(folder / PROCESSORS[0])["steps"]]
-    names = {
-        key: value
-        for part in (*described, read_json(folder / "config.json"))
-        for key, value in part.items()
-        if key.endswith(("coder_name", "tokenizer_name", "vlm_model_name"))
-    }
-    absent = {key: value for key, value in names.items() if value and not Path(str(value)).is_dir()}
-    if not absent:
-        return ""
-    needed, first = ", ".join(f"{key}={value}" for key, value in absent.items()), next(iter(absent.values()))
-    return (
-        f" It needs {needed} on this machine: nothing is downloaded. Fetch what is missing: hf download {first} (of a "
-        "gated one, after its licence is accepted on its page)."
-    )
-
-
 def _require_transformers(kind: str) -> None:
     """Raise ConfigError where a policy of `NEED_TRANSFORMERS` meets a version of it that was not tried."""
     if kind not in NEED_TRANSFORMERS:
@@ -431,8 +395,3 @@ def _require_transformers(kind: str) -> None:
         f"LeRobot's '{kind}' {breaks} transformers {installed}: install one from {first} to before {last}, pip install "
         f"'transformers>={first},<{last}'."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -5,18 +5,22 @@ run. Nothing here checks what a folder may ask for: see `lerobot` and `lerobot_p
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+import io
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.checkpoints import WEIGHTS
-from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError
 from robopolicy.core.memory import free_memory, in_bytes
 from robopolicy.core.storage import read_json
 from robopolicy.core.tensors import load_tensors, tensor_elements
+from robopolicy.nn.pretrained import offline, quiet
 from robopolicy.policies.lerobot_processors import ACTION_TOKENIZER, PROCESSORS
 from robopolicy.policies.lerobot_tokenizer import tokenizers_as_data
 
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.pretrained import PreTrainedPolicy
     from lerobot.processor import PolicyProcessorPipeline
+
+LONGEST_REASON = 400
+"""Characters of what another library says of an error: some list every weight of a model."""
 
 
 def read_config(folder: Path, device: torch.device) -> "PreTrainedConfig":
@@ -166,3 +173,53 @@ def read_processors(
             given.action_tokenizer_input_object = None
             given.trust_remote_code = steps[ACTION_TOKENIZER].get("trust_remote_code", True)
     return before, after
+
+
+@contextmanager
+def nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
+    """Keep the Hugging Face hub offline and quiet, and turn what LeRobot raises into one line."""
+    try:
+        with quiet(), offline(), redirect_stdout(io.StringIO()):
+            yield
+    except RobopolicyError:
+        raise
+    except ImportError as error:
+        raise ConfigError(
+            f"LeRobot's '{kind}' needs a package that is not installed: {first_line(error)} Install it with: "
+            f"pip install 'lerobot[{kind}]'"
+        ) from error
+    except Exception as error:
+        reason = first_line(error.__cause__ or error) + _needed_models(folder, error)
+        raise CheckpointError(f"{folder} cannot be loaded as LeRobot's '{kind}': {reason}") from error
+
+
+def _needed_models(folder: Path, error: Exception) -> str:
+    """Return which models of others the checkpoint names, when one of them could not be read."""
+    from huggingface_hub.errors import HFValidationError  # what looks like a path is no name on the hub
+
+    if not isinstance(error.__cause__ or error, OSError | HFValidationError):
+        return ""
+    described = [step.get("config", {}) for step in read_json(folder / PROCESSORS[0])["steps"]]
+    names = {
+        key: str(value)
+        for part in (*described, read_json(folder / "config.json"))
+        for key, value in part.items()
+        if key.endswith(("coder_name", "tokenizer_name", "vlm_model_name")) and value
+    }
+    absent = {key: name for key, name in names.items() if not Path(name).is_dir()}
+    if not absent:
+        return ""
+    needed = ", ".join(f"{key}={name}" for key, name in absent.items())
+    online = [name for name in absent.values() if not Path(name).is_absolute() and name.count("/") < 2]
+    fetch = (
+        f"hf download {online[0]} (of a gated one, after its licence is accepted on its page)"
+        if online
+        else f"copy the folder there, or write where it lies now into config.json and {PROCESSORS[0]}"
+    )
+    return f" It needs {needed} on this machine: nothing is downloaded. Fetch what is missing: {fetch}."
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, with the one behind it where it ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return shorten(" ".join(lines[: 2 if lines[0].endswith(":") else 1]), LONGEST_REASON)

@@ -314,7 +314,7 @@ def edited(folder: Path, **changes: Any) -> Path:
         ({"type": "difusion"}, "Did you mean 'diffusion'"),
         ({"temporal_ensemble_coeff": 0.01}, "averages overlapping chunks"),
         ({"use_peft": True}, "adapter"),
-        ({"dim_model": 64}, "cannot be loaded as LeRobot's 'act'"),
+        ({"dim_model": 64}, r"cannot be loaded as LeRobot's 'act': .* size mismatch for model\.\w+"),
         ({"n_action_steps": 99}, "chunk size is the upper bound"),
     ],
 )

@@ -437,6 +437,12 @@ def test_a_missing_tokenizer_or_model_is_named(folders, tmp_path):
     folder = edited(folders["smolvla"], tmp_path / "smolvla", vlm_model_name="somebody/absent")
     with pytest.raises(CheckpointError, match=r"needs vlm_model_name=somebody/absent on this machine.*hf download"):
         load_policy(folder)
+    folder = edited(folders["smolvla"], tmp_path / "moved", vlm_model_name="/nowhere/vlm")
+    with pytest.raises(
+        CheckpointError, match=r"needs vlm_model_name=/nowhere/vlm on.*: copy the folder there"
+    ) as moved:
+        load_policy(folder)
+    assert "hf download" not in str(moved.value)  # which nobody can follow with a path
     folder = edited(folders["pi0"], tmp_path / "pi0")
     path = folder / "policy_preprocessor.json"
     words = json.loads(path.read_text())["steps"][3]["config"]["tokenizer_name"]
