@@ -123,7 +123,7 @@ class LeRobotPolicy:
         settings: LeRobotSettings | None = None,
         folder: Path | None = None,
     ):
-        self.folder = folder
+        self.folder, self._checked = folder, False
         self.policy, self.preprocess, self.postprocess = policy, preprocess, postprocess
         self.settings = LeRobotSettings() if settings is None else settings
         config: Any = policy.config
@@ -170,7 +170,8 @@ class LeRobotPolicy:
         Random numbers come from `generator`: a diffusion policy's initial noise directly, all others from torch's
         global generator, seeded from it for this call and put back. deterministic: changes nothing, because LeRobot's
         policies have no exploration noise to leave out. Raises SpecError or NonFiniteError as `validate_observation`,
-        CheckpointError where a pi0_fast says what is no action.
+        ConfigError where statistics are missing that its processors ask for, CheckpointError where a pi0_fast says what
+        is no action.
         """
         return Decision(self._decided(observation, generator, self.spec.chunk))
 
@@ -194,6 +195,11 @@ class LeRobotPolicy:
     @torch.no_grad()
     def _decided(self, observation: TensorObservation, generator: torch.Generator, steps: int) -> Tensor:
         """Return the first `steps` steps of a prediction, [B, steps, A]."""
+        if not self._checked:
+            from robopolicy.policies.lerobot_statistics import check_acting
+
+            check_acting(self)
+            self._checked = True
         frames = self.frames(observation)
         batch, options = frames[-1], self._noise(_rows(observation), generator)
         policy: Any = self.policy

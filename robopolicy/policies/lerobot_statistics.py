@@ -19,21 +19,54 @@ from robopolicy.policies.lerobot import LeRobotPolicy
 FRAMES = 500
 """Images whose statistics are taken, at most."""
 
+REMEDY = (
+    "Imitate data first, which fills them in: robopolicy train DATASET policy.kind=lerobot policy.path=FOLDER. Or save "
+    "the processors with make_pre_post_processors(config, dataset_stats=...)."
+)
+
+ASKED = {
+    "MEAN_STD": ("mean", "std"),
+    "MIN_MAX": ("min", "max"),
+    "QUANTILES": ("q01", "q99"),
+    "QUANTILE10": ("q10", "q90"),
+}
+"""LeRobot's way of normalising -> the statistics that it needs; data sets recorded long ago have no quantiles."""
+
 
 def lacking(policy: LeRobotPolicy) -> tuple[str, ...]:
-    """Return LeRobot's features that the policy's processors shall normalise and have no statistics of."""
+    """Return LeRobot's features that the policy's processors shall normalise and have not all statistics for."""
     return tuple(dict.fromkeys(name for step in _normalisers(policy) for name in _lacking_in(step)))
 
 
 def require_statistics(policy: LeRobotPolicy) -> None:
     """Raise ConfigError where a policy that shall learn has no statistics of what its processors normalise."""
     if missing := lacking(policy):
-        raise ConfigError(
-            f"The processors beside this checkpoint have no statistics of {', '.join(missing)}, so that LeRobot "
-            "normalises nothing there. Imitate data first, which fills them in: robopolicy train DATASET "
-            "policy.kind=lerobot policy.path=FOLDER. Or save the processors with "
-            "make_pre_post_processors(config, dataset_stats=...)."
-        )
+        raise ConfigError(f"{_said(policy, missing)} {REMEDY}")
+
+
+def check_acting(policy: LeRobotPolicy) -> None:
+    """Warn where a policy that shall act has no statistics, as LeRobot then normalises nothing.
+
+    Raises ConfigError where it has others than its way of normalising needs, which LeRobot refuses.
+    """
+    if not (missing := lacking(policy)):
+        return
+    if any((step.stats or {}).get(name) for step in _normalisers(policy) for name in missing):
+        raise ConfigError(f"{_said(policy, missing)} {REMEDY}")
+    warnings.warn(
+        f"{_said(policy, missing)} LeRobot leaves such values as they are, and so it acts, most likely not as it was "
+        f"trained. {REMEDY}",
+        RobopolicyWarning,
+        stacklevel=2,
+    )
+
+
+def _said(policy: LeRobotPolicy, missing: tuple[str, ...]) -> str:
+    needed = sorted({each for step in _normalisers(policy) for name in missing for each in _asked(step, name)})
+    return (
+        f"The processors beside this checkpoint have no statistics of {', '.join(missing)} that they normalise by "
+        f"({', '.join(needed)})."
+    )
 
 
 def fill_in(policy: LeRobotPolicy, episodes: Episodes) -> None:
@@ -49,7 +82,7 @@ def fill_in(policy: LeRobotPolicy, episodes: Episodes) -> None:
         step.stats = {**(step.stats or {}), **{name: found[name] for name in _lacking_in(step)}}
         step.to(device=policy.device)
     warnings.warn(
-        f"The checkpoint's processors had no statistics of {', '.join(missing)}: they are those of the data now.",
+        f"The checkpoint's processors lacked statistics of {', '.join(missing)}: they are those of the data now.",
         RobopolicyWarning,
         stacklevel=2,
     )
@@ -64,13 +97,15 @@ def _normalisers(policy: LeRobotPolicy) -> Iterator[Any]:
 
 
 def _lacking_in(step: Any) -> list[str]:
-    from lerobot.configs.types import NormalizationMode
-
-    modes = {
-        name: step.norm_map.get(feature.type, NormalizationMode.IDENTITY) for name, feature in step.features.items()
-    }
     known = step.stats or {}
-    return [name for name, mode in modes.items() if mode is not NormalizationMode.IDENTITY and not known.get(name)]
+    return [name for name in step.features if not {*_asked(step, name)} <= {*(known.get(name) or ())}]
+
+
+def _asked(step: Any, name: str) -> tuple[str, ...]:
+    """Return the statistics of feature `name` by which a step normalises it."""
+    feature = step.features.get(name)
+    mode = None if feature is None else step.norm_map.get(feature.type)
+    return () if mode is None else ASKED.get(mode.value, ())
 
 
 def _values(policy: LeRobotPolicy, episodes: Episodes, name: str) -> Tensor:

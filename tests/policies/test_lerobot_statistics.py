@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_lerobot_policies import FRONT, SIZE, act_config, diffusion_config, save
+from test_lerobot_policies import FRONT, SIZE, act_config, diffusion_config, save, statistics
 
 from robopolicy.build import load_trainable
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, SpecError
+from robopolicy.core.policy_conformance import example_observation
 from robopolicy.core.spec import WorldSpec
 from robopolicy.policies.lerobot import load_lerobot_policy
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning
@@ -50,7 +51,7 @@ def test_data_fills_them_in_and_they_are_saved(cameras, tmp_path):
     folder = bare(diffusion_config(cameras=cameras), tmp_path / "bare")
     episodes = episodes_for(load_lerobot_policy(folder))
     spec = WorldSpec("toy", episodes.observation_fields, episodes.action_field, 10.0, 12)
-    with pytest.warns(RobopolicyWarning, match=r"had no statistics of .*action.*: they are those of the data now"):
+    with pytest.warns(RobopolicyWarning, match=r"lacked statistics of .*action.*: they are those of the data now"):
         policy = FromLeRobot.build(LeRobotStart(folder), spec, episodes, 0)
     policy.save(tmp_path / "saved")
     again = load_lerobot_policy(tmp_path / "saved")
@@ -85,3 +86,33 @@ def test_data_without_such_a_field_is_refused(tmp_path):
         FromLeRobot.build(LeRobotStart(folder), spec, lesser, 0)
     with pytest.raises(ConfigError, match=f"the data has no '{key}'"):
         fill_in(load_lerobot_policy(folder), lesser)
+
+
+def test_acting_without_them_is_said(tmp_path):
+    policy = load_lerobot_policy(bare(act_config(), tmp_path / "act"))
+    seen = example_observation(policy.spec, 2, torch.Generator().manual_seed(0))
+    with pytest.warns(RobopolicyWarning, match=r"no statistics of .*action.*most likely not as it was trained"):
+        policy.act(seen, torch.Generator())
+
+
+def test_others_than_those_that_normalise_are_none(tmp_path):
+    """As of data recorded before LeRobot took quantiles, by which pi05 and others normalise."""
+    from lerobot.configs.types import NormalizationMode
+    from lerobot.policies.factory import make_pre_post_processors
+
+    config = act_config()
+    config.normalization_mapping = dict.fromkeys(("STATE", "ENV", "ACTION"), NormalizationMode.QUANTILES)
+    known = statistics(config.input_features, config.output_features)
+    folder = save(config, tmp_path / "act", processors=make_pre_post_processors(config, dataset_stats=known))
+    policy = load_lerobot_policy(folder)
+    assert "action" in lacking(policy)
+    with pytest.raises(ConfigError, match=r"no statistics of .*action.*\(q01, q99\).*train DATASET"):
+        policy.act(example_observation(policy.spec, 2, torch.Generator().manual_seed(0)), torch.Generator())
+    with pytest.raises(ConfigError, match=r"no statistics of .*\(q01, q99\)"):
+        load_trainable(folder, LeRobotTuning())
+    with pytest.warns(RobopolicyWarning, match="those of the data now"):
+        fill_in(policy, episodes_for(policy))
+    assert lacking(policy) == ()
+    assert (
+        policy.act(example_observation(policy.spec, 2, torch.Generator()), torch.Generator()).actions.isfinite().all()
+    )
