@@ -17,6 +17,7 @@ from robopolicy.nn.configuration import ActionTokens
 from robopolicy.policies import TokenPolicy, load_policy
 from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.policies.token.decoding import ParallelDecoding
+from robopolicy.training.memory import plan_memory
 
 PARALLEL = replace(TOKEN, decoding=TokenDecoding.PARALLEL)
 
@@ -35,6 +36,12 @@ def empty(policy: TokenPolicy) -> torch.nn.Parameter:
 )
 def test_they_keep_the_promises_of_policies(changes: dict[str, Any]):
     check_policy(make(**changes), load_policy)
+
+
+def test_what_fine_tuning_takes_of_memory_can_be_counted():
+    budget = plan_memory(make(), 4, 2)
+    assert budget.activations > 0
+    assert min(budget.deciding, budget.scoring) > 0
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

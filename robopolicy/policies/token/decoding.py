@@ -174,7 +174,8 @@ class ParallelDecoding(nn.Module):
 
     def _hidden(self, language: ActionLanguage, prompt: Prompt) -> Tensor:
         """Return the hidden states [N, K, width] of the K positions."""
-        empty = self.empty.expand(len(prompt.observation), -1, -1)
+        # A copy, for a view of a weight claims a gradient without a gradient graph, at which torch's counters stumble
+        empty = self.empty.repeat(len(prompt.observation), 1, 1)
         return language.model.attend(_read(language, prompt), empty)
 
 
