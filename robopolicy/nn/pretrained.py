@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from robopolicy.core.errors import CheckpointError, ConfigError, require_extra
 from robopolicy.core.memory import free_memory, in_bytes
@@ -116,7 +117,7 @@ def _loading(name: str, parts: str) -> Iterator[None]:
     try:
         with quiet():
             yield
-    except (OSError, ValueError, KeyError, TypeError, ImportError, CheckpointError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError, CheckpointError, SafetensorError) as error:
         said = " ".join(next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).split())
         gated = " Accept its licence on its page, then hf auth login." if "gated" in str(error).lower() else ""
         raise ConfigError(
@@ -137,8 +138,19 @@ def _load_model(name: str, config: "PreTrainedConfig") -> "PreTrainedModel":
             "smaller checkpoint or a larger machine."
         )
     model, found = transformers.AutoModel.from_pretrained(
-        name, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+        name,
+        config=config,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # its own refusal points at a report that nobody sees
     )
+    if others := sorted(found["mismatched_keys"]):
+        weight, there, here = others[0]
+        raise ConfigError(
+            f"token.model={name} has {len(others)} weights of other shapes than its config.json says: {weight} is "
+            f"{list(there)} and should be {list(here)}. Fetch the whole checkpoint again, both of one version."
+        )
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(
             f"token.model={name} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them: "

@@ -332,6 +332,21 @@ def test_missing_weights_are_not_made_up(checkpoints, tmp_path: Path):
         build(folder)
 
 
+def test_weights_that_do_not_fit_and_half_a_file_are_named(checkpoints, tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(checkpoints["smolvlm"], tmp_path / "other")
+    known = load_file(folder / "model.safetensors")
+    name = next(key for key in known if "connector" in key)
+    save_file({**known, name: torch.zeros(3, 5)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"1 weights of other shapes .*: connector\..* is \[3, 5\] and should be \["):
+        build(folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(ConfigError, match=r"could not be loaded: Error while deserializing header"):
+        build(folder)
+
+
 def test_a_model_that_sees_nothing_is_not_given_images(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     words = tokenizer()
