@@ -5,6 +5,7 @@ import json
 import shutil
 import socket
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ import torch
 from robopolicy.cli import main
 from robopolicy.core import storage
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Policy
 from robopolicy.core.spec import Field
 from robopolicy.core.world import Step
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.lerobot_reading import read_dataset
+from robopolicy.verbs.finetune import add_lora
 from sims.engine import MujocoWorld
 from sims.registry import make_world
 
@@ -235,3 +239,8 @@ def test_an_interrupted_verb_says_whether_it_goes_on(verb, text, capsys, monkeyp
     monkeypatch.setattr(f"robopolicy.verbs.{verb}.run", interrupted)
     assert main([verb, "recipe=reach_planar", f"run.root={tmp_path}"]) == 130
     assert text in capsys.readouterr().err
+
+
+def test_a_rank_below_none_is_no_rank():
+    with pytest.raises(ConfigError, match=r"finetune\.lora_rank=-1: a rank is at least 1"):
+        add_lora(cast(Policy, object()), -1)

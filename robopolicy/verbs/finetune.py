@@ -286,6 +286,8 @@ def demonstrated(config: Config, world: World) -> Demonstrations | None:
 
 def add_lora(policy: Policy, rank: int) -> None:
     """Let adapters of a policy learn instead of its weights, with a rank; ConfigError for policies that have none."""
+    if rank < 0:
+        raise ConfigError(f"finetune.lora_rank={rank}: a rank is at least 1, or 0 for no adapters.")
     if not rank:
         return
     if not isinstance(policy, TakesAdapters):
