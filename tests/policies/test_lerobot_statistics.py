@@ -102,7 +102,7 @@ def test_others_than_those_that_normalise_are_none(tmp_path):
 
     config = act_config()
     config.normalization_mapping = dict.fromkeys(("STATE", "ENV", "ACTION"), NormalizationMode.QUANTILES)
-    known = statistics(config.input_features, config.output_features)
+    known = statistics(config.input_features or {}, config.output_features or {})
     folder = save(config, tmp_path / "act", processors=make_pre_post_processors(config, dataset_stats=known))
     policy = load_lerobot_policy(folder)
     assert "action" in lacking(policy)
