@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.training.configuration import FinetuneConfig
 
 
@@ -42,3 +43,8 @@ class FinetuneSection(FinetuneConfig):
     """
     videos: int = 8
     """Episodes in the film of base and tuned policy, 0 for none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.num_envs, self.evaluate_episodes) < 1 or self.videos < 0:
+            raise ConfigError("finetune.num_envs and finetune.evaluate_episodes are at least 1, finetune.videos 0.")

@@ -321,8 +321,8 @@ class DenoisingPolicy(nn.Module):
             raise ConfigError(f"{count} fine-tuned steps do not fit a chain of {total}: choose 1 to {total}.")
         if not self.scored_by_matching and not bool(self.schedule.density[total - count :].any()):
             raise ConfigError(
-                f"None of the last {count} steps has noise, so there is nothing to score: fine-tune more steps, or "
-                f"{how_to_explore(self.network)}."
+                f"None of the last {count} steps has noise, so there is nothing to score: "
+                f"{'fine-tune more steps, or ' if count < total else ''}{how_to_explore(self.network)}."
             )
         self.base = frozen_base(self.network, count < total)
         self._prepared, self.finetuned_steps, self._train_encoder = True, count, train_encoder

@@ -144,7 +144,9 @@ class LeRobotNetwork(LeRobotModule):
         drops = inner.config.type == "multi_task_dit" and inner.config.dropout
         self.dropping = tuple(inner.noise_predictor.modules()) if drops else ()
         flow = self.family.chain(self.tuning)["kind"] is PolicyKind.FLOW
-        self.how_to_explore = f"raise {'flow_noise_level' if flow else 'eta or least_noise'}"
+        quiet = flow and self.tuning.flow_noise is FlowNoise.ODE
+        raised = "flow_noise_level" if flow else "eta or least_noise"
+        self.how_to_explore = "choose a flow_noise other than ode" if quiet else f"raise {raised}"
 
     @property
     def denoises_actions(self) -> bool:

@@ -159,7 +159,8 @@ class PolicyClient:
                 break
             except InvalidStatus as error:
                 if error.response.status_code == 401:
-                    raise ServingError(f"{self.address} wants another API key than the one given.") from error
+                    wants = "another API key than the one given" if self._headers else "an API key, and none was given"
+                    raise ServingError(f"{self.address} wants {wants} (api_key).") from error
                 raise ServingError(f"{self.address} is no policy server ({error}).") from error
             except (ConnectionRefusedError, ConnectionResetError) as error:
                 if time.monotonic() > deadline:

@@ -241,6 +241,8 @@ class FinetuneConfig(AlgorithmConfig):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         _require_micro_batch(self.micro_batch)
+        if self.scored_steps < 0:
+            raise ConfigError(f"scored_steps is {self.scored_steps}; it must be at least 1, or 0 for all.")
         if not 0 < self.discount <= 1 or not 0 <= self.gae_lambda <= 1:
             raise ConfigError(f"discount {self.discount} must be in (0, 1], gae_lambda {self.gae_lambda} in [0, 1].")
         if min(self.overprovision, self.staleness, self.delay) < 0:

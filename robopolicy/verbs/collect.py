@@ -32,6 +32,7 @@ from robopolicy.build import (
     with_planning,
 )
 from robopolicy.configuration import Config
+from robopolicy.configuration.inference import AUTO
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.interventions import interventions_in_words
@@ -181,6 +182,11 @@ def acting(config: Config) -> tuple[Policy | None, torch.device]:
     if section.policy is None:
         return None, device
     if section.chains:  # an engine acts, and does not say how it came to a decision
+        if config.inference.engine not in (AUTO, "reference"):
+            raise ConfigError(
+                f"collect.chains=true records how a policy decides, which inference.engine={config.inference.engine} "
+                "does not say: leave the engine out."
+            )
         return load_policy(section.policy, device), device
     return with_planning(config.plan, load_acting(config.inference, section.policy, device), device), device
 

@@ -204,3 +204,10 @@ def test_episodes_of_who_has_changed_are_recorded_anew(kind, tmp_path, monkeypat
     assert "of another policy, or of other code" in capsys.readouterr().err
     assert "played_after_interruption" not in json.loads((unfinished.parent / "result.json").read_text())
     assert not unfinished.exists()
+
+
+def test_chains_are_recorded_of_no_engine(tmp_path, capsys):
+    policy_of(make_world(WORLD, 4)).save(tmp_path / "policy")
+    settings = [f"collect.policy={tmp_path / 'policy'}", f"run.root={tmp_path}", "collect.chains=true"]
+    assert main(["collect", f"world={WORLD}", *settings, "inference.engine=lean"]) == 2
+    assert "inference.engine=lean does not say" in " ".join(capsys.readouterr().err.split())

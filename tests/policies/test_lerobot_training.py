@@ -589,7 +589,10 @@ def test_relative_actions_are_added_to_each_rows_own_state(folders, tmp_path, ki
 def test_steps_without_noise_name_the_settings_of_lerobots_policies(folders):
     policy = load_trainable(folders["pi0"], LeRobotTuning(flow_noise_level=0.0))
     with pytest.raises(ConfigError, match=r"fine-tune more steps, or raise flow_noise_level\.$"):
-        policy.prepare_finetuning()
+        policy.prepare_finetuning(2)
+    without = load_trainable(folders["pi0"], LeRobotTuning(flow_noise=FlowNoise.ODE))
+    with pytest.raises(ConfigError, match=r"nothing to score: choose a flow_noise other than ode\.$"):
+        without.prepare_finetuning(without.schedule.steps)
 
 
 @pytest.mark.parametrize("level", [0.2, 0.02])
