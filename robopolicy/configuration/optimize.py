@@ -34,6 +34,8 @@ class OptimizeSection:
     """Block cache schedulers to try; [] for none."""
     budgets: tuple[int, ...] = (5, 10, 20)
     """Evaluations of a block in a chain, where the policy takes more steps."""
+    orders: tuple[int, ...] = (0, 1)
+    """What a block cache answers in between: 0 what was computed last, 1 or 2 an extrapolation (TaylorSeer)."""
     evaluate_episodes: int = 0
     """Episodes that judge reference and choice on the same starts, 0 for none."""
 
@@ -42,5 +44,7 @@ class OptimizeSection:
             raise ConfigError(
                 "optimize: episodes, batch, rounds, steps and budgets are at least 1, and observations at least 2."
             )
+        if not self.orders or min(self.orders) < 0:
+            raise ConfigError("optimize.orders names 0 or more, such as [0]; schedulers=[] is for no block caches.")
         if self.error < 0 or self.evaluate_episodes < 0 or not self.engines:
             raise ConfigError("optimize: error and evaluate_episodes are at least 0, and there is an engine to try.")

@@ -4,6 +4,7 @@ A scheduler turns what was seen of the blocks (`calibration`) into a table [B, K
 which of K steps. A stranger's is a function like those here, named by its dotted path.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +80,20 @@ def make_plan(calibration: Calibration, config: CacheConfig) -> CachePlan:
             f"torch.bool {list(expected)}."
         )
     return CachePlan.of(calibration.blocks, updates, config.scheduler, config.budget, config.order)
+
+
+def plans_to_try(
+    calibration: Calibration, schedulers: Sequence[str], budgets: Sequence[int], orders: Sequence[int]
+) -> dict[str, CachePlan]:
+    """Return a plan of every combination by name, "bac cache 10" or "bac cache 10, order 1"; raises as `make_plan`."""
+    return {
+        f"{scheduler} cache {budget}{f', order {order}' if order else ''}": make_plan(
+            calibration, CacheConfig(scheduler, budget, order=order)
+        )
+        for scheduler in schedulers
+        for budget in budgets
+        for order in orders
+    }
 
 
 def uniform(calibration: Calibration, config: CacheConfig) -> Tensor:

@@ -35,7 +35,7 @@ from robopolicy.inference.comparison import EXACT, Timing, action_error, decided
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import ENGINES, with_engine
 from robopolicy.inference.plan import InferencePlan, device_name, save_plan, weights_hash
-from robopolicy.inference.schedules import CacheConfig, make_plan
+from robopolicy.inference.schedules import plans_to_try
 from robopolicy.nn.schedules import FlowSchedule
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy
@@ -164,10 +164,11 @@ def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) 
         return ways | caches
     total = deciding.schedule.steps
     ways["bf16"] = Way(replace(engine, precision="bf16"))
-    samplers = ("euler", "heun") if isinstance(deciding.schedule, FlowSchedule) else ("ddim", "dpm++")
-    for sampler in samplers:
+    # With fewer steps than these the second of each pair is the first.
+    samplers = {"euler": 1, "heun": 3} if isinstance(deciding.schedule, FlowSchedule) else {"ddim": 1, "dpm++": 2}
+    for sampler, least in samplers.items():
         for steps in section.steps:
-            if steps < total and (steps > 1 or sampler in ("ddim", "euler")):
+            if least <= steps < total:
                 ways[f"{sampler} {steps}"] = Way(replace(engine, sampler=sampler, steps=steps))
     return ways | caches
 
@@ -193,12 +194,9 @@ def cached_ways(
     except ConfigError as error:
         output.print(f"No block caches: {error}", markup=False, soft_wrap=True)
         return {}
-    return {
-        f"{scheduler} cache {budget}": Way(engine, make_plan(found, CacheConfig(scheduler, budget)))
-        for scheduler in section.schedulers
-        for budget in budgets
-        if budget < found.steps
-    }
+    budgets = [budget for budget in budgets if budget < found.steps]
+    plans = plans_to_try(found, section.schedulers, budgets, section.orders)
+    return {name: Way(engine, plan) for name, plan in plans.items()}
 
 
 def policies_of(policy: Policy, ways: Mapping[str, Way]) -> tuple[dict[str, Policy], dict[str, str]]:

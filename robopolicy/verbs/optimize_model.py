@@ -26,7 +26,7 @@ from robopolicy.inference.calibration import calibrate_model
 from robopolicy.inference.comparison import Timing
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.plan import InferencePlan, device_name, save_plan, weights_hash
-from robopolicy.inference.schedules import CacheConfig, make_plan
+from robopolicy.inference.schedules import plans_to_try
 from robopolicy.runs import finish, open_fresh_run, output, print_table
 from worldmodels.checkpoint import load_world_model
 from worldmodels.protocol import Cacheable, ChunkModel, Latent, LearnedModel, fields_read
@@ -109,11 +109,7 @@ def plans_for(section: OptimizeSection, model: Cacheable, episodes: Episodes, be
         )
         return {}
     found = calibrate_model(model, episodes, begin, model.chunk)
-    return {
-        f"{scheduler} cache {budget}": make_plan(found, CacheConfig(scheduler, budget))
-        for scheduler in section.schedulers
-        for budget in budgets
-    }
+    return plans_to_try(found, section.schedulers, budgets, section.orders)
 
 
 def _recorded(section: OptimizeSection, path: Path, model: LearnedModel) -> Episodes:

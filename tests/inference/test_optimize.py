@@ -75,7 +75,7 @@ def test_optimize_keeps_the_fastest_that_is_allowed_and_acting_reads_it(tmp_path
     assert main([*given, *small, "optimize.error=1e9", "run.threads=1", "optimize.evaluate_episodes=4"]) == 0
     said = capsys.readouterr().out
     assert "Chosen: lean, 2.0 times as fast as the reference" in said and "Chosen: ddim 1, 4.0 times" in said
-    assert "bac cache 3" in said
+    assert "bac cache 3" in said and "shared cache 3, order 1" in said
     chosen = load_plan(tmp_path / "checkpoint")
     assert chosen is not None and chosen.measured["error"] > 1e-3
     result = json.loads((tmp_path / "runs" / "optimize" / "reach_planar" / "0" / "result.json").read_text())
