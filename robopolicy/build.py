@@ -345,7 +345,7 @@ def load_acting(
     plan = load_plan(folder)
     if plan is None:
         return policy
-    if said := plan.refusal(folder) or plan.unfit(folder, chunking):
+    if said := plan.unfit(folder, chunking) or plan.refusal(folder):  # the latter reads all weights
         warnings.warn(said, RobopolicyWarning, stacklevel=2)
         return policy
     if said := plan.elsewhere(folder, torch.device(device)):

@@ -1,6 +1,6 @@
 """Recording demonstrations and rollouts: play a controller or a policy in a world, one seed per episode."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,7 +121,7 @@ def _play(
     chosen = actor if isinstance(actor, Operator) else actor_of(actor, generator, deterministic=deterministic)
     stepwise = bool(spec.cameras) or not spec.terminate_on_success or teacher is not None
     player: Player[Any] = Player(world, chosen, stepwise=stepwise)
-    takes = _Takes(player, seeds, chains, teacher, {} if kept is None else kept.known)
+    takes = _Takes(player, seeds, chains, teacher, kept)
     exact = episodes is None and not successes_only
     takes.label()
     with progress(f"recording {spec.name}", wanted) as advance, _written(kept):
@@ -177,15 +177,15 @@ class _Takes:
         seeds: np.ndarray,
         chains: bool,
         teacher: Actor[Any] | None,
-        known: Mapping[int, Recording],
+        kept: Kept | None,
     ):
         self.player, self.seeds, self.teacher = player, seeds, teacher
         self.labels: np.ndarray | None = None  # [B, L, A]
         self.chains, self.decided = chains, True
-        self.done = dict(known)
+        self.done = {} if kept is None else dict(kept.known)
         self.current: list[Recording | None] = [None] * player.world.batch_size
-        self.finished, self.successes = len(known), sum(item.success[-1] for item in known.values())
-        self.waiting = [position for position in range(len(seeds)) if position not in known]
+        self.finished, self.successes = len(self.done), sum(item.success[-1] for item in self.done.values())
+        self.waiting = list(range(len(seeds))) if kept is None else kept.left(len(seeds))
         if self.waiting:
             first = self.waiting[: player.world.batch_size]
             player.start_wave(seeds[first])

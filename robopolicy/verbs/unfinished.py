@@ -3,6 +3,7 @@
 import importlib.util
 import shutil
 import warnings
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,21 @@ class Unfinished:
     """The episodes of a run that have ended, part by part; folder: the run's."""
 
     def __init__(self, config: Config, folder: Path):
-        self.folder, self.played_later = folder / FOLDER, 0
-        self._own = self.folder / fingerprint(_what_counts(config))
-        if self.folder.exists() and not self._own.exists():
+        self.config, self.folder, self.played_later = config, folder / FOLDER, 0
+
+    @cached_property
+    def _own(self) -> Path:
+        """Where this actor's are; the remains of another one are removed, which is said."""
+        own = self.folder / fingerprint(_what_counts(self.config))
+        if self.folder.exists() and not own.exists():
             warnings.warn(
-                f"{folder} holds unfinished episodes of another policy, or of other code of a world or controller: all "
-                "are recorded anew.",
+                f"{self.folder.parent} holds unfinished episodes of another policy, or of other code of a world or "
+                "controller: all are recorded anew.",
                 RobopolicyWarning,
                 stacklevel=2,
             )
             self.remove()
+        return own
 
     def part(self, name: str, episodes: int) -> Kept:
         """Return what is kept of a part of so many episodes; that some are, and others will be played, is said."""
