@@ -321,10 +321,10 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
 def load_trainable(folder: Path | str, tuning: LeRobotTuning, device: torch.device | str = "cpu") -> Trainable:
     """Load a policy that is to learn; tuning: how one of LeRobot's explores and learns.
 
-    Raises as `load_policy` does, and ConfigError where the policy cannot be trained.
+    Raises as `load_policy` does, and ConfigError where the policy cannot be trained or does not read such a choice.
     """
     policy = load_policy(folder, device)
-    return require_trainable(policy.tuned_by(tuning) if isinstance(policy, LeRobotPolicy) else policy)
+    return policy.to_trainable_by(tuning) if isinstance(policy, LeRobotPolicy) else require_trainable(policy)
 
 
 def load_acting(

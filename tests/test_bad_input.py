@@ -5,7 +5,6 @@ import json
 import shutil
 import socket
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -14,13 +13,10 @@ import torch
 from robopolicy.cli import main
 from robopolicy.core import storage
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Policy
 from robopolicy.core.spec import Field
 from robopolicy.core.world import Step
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.lerobot_reading import read_dataset
-from robopolicy.verbs.finetune import add_lora
 from sims.engine import MujocoWorld
 from sims.registry import make_world
 
@@ -244,6 +240,11 @@ def test_an_interrupted_verb_says_whether_it_goes_on(verb, text, capsys, monkeyp
     assert text in capsys.readouterr().err
 
 
-def test_a_rank_below_none_is_no_rank():
-    with pytest.raises(ConfigError, match=r"finetune\.lora_rank=-1: a rank is at least 1"):
-        add_lora(cast(Policy, object()), -1)
+def test_a_rank_below_none_is_no_rank(capsys):
+    said = complaint(capsys, "finetune", "recipe=push_t", "finetune.lora_rank=-1")
+    assert "finetune.lora_rank=-1: a rank is at least 1" in said
+
+
+def test_choices_of_lerobots_policies_are_not_for_ours(capsys, checkpoint):
+    said = complaint(capsys, "finetune", checkpoint, "lerobot.eta=0.5")
+    assert "lerobot" in said and "DenoisingPolicy" in said

@@ -48,3 +48,5 @@ class FinetuneSection(FinetuneConfig):
         super().__post_init__()
         if min(self.num_envs, self.evaluate_episodes) < 1 or self.videos < 0:
             raise ConfigError("finetune.num_envs and finetune.evaluate_episodes are at least 1, finetune.videos 0.")
+        if self.lora_rank < 0:
+            raise ConfigError(f"finetune.lora_rank={self.lora_rank}: a rank is at least 1, or 0 for no adapters.")

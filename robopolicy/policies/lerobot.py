@@ -236,6 +236,16 @@ class LeRobotPolicy:
 
         return trainable_lerobot(self)
 
+    def to_trainable_by(self, tuning: LeRobotTuning) -> Trainable:
+        """Return a policy over the same weights that explores and learns as `tuning` says.
+
+        Raises ConfigError as `to_trainable`, and where `tuning` chooses what policies of its type do not read.
+        """
+        from robopolicy.policies.lerobot_training import require_read
+
+        require_read(self, tuning)
+        return self.tuned_by(tuning).to_trainable()
+
     def tuned_by(self, tuning: LeRobotTuning) -> "LeRobotPolicy":
         """Return this policy, with other choices of how it explores and learns; raises ConfigError as it is made."""
         return self._set(replace(self.settings, tuning=tuning))

@@ -13,7 +13,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from robopolicy.core.checkpoints import WEIGHTS
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError
@@ -151,7 +151,7 @@ RENAMED: Mapping[str, Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]] = {
 def read_processors(
     folder: Path, config: "PreTrainedConfig", policy: "PreTrainedPolicy"
 ) -> tuple["PolicyProcessorPipeline", "PolicyProcessorPipeline"]:
-    """Return what comes before the policy and after it."""
+    """Return what comes before the policy and after it; raises CheckpointError where its words are not the policy's."""
     from lerobot.policies.factory import make_pre_post_processors
 
     steps = {step.get("registry_name"): step.get("config", {}) for step in read_json(folder / PROCESSORS[0])["steps"]}
@@ -168,11 +168,25 @@ def read_processors(
         }
     before, after = make_pre_post_processors(config, str(folder), preprocessor_overrides=overrides)
     for step in before.steps:
+        _check_words(folder, policy, getattr(step, "input_tokenizer", None))
         given: Any = step
         if hasattr(step, "action_tokenizer_input_object"):  # saved again it is what it was
             given.action_tokenizer_input_object = None
             given.trust_remote_code = steps[ACTION_TOKENIZER].get("trust_remote_code", True)
     return before, after
+
+
+def _check_words(folder: Path, policy: "PreTrainedPolicy", tokenizer: Any) -> None:
+    """Raise CheckpointError where a tokenizer has words that no embedding of the policy's has a row for.
+
+    What was added to its vocabulary does not count: PaliGemma's tokenizer has a word for images, which is never said.
+    """
+    rows = [each.num_embeddings for each in policy.modules() if isinstance(each, nn.Embedding)]
+    if tokenizer is not None and rows and tokenizer.vocab_size > max(rows):
+        raise CheckpointError(
+            f"{folder} has a tokenizer of {tokenizer.vocab_size} words ({PROCESSORS[0]}), and its language model knows "
+            f"{max(rows)}: it is another model's. Take the processors that were saved with these weights."
+        )
 
 
 @contextmanager

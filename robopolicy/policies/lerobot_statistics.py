@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.policies.lerobot import LeRobotPolicy
 
@@ -39,7 +39,11 @@ def lacking(policy: LeRobotPolicy) -> tuple[str, ...]:
 
 
 def require_statistics(policy: LeRobotPolicy) -> None:
-    """Raise ConfigError where a policy that shall learn has no statistics of what its processors normalise."""
+    """Raise ConfigError where a policy that shall learn has no statistics of what its processors normalise.
+
+    CheckpointError where they are of other sizes than what is normalised.
+    """
+    _require_sizes(policy)
     if missing := lacking(policy):
         raise ConfigError(f"{_said(policy, missing)} {REMEDY}")
 
@@ -47,8 +51,10 @@ def require_statistics(policy: LeRobotPolicy) -> None:
 def check_acting(policy: LeRobotPolicy) -> None:
     """Warn where a policy that shall act has no statistics, as LeRobot then normalises nothing.
 
-    Raises ConfigError where it has others than its way of normalising needs, which LeRobot refuses.
+    Raises ConfigError where it has others than its way of normalising needs, which LeRobot refuses, CheckpointError
+    where they are of other sizes than what is normalised.
     """
+    _require_sizes(policy)
     if not (missing := lacking(policy)):
         return
     if any((step.stats or {}).get(name) for step in _normalisers(policy) for name in missing):
@@ -59,6 +65,24 @@ def check_acting(policy: LeRobotPolicy) -> None:
         RobopolicyWarning,
         stacklevel=2,
     )
+
+
+def _require_sizes(policy: LeRobotPolicy) -> None:
+    """Raise CheckpointError where the statistics of a vector have another number of elements than the policy reads."""
+    config: Any = policy.policy.config
+    features = {**config.input_features, **config.output_features}
+    sizes = {name: int(each.shape[0]) for name, each in features.items() if len(each.shape) == 1}
+    for step in _normalisers(policy):
+        for name, size in sizes.items():
+            known = (step.stats or {}).get(name) or {}
+            for each in _asked(step, name):
+                count = torch.as_tensor(known[each]).numel() if each in known else 1
+                if count not in (1, size):
+                    raise CheckpointError(
+                        f"The processors beside this checkpoint normalise '{name}' by statistics of {count} elements "
+                        f"({each}), and its config.json says {size}: they are of another robot or data set. Take the "
+                        "processors that were saved with these weights."
+                    )
 
 
 def _said(policy: LeRobotPolicy, missing: tuple[str, ...]) -> str:

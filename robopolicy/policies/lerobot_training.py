@@ -38,12 +38,24 @@ from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read_settings
 from robopolicy.policies.lerobot_act import GaussianACT
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, folder_of
-from robopolicy.policies.lerobot_families import FAMILIES, why_as_many_steps, why_not_trainable
+from robopolicy.policies.lerobot_families import FAMILIES, WITHOUT_STEPS, why_as_many_steps, why_not_trainable
 from robopolicy.policies.lerobot_family import Squared
 from robopolicy.policies.lerobot_fast import FastTokens
 from robopolicy.policies.lerobot_module import LeRobotModule
 from robopolicy.policies.lerobot_statistics import fill_in, require_statistics
 from robopolicy.policies.network import Condition, EveryStep, Steps
+
+READ_BY: Mapping[str, tuple[str, ...]] = {
+    "flow_noise": ("flow",),
+    "flow_noise_level": ("flow",),
+    "eta": ("diffusion",),
+    "least_noise": ("flow", "diffusion"),
+    "noisy_steps": ("flow", "diffusion"),
+    "std": ("act",),
+    "learn_std": ("act",),
+    "temperature": ("pi0_fast",),
+}
+"""What of a `LeRobotTuning` is not for all -> the kinds of policies that it is for."""
 
 BASE_FILE = "robopolicy_base.safetensors"
 """Beside the weights, where the first denoising steps are those of a frozen base."""
@@ -90,6 +102,22 @@ def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> Trai
             made.prepare_finetuning(base["steps"], train_encoder=base["train_encoder"])
         _read_base(made, policy.folder)
     return made.eval()
+
+
+def require_read(policy: LeRobotPolicy, tuning: LeRobotTuning) -> None:
+    """Raise ConfigError where `tuning` chooses what policies like `policy` do not read, so that it would do nothing."""
+    inner: Any = policy.policy
+    if why_not_trainable(inner):
+        return  # which is what has to be said
+    kind, usual = inner.config.type, LeRobotTuning()
+    of = kind if kind in WITHOUT_STEPS else FAMILIES[kind](inner).chain(usual)["kind"].value
+    for name, readers in READ_BY.items():
+        if of not in readers and getattr(tuning, name) != getattr(usual, name):
+            its = ", ".join(each for each, others in READ_BY.items() if of in others)
+            raise ConfigError(
+                f"'{kind}' does not read lerobot.{name}, which is of {' and '.join(readers)} policies; it explores by "
+                f"{its}."
+            )
 
 
 def _least_noise(tuning: LeRobotTuning, chain: Mapping[str, Any]) -> dict[str, Any]:

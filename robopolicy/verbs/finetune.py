@@ -44,6 +44,7 @@ from robopolicy.nn.shapes import shapes_only
 from robopolicy.origins import origin_of_section
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
+from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.policies.lerobot_reading import require_memory
 from robopolicy.policies.loading import checkpoint_in, is_lerobot, weights_bytes
 from robopolicy.policies.token.policy import TokenPolicy
@@ -91,6 +92,7 @@ def tune(config: Config) -> int:
     base = load_policy(path, device)
     if isinstance(base, EncodedPolicy):
         raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")
+    require_lerobots(config, base)
     policy = load_trainable(path, config.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     add_lora(policy, section.lora_rank)
@@ -151,7 +153,7 @@ def dry_run(config: Config) -> int:
     with shapes_only() if lerobots else nullcontext():
         base, other = ((load_lerobot_policy(path, weights=False) if lerobots else load_policy(path)) for _ in range(2))
         world = build_world(config.world, base, batch_size=section.num_envs)
-        policy = require_trainable(other.tuned_by(config.lerobot) if isinstance(other, LeRobotPolicy) else other)
+        policy = other.to_trainable_by(config.lerobot) if isinstance(other, LeRobotPolicy) else require_trainable(other)
         policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
         add_lora(policy, section.lora_rank)
         budget = memory_of(config, policy, base, world, torch.device("cpu"))
@@ -284,10 +286,14 @@ def demonstrated(config: Config, world: World) -> Demonstrations | None:
     return demonstrate(world, expert, seeds, tasks)
 
 
+def require_lerobots(config: Config, policy: Policy) -> None:
+    """Raise ConfigError where the settings say how a policy of LeRobot's explores, and `policy` is none of them."""
+    if config.lerobot != LeRobotTuning() and not isinstance(policy, LeRobotPolicy):
+        raise ConfigError(f"lerobot says how policies of LeRobot's learn, and this is a {type(policy).__name__}.")
+
+
 def add_lora(policy: Policy, rank: int) -> None:
     """Let adapters of a policy learn instead of its weights, with a rank; ConfigError for policies that have none."""
-    if rank < 0:
-        raise ConfigError(f"finetune.lora_rank={rank}: a rank is at least 1, or 0 for no adapters.")
     if not rank:
         return
     if not isinstance(policy, TakesAdapters):

@@ -9,7 +9,7 @@ from test_lerobot_policies import FRONT, SIZE, act_config, diffusion_config, sav
 
 from robopolicy.build import load_trainable
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, RobopolicyWarning, SpecError
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
 from robopolicy.core.policy_conformance import example_observation
 from robopolicy.core.spec import WorldSpec
 from robopolicy.policies.lerobot import load_lerobot_policy
@@ -18,11 +18,11 @@ from robopolicy.policies.lerobot_statistics import fill_in, lacking
 from robopolicy.policies.lerobot_training import FromLeRobot
 
 
-def bare(config: Any, folder: Path) -> Path:
-    """Save a policy with processors that know nothing of any data."""
+def bare(config: Any, folder: Path, known: dict | None = None) -> Path:
+    """Save a policy with processors that know nothing of any data, or no other statistics than `known`."""
     from lerobot.policies.factory import make_pre_post_processors
 
-    return save(config, folder, processors=make_pre_post_processors(config))
+    return save(config, folder, processors=make_pre_post_processors(config, dataset_stats=known))
 
 
 def episodes_for(policy: Any) -> Episodes:
@@ -95,15 +95,27 @@ def test_acting_without_them_is_said(tmp_path):
         policy.act(seen, torch.Generator())
 
 
+def test_those_of_another_robot_are_none(tmp_path):
+    config = act_config()
+    known = statistics(config.input_features or {}, config.output_features or {})
+    known["action"] = {name: torch.ones(7) for name in known["action"]}
+    folder = bare(config, tmp_path / "act", known)
+    policy = load_lerobot_policy(folder)
+    said = r"normalise 'action' by statistics of 7 elements \(mean\), and its config.json says 2"
+    with pytest.raises(CheckpointError, match=said):
+        policy.act(example_observation(policy.spec, 2, torch.Generator().manual_seed(0)), torch.Generator())
+    with pytest.raises(CheckpointError, match=said):
+        load_trainable(folder, LeRobotTuning())
+
+
 def test_others_than_those_that_normalise_are_none(tmp_path):
     """As of data recorded before LeRobot took quantiles, by which pi05 and others normalise."""
     from lerobot.configs.types import NormalizationMode
-    from lerobot.policies.factory import make_pre_post_processors
 
     config = act_config()
     config.normalization_mapping = dict.fromkeys(("STATE", "ENV", "ACTION"), NormalizationMode.QUANTILES)
     known = statistics(config.input_features or {}, config.output_features or {})
-    folder = save(config, tmp_path / "act", processors=make_pre_post_processors(config, dataset_stats=known))
+    folder = bare(config, tmp_path / "act", known)
     policy = load_lerobot_policy(folder)
     assert "action" in lacking(policy)
     with pytest.raises(ConfigError, match=r"no statistics of .*action.*\(q01, q99\).*train DATASET"):

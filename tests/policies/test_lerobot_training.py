@@ -1,6 +1,7 @@
 """LeRobot's SmolVLA, pi0 and pi05 learn here: chains and scores are LeRobot's own networks', checkpoints LeRobot's."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import pytest
 import torch
 from lerobot_models import FRONT, pi_config, smolvla_config, tiny_pi, tiny_smolvlm, word_tokenizer
 from safetensors.torch import load_file, save_file
-from test_lerobot_policies import act_config, features, save, statistics
+from test_lerobot_policies import act_config, diffusion_config, features, save, statistics
 
 from robopolicy.benchmarks.tiny_vla import pi_processors
 from robopolicy.build import load_trainable
@@ -593,6 +594,32 @@ def test_steps_without_noise_name_the_settings_of_lerobots_policies(folders):
     without = load_trainable(folders["pi0"], LeRobotTuning(flow_noise=FlowNoise.ODE))
     with pytest.raises(ConfigError, match=r"nothing to score: choose a flow_noise other than ode\.$"):
         without.prepare_finetuning(without.schedule.steps)
+
+
+@pytest.mark.parametrize(
+    ("kind", "chosen", "said"),
+    [
+        ("pi0", {"eta": 0.5}, "'pi0' does not read lerobot.eta, which is of diffusion policies; it explores by"),
+        ("smolvla", {"std": 0.2}, "which is of act policies; it explores by flow_noise, flow_noise_level, least_noise"),
+        ("pi05", {"temperature": 0.7}, "which is of pi0_fast policies"),
+        ("act", {"least_noise": 0.2}, "of flow and diffusion policies; it explores by std, learn_std."),
+        ("diffusion", {"flow_noise_level": 0.2}, "of flow policies; it explores by eta, least_noise, noisy_steps."),
+    ],
+)
+def test_a_choice_that_would_do_nothing_is_refused(folders, tmp_path, kind, chosen, said):
+    others = {"act": act_config, "diffusion": diffusion_config}
+    folder = save(others[kind](), tmp_path) if kind in others else folders[kind]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_trainable(folder, LeRobotTuning(**chosen))
+
+
+def test_a_tokenizer_with_words_that_the_model_lacks_is_anothers(folders, tmp_path):
+    word_tokenizer(*(f"word{index}" for index in range(300))).save_pretrained(tmp_path / "words")
+    folder = save_pi("pi05", tmp_path / "pi05", tmp_path / "words")
+    with pytest.raises(
+        CheckpointError, match=r"has a tokenizer of 3\d\d words .*, and its language model knows \d+: it"
+    ):
+        load_policy(folder)
 
 
 @pytest.mark.parametrize("level", [0.2, 0.02])

@@ -111,7 +111,8 @@ def mean_reward(policy: Any) -> float:
 @pytest.mark.parametrize("kind", ["smolvla", "xvla", "act"])
 @pytest.mark.parametrize("world", [SeeingWorld(256, horizon=1), Deaf(256, horizon=1)], ids=["told", "deaf"])
 def test_it_learns_from_its_rewards_and_not_from_those_of_others(tmp_path, kind, world):
-    policy = load_trainable(save(kind, tmp_path), LeRobotTuning(flow_noise_level=0.15, std=0.15))
+    noise = LeRobotTuning(std=0.15) if kind == "act" else LeRobotTuning(flow_noise_level=0.15)
+    policy = load_trainable(save(kind, tmp_path), noise)
     assert mean_reward(policy) < -0.7
     after = tuned(policy, world, kind)
     assert after > -0.25 if type(world) is SeeingWorld else after < -0.6
