@@ -114,6 +114,10 @@ def quiet(name: str = "transformers") -> Iterator[None]:
 @contextmanager
 def _loading(name: str, parts: str) -> Iterator[None]:
     """Let what fails while a checkpoint is read be a ConfigError that says what is needed, and all else be quiet."""
+    if Path(name).is_absolute() and not Path(name).is_dir():  # transformers would take it for a name on the hub
+        raise ConfigError(
+            f"token.model={name}: there is no such folder. Give one written by save_pretrained ({parts})."
+        )
     try:
         with quiet():
             yield

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import BecomesTrainable, Policy, TensorObservation
+from robopolicy.core.policy import BecomesTrainable, Policy, PolicyWrapper, TensorObservation
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import TASK
@@ -108,6 +108,11 @@ def distillable(teacher: Policy, steps: int) -> DenoisingPolicy:
     """
     if isinstance(teacher, BecomesTrainable):
         teacher = teacher.to_trainable()
+    if isinstance(teacher, PolicyWrapper):
+        raise ConfigError(
+            f"{type(teacher).__name__} decides by means of another policy, and a student takes the steps of one alone: "
+            "distil the checkpoint that it was made from."
+        )
     if not isinstance(teacher, DenoisingPolicy):
         raise ConfigError(
             f"{type(teacher).__name__} takes no denoising steps, so there are none to save: diffusion and flow "

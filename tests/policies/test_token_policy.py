@@ -361,8 +361,10 @@ def test_a_named_checkpoint_does_not_run_its_code_either(checkpoints, tmp_path: 
 
 
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match="could not be loaded"):
+    with pytest.raises(ConfigError, match=r"token\.model=.*nothing: there is no such folder"):
         make(token(model=str(tmp_path / "nothing")))
+    with pytest.raises(ConfigError, match="could not be loaded"):
+        make(token(model="nobody/nothing"))
     with pytest.raises(ConfigError, match="lora_rank of fine-tuning"):
         token(lora_rank=4)
 

@@ -17,6 +17,7 @@ from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.iql import Iql
+from robopolicy.training.distill import distillable
 from robopolicy.training.offline.configuration import (
     IMPROVERS,
     BestOfConfig,
@@ -77,6 +78,8 @@ def test_the_best_of_several_by_the_smallest_member_of_the_critic(imitated):
     best = BestOfPolicy(copy.deepcopy(imitated), known.critic, known.interface, 8)
     assert distance(best) < 0.5 * distance(imitated)
     assert best.spec.scored_steps == imitated.spec.scored_steps and set(best.spec.observation) == set(FIELDS)
+    with pytest.raises(ConfigError, match="distil the checkpoint that it was made from"):
+        distillable(best, 1)
     with pytest.raises(ConfigError, match="judges chunks of 1, the policy decides on 2"):
         BestOfPolicy(imitated, known.critic, Interface(FIELDS, ACTION, chunk=1))
 
