@@ -33,6 +33,8 @@ PPO = "PPO"
 
 GROUPS = 512
 """Episodes that GRAPE plays an iteration."""
+SLOW = "finetune.learning_rate=5e-5", "finetune.epochs=2", "finetune.options.gcpg.own=0"
+"""How GRAPE learns here: with the steps that it takes on push_cube it learns its pairs by heart, and success falls."""
 
 ARMS = {
     BASE: "imitation of 1,000 demonstrations",
@@ -104,7 +106,7 @@ def as_many_episodes(config: Config, root: Path, seed: int) -> tuple[str, ...]:
     records = RunFolder(root / TASK / "finetune" / PPO / str(seed)).metrics()
     iterations = max(1, int(sum(record.get("episodes", 0) for record in records)) // GROUPS)
     size = compose([*settings_of(config, root, TASK, seed), *GRAPE]).finetune.group_size
-    return *GRAPE, f"finetune.groups={GROUPS // size}", f"finetune.iterations={iterations}"
+    return *GRAPE, *SLOW, f"finetune.groups={GROUPS // size}", f"finetune.iterations={iterations}"
 
 
 def judged(
