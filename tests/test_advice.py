@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from robopolicy.configuration.finetune import FinetuneSection
 from robopolicy.training.course import Ended
 from robopolicy.training.finetune import FinetuneResult
 from robopolicy.verbs import imagine
@@ -17,19 +18,32 @@ def judged(success_rate: float) -> Any:
 
 @pytest.mark.parametrize(("tuned", "said"), [(0.2, True), (0.4, True), (0.9, False)])
 def test_advice_comes_where_success_did_not_rise(tuned, said, capsys):
-    print_advice({"base": judged(0.4), "tuned": judged(tuned)})
+    print_advice({"base": judged(0.4), "tuned": judged(tuned)}, FinetuneSection())
     assert ("finetune.learning_rate=1e-4" in capsys.readouterr().out) is said
 
 
 @pytest.mark.parametrize(("discount", "horizon", "said"), [(0.99, 40, True), (0.95, 40, False), (0.99, 120, False)])
 def test_a_critic_that_looks_beyond_the_time_limit_is_named(discount, horizon, said, capsys):
-    print_advice({"base": judged(0.4), "tuned": judged(0.4)}, discount, horizon)
+    print_advice({"base": judged(0.4), "tuned": judged(0.4)}, FinetuneSection(discount=discount), horizon)
     assert (
         "100 control steps ahead, further than an episode lasts (40): try finetune.discount=0.95"
         in " ".join(capsys.readouterr().out.split())
     ) is said
-    print_advice({"base": judged(0.4), "tuned": judged(0.9)}, discount, horizon)
+    print_advice({"base": judged(0.4), "tuned": judged(0.9)}, FinetuneSection(discount=discount), horizon)
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "grape"])
+def test_without_a_critic_none_is_named(algorithm, capsys):
+    print_advice({"base": judged(0.4), "tuned": judged(0.2)}, FinetuneSection(algorithm=algorithm, discount=0.999), 40)
+    said = capsys.readouterr().out
+    assert "critic" not in said and "finetune.groups" in said
+
+
+@pytest.mark.parametrize(("iterations", "said"), [(3, True), (4, False)])
+def test_that_the_critic_alone_has_learned_is_said(iterations, said, capsys):
+    print_advice({"base": judged(0.4), "tuned": judged(0.4)}, FinetuneSection(critic_warmup=3), 0, iterations)
+    assert ("finetune.critic_warmup=3 takes all of 3 iterations" in " ".join(capsys.readouterr().out.split())) is said
 
 
 def ended(why: Ended, **best: float) -> FinetuneResult:

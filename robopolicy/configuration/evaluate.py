@@ -53,3 +53,8 @@ class EvaluateSection:
     def __post_init__(self) -> None:
         if self.episodes < 1 or self.videos < 0:
             raise ConfigError("evaluate: episodes is at least 1, and videos at least 0.")
+        if self.instruction and self.controls:
+            raise ConfigError(
+                "evaluate.controls are judged beside the world's own words, and evaluate.instruction says others: "
+                "leave one of them out."
+            )

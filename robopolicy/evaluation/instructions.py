@@ -15,6 +15,7 @@ from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.spec import TASK, PolicySpec, WorldSpec
 from robopolicy.core.world import Rows
 from robopolicy.evaluation.success import EvaluationResult, compare
+from robopolicy.evaluation.told import difference_text
 
 WRONG, PARAPHRASE = "wrong", "paraphrase"
 CONTROLS = {"wrong_instruction": WRONG, "paraphrase": PARAPHRASE}
@@ -88,10 +89,7 @@ class Control:
         """The success under other words, and how far that is from the success under the world's."""
         if self.found is None:
             return f"refused: {self.refused}"
-        low, high = self._difference["low"], self._difference["high"]
-        scale, unit = (1, "return") if self._difference.get("of") == "return" else (100, "points")
-        by = scale * self._difference["difference"]
-        return f"{self.found.text}, {by:+.4g} {unit} [{scale * low:+.4g}, {scale * high:+.4g}] beside the world's words"
+        return f"{self.found.text}, {difference_text(self._difference)} beside the world's words"
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary and the paired difference, or why there is none."""

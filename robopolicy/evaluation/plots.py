@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.evaluation.image_quality import unit_of
@@ -51,8 +52,7 @@ def learning_curve(records: Sequence[Mapping], base: Rate | None = None) -> str:
         figure, axes = new_axes()
         collected = [(record["env_steps"], record["success"]) for record in records if "success" in record]
         if collected:
-            axes.plot(*zip(*collected, strict=True), color=MUTED, linewidth=0.8, alpha=0.7)
-            axes.annotate("while collecting", collected[-1], textcoords="offset points", xytext=(4, -10), color=MUTED)
+            axes.plot(*zip(*collected, strict=True), color=MUTED, linewidth=0.8, alpha=0.7, label="while collecting")
         for mode, colour in (("deterministic", TUNED), ("stochastic", THIRD)):
             rows = [record for record in records if f"{mode}_success" in record]
             if not rows:
@@ -68,7 +68,7 @@ def learning_curve(records: Sequence[Mapping], base: Rate | None = None) -> str:
             axes.axhline(base.value, color=BASE, linestyle="--", linewidth=1, label="base, deterministic")
             axes.axhspan(base.low, base.high, color=BASE, alpha=0.12, linewidth=0)
         axes.set(xlabel="environment steps", ylabel="success", ylim=(0, 1))
-        axes.legend(frameon=False, loc="lower right")
+        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
         return as_svg(figure)
 
 
@@ -151,14 +151,31 @@ def success_bars(rates: Sequence[Rate]) -> str:
     with matplotlib.rc_context(STYLE):
         figure, axes = new_axes(height=0.5 * len(rates) + 0.9)
         for row, rate in enumerate(reversed(rates)):
-            colour = BASE if "base" in rate.label or "trained" in rate.label else TUNED
+            colour = BASE if any(name in rate.label for name in ("base", "trained", "teacher", "reference")) else TUNED
             axes.plot([rate.low, rate.high], [row, row], color=colour, linewidth=6, alpha=0.3, solid_capstyle="round")
             axes.plot(rate.value, row, "o", color=colour, markersize=8)
             axes.annotate(
                 f"{rate.value:.0%}", (rate.value, row), textcoords="offset points", xytext=(0, 9), ha="center"
             )
         axes.set_yticks(range(len(rates)), [rate.label for rate in reversed(rates)])
-        axes.set(xlabel="success", xlim=(-0.02, 1.04), ylim=(-0.6, len(rates) - 0.3))
+        axes.set(xlabel="success", xlim=(-0.05, 1.05), ylim=(-0.6, len(rates) - 0.3))
+        axes.grid(axis="y", visible=False)
+        return as_svg(figure)
+
+
+def ways_of_deciding(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> str:
+    """Draw the least milliseconds of every way, a row each, on a logarithmic axis; see `ways.way_rows`."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = new_axes(height=0.32 * len(ways) + 0.9)
+        for row, (name, found) in enumerate(reversed(list(ways.items()))):
+            fill = TUNED if name == chosen else "none"
+            axes.plot(found["least_ms"], row, "o", color=TUNED, markerfacecolor=fill, markersize=7)
+            note = f"{found['times_as_fast']:.1f} times, error {found['error']:.2g}"
+            axes.annotate(note, (1.02, row), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+        axes.set_yticks(range(len(ways)), list(reversed(list(ways))))
+        axes.set(xlabel="milliseconds", xscale="log", ylim=(-0.6, len(ways) - 0.4))
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(axis="y", visible=False)
         return as_svg(figure)
 
@@ -214,6 +231,7 @@ def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], k
         ):
             steps = [horizon for horizon, _ in rows]
             axes.plot(steps, [found[name] for _, found in rows], marker="o", color=colour, label=label)
+            axes.set_xticks(steps)
         axes.set(xlabel="imagined steps", ylabel=unit_of(key) if image else "error in standard deviations")
         if not image:
             axes.set_ylim(0, None)

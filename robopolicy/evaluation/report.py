@@ -14,11 +14,15 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, write_atomic, write_json
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.plots import Rate
+from robopolicy.evaluation.smoothness import Smoothness
 from robopolicy.evaluation.stages import STAGES, stage_rows
 from robopolicy.evaluation.told import control_table, instruction_table
+from robopolicy.evaluation.ways import way_rows, ways_header
 
 UNPLANNED = "without planning"
 """What a policy that does not look ahead is called beside itself."""
+JUDGED = ("base", "teacher", UNPLANNED, "policy", "tuned", "student")
+"""What policies are called in a result."""
 IMAGINED = "imagined"
 """Name of the video of imagined beside recorded images."""
 
@@ -98,6 +102,8 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> No
     report.cards += _return_cards(result)
     if "difference" in result:
         report.cards.append(_difference_card(result["difference"]))
+    if "times_faster" in result:
+        report.cards.append(Card("a decision", f"{result['times_faster']:.1f} times", "as fast as the teacher's"))
     if "success_rate" in result and "steps" in result:
         report.cards.append(Card("episodes", str(result["episodes"]), f"{result['steps']} steps"))
         rate = result["success_rate"]
@@ -107,6 +113,8 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> No
     if rates:
         caption = "Points are success rates, bars their Wilson 95 % intervals; all policies play the same seeds."
         report.sections.append(Section("Success", caption, svg=plots.success_bars(rates)))
+    _add_conditions(report, result)
+    _add_ways(report, result)
     _add_language(report, result)
     _add_curves(report, folder.metrics(), _base_rate(result))
     if "validation" in result:
@@ -117,6 +125,39 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> No
     if "deployed" in result:
         _add_deployment(report, result["deployed"])
     report.sections += film(folder.path)
+
+
+def _add_conditions(report: Report, result: Mapping[str, Any]) -> None:
+    """Say what was special about how policies were judged, and how smooth they acted where that was measured."""
+    if "conditions" in result:
+        caption = "Success above is that of policies judged so."
+        rows = [[what, value] for what, value in result["conditions"].items()]
+        report.sections.append(Section("Judged so", caption, header=("what", "value"), rows=rows))
+    smooth = {
+        f"{name}, {mode}": Smoothness.told(figures)
+        for name in JUDGED
+        if isinstance(result.get(name), Mapping)
+        for mode, figures in result[name].get("smoothness", {}).items()
+    }
+    rows = [[who, ", ".join(f"{what} {value}" for what, value in told.items())] for who, told in smooth.items()]
+    if rows:
+        caption = "Means over actions' elements and control steps, in the world's units."
+        report.sections.append(Section("How smooth", caption, header=("policy", "actions"), rows=rows))
+
+
+def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
+    """Show the ways of computing decisions that were tried, and which one was chosen."""
+    if "ways" not in result:
+        return
+    ways, chosen, left_out = result["ways"], result["chosen"], result["left_out"]
+    faster = f"{ways[chosen]['times_as_fast']:.1f} times as fast as the reference"
+    report.cards.append(Card("chosen", chosen, faster))
+    caption = "The least of several times in turns, with the error of what is decided; the chosen way is filled."
+    report.sections.append(Section("Time and error", caption, svg=plots.ways_of_deciding(ways, chosen)))
+    caption = "* is the chosen one. Errors are in standard deviations of what the reference decides."
+    caption = " ".join([caption, *(f"{name} was left out: {why}." for name, why in left_out.items())])
+    header, rows = ways_header(result.get("error_of", "std")), way_rows(ways, chosen)
+    report.sections.append(Section(result.get("measured", "A decision"), caption, header=header, rows=rows))
 
 
 def _add_language(report: Report, result: Mapping[str, Any]) -> None:
@@ -297,7 +338,8 @@ def film(path: Path) -> list[Section]:
     for video in sorted(path.glob("*.mp4")):
         text = base64.b64encode(video.read_bytes()).decode()
         name = video.stem.replace("_", " ")
-        caption = f"{name[0].upper()}{name[1:]}: the same starts, green border: success, orange: failure."
+        starts = "the same starts, " if "and" in name.split() else ""
+        caption = f"{name[0].upper()}{name[1:]}: {starts}green border: success, orange: failure."
         if video.stem == IMAGINED:
             caption = "Real above, imagined below, from the same starts under the same actions."
         found.append(Section("Rollouts", caption, video=text))
@@ -328,12 +370,12 @@ def _return_cards(result: Mapping[str, Any]) -> list[Card]:
 
 def _judged(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Return ("policy, mode", its figures) of every judgement in the result."""
+    judged = {name: result[name] for name in JUDGED if isinstance(result.get(name), Mapping)}
     return [
-        (f"{name}, {mode}", result[name][mode])
-        for name in ("base", "teacher", UNPLANNED, "policy", "tuned", "student")
-        if isinstance(result.get(name), Mapping)
+        (f"{name}, {mode}", verdict[mode])
+        for name, verdict in {**judged, **result.get("verdicts", {})}.items()
         for mode in ("deterministic", "stochastic")
-        if mode in result[name]
+        if mode in verdict
     ]
 
 

@@ -4,6 +4,7 @@ Everything is in the world's units of an action per control step, the mean over 
 row, C chunk step, T control step, A action dimension.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +31,18 @@ class Smoothness:
     @property
     def text(self) -> str:
         """In one line."""
-        return (
-            f"jump {self.border_jump:.4f} at {self.borders} chunk borders, {self.inner_jump:.4f} elsewhere; "
-            f"second difference {self.second_difference:.4f}, jerk {self.jerk:.4f}"
-        )
+        return ", ".join(f"{name} {value}" for name, value in self.told(self.to_json()).items())
+
+    @staticmethod
+    def told(figures: Mapping[str, Any]) -> dict[str, str]:
+        """Return figures as `to_json` has them, in words by what they are, but for what was not there."""
+        named = {
+            f"jump at {figures['borders']:,} chunk borders": figures["border_jump"],
+            "elsewhere": figures["inner_jump"],
+            "second difference": figures["second_difference"],
+            "jerk": figures["jerk"],
+        }
+        return {name: f"{value:.4f}" for name, value in named.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary, null for NaN."""

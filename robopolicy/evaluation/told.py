@@ -43,12 +43,17 @@ def control_table(controls: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tu
     return header, rows
 
 
+def difference_text(difference: Mapping[str, Any]) -> str:
+    """Return a paired difference as `compare(...).to_json()` has it, in points of success or as a return."""
+    by, low, high = (difference[key] for key in ("difference", "low", "high"))
+    if difference.get("of") == "return":
+        return f"{by:+.4g} of return [{low:+.4g}, {high:+.4g}]"
+    return f"{100 * by:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
+
+
 def _outcome(figures: Mapping[str, Any]) -> tuple[str, str]:
     if "refused" in figures:
         return "refused", str(figures["refused"])
     difference = figures["difference"]
-    if difference.get("of") == "return":
-        values = [difference[key] for key in ("difference", "low", "high")]
-        return f"return {figures['return_mean']:.4g}", "{:+.4g} [{:+.4g}, {:+.4g}]".format(*values)
-    points = [100 * difference[key] for key in ("difference", "low", "high")]
-    return rate_in_words(figures), "{:+.1f} points [{:+.1f}, {:+.1f}]".format(*points)
+    of = f"return {figures['return_mean']:.4g}" if difference.get("of") == "return" else rate_in_words(figures)
+    return of, difference_text(difference)

@@ -205,10 +205,10 @@ def _compose(cells: list[_Cell], time: int, columns: int, label: str) -> np.ndar
     top = TITLE if label else GAP
     canvas = Image.new("RGB", (columns * pitch_x + GAP, top + rows * pitch_y), BACKGROUND)
     draw = ImageDraw.Draw(canvas)
-    finished = solved = 0
+    solved = 0
     for index, cell in enumerate(cells):
         done = time >= len(cell.images) - 1
-        finished, solved = finished + done, solved + (done and cell.success)
+        solved += done and cell.success
         colour = RUNNING if not done else SUCCESS if cell.success else FAILURE
         left, upper = GAP + index % columns * pitch_x, top + index // columns * pitch_y
         draw.rectangle((left, upper, left + size + 2 * BORDER - 1, upper + size + 2 * BORDER - 1), fill=colour)
@@ -217,7 +217,7 @@ def _compose(cells: list[_Cell], time: int, columns: int, label: str) -> np.ndar
         draw.text((left + 1, upper + size + 2 * BORDER + 2), caption, colour, _font(12))
     if label:
         draw.text((GAP, 5), label, TEXT, _font(14))
-        count = f"{solved} of {finished} solved" if finished else ""
+        count = f"{solved} of {len(cells)} solved"
         draw.text((canvas.width - GAP, 6), count, MUTED, _font(12), anchor="ra")
     return np.asarray(canvas)
 

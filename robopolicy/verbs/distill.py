@@ -78,6 +78,7 @@ def run(config: Config) -> int:
         "training_steps": fitted.steps,
         "losses": dict(fitted.losses),
         "seconds": taken,
+        "times_faster": faster,
         **{f"seconds_{name}": value for name, value in seconds.items()},
     }
     finish(config, folder, result | judged(config, both, device))

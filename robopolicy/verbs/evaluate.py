@@ -30,7 +30,7 @@ from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.scores import Anchors, normalised_score, read_anchors
 from robopolicy.evaluation.smoothness import Smoothness, SmoothnessMeter
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
-from robopolicy.evaluation.told import instruction_table
+from robopolicy.evaluation.told import difference_text, instruction_table
 from robopolicy.evaluation.video import record_grid, write_video
 from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
 from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
@@ -117,11 +117,9 @@ def controlled(
 ) -> dict[str, Control]:
     """Return the controls of language that the section asks for, played on the seeds of `beside`, by name.
 
-    Nothing by default where the policy is told something else than the world says anyway.
+    Nothing where the policy is told something else than the world says anyway.
     """
-    asked = config.evaluate.controls
-    if asked is None and config.evaluate.instruction:
-        asked = ()
+    asked = () if config.evaluate.instruction else config.evaluate.controls
 
     def play(told: Policy, control: str) -> EvaluationResult:
         label_here = f"{label}, {control}"
@@ -130,6 +128,28 @@ def controlled(
         )
 
     return judge_controls(policy, world.spec, controls_of(world.spec, asked), beside, play)
+
+
+def conditions(section: EvaluateSection) -> dict[str, str]:
+    """Return what is special about how the section lets policies be judged, in words by what it is; often nothing."""
+    found: dict[str, str] = {}
+    if section.instruction:
+        said = {"wrong": "another instruction of the world's", "paraphrase": "the same in other words"}
+        found["told"] = said.get(section.instruction, f"'{section.instruction}'")
+    if section.latency_steps:
+        found["a decision takes"] = f"{section.latency_steps} control steps"
+    if section.chunking != SYNCHRONOUS:
+        found["chunking"] = section.chunking
+    return found
+
+
+def require_time_to_act(section: EvaluateSection, world: World) -> None:
+    """Raise ConfigError where the first decision would come when the episode is over."""
+    if section.latency_steps >= world.spec.horizon:
+        raise ConfigError(
+            f"evaluate.latency_steps={section.latency_steps}: an episode of '{world.spec.name}' lasts "
+            f"{world.spec.horizon} control steps, so that nothing of what is decided would be done."
+        )
 
 
 def delayed(section: EvaluateSection, policy: Policy) -> tuple[Policy, Callable[[], SmoothnessMeter] | None]:
@@ -219,6 +239,7 @@ def run(config: Config) -> int:
         world = build_world(
             config.world, policy, episodes=config.evaluate.episodes, seed=config.run.seed, device=device
         )
+        require_time_to_act(section, world)
         if anchors is not None:
             anchors.require_world(world.spec.name)
         acting, meter = delayed(section, as_seen_in(world, policy))
@@ -230,12 +251,16 @@ def run(config: Config) -> int:
         world.close()
     if len(verdicts) > 1:
         beside = next(iter(verdicts.values()))
-        difference = compare(beside.deterministic, verdicts["policy"].deterministic)
-        result["difference"] = difference.to_json()
+        result["difference"] = compare(beside.deterministic, verdicts["policy"].deterministic).to_json()
     if any(controls.values()):
         told = {name: {control: each.to_json() for control, each in found.items()} for name, found in controls.items()}
         result["controls"] = told
+    if special := conditions(section):
+        result["conditions"] = special
+        output.print("Judged so: " + "; ".join(map(" ".join, special.items())), markup=False, soft_wrap=True)
     print_verdicts(verdicts)
+    if "difference" in result:
+        output.print(f"Difference to {next(iter(verdicts))}: {difference_text(result['difference'])}", soft_wrap=True)
     print_controls(controls)
     finish(config, folder, result | normalised(verdicts, anchors))
     output.print(f"Report: {report_for_run(folder.path)}")

@@ -25,6 +25,7 @@ from robopolicy.build import (
     planned_acting,
 )
 from robopolicy.configuration import Config
+from robopolicy.configuration.finetune import FinetuneSection
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
@@ -138,7 +139,7 @@ def tune(config: Config) -> int:
         each.close()
     output.print(f"Ended after {tuned.iterations} iterations: {tuned.ended.value}.")
     print_verdicts(verdicts)
-    print_advice(verdicts, section.discount, world.spec.horizon)
+    print_advice(verdicts, section, world.spec.horizon, tuned.iterations)
     result = {"base_checkpoint": str(path), **course_of(tuned), "env_steps": tuned.env_steps, "seconds": seconds}
     finish(config, folder, summary(verdicts) | result)
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
@@ -301,26 +302,42 @@ def add_lora(policy: Policy, rank: int) -> None:
     policy.add_lora(rank)
 
 
-def print_advice(verdicts: Mapping[str, Verdict], discount: float = 0.0, horizon: int = 0) -> None:
+def print_advice(
+    verdicts: Mapping[str, Verdict], section: FinetuneSection, horizon: int = 0, iterations: int | None = None
+) -> None:
     """Say what to try where the tuned policy is no better than its base.
 
-    discount: per control step; horizon: control steps of an episode, 0 where none is known.
+    horizon: control steps of an episode, 0 where none is known; iterations: how many there were, None for enough.
     """
     base, tuned = (verdicts[name].deterministic for name in ("base", "tuned"))
-    if tuned.score <= base.score:
+    if tuned.score > base.score:
+        return
+    failed = f"Fine-tuning did not raise {'success' if base.reports_success else 'the return'}."
+    causes = "`robopolicy doctor DATASET doctor.policy=CHECKPOINT` looks for other causes."
+    if Need.CRITIC not in build_algorithm(narrowed(FinetuneConfig, section)).needs:
         output.print(
-            f"Fine-tuning did not raise {'success' if base.reports_success else 'the return'}. Often steps are too "
-            "large: try finetune.clip=0.01 finetune.epochs=2, or, before the critic is ready, "
-            "finetune.learning_rate=1e-4 finetune.critic_warmup=4 finetune.minibatch=256 or more finetune.num_envs. "
-            "`robopolicy doctor` looks for other causes."
+            f"{failed} Often steps are too large, and what was lucky is learned by heart: try a third of "
+            f"finetune.learning_rate, finetune.epochs=2, or twice finetune.groups. {causes}"
         )
-        # A time limit is no end: what would have come after it counts, and no episode shows that to the critic.
-        ahead = 1 / max(1 - discount, 1e-9)
-        if horizon and ahead > horizon:
-            output.print(
-                f"The critic looks 1 / (1 - finetune.discount) = {ahead:.0f} control steps ahead, further than an "
-                f"episode lasts ({horizon}): try finetune.discount={max(0.5, 1 - 2 / horizon):.2g} first."
-            )
+        return
+    if iterations is not None and iterations <= section.critic_warmup:
+        output.print(
+            f"{failed} The critic alone has learned so far: finetune.critic_warmup={section.critic_warmup} takes all "
+            f"of {iterations} iterations. Set finetune.iterations above it, or finetune.critic_warmup=0."
+        )
+        return
+    output.print(
+        f"{failed} Often steps are too large: try finetune.clip=0.01 finetune.epochs=2, or, before the critic is "
+        "ready, finetune.learning_rate=1e-4 finetune.critic_warmup=4 finetune.minibatch=256 or more finetune.num_envs. "
+        f"{causes}"
+    )
+    # A time limit is no end: what would have come after it counts, and no episode shows that to the critic.
+    ahead = 1 / max(1 - section.discount, 1e-9)
+    if horizon and ahead > horizon:
+        output.print(
+            f"The critic looks 1 / (1 - finetune.discount) = {ahead:.0f} control steps ahead, further than an "
+            f"episode lasts ({horizon}): try finetune.discount={max(0.5, 1 - 2 / horizon):.2g} first."
+        )
 
 
 def summary(verdicts: dict[str, Verdict]) -> dict[str, Any]:

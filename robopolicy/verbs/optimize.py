@@ -29,6 +29,7 @@ from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare
+from robopolicy.evaluation.ways import way_rows, ways_header
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.calibration import Calibration, calibrate
 from robopolicy.inference.comparison import EXACT, Timing, action_error, decided, timed
@@ -93,10 +94,10 @@ def run(config: Config) -> int:
     times = timed(made, first_rows(seen, section.batch), section.rounds)
     allowed = [name for name in made if errors[name] <= max(section.error, EXACT)]
     chosen = min(allowed, key=lambda name: times[name].least)
-    show(ways, errors, times, chosen)
+    rows = {name: row(ways[name], errors[name], times[name], times[REFERENCE]) for name in made}
+    print_table("A decision", ways_header(), way_rows(rows, chosen))
     for name, why in refused.items():
         output.print(f"{name}: left out, {why}", markup=False, soft_wrap=True)
-    rows = {name: row(ways[name], errors[name], times[name], times[REFERENCE]) for name in made}
     plan = InferencePlan(
         ways[chosen].config,
         weights_hash(path),
@@ -224,25 +225,6 @@ def row(way: Way, error: float, time: Timing, reference: Timing) -> dict[str, An
     """Return the figures of one way, JSON-ready."""
     share = {} if way.cache is None else {"block_share": way.cache.share}
     return {"error": error, **time.to_json(), "times_as_fast": reference.least / time.least, **share}
-
-
-def show(ways: Mapping[str, Way], errors: Mapping[str, float], times: Mapping[str, Timing], chosen: str) -> None:
-    """Print a line for each way."""
-    lines: list[list[str]] = []
-    for name, time in times.items():
-        cache = ways[name].cache
-        lines.append(
-            [
-                f"{name} *" if name == chosen else name,
-                f"{1e3 * time.median:.2f}",
-                f"{1e3 * time.least:.2f}",
-                f"{times[REFERENCE].least / time.least:.1f}",
-                f"{errors[name]:.1e}" if errors[name] < 1e-3 else f"{errors[name]:.3f}",
-                "" if cache is None else f"{cache.share:.0%}",
-            ]
-        )
-    header = ("way", "median ms", "least ms", "times as fast", "error / std", "block evaluations")
-    print_table("A decision", header, lines)
 
 
 def judged(config: Config, policies: Mapping[str, Policy], device: torch.device) -> dict[str, Any]:

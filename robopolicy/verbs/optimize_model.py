@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from robopolicy.core.randomness import derive
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.ways import way_rows, ways_header
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.calibration import calibrate_model
 from robopolicy.inference.comparison import Timing
@@ -34,6 +35,8 @@ from worldmodels.starts import context_at
 
 SECTIONS = ("run", "world", "optimize")
 REFERENCE = "reference"
+CHANGE = "change"
+"""In what errors are measured: how far what is imagined goes from what was there at first."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ def optimize_model(config: Config, path: Path, device: torch.device) -> int:
         }
         for name in models
     }
-    _show(rows, chosen, steps)
+    measured = f"{steps} imagined steps"
+    print_table(measured, ways_header(CHANGE), way_rows(rows, chosen))
     plan = InferencePlan(
         InferenceConfig(),
         weights_hash(path),
@@ -90,7 +94,8 @@ def optimize_model(config: Config, path: Path, device: torch.device) -> int:
         measured=rows[chosen],
     )
     save_plan(path, plan)
-    finish(config, folder, {"checkpoint": str(path), "chosen": chosen, "ways": rows, "left_out": {}})
+    told = {"measured": measured, "error_of": CHANGE}
+    finish(config, folder, {"checkpoint": str(path), "chosen": chosen, "ways": rows, "left_out": {}, **told})
     output.print(
         f"Chosen: {chosen}, {rows[chosen]['times_as_fast']:.1f} times as fast as the reference; kept in "
         f"{path / 'inference.json'}."
@@ -178,20 +183,3 @@ def _timed(models: Mapping[str, ChunkModel], chains: Chains, rounds: int) -> dic
                     found[name].append(time.perf_counter() - began)
             advance() if turn else None
     return {name: Timing(np.array(values)) for name, values in found.items()}
-
-
-def _show(rows: Mapping[str, Mapping[str, Any]], chosen: str, steps: int) -> None:
-    """Print a line for each way."""
-    lines = [
-        [
-            f"{name} *" if name == chosen else name,
-            f"{row['median_ms']:.1f}",
-            f"{row['least_ms']:.1f}",
-            f"{row['times_as_fast']:.1f}",
-            f"{row['error']:.3f}",
-            f"{row['block_share']:.0%}",
-        ]
-        for name, row in rows.items()
-    ]
-    header = ("way", "median ms", "least ms", "times as fast", "error / change", "block evaluations")
-    print_table(f"{steps} imagined steps", header, lines)

@@ -169,6 +169,19 @@ def test_evaluate_prints_and_keeps_instructions_and_controls(tmp_path, capsys):
     assert "Does it listen?" in next(tmp_path.glob("evaluate/*/0/report.html")).read_text()
     assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked, "evaluate.controls=[]"]) == 0
     assert "controls" not in json.loads(next(tmp_path.glob("evaluate/*/0/result.json")).read_text())
+    capsys.readouterr()
+    slow = ["evaluate.instruction=wrong", "evaluate.latency_steps=1", f"evaluate.base={checkpoint}"]
+    assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked, *slow]) == 0
+    said = capsys.readouterr().out
+    assert "Judged so: told another instruction of the world's; a decision takes 1 control steps" in said
+    assert "Difference to base: +0.0 points" in said
+    page = next(tmp_path.glob("evaluate/*/0/report.html")).read_text()
+    assert "Judged so" in page and "How smooth" in page and "another instruction of the world&#39;s" in page
+    both = ["evaluate.instruction=wrong", "evaluate.controls=[wrong_instruction]"]
+    assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked, *both]) == 2
+    assert "leave one of them out" in " ".join(capsys.readouterr().err.split())
+    assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked, "evaluate.latency_steps=5000"]) == 2
+    assert "nothing of what is decided would be done" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_wrong_instruction_is_said_in_words_that_the_world_uses():

@@ -40,7 +40,10 @@ def test_the_beginning_is_no_border_and_episodes_are_not_joined():
         meter(played([[6, 7, 3, 4]], [[True] * 4], [True]))
     found = meter.measured()
     assert (found.borders, found.border_jump, found.inner_jump) == (2, 4.0, 1.0)
-    assert json.loads(json.dumps(SmoothnessMeter().measured().to_json()))["jerk"] is None
+    nothing = SmoothnessMeter().measured()
+    assert json.loads(json.dumps(nothing.to_json()))["jerk"] is None and "nan" not in nothing.text
+    # Differences 0 4 1 1 1 -4 1; of these 4 -3 0 0 -5 5; and of those -7 3 0 -5 10.
+    assert found.text == "jump at 2 chunk borders 4.0000, elsewhere 1.0000, second difference 2.8333, jerk 5.0000"
 
 
 def test_an_evaluation_is_watched():

@@ -80,6 +80,9 @@ def test_optimize_keeps_the_fastest_that_is_allowed_and_acting_reads_it(tmp_path
     assert chosen is not None and chosen.measured["error"] > 1e-3
     result = json.loads((tmp_path / "runs" / "optimize" / "reach_planar" / "0" / "result.json").read_text())
     assert {"reference", "lean", "ddim 1", "bf16"} <= set(result["ways"]) and "difference" in result
+    page = (tmp_path / "runs" / "optimize" / "reach_planar" / "0" / "report.html").read_text()
+    for text in ("Time and error", "ddim 1 *", ">bf16<", "4.0 times as fast as the reference", "reference, determin"):
+        assert text in page, text
     save_plan(tmp_path / "checkpoint", exact)
     acting = load_acting(InferenceSection(), tmp_path / "checkpoint")
     assert isinstance(acting, LeanDenoising)
