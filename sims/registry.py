@@ -6,6 +6,7 @@ Nothing is imported before it is used. What a name may stand for: see `World` in
 
 import dataclasses
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,6 +60,11 @@ def _made(name: str, batch_size: int, options: dict[str, Any]) -> World:
     if task is not None:
         from sims.engine import MujocoWorld
 
+        known = [each for each in signature(MujocoWorld).parameters if each not in ("task", "batch_size")]
+        for option in options:
+            if option not in known:
+                there = f"There are {', '.join(known)}."
+                raise ConfigError(f"World '{name}' has no option '{option}'.{did_you_mean(option, known)} {there}")
         return MujocoWorld(task, batch_size, **options)
     if _is_environment(found):
         from sims.suites.environment_class import make_environment_world

@@ -76,6 +76,10 @@ def why_not_lean(policy: LeRobotPolicy) -> str:
         return (
             f"LeRobot's '{config.type}' has no lean path: diffusion and multi_task_dit have one. Use engine=reference."
         )
+    if policy.settings.base is not None:
+        return (
+            "This policy's first denoising steps are those of a frozen base, which has no lean path: engine=reference."
+        )
     if getattr(config, "compile_model", False):
         return "LeRobot compiles this policy itself (compile_model): set that to false in config.json first."
     if _diffuses(config) and config.prediction_type not in ("epsilon", "sample"):

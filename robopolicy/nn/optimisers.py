@@ -140,6 +140,38 @@ class MasterAdamW(torch.optim.AdamW):
             self.state[parameter][self.MASTER] = master
 
 
+Kept = list[tuple[Tensor, Tensor | None]]
+"""Of every weight what it was, and what the optimiser's fp32 copy of it was, if it has one."""
+
+
+def keep_weights(optimiser: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> Kept:
+    """Return what `put_back` needs to take back the optimiser's next step: weights [*shape] and their fp32 copies."""
+    masters = (optimiser.state.get(weight, {}).get(MasterAdamW.MASTER) for weight in weights)
+    return [(weight.detach().clone(), master) for weight, master in zip(weights, masters, strict=True)]
+
+
+def kept_bytes(kind: Optimiser, weights: Iterable[nn.Parameter]) -> int:
+    """Return what `keep_weights` takes of memory at most."""
+    return sum(
+        (weight.element_size() + (4 if kind == "adamw" and weight.dtype is torch.bfloat16 else 0)) * weight.numel()
+        for weight in weights
+    )
+
+
+@torch.no_grad()
+def put_back(optimiser: torch.optim.Optimizer, weights: Sequence[nn.Parameter], kept: Kept) -> None:
+    """Let weights [*shape] be what they were when `keep_weights` was asked; the optimiser's averages stay.
+
+    The fp32 copies too: a step that rounding hides would stay in them, and one that it shows would begin them anew.
+    """
+    for weight, (before, master) in zip(weights, kept, strict=True):
+        weight.copy_(before)
+        if master is not None:
+            optimiser.state[weight][MasterAdamW.MASTER] = master  # no step writes into it: each makes one of its own
+        else:
+            optimiser.state.get(weight, {}).pop(MasterAdamW.MASTER, None)
+
+
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, where: str) -> Tensor:
     """Scale the gradients to a global norm of at most `limit`, and return the norm before, a scalar [].
 

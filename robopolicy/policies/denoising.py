@@ -37,6 +37,7 @@ from robopolicy.policies.network import (
     check_condition,
     check_network,
     denoise_in_loss,
+    freeze,
     frozen_base,
     learns_noise,
     repeat_rows,
@@ -304,7 +305,7 @@ class DenoisingPolicy(nn.Module):
         """Freeze a base copy, which runs the first K - K' steps; only the last K' = `steps` are trained.
 
         steps: None for config.finetuned_steps (else half of K); train_encoder False freezes the encoders too. A policy
-        that is prepared already, such as a loaded fine-tuned one, goes on with its own base and steps.
+        that is prepared already, such as a loaded fine-tuned one, goes on with its own base, steps and frozen encoders.
         Raises ConfigError when K' does not fit, when it differs from what the policy was prepared for, or when no step
         among the last K' has a density (an ODE, or K' = 1 of flow-SDE noise).
         """
@@ -315,6 +316,7 @@ class DenoisingPolicy(nn.Module):
                     f"This policy is being fine-tuned in its last {self.finetuned_steps} steps, not {steps}: load the "
                     "base policy to start over."
                 )
+            freeze(() if train_encoder else self.network.encoder_parameters())  # the base's may be others all the same
             return
         count = steps if steps is not None else self.config.finetuned_steps or (total + 1) // 2
         if not 1 <= count <= total:
@@ -327,8 +329,7 @@ class DenoisingPolicy(nn.Module):
         self.base = frozen_base(self.network, count < total)
         self._prepared, self.finetuned_steps, self._train_encoder = True, count, train_encoder
         if not train_encoder:
-            for weight in self.network.encoder_parameters():
-                weight.requires_grad_(False)
+            freeze(self.network.encoder_parameters())
 
     def add_lora(self, rank: int) -> None:
         """Freeze the weights and train adapters of this rank; ConfigError where that cannot be."""

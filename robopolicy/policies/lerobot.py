@@ -57,6 +57,8 @@ CHUNK_KEYS = {**dict.fromkeys(ACTING, "n_action_steps"), "vqbet": "action_chunk_
 HORIZONS = ("diffusion", "multi_task_dit")
 """Types whose prediction begins in the past: `horizon` steps, the first of them that of the oldest frame."""
 
+PADS = ("smolvla", "pi0", "pi05")
+"""Types that know as many action and state elements as their config says, whatever the robot has."""
 NEED_TRANSFORMERS = ("multi_task_dit", "smolvla", "pi0", "pi05", "pi0_fast", "xvla")
 EMBODIMENT = "domain_id"
 """What a processor says beside the observation: the robot or data set of a policy that was trained on many."""
@@ -106,6 +108,19 @@ def _predicted_steps(config: Any, chunk: int) -> int:
     return chunk if config.type in ("pi0_fast", "vqbet") else int(config.chunk_size)
 
 
+def _require_room(config: Any) -> None:
+    """Raise CheckpointError where actions or states have more elements than a policy pads them to."""
+    sizes = {"max_action_dim": config.action_feature.shape[0]}
+    if config.type != "pi05" and config.robot_state_feature is not None:  # its state is text
+        sizes["max_state_dim"] = config.robot_state_feature.shape[0]
+    for name, size in sizes.items() if config.type in PADS else ():
+        if size > getattr(config, name):
+            raise CheckpointError(
+                f"Its config.json says {name}={getattr(config, name)}, and it has {size} elements: nothing can be made "
+                "of the others."
+            )
+
+
 def read_settings(folder: Path) -> LeRobotSettings:
     """Return what robopolicy.json in `folder` says, the defaults without one; raises ConfigError for unknown keys."""
     path = folder / SETTINGS_FILE
@@ -124,6 +139,7 @@ class LeRobotPolicy:
         folder: Path | None = None,
     ):
         self.folder, self._checked = folder, False
+        self._over_base: Any = None
         self.policy, self.preprocess, self.postprocess = policy, preprocess, postprocess
         self.settings = LeRobotSettings() if settings is None else settings
         config: Any = policy.config
@@ -136,6 +152,7 @@ class LeRobotPolicy:
         renamed = {new: old for step in preprocess.steps for old, new in getattr(step, "rename_map", {}).items()}
         self._sources = {name: renamed.get(name, name) for name in self._features}
         self._keys = {name: self.settings.features.get(name, source) for name, source in self._sources.items()}
+        _require_room(config)
         chunk = int(getattr(config, CHUNK_KEYS[config.type]))
         self._spec = PolicySpec(
             observation={self._keys[name]: self._field(name) for name in self._features},
@@ -173,6 +190,8 @@ class LeRobotPolicy:
         ConfigError where statistics are missing that its processors ask for, CheckpointError where a pi0_fast says what
         is no action.
         """
+        if self.settings.base is not None:
+            return Decision(self._with_base().act(observation, generator, deterministic=True).actions)
         return Decision(self._decided(observation, generator, self.spec.chunk))
 
     def predict(
@@ -182,6 +201,8 @@ class LeRobotPolicy:
 
         LeRobot's own policies drop what diffusions predict beyond n_action_steps; here it is kept.
         """
+        if self.settings.base is not None:
+            return self._with_base().predict(observation, generator, deterministic=True)
         inner: Any = self.policy
         executed = getattr(inner.config, "n_action_steps", None)
         try:
@@ -191,6 +212,12 @@ class LeRobotPolicy:
         finally:
             if inner.config.type in HORIZONS:
                 inner.config.n_action_steps = executed
+
+    def _with_base(self) -> Any:
+        """Return this policy as it was fine-tuned, its first steps a frozen base's, of which LeRobot knows nothing."""
+        if self._over_base is None:
+            self._over_base = self.to_trainable()
+        return self._over_base
 
     @torch.no_grad()
     def _decided(self, observation: TensorObservation, generator: torch.Generator, steps: int) -> Tensor:

@@ -27,13 +27,12 @@ from robopolicy.nn.precision import multiplied
 from robopolicy.nn.schedules import Normal
 from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.lerobot_configuration import LEAST_STD, LeRobotTuning
 from robopolicy.policies.lerobot_module import LeRobotModule
-from robopolicy.policies.network import Condition
+from robopolicy.policies.network import Condition, freeze
 from robopolicy.policies.steps import stood_for
 
 IMAGES, ACTION, PADDING = "observation.images", "action", "action_is_pad"
-LEAST_STD = 1e-3
-"""However much is learned, exploration keeps this standard deviation, in normalised actions."""
 
 
 class GaussianACT(LeRobotModule):
@@ -56,10 +55,12 @@ class GaussianACT(LeRobotModule):
         settings, action = policy.settings, policy.spec.action
         if settings.tuning.checkpointing:
             raise ConfigError("checkpointing computes denoising steps again, and act has none: set it to false.")
-        log_std = settings.log_std or (math.log(settings.tuning.std),) * action.size
+        log_std = (
+            _begins_at(settings.tuning, action.size) if settings.log_std is None else torch.tensor(settings.log_std)
+        )
         if len(log_std) != action.size:
             raise ConfigError(f"log_std has {len(log_std)} elements, and the policy's action {action.size}.")
-        self.log_std = nn.Parameter(torch.tensor(log_std), requires_grad=settings.tuning.learn_std)
+        self.log_std = nn.Parameter(log_std, requires_grad=settings.tuning.learn_std)
         self.record_means = False
         register_range(self, action)
 
@@ -196,8 +197,7 @@ class GaussianACT(LeRobotModule):
         if steps not in (None, 1):
             raise ConfigError(f"act decides in one step, so {steps} cannot be fine-tuned: leave finetuned_steps=null.")
         if not train_encoder:
-            for weight in self.encoder_parameters():
-                weight.requires_grad_(False)
+            freeze(self.encoder_parameters())
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The weights that an optimiser may change, `log_std` [A] among them where it learns."""
@@ -208,8 +208,11 @@ class GaussianACT(LeRobotModule):
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint of LeRobot's, atomically, with the standard deviations in robopolicy.json beside it."""
+        settings = self.reader.settings
         log_std = tuple(float(value) for value in self.log_std.detach().cpu())
-        self.write(folder, replace(self.reader.settings, log_std=log_std, **described_origin(self)))
+        if settings.log_std is None and torch.equal(torch.tensor(log_std), _begins_at(settings.tuning, len(log_std))):
+            log_std = None  # nothing was learned, so that another std can be chosen still
+        self.write(folder, replace(settings, log_std=log_std, **described_origin(self)))
 
     def _normal(self, condition: Condition) -> Normal:
         """Return the Gaussian of normalised actions [N, C, A]."""
@@ -234,6 +237,11 @@ class _Seen(nn.Module):
 
     def forward(self, features: Tensor) -> dict[str, Tensor]:
         return {"feature_map": features}
+
+
+def _begins_at(tuning: LeRobotTuning, size: int) -> Tensor:
+    """Return the logarithms of the standard deviations [size] that exploring begins with."""
+    return torch.full((size,), math.log(tuning.std))
 
 
 def _learns(module: nn.Module) -> bool:

@@ -13,6 +13,10 @@ SETTINGS_FILE = "robopolicy.json"
 """What lies beside the config.json of a LeRobot checkpoint, and says what its format does not."""
 
 
+LEAST_STD = 1e-3
+"""However much an act learns, exploration keeps this standard deviation, in normalised actions."""
+
+
 class Tuned(Enum):
     """Which weights learn: expert, those that denoise, with everything that reads the observation frozen; all of them;
     or lerobot, those that the checkpoint's own config leaves free.
@@ -57,8 +61,11 @@ class LeRobotTuning:
             raise ConfigError("flow_noise=learned needs a network with a noise head, and LeRobot's have none.")
         if min(self.flow_noise_level, self.least_noise) < 0:
             raise ConfigError("flow_noise_level and least_noise cannot be negative.")
-        if self.std <= 0:
-            raise ConfigError(f"std is {self.std:g}: without noise no decision has a probability, so it is positive.")
+        if self.std < LEAST_STD:
+            raise ConfigError(
+                f"std is {self.std:g}: with next to no noise decisions have no probability of use; it is at least "
+                f"{LEAST_STD:g}."
+            )
         if self.temperature <= 0:
             raise ConfigError(f"temperature is {self.temperature:g}: it is positive, and 1 is what was learned.")
 

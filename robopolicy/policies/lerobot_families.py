@@ -65,7 +65,7 @@ class SmolVLA(Prefixed):
 
         batch = dict(frames[-1])
         images, image_masks = self.policy.prepare_images(batch)
-        missing = self.config.tokenizer_max_length - batch[TOKENS].shape[1]
+        missing = max(0, self.config.tokenizer_max_length - batch[TOKENS].shape[1])  # its processor may say more
         tokens, words = (nn.functional.pad(batch[name], (0, missing)) for name in (TOKENS, TOKEN_MASK))
         state = self.policy.prepare_state(batch)
         embedded, seen, order = self.model.embed_prefix(images, image_masks, tokens, words.bool(), state=state)

@@ -30,7 +30,7 @@ from robopolicy.policies.chunks import check_chunks, in_range, register_range
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.lerobot_family import TOKEN_MASK, TOKENS
 from robopolicy.policies.lerobot_module import LeRobotModule
-from robopolicy.policies.network import Condition
+from robopolicy.policies.network import Condition, freeze
 from robopolicy.policies.steps import stood_for
 
 IMAGES, SEEN, TEXT, TEXT_MASK = (f"{CONDITION}.{name}" for name in ("images", "seen", "text", "text_mask"))
@@ -188,8 +188,7 @@ class FastTokens(LeRobotModule):
         if steps not in (None, self.most):
             raise ConfigError(f"pi0_fast is fine-tuned in all its {self.most} tokens, not {steps}.")
         if not train_encoder:
-            for weight in self.encoder_parameters():
-                weight.requires_grad_(False)
+            freeze(self.encoder_parameters())
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The weights that an optimiser may change."""

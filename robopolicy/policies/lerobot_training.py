@@ -109,7 +109,12 @@ def require_read(policy: LeRobotPolicy, tuning: LeRobotTuning) -> None:
     inner: Any = policy.policy
     if why_not_trainable(inner):
         return  # which is what has to be said
-    kind, usual = inner.config.type, LeRobotTuning()
+    kind, usual, known = inner.config.type, LeRobotTuning(), policy.settings
+    if kind == "act" and known.log_std is not None and tuning.std not in (usual.std, known.tuning.std):
+        raise ConfigError(
+            f"lerobot.std={tuning.std:g} is what an act begins to explore with, and this one has learned its standard "
+            "deviations: leave it out, or remove log_std from its robopolicy.json."
+        )
     of = kind if kind in WITHOUT_STEPS else FAMILIES[kind](inner).chain(usual)["kind"].value
     for name, readers in READ_BY.items():
         if of not in readers and getattr(tuning, name) != getattr(usual, name):
@@ -143,6 +148,14 @@ class FromLeRobot:
         """
         folder = recover_folder(folder_of(config))
         known = read_settings(folder)
+        if known.base is not None:
+            warnings.warn(
+                f"{folder} was fine-tuned over a frozen base, which takes its first denoising steps: it is left "
+                "behind, and one network learns to take them all.",
+                RobopolicyWarning,
+                stacklevel=2,
+            )
+            known = replace(known, base=None)
         tuning = replace(known.tuning, tuned=config.tuned)
         settings = replace(known, fps=spec.fps, instructions=spec.instructions, tuning=tuning)
         policy = load_lerobot_policy(folder, settings=settings)
@@ -261,6 +274,8 @@ class LeRobotNetwork(LeRobotModule):
         made = copy.deepcopy(self, shared)
         inner: Any = made.policy
         setattr(inner.config, made.family.steps_setting, steps)
+        made.tuning = replace(made.tuning, noisy_steps=None)  # it may be more than there are now
+        made.reader = made.reader.tuned_by(made.tuning)
         return made
 
     def frozen_twin(self) -> "FrozenTwin":
@@ -284,34 +299,40 @@ class LeRobotNetwork(LeRobotModule):
 
         def beside(inside: Path) -> None:
             if isinstance(policy.base, FrozenTwin):
-                save_file(policy.base.state_dict(), inside / BASE_FILE)
+                save_file(policy.base.named_weights(), inside / BASE_FILE)
 
         self.write(folder, replace(self.reader.settings, base=base, **described_origin(policy)), beside)
 
 
 class FrozenTwin(nn.Module):
-    """A network as it was: copies of the weights that are tuned, over all the others, which it shares."""
+    """A network as it was: copies of the weights that are tuned, over all the others, which it shares.
 
-    def __init__(self, network: LeRobotNetwork):
+    weights: by name, as `named_weights` gave them, None for those of the network that learn, as they are.
+    """
+
+    def __init__(self, network: LeRobotNetwork, weights: Mapping[str, Tensor] | None = None):
         super().__init__()
         self._shared = (network,)  # in a tuple, so that its weights are not this module's as well
-        self.names = [name for name, weight in network.named_parameters() if weight.requires_grad]
-        for index, name in enumerate(self.names):
-            self.register_buffer(f"weight_{index}", network.get_parameter(name).detach().clone())
+        if weights is None:
+            weights = {name: each.detach().clone() for name, each in network.named_parameters() if each.requires_grad}
+        self.names = list(weights)
+        for index, weight in enumerate(weights.values()):
+            self.register_buffer(f"weight_{index}", weight)
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
         """See `DenoisingNetwork`."""
-        return functional_call(self._shared[0], self._weights(), ("encode", observation))
+        return functional_call(self._shared[0], self.named_weights(), ("encode", observation))
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Predict [N, P, L]; see `DenoisingNetwork`."""
-        return functional_call(self._shared[0], self._weights(), ("denoise", x, time, condition))
+        return functional_call(self._shared[0], self.named_weights(), ("denoise", x, time, condition))
 
     def encoder_parameters(self) -> Iterable[nn.Parameter]:
         """None: nothing here learns."""
         return ()
 
-    def _weights(self) -> dict[str, Tensor]:
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return the copies by the network's names, [*shape] each."""
         return {name: self.get_buffer(f"weight_{index}") for index, name in enumerate(self.names)}
 
 
@@ -335,12 +356,13 @@ class Recomputed:
 
 
 def _read_base(policy: DenoisingPolicy, folder: Path | None) -> None:
-    path = (folder or Path()) / BASE_FILE
-    if not isinstance(policy.base, FrozenTwin):
+    """Let the policy's base be the one beside its checkpoint, whichever weights learned there."""
+    network, path = policy.network, (folder or Path()) / BASE_FILE
+    if not isinstance(policy.base, FrozenTwin) or not isinstance(network, LeRobotNetwork):
         return
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: the policy's first denoising steps are in there.")
-    try:
-        policy.base.load_state_dict(load_tensors(path))
-    except RuntimeError as error:
-        raise CheckpointError(f"{path} does not fit the policy beside it: restore both from a copy.") from error
+    found, own = load_tensors(path), dict(network.named_parameters())
+    if not all(name in own and own[name].shape == value.shape for name, value in found.items()):
+        raise CheckpointError(f"{path} does not fit the policy beside it: restore both from a copy.")
+    policy.base = FrozenTwin(network, {name: value.to(own[name].device) for name, value in found.items()})

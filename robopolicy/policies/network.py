@@ -295,6 +295,12 @@ def rows_in(condition: Condition) -> int:
     return next(iter(condition.values())).shape[0]
 
 
+def freeze(weights: Iterable[nn.Parameter]) -> None:
+    """Let weights, of any shape, learn no longer."""
+    for weight in weights:
+        weight.requires_grad_(False)
+
+
 def frozen_base(network: DenoisingNetwork, acts: bool) -> DenoisingNetwork | None:
     """Return a network that stays what `network` is now; acts: whether it takes steps, or is kept as a record alone."""
     if isinstance(network, MakesBase):

@@ -19,7 +19,7 @@ from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.policy_conformance import example_batch, example_observation
 from robopolicy.nn.configuration import Optimiser
-from robopolicy.nn.optimisers import optimiser_bytes
+from robopolicy.nn.optimisers import kept_bytes, optimiser_bytes
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
 
@@ -144,7 +144,7 @@ def plan_memory(
     return MemoryBudget(
         weights=sum(_bytes(weight) for weight in policy.parameters()),
         copies=copies,
-        learning=2 * sum(map(_bytes, learns)) + optimiser_bytes(optimiser, learns),  # gradient, weights before a step
+        learning=sum(map(_bytes, learns)) + kept_bytes(optimiser, learns) + optimiser_bytes(optimiser, learns),
         kept=decisions * (once + told) + rows * (copied + told),
         decisions=decisions,
         activations=one + (at_once - 1) * each,

@@ -16,10 +16,13 @@ from robopolicy.core.policy import Policy, Scores, Trainable
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.segments import Segments
 from robopolicy.nn.optimisers import (
+    Kept,
     adamw,
     clip_gradients,
+    keep_weights,
     make_optimiser,
     optimiser_tree,
+    put_back,
     require_finite,
     restore_optimiser,
     set_learning_rate,
@@ -106,7 +109,7 @@ class Learner:
         self.knobs: dict[str, float] = {}
         self.stats: dict[str, float] = {}
         self.reborn = False
-        self.before_step: list[Tensor] = []
+        self.before_step: Kept = []
         self.live: Tensor | None = None
         self.most, self.chooses = self.sampling_steps, True
         self.by_episode = by_episode(algorithm, config)
@@ -252,7 +255,7 @@ class Learner:
             loss.backward()
         norm = clip_gradients(self.parameters, config.gradient_clip, where)
         if config.target_kl is not None:
-            self.before_step = [parameter.detach().clone() for parameter in self.parameters]
+            self.before_step = keep_weights(self.optimiser, self.parameters)
         self.steps += 1
         rate = config.learning_rate * min(1.0, self.steps / config.actor_warmup) * self.knobs.get("lr_scale", 1.0)
         set_learning_rate(self.optimiser, rate)
@@ -337,10 +340,10 @@ class Learner:
     @torch.no_grad()
     def _take_back(self) -> None:
         """Undo the last actor step, if this iteration has made one."""
-        for parameter, before in zip(self.parameters, self.before_step, strict=bool(self.before_step)):
-            parameter.copy_(before)
-        if self.average is not None and self.before_step:
-            self.average.take_back()
+        if self.before_step:
+            put_back(self.optimiser, self.parameters, self.before_step)
+            if self.average is not None:
+                self.average.take_back()
 
     def rebase(self) -> None:
         """Let the base be the policy as it is now: what holds it near its base starts from here."""

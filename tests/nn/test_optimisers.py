@@ -10,7 +10,15 @@ from torch import nn
 
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.randomness import Generators
-from robopolicy.nn.optimisers import make_optimiser, optimiser_bytes, optimiser_tree, restore_optimiser
+from robopolicy.nn.optimisers import (
+    keep_weights,
+    kept_bytes,
+    make_optimiser,
+    optimiser_bytes,
+    optimiser_tree,
+    put_back,
+    restore_optimiser,
+)
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
 
@@ -190,6 +198,26 @@ def test_weights_in_bfloat16_learn_as_in_fp32():
     assert lost < 0.2 * away
 
 
+def test_a_step_that_is_taken_back_leaves_nothing_in_bfloat16_either():
+    """As the learner does beyond its target KL: between accepted steps there is one that is undone, as in fp32."""
+    pair = _rounded(0)
+    optimisers = [make_optimiser("adamw", [each], 1e-5, 0.0) for each in pair]
+    for turn in range(30):
+        _learn(pair, optimisers, 1, turn)
+        kept = [keep_weights(optimiser, [each]) for each, optimiser in zip(pair, optimisers, strict=True)]
+        _learn(pair, optimisers, 1, 100 + turn)
+        for each, optimiser, before in zip(pair, optimisers, kept, strict=True):
+            put_back(optimiser, [each], before)
+    low, full = pair
+    assert torch.equal(optimisers[0].state[low]["master"], full) and torch.equal(low, full.bfloat16())
+    fresh, (other, _) = _rounded(1)[0], _rounded(1)
+    optimiser = make_optimiser("adamw", [fresh], 1e-2, 0.0)
+    before = keep_weights(optimiser, [fresh])
+    _learn((fresh,), [optimiser], 1, 0)
+    put_back(optimiser, [fresh], before)
+    assert torch.equal(fresh, other) and "master" not in optimiser.state[fresh]
+
+
 def test_what_bfloat16_weights_learn_in_goes_on_after_a_checkpoint_and_after_they_were_put_back():
     low, full = _rounded(0)
     optimisers = [make_optimiser("adamw", [each], 1e-4, 0.0) for each in (low, full)]
@@ -204,3 +232,4 @@ def test_what_bfloat16_weights_learn_in_goes_on_after_a_checkpoint_and_after_the
     _learn((low,), optimisers[:1], 1, 3)
     assert low.abs().max() < 2e-4
     assert optimiser_bytes("adamw", [low, full]) == (12 + 8) * 64 * 64
+    assert kept_bytes("adamw", [low, full]) == (2 + 4 + 4) * 64 * 64

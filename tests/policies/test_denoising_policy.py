@@ -10,7 +10,7 @@ import torch
 from robopolicy.core.errors import ConfigError, DataError, NonFiniteError, SpecError
 from robopolicy.core.spec import Field
 from robopolicy.nn.configuration import FlowNoise, ImageEncoderConfig
-from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from robopolicy.policies.configuration import LogpReduction, PolicyKind
 
 STATE, CAMERA = "observation.state", "observation.images.front"
@@ -291,6 +291,17 @@ def test_a_frozen_image_encoder_lets_evaluation_skip_the_images():
     assert torch.allclose(scores, decision.logp, atol=1e-5)
     names = {name for name, weight in policy.network.named_parameters() if weight.requires_grad}
     assert names and not any(name.startswith("encoder") for name in names)
+
+
+def test_an_encoder_that_has_learned_can_be_frozen_when_tuning_goes_on(tmp_path):
+    policy, observation = _seeing()
+    policy.prepare_finetuning(3)
+    _disturb(policy)
+    policy.save(tmp_path)
+    again: Any = load_policy(tmp_path)
+    again.prepare_finetuning(None, train_encoder=False)
+    assert not any(weight.requires_grad for weight in again.network.encoder_parameters())
+    assert again.trainable_parameters() and _encodings(again, observation) == ["network", "base"]
 
 
 def test_a_frozen_encoder_encodes_once_in_a_decision():

@@ -136,6 +136,11 @@ def test_demonstrations_are_imitated(folders):
     assert policy.log_std.exp().tolist() == pytest.approx([0.1, 0.1])  # which the loss says nothing about
 
 
+def test_noise_that_was_not_learned_can_still_be_chosen(folders, tmp_path):
+    loaded(folders["state"], learn_std=False).save(tmp_path / "saved")
+    assert loaded(tmp_path / "saved", std=0.3).std.tolist() == pytest.approx([0.3, 0.3])
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_what_is_saved_is_lerobots_again_and_keeps_its_noise(folders, tmp_path, rank):
     policy = loaded(folders["camera"], std=0.3)
@@ -154,7 +159,9 @@ def test_what_is_saved_is_lerobots_again_and_keeps_its_noise(folders, tmp_path, 
     policy.save(tmp_path / "tuned")
     theirs = lerobots_chunk(tmp_path / "tuned", observation, 4, None, 0)
     torch.testing.assert_close(theirs, learned, atol=1e-5, rtol=0)
-    restored = loaded(tmp_path / "tuned", std=0.7)  # of a fresh one alone
+    with pytest.raises(ConfigError, match=r"lerobot.std=0.7 is what an act begins .*remove log_std"):
+        loaded(tmp_path / "tuned", std=0.7)
+    restored = loaded(tmp_path / "tuned", std=0.3)  # as it began
     assert torch.equal(restored.std, std)
     restored.save(tmp_path / "again")
     settings = json.loads((tmp_path / "again" / "robopolicy.json").read_text())
@@ -225,8 +232,9 @@ def test_training_begins_with_lerobots_weights(folders):
 
 
 def test_what_cannot_be_says_why(folders, tmp_path):
-    with pytest.raises(ConfigError, match="std is 0: without noise"):
-        LeRobotTuning(std=0.0)
+    for std in (0.0, 1e-4):
+        with pytest.raises(ConfigError, match=r"next to no noise .* at least 0\.001"):
+            LeRobotTuning(std=std)
     with pytest.raises(ConfigError, match="act has none: set it to false"):
         loaded(folders["state"], checkpointing=True)
     policy = loaded(folders["state"])

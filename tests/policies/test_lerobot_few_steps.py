@@ -13,10 +13,12 @@ from test_lerobot_policies import lerobots_chunk as lerobots_steps
 from test_lerobot_policies import observed as observed_history
 from test_lerobot_training import ROWS, language_folders, lerobots_chunk, noise_free, observed, trained
 
+from robopolicy.build import load_trainable
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import TASK
 from robopolicy.policies.few_steps import clean_actions, few_step_student
+from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.policies.loading import load_policy
 from robopolicy.training.configuration import DistillConfig, FitConfig
 from robopolicy.training.distill import Distillation, distill
@@ -122,6 +124,13 @@ def test_a_student_of_one_step_comes_nearer_to_lerobots_policy(folders, kind, tm
         return float((ends[0] - ends[1]).square().mean())
 
     assert errors(trained(tmp_path / "student")) < 0.5 * errors(few_step_student(teacher, 1))
+
+
+def test_a_teacher_of_few_noisy_steps_leaves_none_of_them_to_its_student(folders, tmp_path):
+    teacher: Any = load_trainable(folders["smolvla"], LeRobotTuning(noisy_steps=3))
+    few_step_student(teacher, 1).save(tmp_path / "student")
+    assert trained(tmp_path / "student").config.noisy_steps is None
+    assert teacher.network.reader.settings.tuning.noisy_steps == 3
 
 
 def test_diffusions_are_refused_with_the_true_reason(folders):

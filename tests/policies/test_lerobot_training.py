@@ -28,6 +28,7 @@ from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.policies import lerobot_reading
+from robopolicy.policies.lerobot import load_lerobot_policy
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
 from robopolicy.policies.loading import build_policy, load_policy
 from robopolicy.policies.network import steps_of
@@ -270,6 +271,19 @@ def test_a_base_takes_the_first_steps_and_stays(folders, tmp_path):
     restored = trained(tmp_path / "tuned")
     assert restored.spec.scored_steps == 2
     assert torch.equal(restored.trajectory(observation, noise), after)
+    acting = load_policy(tmp_path / "tuned")
+    for name in ("act", "predict"):
+        own, kept = (
+            getattr(each, name)(observation, torch.Generator().manual_seed(3), deterministic=True)
+            for each in (acting, restored)
+        )
+        assert torch.equal(*(each if name == "predict" else each.actions for each in (own, kept)))
+    for tuned in (Tuned.ALL, Tuned.LEROBOT):  # other weights learn now, and the base is what it was
+        other: Any = load_trainable(tmp_path / "tuned", LeRobotTuning(tuned=tuned))
+        assert torch.equal(other.trajectory(observation, noise), after)
+    with pytest.warns(RobopolicyWarning, match="frozen base, .* left behind"):
+        whole = build_policy("lerobot", LeRobotStart(tmp_path / "tuned"), data_spec(), None, 0)
+    assert whole.base is None and whole.finetuning is None
     (tmp_path / "tuned" / "robopolicy_base.safetensors").unlink()
     with pytest.raises(CheckpointError, match="first denoising steps"):
         trained(tmp_path / "tuned")
@@ -620,6 +634,22 @@ def test_a_tokenizer_with_words_that_the_model_lacks_is_anothers(folders, tmp_pa
         CheckpointError, match=r"has a tokenizer of 3\d\d words .*, and its language model knows \d+: it"
     ):
         load_policy(folder)
+
+
+def test_an_instruction_is_read_as_far_as_the_processor_says(folders, tmp_path):
+    folder = edited(folders["smolvla"], tmp_path / "short", tokenizer_max_length=2)
+    observation = observed(trained(folder))
+    observation[TASK] = ["push the cube left"] * ROWS
+    noise = torch.randn((ROWS, 6, 5), generator=torch.Generator().manual_seed(7))
+    ours = noise_free(trained(folder), observation)
+    torch.testing.assert_close(ours, lerobots_chunk(folder, observation, noise)[:, :4], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("setting", ["max_action_dim", "max_state_dim"])
+def test_more_elements_than_there_is_room_for_are_refused(folders, tmp_path, setting):
+    folder = edited(folders["pi0"], tmp_path / "narrow", **{setting: 1})
+    with pytest.raises(CheckpointError, match=f"says {setting}=1, and it has"):
+        load_lerobot_policy(folder, weights=False)
 
 
 @pytest.mark.parametrize("level", [0.2, 0.02])

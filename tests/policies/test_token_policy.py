@@ -4,7 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -80,6 +80,17 @@ def test_policies_with_images_and_adapters_conform(name: str):
     policy.prepare_finetuning(train_encoder=False)
     policy.add_lora(2)
     check_policy(policy, load_policy)
+
+
+def test_what_was_frozen_stays_frozen_and_says_so(tmp_path: Path):
+    policy = make(CONFIGS["history"], IMAGES_DIR)
+    policy.prepare_finetuning(train_encoder=False)
+    for _ in range(2):
+        policy.save(tmp_path)
+        policy = cast(TokenPolicy, load_policy(tmp_path))
+        policy.prepare_finetuning()
+        assert policy.finetuning == {"train_encoder": False}
+        assert not any(weight.requires_grad for weight in policy.observation_tokens.parameters())
 
 
 def test_the_spec_says_what_units_are():

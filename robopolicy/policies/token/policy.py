@@ -264,13 +264,14 @@ class TokenPolicy(nn.Module):
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
         """Get ready for policy gradients, which train all K tokens; train_encoder False freezes the observation's part.
 
-        Of a checkpoint that sees, its vision tower and connector are part of that. Raises ConfigError for another
-        number of steps.
+        Of a checkpoint that sees, its vision tower and connector are part of that. What was frozen when the policy was
+        fine-tuned before stays frozen. Raises ConfigError for another number of steps.
         """
         if steps not in (None, self.action_tokens.length):
             raise ConfigError(
                 f"A token policy is fine-tuned in all its {self.action_tokens.length} tokens, not {steps}."
             )
+        train_encoder = train_encoder and (self.finetuning is None or self.finetuning["train_encoder"])
         self.finetuning = {"train_encoder": train_encoder}
         if not train_encoder:
             self.observation_tokens.requires_grad_(False)
