@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.evaluation.image_quality import unit_of
@@ -174,7 +174,7 @@ def ways_of_deciding(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> str:
             axes.annotate(note, (1.02, row), xycoords=("axes fraction", "data"), va="center", fontsize=8)
         axes.set_yticks(range(len(ways)), list(reversed(list(ways))))
         axes.set(xlabel="milliseconds", xscale="log", ylim=(-0.6, len(ways) - 0.4))
-        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(axis="y", visible=False)
         return as_svg(figure)

@@ -24,7 +24,7 @@ def way_rows(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> list[list[st
             f"{found['median_ms']:.2f}",
             f"{found['least_ms']:.2f}",
             f"{found['times_as_fast']:.1f}",
-            f"{found['error']:.1e}" if found["error"] < 1e-3 else f"{found['error']:.3f}",
+            f"{found['error']:.1e}" if 0 < found["error"] < 1e-3 else f"{found['error']:.3g}",
             f"{found['block_share']:.0%}" if "block_share" in found else "",
         ]
         for name, found in ways.items()
