@@ -1,4 +1,4 @@
-"""What can be set about a policy server and about a simulated robot, without importing either."""
+"""What can be set about a policy server and about a robot that asks one, without importing either."""
 
 import math
 from dataclasses import dataclass, field
@@ -59,6 +59,20 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
+class ServerAddress:
+    """Where a robot's server is."""
+
+    host: str = "127.0.0.1"
+    """The server's name, or its whole address: wss://robot.example:8000."""
+    port: int | None = None
+    """The server's port; 8000 unless set, or that of a whole address."""
+    api_key: str = ""
+    """The server's key, if it wants one, or set the environment's ROBOPOLICY_API_KEY."""
+    certificate: Path | None = None
+    """PEM file of a certificate to trust, such as a server's self-signed one (serve.certificate); it is wss:// then."""
+
+
+@dataclass(frozen=True)
 class RobotSettings:
     """How a simulated robot is driven."""
 
@@ -81,7 +95,7 @@ class RobotSettings:
     change: float | None = None
     """Most by which an action may differ from the one before, in the world's units."""
     patience: float = 5.0
-    """Seconds that a server may fail before the drive ends; the robot holds still meanwhile."""
+    """Seconds that a server may fail, or be silent, before the drive ends; the robot holds still meanwhile."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for what no robot can be driven by."""
@@ -94,5 +108,5 @@ class RobotSettings:
                 f"prefetch is {self.prefetch}, latency_steps {self.latency_steps} and blend {self.blend}: choose 0 "
                 "control steps or more."
             )
-        if not self.patience >= 0:
-            raise ConfigError(f"patience is {self.patience}: 0 seconds or more.")
+        if not self.patience > 0:
+            raise ConfigError(f"patience is {self.patience}: more than 0 seconds, for an answer takes some time.")

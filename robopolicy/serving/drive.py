@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import SpecError, did_you_mean
+from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import QUEUE, TASK, Field, Observation, require_fields
@@ -74,7 +75,7 @@ class _Robots:
     """The rows of a world, each with a driver, as an actor that gives out single control steps."""
 
     def __init__(self, world: World, client: Server, settings: RobotSettings, clock: Clock):
-        self.world, self.clock, self.patience = world, clock, settings.patience
+        self.world, self.clock = world, clock
         self.requests = Requests(client)
         self.drivers = [
             Driver(
@@ -131,8 +132,7 @@ class _Robots:
         for row in running:
             driver = self.drivers[row]
             actions[row, 0] = driver.act()
-            if driver.error is not None and (driver.hopeless or driver.away > self.patience):
-                raise driver.error
+            driver.require_server()
         self.clock.wait()
         return actions, None
 
@@ -145,18 +145,29 @@ def _check(world: World, metadata: Mapping[str, Any]) -> None:
         if key not in world.spec.observation:
             raise SpecError(
                 f"The served policy needs '{key}', which '{world.spec.name}' does not show."
-                f"{did_you_mean(key, world.spec.observation)} Add the camera or field to the world."
+                f"{did_you_mean(key, world.spec.observation)} Add the camera or field to the world.{_home(metadata)}"
             )
         shape = world.spec.observation[key].shape
         if tuple(read["shape"]) != tuple(shape):
-            raise SpecError(f"The served policy needs '{key}' as {list(read['shape'])}, the world shows {list(shape)}.")
+            raise SpecError(
+                f"The served policy needs '{key}' as {list(read['shape'])}, '{world.spec.name}' shows {list(shape)}: "
+                f"it was trained for another world.{_home(metadata)}"
+            )
     if policy.shape != tuple(world.spec.action.shape):
         raise SpecError(
             f"The served policy's actions have shape {list(policy.shape)}, '{world.spec.name}' takes "
-            f"{list(world.spec.action.shape)}: it was trained for another world."
+            f"{list(world.spec.action.shape)}: it was trained for another world.{_home(metadata)}"
         )
     fields = {key: _named(read) for key, read in observation.items()}
     require_fields(fields, _named(metadata["action"]), world.spec)
+
+
+def _home(metadata: Mapping[str, Any]) -> str:
+    """Return how to drive in the world that the policy behind the server comes from."""
+    said = metadata.get("world")
+    if not is_mapping(said) or not said.get("name"):
+        return " Name the one that it was trained for: world=NAME."
+    return f" It comes from '{said['name']}', which is driven where you name no world."
 
 
 def _named(described: Mapping[str, Any]) -> Field:

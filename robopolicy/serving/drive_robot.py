@@ -65,8 +65,7 @@ def drive_robot(
                     frames = robot.observe()
                     begin[:] = [] if step else [robot.still()]
                     robot.send(driver.step({**frames, **task}))
-                    if driver.error is not None and (driver.hopeless or driver.away > settings.patience):
-                        raise driver.error
+                    driver.require_server()
                     clock.wait()
                     advance(1, f"{driver.counts['held']} held still")
     finally:

@@ -12,8 +12,8 @@ offers a chunking other than synchronous (real-time chunking) is told what is le
 decides ahead (it reads `observation.action_queue`, see `core.delayed`) is asked when just so many steps are left, and
 its answer follows on from them: a robot whose server is quicker than that never waits and never jumps. Whatever comes
 is clipped to the policy's bounds and to the robot's own, and counted. A server that fails is asked again, later and
-later; `error` and `away` say what is wrong and for how long. Axes: C chunk step, P predicted step, A action dimension
-(any shape).
+later; `error` and `away` say what is wrong and for how long, and `require_server` raises it once that is too long.
+Axes: C chunk step, P predicted step, A action dimension (any shape).
 """
 
 import time
@@ -29,15 +29,14 @@ import numpy as np
 from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError
 from robopolicy.core.history import begin, move
 from robopolicy.core.spec import QUEUE, TASK
+from robopolicy.serving.action_limits import ActionLimits
 from robopolicy.serving.client import RefusedError
-from robopolicy.serving.holding import Hold
+from robopolicy.serving.described import described_policy
+from robopolicy.serving.holding import Hold, stillness
 from robopolicy.serving.protocol import DELAY, PLAN, SESSION
 
 BACK_OFF = 0.1, 5.0
 """Seconds before a server that failed is asked again: at first, and at most; doubled in between."""
-
-LONGEST_HISTORY = 1000
-"""Frames; a server that asks for more describes no policy."""
 
 REMEMBERED_DELAYS = 10
 """Of the last answers, whose greatest delay is expected of the next one."""
@@ -54,28 +53,6 @@ class Server(Protocol):
     def infer(self, observation: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return {"actions": [C, A], ...} for one robot's observation."""
         ...
-
-
-@dataclass(frozen=True)
-class ActionLimits:
-    """What a robot is ready to do, in the units of its actions, numbers or arrays that broadcast to [A].
-
-    low, high: bounds of an action, within those of the policy; change: most by which it may differ from the one before
-    (where actions are positions: velocity / fps; where they are velocities: acceleration / fps); workspace: an action
-    [A] -> the nearest that keeps the robot where it may be.
-    """
-
-    low: np.ndarray | float | None = None
-    high: np.ndarray | float | None = None
-    change: np.ndarray | float | None = None
-    workspace: Callable[[np.ndarray], np.ndarray] | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for bounds that bind nothing (NaN) and changes below 0, which would drive a robot away."""
-        if np.isnan([np.max(each) for each in (self.low, self.high, self.change) if each is not None]).any():
-            raise ConfigError(f"low is {self.low}, high {self.high} and change {self.change}: none may be NaN.")
-        if self.change is not None and np.min(self.change) < 0:
-            raise ConfigError(f"change is {self.change}: an action may differ from the last by 0 or more.")
 
 
 class Requests:
@@ -121,15 +98,17 @@ class Driver:
     that a step may wait for its action, half a control step for None. latency_steps: control steps that an answer is
     held back after its observation, to simulate a slow one; an episode's first is not. blend: over so many steps a new
     chunk takes over from the old one. max_age: seconds after which an observation is too old to act on (None: as long
-    as two chunks take). patience: seconds that an episode's first chunk is waited for. wait: wait for every chunk, in a
-    simulator that stands still meanwhile. requests: shared with other drivers of the same connection, each of which
+    as two chunks take). patience: seconds that an episode's first chunk is waited for, and after which a server that
+    has not answered counts as away (`require_server`). wait: wait for every chunk, in a simulator that stands still
+    meanwhile. requests: shared with other drivers of the same connection, each of which
     then has a `session` of its own, by which the server tells them apart. counts: how many
     steps were taken ("steps"), held ("held"), clipped ("clipped"), late answers thrown away ("stale"), failures
     ("failures"). late: by how many steps the present chunk is executed later than it was meant, because the robot held
-    still meanwhile, which the policy had not foreseen. error: what the server did wrong last, None since it answered.
-    Raises ServingError where the server does not describe its policy, ConfigError on a prefetch beyond the chunk and
-    for a policy that decides further ahead than its chunks reach, `act` NonFiniteError where what holds the robot still
-    or limits it is no number.
+    still meanwhile, which the policy had not foreseen. error: what the server did wrong last, silence included, None
+    since it answered. Raises ServingError where the server does not describe its policy, ConfigError on a prefetch
+    beyond the chunk, for a policy that decides further ahead than its chunks reach, on a latency that leaves no answer
+    of use, and where hold or limits do not fit its actions, `act` NonFiniteError where what holds the robot still or
+    limits it is no number, ConfigError where it is none for these actions.
     """
 
     def __init__(
@@ -150,29 +129,49 @@ class Driver:
         clock: Callable[[], float] = time.monotonic,
     ):
         described = described_policy(client.metadata)
-        if not 0 <= prefetch < described.chunk:
-            raise ConfigError(f"prefetch is between 0 and {described.chunk - 1}, chunks have {described.chunk} steps.")
-        if latency_steps < 0 or blend < 0:
-            raise ConfigError(f"latency_steps is {latency_steps} and blend {blend}: choose 0 control steps or more.")
         self.policy, self.hold, self.limits = described, hold, limits or ActionLimits()
         self.prefetch, self.blend, self.wait, self.patience = prefetch, blend, wait, patience
-        if described.ahead > described.chunk:
-            raise ConfigError(
-                f"The policy decides {described.ahead} steps ahead and its chunks have {described.chunk}: one answer "
-                "would have to be asked for before the last is there. Train it with a longer chunk."
-            )
-        if described.overlap or described.ahead:
-            self.prefetch = described.overlap or described.ahead
         self.latency_steps, self.session = latency_steps, session
-        self._delays = deque([latency_steps], REMEMBERED_DELAYS)
         self.grace = 0.5 / described.fps if grace is None else grace
         self.max_age = 2 * described.chunk / described.fps if max_age is None else max_age
+        self._require_possible()
+        if described.overlap or described.ahead:
+            self.prefetch = described.overlap or described.ahead
+        self._delays = deque([latency_steps], REMEMBERED_DELAYS)
         self.counts: Counter[str] = Counter()
         self.error: Exception | None = None
         self._requests, self._owned = requests or Requests(client), requests is None
         self._clock = clock
-        self._answered, self._back_off, self._ask_after = clock(), BACK_OFF[0], 0.0
+        self._unanswered: float | None = None
+        self._back_off, self._ask_after = BACK_OFF[0], 0.0
         self.reset()
+
+    def _require_possible(self) -> None:
+        """Raise ConfigError for what this policy cannot be driven with."""
+        policy, steps = self.policy, self.latency_steps
+        if not 0 <= self.prefetch < policy.chunk:
+            raise ConfigError(f"prefetch is between 0 and {policy.chunk - 1}, chunks have {policy.chunk} steps.")
+        if steps < 0 or self.blend < 0:
+            raise ConfigError(f"latency_steps is {steps} and blend {self.blend}: choose 0 control steps or more.")
+        if policy.ahead > policy.chunk:
+            raise ConfigError(
+                f"The policy decides {policy.ahead} steps ahead and its chunks have {policy.chunk}: one answer would "
+                "have to be asked for before the last is there. Train it with a longer chunk."
+            )
+        if policy.overlap and steps > min(policy.overlap, policy.chunk):
+            raise ConfigError(
+                f"latency_steps is {steps}, and this server is asked every {policy.chunk} steps (chunk) for plans that "
+                f"reach {policy.overlap} further: an answer may take {min(policy.overlap, policy.chunk)} at most. "
+                "Choose fewer, or a server whose chunking is synchronous: its robots hold still meanwhile."
+            )
+        if steps and not self.wait and steps / policy.fps >= self.max_age:
+            raise ConfigError(
+                f"latency_steps is {steps}: an answer that is held back for {steps / policy.fps:g} s is older than "
+                f"max_age ({self.max_age:g} s) and none would be executed. Choose fewer, or a longer max_age."
+            )
+        self.limits.require_fit(policy)
+        if not callable(self.hold) and not np.isfinite(stillness(self.hold, {}, None, policy.shape)).all():
+            raise ConfigError(f"hold is {self.hold}: what keeps the robot still is a number in every element.")
 
     def reset(self) -> None:
         """Begin an episode: nothing is remembered, and an answer under way is not used."""
@@ -182,6 +181,7 @@ class Driver:
         self._chunk = np.zeros((0, *self.policy.shape))
         self._begins, self._seen, self.late = 0, 0.0, 0
         self._request: Future[np.ndarray] | None = None
+        self._unanswered = None if self.error is None else self._unanswered
         self._asked, self._held, self._shown = _Asked(0, 0.0, 0, 0), 0, 0
         self._last: np.ndarray | None = None
 
@@ -203,8 +203,9 @@ class Driver:
 
     @property
     def away(self) -> float:
-        """Seconds since the server answered last (or since the beginning), while it fails; 0 while it does not."""
-        return 0.0 if self.error is None else self._clock() - self._answered
+        """Seconds since the oldest question that has no answer, whether the server fails or is silent; 0 for none."""
+        answered = self.error is None and self._request is not None and self._request.done()  # but held back
+        return 0.0 if self._unanswered is None or answered else self._clock() - self._unanswered
 
     def step(self, frames: Mapping[str, Any]) -> np.ndarray:
         """Take what the robot sees now, and return its action [A]: `look`, then `act`."""
@@ -214,12 +215,10 @@ class Driver:
     def look(self, frames: Mapping[str, Any]) -> None:
         """Take what the robot sees now: field -> frame [*shape], and its instruction under `task`.
 
-        Asks ahead if it is time. Raises ServingError where a field is missing that the policy reads.
+        Asks ahead if it is time. Raises ServingError where a field is missing that the policy reads, SpecError where a
+        frame has another shape than it reads, or than the frames before.
         """
-        missing = [key for key in self.policy.fields if key not in frames]
-        if missing:
-            raise ServingError(f"The policy reads {', '.join(missing)}, and the robot does not show it.")
-        shown = {key: np.asarray(frames[key]) for key in self.policy.fields}
+        shown = self.policy.frames(frames, self._frames)
         if self.policy.ahead:
             shown[QUEUE] = self._queue()
         for key, frame in shown.items():
@@ -249,7 +248,7 @@ class Driver:
     def _still(self, last: np.ndarray | None) -> np.ndarray:
         """Return the action that holds the robot still [A] after its `last` one."""
         frames = {key: value[0, -1] for key, value in self._frames.items()}
-        return np.asarray(self.hold(frames, last) if callable(self.hold) else self.hold, dtype=np.float64)
+        return stillness(self.hold, frames, last, self.policy.shape)
 
     def _queue(self) -> np.ndarray:
         """Return what is decided and not yet done, [d * A], as `DelayedWorld` shows it; at first all is still."""
@@ -288,6 +287,7 @@ class Driver:
                 left = left[:0] if self._too_old(self._seen) else left
                 message |= {PLAN: left.astype(np.float32), DELAY: min(max(self._delays), len(left))}
             self._request = self._requests.ask(message)
+            self._unanswered = self._clock() if self._unanswered is None else self._unanswered
             self._asked = _Asked(self._step, self._clock(), self._held, self._shown)
 
     def _take_answer(self) -> None:
@@ -297,6 +297,11 @@ class Driver:
         if self.wait:
             wait_for([self._request], timeout=self.patience)
         if not self._request.done():
+            if self.error is None and self.away > self.patience:
+                self.error = ServingError(
+                    f"The server has not answered for more than {self.patience:g} s (patience): does it hang, or is "
+                    "its machine overloaded? Have more patience with a policy that is this slow."
+                )
             return
         request, self._request = self._request, None
         asked = self._asked
@@ -314,7 +319,7 @@ class Driver:
             self._ask_after = self._clock() + self._back_off
             self._back_off = min(2 * self._back_off, BACK_OFF[1])
             return
-        self.error, self._answered, self._back_off = None, self._clock(), BACK_OFF[0]
+        self.error, self._unanswered, self._back_off = None, None, BACK_OFF[0]
         self._delays.append(self._step - asked.step)
         if begins + len(chunk) <= self._step or self._too_old(seen):
             self.counts["stale"] += 1
@@ -348,7 +353,8 @@ class Driver:
 
     def _waited(self, seconds: float) -> np.ndarray | None:
         """Return this step's action [A] once it is there; None after `seconds`, or where asking again is no use."""
-        until = self._clock() + seconds
+        asked = self._asked.seen if self._request is not None and self.wait else self._clock()  # `look` waits too
+        until = asked + seconds
         while (action := self._planned()) is None and self._clock() < until and not self.hopeless:
             self._ask()
             if self._comes_later():
@@ -365,17 +371,13 @@ class Driver:
         """Whether the server refuses what this robot sends, or answers what must not be executed."""
         return isinstance(self.error, RefusedError | NonFiniteError)
 
-    def _limited(self, action: np.ndarray) -> np.ndarray:
-        limits, wanted = self.limits, action
-        low = self.policy.low if limits.low is None else np.maximum(self.policy.low, limits.low)
-        high = self.policy.high if limits.high is None else np.minimum(self.policy.high, limits.high)
-        if limits.change is not None and self._last is not None:
-            action = np.clip(action, self._last - limits.change, self._last + limits.change)
-        action = np.clip(action, low, high)
-        if limits.workspace is not None:
-            action = np.asarray(limits.workspace(action), dtype=np.float64)
-        if not np.isfinite(action).all():  # of what holds the robot still, or of the workspace
-            raise NonFiniteError(f"The robot would be sent {action.tolist()}; no action was executed.")
+    def require_server(self) -> None:
+        """Raise what the server did wrong once it is hopeless, or away for longer than patience: time to stop."""
+        if self.error is not None and (self.hopeless or self.away > self.patience):
+            raise self.error
+
+    def _limited(self, wanted: np.ndarray) -> np.ndarray:
+        action = self.limits.limited(wanted, self._last, self.policy)
         self.counts["clipped"] += not np.allclose(action, wanted, rtol=1e-5, atol=1e-7)  # float32 rounds bounds
         return action
 
@@ -391,50 +393,3 @@ class _Asked:
     seen: float
     held: int
     shown: int
-
-
-@dataclass(frozen=True)
-class DescribedPolicy:
-    """A served policy, as its server describes it.
-
-    fields: what it reads of the robot; ahead: steps after which its decisions are executed, 0 for at once; overlap:
-    steps by which its plans reach beyond a chunk where the server offers a chunking that follows on from the plan
-    underway, else 0; shape, low, high: of an action [A].
-    """
-
-    fields: tuple[str, ...]
-    ahead: int
-    history: int
-    chunk: int
-    overlap: int
-    fps: float
-    shape: tuple[int, ...]
-    low: np.ndarray
-    high: np.ndarray
-
-
-def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
-    """Return what a server's metadata says of its policy. Raises ServingError where that cannot be."""
-    missing = {"observation", "history", "chunk", "action"} - set(metadata)
-    if missing:
-        raise ServingError(f"The server does not describe its policy ({', '.join(sorted(missing))}): not one of ours?")
-    try:
-        action = metadata["action"]
-        shape = tuple(int(size) for size in action["shape"])
-        bounds = [
-            np.broadcast_to(np.asarray(default if action.get(name) is None else action[name], np.float64), shape)
-            for name, default in (("low", -np.inf), ("high", np.inf))
-        ]
-        history, chunk, fps = int(metadata["history"]), int(metadata["chunk"]), float(metadata.get("fps", 10.0))
-        overlap = int(metadata["prediction"]) - chunk if metadata.get("chunking") else 0
-        queue = metadata["observation"].get(QUEUE)
-        ahead = 0 if queue is None else int(np.prod(queue["shape"])) // max(int(np.prod(shape)), 1)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ServingError(f"The server describes its policy in a form that makes no sense ({error}).") from error
-    sizes = 1 <= history <= LONGEST_HISTORY and 1 <= chunk <= LONGEST_HISTORY and 0 <= overlap <= LONGEST_HISTORY
-    if sizes and fps == 0:
-        raise ServingError('The served policy does not say its control rate: write "fps": N into its robopolicy.json.')
-    if not (sizes and 0 < fps < 1e4):
-        raise ServingError(f"The server describes no policy: history {history}, chunk {chunk}, {fps} steps a second.")
-    fields = tuple(key for key in metadata["observation"] if key != QUEUE)
-    return DescribedPolicy(fields, ahead, history, chunk, overlap, fps, shape, bounds[0], bounds[1])

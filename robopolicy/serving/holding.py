@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.spec import HOLD, keeps_value
 from robopolicy.serving.configuration import RobotSettings
@@ -28,11 +29,31 @@ def holding(settings: RobotSettings, names: Sequence[str], size: int) -> Hold:
     """Return what holds a robot still whose actions have `size` elements with these names, () where they have none.
 
     That is no motion, but for elements that are positions, or its last action (`keeps_value`); no motion where it has
-    not done anything yet.
+    not done anything yet. Raises ConfigError where positions name other elements than the actions have.
     """
+    unknown = [name for name in settings.positions if name not in names]
+    if unknown and settings.positions != RobotSettings.positions:
+        known = did_you_mean(unknown[0], names) or " Its elements have no names, so none can be named here."
+        raise ConfigError(f"positions names '{unknown[0]}', which is no element of the action.{known}")
     kept = np.array(keeps_value(settings.hold, settings.positions, names, size))
 
     def hold(_: Mapping[str, np.ndarray], last: np.ndarray | None) -> np.ndarray:
         return np.zeros(size) if last is None else np.where(kept, last, 0.0)
 
     return hold
+
+
+def stillness(
+    hold: np.ndarray | Hold, frames: Mapping[str, np.ndarray], last: np.ndarray | None, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Return the action that keeps a robot still [A], of `shape`, after its `last` one.
+
+    hold: that action, or what returns it. Raises ConfigError where it has another shape.
+    """
+    action = np.asarray(hold(frames, last) if callable(hold) else hold, dtype=np.float64)
+    if action.shape != shape:
+        raise ConfigError(
+            f"hold has shape {list(action.shape)}, and the policy's actions have {list(shape)}: it is the action that "
+            "keeps the robot still."
+        )
+    return action

@@ -1,12 +1,13 @@
 """The driver: a robot acts at every control step, within its limits, whatever the server does."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
 
-from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError
-from robopolicy.core.spec import STATE, Field
+from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError, SpecError
+from robopolicy.core.spec import IMAGE_PREFIX, STATE, Field
 from robopolicy.serving.client import RefusedError
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.driver import ActionLimits, Driver, described_policy
@@ -27,10 +28,11 @@ class Clock:
 class Scripted:
     """A server that answers what the test puts in, when it says so."""
 
-    def __init__(self, *, chunk=4, history=1, low=-1.0, high=1.0):
+    def __init__(self, *, chunk=4, history=1, low=-1.0, high=1.0, **said):
         fields = {STATE: Field((1,)).to_json()}
         action = Field((1,), low=low, high=high).to_json()
         self.metadata = {"observation": fields, "history": history, "chunk": chunk, "fps": 10.0, "action": action}
+        self.metadata |= said
         self.asked: list[np.ndarray] = []
         self.answers: list = []
         self.go = threading.Semaphore(0)
@@ -112,7 +114,124 @@ def test_limits_that_would_drive_a_robot_away_are_refused(wrong):
         ActionLimits(**{name: np.asarray(value) for name, value in wrong.items()})
 
 
-@pytest.mark.parametrize("wrong", [{"change": -0.05}, {"change": float("nan")}, {"blend": -3}, {"max_age": 0.0}])
+def test_a_silent_server_is_away_since_the_oldest_question_that_it_has_not_answered():
+    server = Scripted()
+    driver, clock = make(server, patience=2.0, grace=0.0, max_age=60.0)
+    driver._first = False  # its first chunk is not waited for here
+    for clock.now in (1.0, 2.0, 3.0):
+        assert driver.step(see()) == STILL
+        driver.require_server()
+    assert driver.away == 2.0 and driver.error is None
+    clock.now = 3.5
+    assert driver.step(see()) == STILL
+    with pytest.raises(ServingError, match=r"not answered for more than 2 s"):
+        driver.require_server()
+    server.say(driver, ServingError("gone"))
+    driver.step(see())
+    assert driver.away == 2.5  # what failed is still without an answer
+    clock.now = 4.0
+    driver.look(see())
+    server.say(driver, [0.1] * 4)
+    assert driver.step(see()) == pytest.approx(0.1)
+    driver.require_server()
+    assert driver.away == 0.0 and driver.error is None
+
+
+def test_an_answer_that_is_held_back_is_no_silence_and_an_episode_that_ended_leaves_none():
+    server = Scripted()
+    driver, clock = make(server, patience=2.0, grace=0.0, max_age=60.0, latency_steps=3)
+    driver._first = False
+    driver.step(see())
+    assert driver.away == 0.0
+    clock.now = 5.0
+    assert driver.away == 5.0
+    server.say(driver, [0.1] * 4)
+    assert driver.step(see()) == STILL and driver.away == 0.0
+    driver.require_server()
+    driver.step(see())
+    assert driver.step(see()) == pytest.approx(0.1)
+    for _ in range(3):
+        driver.step(see())  # and asks for the next chunk
+    clock.now = 100.0
+    driver.reset()
+    assert driver.away == 0.0
+
+
+def test_a_silent_server_is_waited_for_once_where_the_world_waits():
+    server = Scripted()
+    driver, _ = make(server, patience=0.5, wait=True, clock=time.monotonic)
+    started = time.monotonic()
+    assert driver.step(see()) == STILL
+    assert 0.5 <= time.monotonic() - started < 0.9
+    with pytest.raises(ServingError, match="not answered"):
+        driver.require_server()
+    server.say(driver, [0.1] * 4)
+
+
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        ({"low": 0.5, "high": -0.5}, "low is at most high"),
+        ({"low": np.zeros(3), "high": np.ones(2)}, "an array of an action's shape"),
+        ({"low": "none"}, "an array of an action's shape"),
+        ({"low": np.zeros(3)}, r"low has shape \[3\], and the policy's actions have \[1\]"),
+        ({"change": np.ones((2, 1))}, r"change has shape \[2, 1\]"),
+        ({"low": 2.0}, "No action is within the robot's bounds and the policy's"),
+    ],
+)
+def test_limits_that_do_not_fit_the_actions_are_refused(limits, text):
+    with pytest.raises(ConfigError, match=text):
+        make(Scripted(), limits=ActionLimits(**limits))
+
+
+def test_what_is_no_action_of_the_policys_is_never_sent():
+    for hold in (np.zeros(3), np.array([np.nan])):
+        with pytest.raises(ConfigError, match="hold"):
+            make(Scripted(), hold=hold)
+    driver, _ = make(Scripted(), hold=lambda frames, last: np.zeros(2))
+    with pytest.raises(ConfigError, match=r"hold has shape \[2\]"):
+        driver.step(see())
+    driver, _ = make(Scripted(), limits=ActionLimits(workspace=lambda action: np.zeros(2)))
+    with pytest.raises(ConfigError, match=r"workspace returned an action of shape \[2\]"):
+        driver.step(see())
+
+
+def test_a_frame_of_another_shape_is_refused_before_it_is_remembered():
+    front = IMAGE_PREFIX + "front"
+    fields = {STATE: Field((1,)).to_json(), front: Field((4, 4, 3), "uint8").to_json()}
+    driver, _ = make(Scripted(history=2, observation=fields))
+    image = np.zeros((8, 6, 3), np.uint8)  # which the server resizes
+    driver.step({**see(), front: image})
+    for wrong, text in (
+        ({front: image[:4]}, r"as \[4, 6, 3\] now and as \[8, 6, 3\] before"),
+        ({STATE: np.zeros(3)}, r"as \[3\], and the policy reads it as \[1\]"),
+        ({STATE: ["x"]}, "arrays of numbers"),
+        ({STATE: [[0.0], [0.0, 1.0]]}, "no array"),
+    ):
+        with pytest.raises(SpecError, match=text):
+            driver.step({**see(), front: image, **wrong})
+    assert driver.step({**see(), front: image}) == STILL
+    driver.reset()
+    assert driver.step({**see(), front: image[:4]}) == STILL  # another episode, another camera
+
+
+def test_a_latency_that_leaves_no_answer_of_use_is_refused():
+    ahead = {"chunking": "rtc", "prediction": 8}
+    with pytest.raises(ConfigError, match=r"latency_steps is 5, and this server is asked every 4 steps .* 4 at most"):
+        make(Scripted(**ahead), latency_steps=5, prefetch=0)
+    with pytest.raises(ConfigError, match="3 further: an answer may take 3 at most"):
+        make(Scripted(**ahead | {"prediction": 7}), latency_steps=4, prefetch=0)
+    make(Scripted(**ahead), latency_steps=4, prefetch=0)
+    with pytest.raises(ConfigError, match=r"held back for 0\.8 s is older than max_age \(0\.8 s\)"):
+        make(Scripted(), latency_steps=8)
+    make(Scripted(), latency_steps=8, wait=True)
+    make(Scripted(), latency_steps=8, max_age=2.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"change": -0.05}, {"change": float("nan")}, {"blend": -3}, {"max_age": 0.0}, {"patience": 0.0}],
+)
 def test_settings_that_no_robot_is_driven_by_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         RobotSettings(**wrong)

@@ -265,6 +265,16 @@ def test_a_server_that_goes_away_leaves_the_robot_where_it_is(arm):
     assert not robot.is_connected
 
 
+def test_a_server_that_hangs_stops_the_robot_within_patience(arm):
+    client, robot, silent = Local(()), arm(), threading.Event()
+    answer = client.infer
+    client.infer = lambda message: silent.wait(20) if len(robot.commands) > 10 else answer(message)
+    with pytest.raises(ServingError, match=r"not answered for more than 0\.5 s \(patience\)"):
+        driven(attached(robot, client), client, seconds=5.0, patience=0.5)
+    assert not robot.is_connected
+    silent.set()
+
+
 def test_the_first_step_is_no_jump(arm):
     """Where actions are positions, the change that is allowed counts from where the robot stands."""
     client = Local(())
