@@ -60,14 +60,14 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
 
 def _as_served(config: Config) -> Config:
     """Return `config` with the world that the policy server says its policy comes from; raises ServingError."""
-    from robopolicy.serving.client import PolicyClient  # imports websockets, which only this needs
+    from robopolicy.serving.connecting import connected  # imports websockets, which only this needs
 
     section = config.drive
     if section.robot:
         return config
-    with PolicyClient(section.host, section.port, api_key=section.api_key or None) as client:
+    with connected(section, section.patience) as client:
         said = client.metadata.get("world")
-    where = f"The policy of the server at {section.host}:{section.port}"
+    where = f"The policy of the server at {client.address.partition('://')[2]}"
     origin = WorldOrigin.from_json(said, where)
     if origin is None:
         _say_assumed(where, config)

@@ -328,6 +328,16 @@ def test_serve_says_at_once_that_a_policy_without_a_rate_drives_no_robot(fps, mo
     assert all('write "fps": N into robopolicy.json beside config.json' in note for note in notes)
 
 
+@pytest.mark.parametrize(("certificate", "address"), [("null", "ws://robot:80"), ("file.pem", "wss://robot:80")])
+def test_serve_says_an_address_to_connect_to(certificate, address, monkeypatch, capsys):
+    monkeypatch.setattr(serve, "load_acting", lambda *_: SimpleNamespace(spec=SimpleNamespace(fps=10.0)))
+    monkeypatch.setattr(serve, "with_planning", lambda config, policy, device: policy)
+    monkeypatch.setattr(serve, "serve", lambda policy, settings, announce: announce(80))
+    given = ["serve.policy=folder", "serve.host=robot", f"serve.certificate={certificate}"]
+    assert serve.run(compose(given)) == 0
+    assert f" at {address} " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("verb", VERBS.names())
 def test_help_teaches_every_verb(verb, capsys):
     assert main([verb, "--help"]) == 0

@@ -1,24 +1,43 @@
 """A robot, simulated or LeRobot's, that asks a policy server."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
+from robopolicy.core.errors import ConfigError
 from robopolicy.serving.attached import AttachedRobot
-from robopolicy.serving.configuration import RobotSettings
+from robopolicy.serving.configuration import RobotSettings, ServerAddress
 
 
 @dataclass(frozen=True)
-class DriveSection(AttachedRobot, RobotSettings):
+class DriveSection(AttachedRobot, RobotSettings, ServerAddress):
     """A robot in its own process, driven by a policy server: a simulated one, or one of LeRobot's."""
 
-    host: str = "127.0.0.1"
-    """The server's address."""
-    port: int = 8000
-    """The server's port."""
-    api_key: str = ""
-    """The server's key, if it wants one."""
     episodes: int = 10
     """How many are driven."""
     rate: float = 0.0
     """Control steps a second, 0 for the world's own (a LeRobot robot's: the policy's), -1 for as fast as the server
-    answers.
+    answers (a simulated robot).
     """
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what no robot can be driven by, and for settings of one that is not attached."""
+        super().__post_init__()
+        if self.episodes < 1:
+            raise ConfigError(f"drive.episodes is {self.episodes}: at least 1.")
+        if not (math.isfinite(self.rate) and (self.rate >= 0 or self.rate == -1)):
+            raise ConfigError(f"drive.rate is {self.rate:g}: more than 0, 0 for the policy's own, or -1 for no clock.")
+        if not self.robot:
+            plain = AttachedRobot()
+            names = [each.name for each in fields(AttachedRobot)]
+            said = [f"drive.{name}" for name in names if getattr(self, name) != getattr(plain, name)]
+            if said:
+                raise ConfigError(
+                    f"{', '.join(said)}: of a robot that is attached (drive.robot=TYPE), and the simulated one that is "
+                    "driven without does not know what to do with it. Leave it out."
+                )
+            return
+        if self.rate < 0:
+            raise ConfigError("drive.rate=-1 is for simulated robots: one that is attached runs by the clock.")
+        for name in ("seconds", "answers_within", "camera_age"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"drive.{name} is {getattr(self, name):g}: more than 0 seconds.")

@@ -2,7 +2,6 @@
 
 import itertools
 import secrets
-import ssl
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from websockets.sync.client import ClientConnection, connect
 
 from robopolicy.core.errors import ServingError, SpecError
+from robopolicy.serving.addresses import trusting, way_out, whole_address
 from robopolicy.serving.protocol import CHECK, REQUEST, RESET, SESSION, fingerprint, pack, unpack, unsealed
 
 MAXIMUM_ANSWER = 64 * 2**20
@@ -20,6 +20,12 @@ MAXIMUM_ANSWER = 64 * 2**20
 
 BUSY = 1013
 """Close code of a server that has too much to do."""
+
+KEYS = "api_key; of robopolicy drive: drive.api_key, or the environment's ROBOPOLICY_API_KEY"
+"""Where a client's key comes from."""
+
+DESCRIBED = ("observation", "action", "history", "chunk", "prediction", "chunking", "fps", "instructions", "world")
+"""What a server says of its policy, and must say again after a connection was lost."""
 
 
 class RefusedError(ServingError):
@@ -29,18 +35,21 @@ class RefusedError(ServingError):
 class PolicyClient:
     """A blocking connection to one server; use it as a context manager.
 
-    host: name, or a whole ws:// or wss:// address; timeout: seconds to wait for an answer; patience: seconds to keep
-    trying while the server starts; session: name of this robot's history; certificate: PEM file of what a wss://
-    address is checked against (None: the authorities that the system trusts). A connection that was lost between two
-    requests is opened again once, and the server's history then begins anew. A server of ours seals its answers: one
-    that is damaged, or belongs to another request, is not returned, and the connection is given up. Raises
-    ServingError: nobody listens, wrong API key, refused observation, no answer in time, one that cannot be trusted.
+    host: name, or a whole ws:// or wss:// address; port: 8000 for None, of a whole address its own; timeout: seconds to
+    wait for an answer; patience: seconds to keep trying while the server starts; session: name of this robot's history;
+    certificate: PEM file of what a wss:// address is checked against (None: the authorities that the system trusts); a
+    name is that of a wss:// address then. A connection that was lost between two requests is opened again once, and the
+    server's history then begins anew; a server that describes another policy than before (`DESCRIBED`) is refused. A
+    server of ours seals its answers: one that is damaged, or belongs to another request, is not returned, and the
+    connection is given up. Raises ConfigError on an address that contradicts itself, ServingError: nobody listens,
+    refused observation, no answer in time, one that cannot be trusted; RefusedError, which is one: wrong API key,
+    another policy.
     """
 
     def __init__(
         self,
         host: str = "127.0.0.1",
-        port: int = 8000,
+        port: int | None = None,
         api_key: str | None = None,
         *,
         timeout: float = 30.0,
@@ -48,16 +57,14 @@ class PolicyClient:
         session: str | None = None,
         certificate: Path | str | None = None,
     ):
-        self.address = host if host.startswith(("ws://", "wss://")) else f"ws://{host}:{port}"
+        self.address = whole_address(host, port, encrypted=certificate is not None)
         self.timeout, self.patience, self.session = timeout, patience, session
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
-        self._tls = None
-        if self.address.startswith("wss://"):
-            self._tls = ssl.create_default_context(cafile=None if certificate is None else str(certificate))
+        self._tls = trusting(certificate) if self.address.startswith("wss://") else None
         self._connection: ClientConnection | None = None
         self._stack = ExitStack()
         self._numbers = itertools.count(secrets.randbits(48))
-        self._sealed = False
+        self._sealed = self._known = False
         self.metadata: dict[str, Any] = {}
         self._open()
 
@@ -141,8 +148,23 @@ class PolicyClient:
         return None
 
     def _open(self) -> ClientConnection:
+        """Connect, and learn what is served. Raises RefusedError where that is another policy than before."""
         self.close()
         self._sealed = False
+        self._connection = connection = self._connected()
+        said = self._receive(connection, "its metadata")
+        changed = [key for key in DESCRIBED if pack({key: said.get(key)}) != pack({key: self.metadata.get(key)})]
+        if self._known and changed:
+            self.close()
+            changes = ", ".join(_change(key, self.metadata.get(key), said.get(key)) for key in changed)
+            raise RefusedError(
+                f"{self.address} serves another policy since the connection was lost (other {changes}): it is not "
+                "obeyed. Connect anew to be driven by that one."
+            )
+        self.metadata, self._known = said, True
+        return connection
+
+    def _connected(self) -> ClientConnection:
         deadline = time.monotonic() + self.patience
         while True:
             try:
@@ -155,13 +177,9 @@ class PolicyClient:
                     open_timeout=self.timeout,
                     close_timeout=min(1.0, self.timeout),
                 )
-                self._connection = self._stack.enter_context(opening)
-                break
+                return self._stack.enter_context(opening)
             except InvalidStatus as error:
-                if error.response.status_code == 401:
-                    wants = "another API key than the one given" if self._headers else "an API key, and none was given"
-                    raise ServingError(f"{self.address} wants {wants} (api_key).") from error
-                raise ServingError(f"{self.address} is no policy server ({error}).") from error
+                raise self._turned_away(error) from error
             except (ConnectionRefusedError, ConnectionResetError) as error:
                 if time.monotonic() > deadline:
                     raise ServingError(
@@ -169,6 +187,27 @@ class PolicyClient:
                     ) from error
                 time.sleep(0.1)
             except (OSError, InvalidHandshake, InvalidURI, ValueError) as error:  # the last: of the port
-                raise ServingError(f"Cannot connect to {self.address}: {error}.") from error
-        self.metadata = self._receive(self._connection, "its metadata")
-        return self._connection
+                said = str(error).rstrip(".")
+                raise ServingError(
+                    f"Cannot connect to {self.address}: {said}.{way_out(self.address, error)}"
+                ) from error
+
+    def _turned_away(self, error: InvalidStatus) -> ServingError:
+        """Return what an answer to a handshake means that is none of a websocket's."""
+        status, headers = error.response.status_code, error.response.headers
+        if status == 401:
+            wants = "another API key than the one given" if self._headers else "an API key, and none was given"
+            return RefusedError(f"{self.address} wants {wants} ({KEYS}).")
+        if status == 429:
+            seconds = headers.get("Retry-After", "10")
+            return ServingError(
+                f"{self.address}: too many wrong keys came from this machine, wait {seconds} s before you try again "
+                f"with the right one ({KEYS})."
+            )
+        return ServingError(f"{self.address} is no policy server ({error}).")
+
+
+def _change(key: str, before: Any, now: Any) -> str:
+    """Return what has changed of a policy's description, with the values where they are short."""
+    short = all(isinstance(value, int | float | str) for value in (before, now))
+    return f"{key}, {str(before)[:40]} -> {str(now)[:40]}" if short else key

@@ -1,6 +1,7 @@
 """Who may connect: limits on open sockets, wrong keys and control frames, which count before a handshake is done."""
 
 import asyncio
+import math
 import time
 from collections import Counter
 from typing import Any, cast
@@ -41,6 +42,11 @@ class Door:
             self._wrong.pop(address, None)
             return False
         return count >= self.limits.wrong_keys
+
+    def lockout_left(self, address: str) -> int:
+        """Return for how many seconds keys from there are not looked at, rounded up."""
+        began, _ = self._wrong.get(address, (0.0, 0))
+        return max(math.ceil(began + self.limits.lockout - time.monotonic()), 0)
 
     def wrong_key(self, address: str) -> None:
         """Count a wrong key."""

@@ -197,7 +197,10 @@ class PolicyServer:
         address = address_of(connection.transport)
         if self.settings.api_key and self.door.locked_out(address):
             self.metrics.refused["key"] += 1
-            return connection.respond(HTTPStatus.TOO_MANY_REQUESTS, "Too many wrong keys: wait.\n")
+            seconds = self.door.lockout_left(address)
+            refusal = connection.respond(HTTPStatus.TOO_MANY_REQUESTS, f"Too many wrong keys: wait {seconds} s.\n")
+            refusal.headers["Retry-After"] = str(seconds)
+            return refusal
         given = request.headers.get("Authorization", "")
         if self.settings.api_key and not hmac.compare_digest(
             given.encode(), f"Api-Key {self.settings.api_key}".encode()

@@ -26,6 +26,7 @@ from robopolicy.runs import output, publish
 from robopolicy.serving.attached import AttachedRobot
 from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.configuration import RobotSettings
+from robopolicy.serving.connecting import connected
 from robopolicy.serving.drive import drive
 from robopolicy.serving.drive_robot import drive_robot
 from robopolicy.serving.driver import described_policy
@@ -48,7 +49,7 @@ def run(config: Config) -> int:
     section = config.drive
     if section.robot:
         return _run_robot(config)
-    with PolicyClient(section.host, section.port, api_key=section.api_key or None) as client:
+    with connected(section, section.patience) as client:
         simulated = _as_seen(config.world, client)
         if described_policy(client.metadata).ahead:  # then the driver lets decisions take their time
             simulated = replace(simulated, options=without_latency(simulated.options))
@@ -67,7 +68,7 @@ def _run_robot(config: Config) -> int:
     """Drive a robot of LeRobot's."""
     section = config.drive
     attached = narrowed(AttachedRobot, section)
-    with PolicyClient(section.host, section.port, api_key=section.api_key or None) as client:
+    with connected(section, section.patience) as client:
         made = make_lerobot_robot(section.robot, section.robot_options)
 
         def wire(shows: Mapping[str, Any], takes: Mapping[str, Any]) -> Wiring:
@@ -120,7 +121,7 @@ def _figures(result: Mapping[str, Any]) -> str:
     latency = ", ".join(f"{name} {value:.1f} ms" for name, value in result["latency_ms"].items() if name != "max")
     return (
         f"latency {latency or 'not known'}; {result['deadline_misses']} late, {result['held']} held still and "
-        f"{result['clipped']} clipped of {result['steps']} steps"
+        f"{result['clipped']} clipped of {result['steps']} steps; {result['failures']} failures of the server"
     )
 
 

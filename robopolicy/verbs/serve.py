@@ -46,7 +46,8 @@ def run(config: Config) -> int:
     key = section.api_key or os.environ.get("ROBOPOLICY_API_KEY", "")
 
     def announce(port: int) -> None:
-        print(f"Serving {section.policy} at ws://{section.host}:{port} (Ctrl-C stops)", flush=True)
+        scheme = "ws" if section.certificate is None else "wss"
+        print(f"Serving {section.policy} at {scheme}://{section.host}:{port} (Ctrl-C stops)", flush=True)
 
     given = vars(narrowed(ServerConfig, section)) | {"api_key": key, "seed": config.run.seed, "device": device}
     serve(policy, ServerSettings(**given), announce)

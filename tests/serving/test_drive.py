@@ -1,5 +1,6 @@
 """The simulated robot: histories at the control rate, prefetching, deadlines, refusals."""
 
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,14 +11,14 @@ import pytest
 
 from robopolicy.cli import main
 from robopolicy.configuration.drive import DriveSection
-from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, SpecError
+from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, ServingError, SpecError
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, STATE, TASK, Field, WorldSpec
 from robopolicy.core.world import Step
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
 from robopolicy.serving.holding import as_served, holding
 from robopolicy.serving.protocol import SESSION
-from robopolicy.verbs.drive import _settings
+from robopolicy.verbs.drive import _figures, _settings
 
 FRONT = IMAGE_PREFIX + "top"
 
@@ -97,6 +98,14 @@ def test_what_is_held_lets_nothing_go():
     assert holding(RobotSettings(hold="last"), (), 3)({}, last).tolist() == last.tolist()
 
 
+def test_elements_that_are_not_there_cannot_keep_their_value():
+    for names, text in ((("x", "gripper"), "Did you mean 'gripper'"), ((), "have no names")):
+        with pytest.raises(ConfigError, match=f"positions names 'griper', which is no element of the action.*{text}"):
+            holding(RobotSettings(positions=("griper",)), names, 2)
+    with pytest.raises(ConfigError, match="positions names 'nonsense'"):
+        drive(Carrier(), Forecaster(), [1], robot=RobotSettings(positions=("nonsense",)))
+
+
 def test_what_is_held_is_what_the_policy_was_trained_with():
     said = {"world": {"name": "arm", "options": {"latency_steps": 3, "latency_hold": "last"}}}
     assert as_served(RobotSettings(), said).hold == "last"
@@ -132,6 +141,70 @@ def test_a_gripper_stays_closed_while_its_server_thinks():
 def test_a_server_quicker_than_half_a_control_step_needs_no_asking_ahead():
     result = drive(Counter(), Forecaster(delay=0.02), [1], rate=5.0, robot=RobotSettings())
     assert (result["held"], result["successes"], result["requests"]) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("rate", [0.0, 5.0])
+def test_a_server_that_falls_silent_ends_the_drive_after_patience(rate):
+    silent, server = threading.Event(), Forecaster()
+    answer = server.infer
+    server.infer = lambda message: silent.wait(20) if server.seen else answer(message)
+    started = time.monotonic()
+    with pytest.raises(ServingError, match=r"not answered for more than 0\.5 s \(patience\)"):
+        drive(Counter(), server, [1], rate=rate, robot=RobotSettings(patience=0.5))
+    assert 0.4 < time.monotonic() - started < 5.0
+    silent.set()
+
+
+def test_a_world_that_the_policy_was_not_trained_for_is_told_from_the_one_that_it_was():
+    client = Forecaster()
+    client.metadata["observation"] = {STATE: Field((3,)).to_json()}
+    with pytest.raises(SpecError, match=r"as \[3\], 'counter' shows \[1\].*Name the one .* world=NAME"):
+        drive(Counter(), client, [1])
+    client.metadata["world"] = {"name": "push_t", "options": {}}
+    with pytest.raises(SpecError, match="It comes from 'push_t', which is driven where you name no world"):
+        drive(Counter(), client, [1])
+    client = Forecaster()
+    client.metadata["action"] = Field((2,)).to_json()
+    with pytest.raises(SpecError, match=r"have shape \[2\].*world=NAME"):
+        drive(Counter(), client, [1])
+
+
+def test_failures_of_the_server_are_printed():
+    client, failed = Forecaster(), []
+    answer = client.infer
+
+    def infer(message):
+        if not failed:
+            failed.append(message)
+            raise ServingError("a moment, please")
+        return answer(message)
+
+    client.infer = infer
+    result = drive(Counter(), client, [1])
+    assert result["failures"] == 1
+    assert _figures(result).endswith("; 1 failures of the server")
+
+
+SECTION = {
+    "drive.rename": {"rename": {"a": "b"}},
+    "drive.seconds, drive.camera_age": {"seconds": 3.0, "camera_age": 2.0},
+    "drive.task": {"task": "push"},
+    "drive.rate=-1 is for simulated robots": {"rate": -1.0, "robot": "so101_follower"},
+    "drive.rate is -2": {"rate": -2.0},
+    "drive.rate is nan": {"rate": float("nan")},
+    "drive.episodes is 0": {"episodes": 0},
+    "drive.seconds is 0": {"seconds": 0.0, "robot": "so101_follower"},
+    "drive.camera_age is -1": {"camera_age": -1.0, "robot": "so101_follower"},
+    "patience is 0": {"patience": 0.0},
+}
+
+
+@pytest.mark.parametrize("text", SECTION)
+def test_settings_that_mean_nothing_are_refused_before_anything_is_connected(text):
+    with pytest.raises(ConfigError, match=text):
+        DriveSection(**SECTION[text])
+    DriveSection(robot="so101_follower", rename={"a": "b"}, seconds=3.0, task="push", camera_age=2.0)
+    DriveSection(rate=-1.0)
 
 
 def test_what_does_not_fit_is_refused():
@@ -196,5 +269,5 @@ class Seeing:
 
 
 def test_a_policy_that_sees_brings_its_cameras_to_the_world(monkeypatch, capsys):
-    monkeypatch.setattr("robopolicy.verbs.drive.PolicyClient", Seeing)
+    monkeypatch.setattr("robopolicy.serving.connecting.PolicyClient", Seeing)
     assert main(["drive", "world=reach_planar", "drive.episodes=1", "drive.rate=-1"]) == 0, capsys.readouterr().err
