@@ -20,12 +20,12 @@ from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
 from robopolicy.core.delayed import latency_in, seen_ahead, steps_ahead, with_latency_of, without_latency
-from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, SpecError
+from robopolicy.core.errors import CameraError, ConfigError, RobopolicyError, RobopolicyWarning, SpecError
 from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.registry import is_dotted
-from robopolicy.core.spec import IMAGE_PREFIX, LATENCY, QUEUE, TASK, Field, WorldSpec, cameras_of, require_fit
+from robopolicy.core.spec import LATENCY, QUEUE, TASK, WorldSpec, cameras_of, images_of, require_fit
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, Snapshots, World
 from robopolicy.data.foresight import Foresight
@@ -90,10 +90,8 @@ def build_world(
 ) -> World:
     """Return the world that `section` names, with the history length, cameras and image size that `policy` needs.
 
-    filmed: with the section's own cameras beside the policy's, which nobody but a recording wants.
-
     It has `batch_size` rows (parallel environments; default the section's), but no more than there are `episodes`.
-
+    filmed: with the section's own cameras beside the policy's, which nobody but a recording wants.
     "worldmodel" needs `world.model`, a checkpoint. Unless the section says otherwise, its episodes begin in the initial
     states of the simulator it was trained on (`world.simulator`, default the one named in the checkpoint), so that the
     same seed means the same initial state in both. Raises SpecError where `policy` does not fit the world.
@@ -104,8 +102,7 @@ def build_world(
             require_fit(as_seen_in(world, policy).spec, world.spec)
         except RobopolicyError as error:
             world.close()
-            reader = lerobots_own(policy)
-            if isinstance(error, SpecError) and reader is not None and (advice := reader.mapping_for(world.spec)):
+            if isinstance(error, SpecError) and (advice := _mapping_for(policy, world.spec)):
                 raise SpecError(f"{error} {advice}") from error
             raise
         if QUEUE in world.spec.observation and QUEUE not in policy.spec.observation:
@@ -139,7 +136,16 @@ def _made_world(
         cameras = dict.fromkeys((*shown.get("cameras", ()), *section.cameras))
         shown = {"image_size": section.image_size, **shown, "cameras": tuple(cameras)}
     options |= shown
-    world = make_world(section.name, rows, **options)
+    try:
+        world = make_world(section.name, rows, **options)
+    except CameraError as error:
+        if policy is None or "image_size" not in shown:
+            raise
+        blind = make_world(section.name, 1, **{key: value for key, value in options.items() if key not in shown})
+        blind.close()
+        if advice := _mapping_for(policy, blind.spec.with_cameras(error.known, shown["image_size"])):
+            raise SpecError(f"{error} {advice}") from error
+        raise
     if not world.spec.reports_success:
         warnings.warn(
             f"'{section.name}' does not say which episodes succeed, so returns are compared instead. Say it: "
@@ -151,10 +157,10 @@ def _made_world(
     return world
 
 
-def images_of(fields: Mapping[str, Field]) -> dict[str, Any]:
-    """Return the options of a world that shows the images among `fields`, key -> field: cameras and image_size."""
-    cameras = cameras_of(fields)
-    return {"cameras": cameras, "image_size": fields[IMAGE_PREFIX + cameras[0]].shape[0]} if cameras else {}
+def _mapping_for(policy: Policy, spec: WorldSpec) -> str:
+    """Return what to write beside a policy of LeRobot's whose names or sizes are others than a world's, else ""."""
+    reader = lerobots_own(policy)
+    return "" if reader is None else reader.mapping_for(spec)
 
 
 def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: int) -> World:
@@ -407,7 +413,8 @@ def with_planning(section: PlanSection, policy: Policy, device: torch.device | s
     if section.model is None:
         return policy
     planned = PlannedPolicy(policy, load_imagining(section.model, device), narrowed(PlanConfig, section))
-    return _of_the_same_origin(planned, policy)
+    remember_origin(planned, origin_of(policy))
+    return planned
 
 
 def planned_acting(
@@ -427,12 +434,6 @@ def planned_acting(
         raise ConfigError(f"plan.model={section.model} shows a latent: planning needs a model that shows observations.")
     settings = narrowed(PlanConfig, section)
     return lambda policy: PlannedPolicy(policy, model, settings)
-
-
-def _of_the_same_origin[Wrapper: Policy](wrapper: Wrapper, policy: Policy) -> Wrapper:
-    """Return `wrapper`, which acts by `policy`, as one that was trained in the same world."""
-    remember_origin(wrapper, origin_of(policy))
-    return wrapper
 
 
 def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:

@@ -19,7 +19,7 @@ import numpy as np
 from mujoco.rollout import Rollout
 
 from robopolicy.core.episode_rows import EpisodeRows, require_sizes
-from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_you_mean
+from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, SpecError, did_you_mean
 from robopolicy.core.history import places
 from robopolicy.core.randomness import numpy_generator, uniforms
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSpec, validate_actions
@@ -90,7 +90,8 @@ class MujocoWorld:
     which of the task's instructions it gives, and in which words (see `wording`).
     `reset` options: "uniforms" [R, task.uniforms], the start's random numbers instead of those a seed gives; "task"
     [R], indices of the spec's instructions, -1 for the one that the seed gives.
-    Raises ConfigError on an unknown camera, sizes below 1, and where `load_model`, `state_layout` or `wording` does.
+    Raises CameraError on an unknown camera, ConfigError on sizes below 1, and what `load_model`, `state_layout` and
+    `wording` do.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class MujocoWorld:
         require_sizes(batch_size=batch_size, history=history)
         for camera in cameras:
             if camera not in task.cameras:
-                raise ConfigError(f"Task '{task.name}' has no camera '{camera}'.{did_you_mean(camera, task.cameras)}")
+                nearest = did_you_mean(camera, task.cameras)
+                raise CameraError(f"Task '{task.name}' has no camera '{camera}'.{nearest}", task.cameras)
         self.task, self._wording = task, wording(task, instructions, phrasing)
         self.model = load_model(task)
         if style:

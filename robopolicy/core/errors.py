@@ -14,6 +14,14 @@ class ConfigError(RobopolicyError):
     """A configuration names something unknown or contradicts itself."""
 
 
+class CameraError(ConfigError):
+    """A world has no camera of this name; known: those that it has."""
+
+    def __init__(self, text: str, known: Iterable[str] = ()):
+        super().__init__(text)
+        self.known = tuple(known)
+
+
 class SpecError(RobopolicyError):
     """An observation or action does not have the keys, shape or dtype that a spec promises."""
 
@@ -42,12 +50,17 @@ class RobopolicyWarning(UserWarning):
     """Something that a figure's reader must know; the command line prints its text."""
 
 
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return the one of `choices` that is most like `name`, "" where none is near."""
+    return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)), "")
+
+
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the nearest of `choices`, else the list of them."""
-    known = sorted(str(choice) for choice in choices)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    known = sorted({str(choice) for choice in choices})
+    near = nearest(name, known)
     if near:
-        return f" Did you mean '{near[0]}'?"
+        return f" Did you mean '{near}'?"
     return f" Known: {', '.join(known)}." if known else ""
 
 

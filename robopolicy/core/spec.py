@@ -119,6 +119,12 @@ class WorldSpec:
         """Names of the cameras whose images are part of the observation."""
         return cameras_of(self.observation)
 
+    def with_cameras(self, cameras: Iterable[str], size: int) -> "WorldSpec":
+        """Return the spec of the same world when it shows these cameras too, in `size` x `size` pixels."""
+        image = Field((size, size, 3), "uint8", 0, 255)
+        shown = {IMAGE_PREFIX + camera: image for camera in cameras}
+        return dataclasses.replace(self, observation={**self.observation, **shown})
+
     @property
     def goals(self) -> tuple[str, ...]:
         """What its instructions ask for: each once, in plain words, in the order of the instructions."""
@@ -237,6 +243,12 @@ def _describe(field: Field) -> str:
 def cameras_of(keys: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the cameras whose images are among observation keys."""
     return tuple(key.removeprefix(IMAGE_PREFIX) for key in keys if key.startswith(IMAGE_PREFIX))
+
+
+def images_of(fields: Mapping[str, Field]) -> dict[str, Any]:
+    """Return the options of a world that shows the images among `fields`, key -> field: cameras and image_size."""
+    cameras = cameras_of(fields)
+    return {"cameras": cameras, "image_size": fields[IMAGE_PREFIX + cameras[0]].shape[0]} if cameras else {}
 
 
 def validate_observation(

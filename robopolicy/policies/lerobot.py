@@ -144,10 +144,7 @@ class LeRobotPolicy:
         self.settings = LeRobotSettings() if settings is None else settings
         config: Any = policy.config
         self._features = {name: each for name, each in config.input_features.items() if EMPTY_CAMERA not in name}
-        named = (name for name in self.settings.names if name != "action")
-        for name in (*self.settings.features, *self.settings.image_sizes, *named):
-            if name not in self._features:
-                raise ConfigError(f"The policy has no feature '{name}'.{did_you_mean(name, self._features)}")
+        self._check_settings()
         # What a processor renames stands in the data, and so in the world, under its old name.
         renamed = {new: old for step in preprocess.steps for old, new in getattr(step, "rename_map", {}).items()}
         self._sources = {name: renamed.get(name, name) for name in self._features}
@@ -285,6 +282,19 @@ class LeRobotPolicy:
     def reset(self, rows: Rows = None) -> None:
         """Do nothing: what it remembers of an episode is the history that the world shows, whatever the rows [R]."""
 
+    def _check_settings(self) -> None:
+        """Raise ConfigError, naming file and key, where settings are of a feature that the policy does not have."""
+        file = SETTINGS_FILE if self.folder is None else self.folder / SETTINGS_FILE
+        called = {theirs: ours for ours, theirs in self.settings.features.items()}
+        for key in ("features", "image_sizes", "names"):
+            for name in getattr(self.settings, key):
+                if name in self._features or (key, name) == ("names", "action"):
+                    continue
+                nearest = did_you_mean(name, self._features)
+                if name in called:
+                    nearest = f" The world calls so what is '{called[name]}' here: write that."
+                raise ConfigError(f"{file}: {key} has '{name}', and the policy has no such feature.{nearest}")
+
     def _field(self, name: str) -> Field:
         shape, kind = tuple(self._features[name].shape), self._features[name].type.value
         if kind in ("STATE", "ENV"):
@@ -326,7 +336,7 @@ class LeRobotPolicy:
         sizes: dict[str, list[int]] = {}
         if recorded:
             sizes = {name: list(shape[:2]) for name, shape in sorted(shown.items()) if read[name] != shape}
-        elif any(read[name] != shape for name, shape in shown.items()) or len({*read.values()}) > 1:
+        elif len({*read.values()} | {*shown.values()}) > 1 or any(shape[0] != shape[1] for shape in read.values()):
             size = max(max(shape[:2]) for shape in read.values())
             sizes = {name: [size, size] for name in sorted(visual)}
         example = {**({"features": other} if other else {}), **({"image_sizes": sizes} if sizes else {})}

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from robopolicy.build import build_world, images_of
+from robopolicy.build import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import WorldSection
 from robopolicy.core.delayed import without_latency
 from robopolicy.core.errors import RobopolicyWarning
-from robopolicy.core.spec import Field
+from robopolicy.core.spec import Field, images_of
 from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import output, publish

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.episode_rows import EpisodeRows, require_sizes
-from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, did_you_mean
+from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, RobopolicyWarning, did_you_mean
 from robopolicy.core.history import places, select
 from robopolicy.core.randomness import numpy_generator
 from robopolicy.core.spec import IMAGE_PREFIX, Field, Observation, WorldSpec, validate_actions
@@ -239,10 +239,11 @@ class GymnasiumWorld:
 
 
 def observation_fields(description: Description, cameras: Sequence[str], image_size: int) -> dict[str, Field]:
-    """Return the world's observation fields. Raises ConfigError on an unknown camera."""
+    """Return the world's observation fields. Raises CameraError on an unknown camera."""
     for camera in cameras:
         if camera not in description.cameras:
-            raise ConfigError(f"The environment has no camera '{camera}'.{did_you_mean(camera, description.cameras)}")
+            nearest = did_you_mean(camera, description.cameras)
+            raise CameraError(f"The environment has no camera '{camera}'.{nearest}", description.cameras)
     layout, image = description.layout, Field((image_size, image_size, 3), "uint8", 0, 255)
     vectors = {key: Field((part.stop - part.start,), names=layout.names[key]) for key, part in layout.fields.items()}
     return {**vectors, **{IMAGE_PREFIX + camera: image for camera in cameras}}
